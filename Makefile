@@ -1,0 +1,94 @@
+# ds_core: every target does its own set-up. Needs GNU make and python3 >= 3.10 with venv; nothing else.
+#
+#   make quickstart   train the example GPT on two processes
+#   make test         lint and the tests (not the slow ones, not those that need a GPU)
+#   make test-all     lint and all tests that this machine can run
+#   make lint         ruff, mypy --strict, import-linter
+#   make wheels       a wheel of every distribution in dist/
+#   make bench        the benchmarks
+#   make docs         the documentation in site/
+#   make clean        remove everything that these made, .venv too
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := test
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+
+# Every folder with a pyproject.toml is a distribution; a new one needs no line here.
+DISTS := . $(patsubst %/,%,$(sort $(dir $(wildcard plugins/*/pyproject.toml ops/*/pyproject.toml monitors/*/pyproject.toml))))
+
+PACKAGES := ds_core $(wildcard plugins/*/ds_* ops/*/ds_* monitors/*/ds_*)
+
+# [Note: one set-up per change] The stamp's name holds a checksum of all that decides what is installed, and of
+# where: a virtual environment does not survive being moved. Set-up runs again only when one of them changes.
+INPUTS := Makefile constraints.txt requirements-dev.txt $(patsubst %,%/pyproject.toml,$(DISTS))
+HASH := $(shell (echo '$(CURDIR)'; cat $(INPUTS)) | cksum | tr -c '0-9\n' '-')
+VENV := .venv
+STAMP := $(VENV)/.stamp-$(HASH)
+
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+DSCORE := $(BIN)/dscore
+# -qq: only errors. Progress is told by the recipe's own lines.
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt
+PYTEST := $(PY) -m pytest
+
+ARGS ?=
+
+.PHONY: setup quickstart test test-all lint pytest wheels bench docs clean help
+
+setup: $(STAMP)
+
+# torch goes first and exact: a range could bring another build of it, with gigabytes of libraries.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"python >= 3.10 is needed, {sys.executable} is {sys.version.split()[0]}; use: make PYTHON=/path/to/python3")'
+	@echo "set-up 1/4: $(VENV)"
+	@grep -qs '$(CURDIR)/$(VENV)' $(BIN)/activate || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $(VENV)/.stamp-*
+	@echo "set-up 2/4: $(TORCH)"
+	@$(PIP) $(TORCH)
+	@echo "set-up 3/4: tools"
+	@$(PIP) -r requirements-dev.txt
+	@echo "set-up 4/4: $(words $(DISTS)) distributions"
+	@$(PIP) --no-build-isolation $(addprefix -e ,$(DISTS))
+	@$(PY) -m pip check
+	@touch $@
+
+quickstart: $(STAMP)
+	@$(DSCORE) run --nproc 2 examples/gpt/train.py --config examples/gpt/ds_config.json $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-all: lint
+	$(PYTEST) -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" $(ARGS)
+
+pytest: $(STAMP)
+	$(PYTEST) $(ARGS)
+
+wheels: $(STAMP)
+	@rm -rf dist && mkdir -p dist
+	@for dist in $(DISTS); do $(PY) -m build --wheel --no-isolation --outdir dist $$dist >/dev/null; done
+	@ls dist
+
+bench: $(STAMP)
+	@for bench in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do echo "== $$bench"; $(PY) $$bench; done
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) dist site runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:
+	@sed -n '3,10s/^# *//p' Makefile

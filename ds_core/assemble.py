@@ -1,0 +1,373 @@
+"""`initialize`: the one function in which the whole composition is visible.
+
+config -> plugins -> accelerator -> mesh -> (ranks talk for the first time) -> transforms by phase -> param axes
+-> kernels -> partitioner -> optimizer -> schedule -> engine. Everything that can be wrong in a config is found before
+any process talks to another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ds_core import comm
+from ds_core.accelerator import select_accelerator, set_accelerator
+from ds_core.compose import Composition, compose
+from ds_core.config.batch import resolve_batch
+from ds_core.context import Context
+from ds_core.data import DistributedLoader
+from ds_core.engine import Engine
+from ds_core.errors import ConfigError, UsageError
+from ds_core.kernels import Kernels
+from ds_core.mesh import Mesh, MpuMesh, plan_mesh
+from ds_core.monitor import MonitorMaster
+from ds_core.params import collect_params
+from ds_core.partition import Partitioner, Replicated
+from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
+from ds_core.report import Reporter
+from ds_core.runner import Runner, Sequential
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+__all__ = ["add_config_arguments", "initialize"]
+
+log = logging.getLogger("ds_core")
+
+ParamGroups = list[dict[str, Any]]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Any = None,
+) -> tuple[Engine, Optimizer | None, DistributedLoader | None, Any]:
+    """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
+
+    args: parsed arguments, whose ``deepspeed_config`` may name the config file. model: any module; it is moved to the
+    accelerator. optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
+    model_parameters: parameters or group dicts; default the model's trainable ones. training_data: a dataset; gives
+    the dataloader. lr_scheduler: an object with ``step`` and state, or a function ``optimizer -> scheduler``.
+    mpu: an external model-parallel unit. config: dict, file path or base64 text (config_params is its old name).
+    mesh_param: (data, sequence) sizes. Collective: every rank calls it.
+
+    Raises ConfigError (all problems at once), PluginError, RankMismatchError or UsageError.
+    """
+    if model is None:
+        raise UsageError("initialize needs a model")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    chosen = compose(_config_source(args, config, config_params))
+    _check_arguments(args, optimizer, chosen)
+    core = chosen.config.core
+    if core.log_level:
+        log.setLevel(core.log_level.upper())
+    if core.steps_per_print or core.dump_state or core.comms_logger.enabled or core.memory_breakdown:
+        _show_log()
+
+    # What each rank can work out alone, before it talks.
+    accelerator = select_accelerator(chosen.plugins)
+    set_accelerator(accelerator)
+    kernels = Kernels(chosen.plugins, core.kernels)
+    kernels.check_forced()
+    rank, world_size = _place()
+    mesh = _plan(chosen, mpu, mesh_param, rank, world_size) if mpu is None else None
+    batch = resolve_batch(core, mesh.size("dp")) if mesh is not None else None
+
+    # The first talk: start, and compare what ranks were started with.
+    comm.init_distributed(
+        accelerator.communication_backend, distributed_port=distributed_port, dist_init_required=dist_init_required
+    )
+    comm.configure(core.comms_logger)
+    if mesh is None:
+        mesh = MpuMesh(mpu, comm.rank(), comm.world_size())
+        batch = resolve_batch(core, mesh.size("dp"))
+    assert batch is not None
+    precision, scaler = make_precision(chosen.config)
+    ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
+    comm.check_ranks_agree(_fingerprint(ctx))
+    if world_size > 1:
+        mesh.build_groups()
+
+    # The model.
+    accelerator.set_device(accelerator.local_index())
+    for transform in sorted(
+        (t for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value), key=lambda t: t.phase
+    ):
+        model = transform.apply(model)
+    cast_module(model, precision)
+    model.to(accelerator.current_device())
+    ctx.module = model
+    ctx.params = collect_params(model, ctx)
+    if precision.autocast is not None:
+        ctx.stash[WIRE_DTYPES] = wire_dtypes(model, precision.autocast, precision.autocast_modules)
+    _check_vocabulary(core.vocabulary_size, ctx)
+
+    # Who owns its states, who runs it, what updates it.
+    partitioner = _driver(ctx, "ds_partitioner", Replicated(ctx))
+    runner = _driver(ctx, "ds_runner", Sequential())
+    built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
+    scheduler = _make_scheduler(lr_scheduler, built, chosen)
+    monitors = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
+    loader = _make_loader(ctx, training_data, collate_fn)
+    engine = Engine(
+        ctx,
+        partitioner=partitioner,
+        runner=runner,
+        optimizer=built,
+        lr_scheduler=scheduler,
+        scaler=scaler,
+        loader=loader,
+        collate_fn=collate_fn,
+        reporter=(reporter := Reporter(ctx, MonitorMaster(monitors))),
+    )
+    if core.dump_state:
+        reporter.dump(engine)
+    return engine, built, loader, scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the "DeepSpeed" group of command-line arguments to `parser` and return it."""
+    group = parser.add_argument_group("DeepSpeed", "settings of the training engine")
+    group.add_argument(
+        "--deepspeed",
+        action="store_true",
+        help="accepted so that existing commands work; the engine is chosen by calling initialize",
+    )
+    group.add_argument("--deepspeed_config", default=None, metavar="PATH", help="the config file")
+    group.add_argument(
+        "--deepscale",
+        dest="deepspeed",
+        action=_Deprecated,
+        nargs=0,
+        const=True,
+        help="deprecated spelling of --deepspeed",
+    )
+    group.add_argument(
+        "--deepscale_config",
+        dest="deepspeed_config",
+        action=_Deprecated,
+        metavar="PATH",
+        help="deprecated spelling of --deepspeed_config",
+    )
+    return parser
+
+
+class _Deprecated(argparse.Action):
+    """Store as the present spelling would, with a warning."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        log.warning("%s is deprecated; use --%s", option_string, self.dest)
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+# -- the parts of initialize -------------------------------------------------------------------------------------
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None),
+    }
+    named = {k: v for k, v in given.items() if v is not None}
+    if not named:
+        raise ConfigError(
+            "no config was given; pass config=<dict or path>, or --deepspeed_config PATH on the command line"
+        )
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} are both given; give one")
+    return next(iter(named.values()))
+
+
+def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
+    local = os.environ.get("LOCAL_RANK")
+    told = getattr(args, "local_rank", None)
+    if told is not None and told >= 0 and local is not None and int(local) != told:
+        raise UsageError(
+            f"args.local_rank is {told}, but LOCAL_RANK is {local}; let the launcher set both, or leave "
+            "--local_rank out"
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        raise UsageError(
+            f"optimizer must be a torch.optim.Optimizer or a function of the parameters, not {type(optimizer).__name__}"
+        )
+    if optimizer is None and chosen.optimizer is None and chosen.scheduler is not None:
+        raise ConfigError(
+            "scheduler: a schedule needs an optimizer; add an optimizer section or pass optimizer=",
+            chosen.config.origin,
+        )
+
+
+def _place() -> tuple[int, int]:
+    """(rank, world size) of a running process group, else as the environment tells; (0, 1) when it tells nothing."""
+    if comm.is_initialized():
+        return comm.rank(), comm.world_size()
+    where = comm.find_rendezvous(os.environ)
+    return (where.rank, where.world_size) if where is not None else (0, 1)
+
+
+def _show_log() -> None:
+    """Give our log a place to appear when the program has set up none."""
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s: %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
+def _plan(chosen: Composition, mpu: Any, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:
+    core = chosen.config.core
+    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
+    mesh = plan_mesh(axes, world_size, rank)
+    data, sequence = mesh_param or (core.data_parallel_size, core.sequence_parallel_size)
+    where = "mesh_param" if mesh_param else "data_parallel_size"
+    if sequence not in (None, 1):
+        raise ConfigError(
+            f"{where}: sequence parallel size {sequence} is documented but not built yet; use 1", chosen.config.origin
+        )
+    if data is not None and data != mesh.size("dp"):
+        raise ConfigError(
+            f"{where}: data parallel size {data}, but this run has {mesh.size('dp')} (world {world_size}, "
+            f"mesh {mesh.describe()})",
+            chosen.config.origin,
+        )
+    return mesh
+
+
+def _fingerprint(ctx: Context) -> dict[str, str]:
+    """What must be the same on every rank, key by key."""
+    from ds_core._version import __version__
+
+    items = {f"config.{k}": v for k, v in ctx.config.fingerprint_items().items()}
+    items |= {f"plugin {k}": v for k, v in ctx.plugins.loaded_versions().items()}
+    items |= {
+        "ds_core": __version__,
+        "torch": torch.__version__,
+        "accelerator": ctx.accelerator.name,
+        "mesh": str(ctx.mesh.describe()),
+    }
+    dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
+    for op in ctx.kernels.ops():
+        ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
+    return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
+
+
+def _check_vocabulary(size: int | None, ctx: Context) -> None:
+    if size is not None and size % 8 and ctx.rank == 0:
+        log.warning(
+            "vocabulary_size %d is not a multiple of 8; padding it to %d uses tensor cores better",
+            size,
+            -(-size // 8) * 8,
+        )
+
+
+def _driver(ctx: Context, hook: str, default: Any) -> Any:
+    answer = ctx.plugins.driver(hook, ctx=ctx)
+    if answer is None:
+        return default
+    wanted = Partitioner if hook == "ds_partitioner" else Runner
+    if not isinstance(answer.value, wanted):
+        raise UsageError(
+            f"plugin {answer.plugin}: {hook} must return a {wanted.__name__}, not {type(answer.value).__name__}"
+        )
+    return answer.value
+
+
+def _attach(
+    ctx: Context,
+    partitioner: Partitioner,
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    chosen: Composition,
+) -> Optimizer | None:
+    """Let the partitioner take the model and give the optimizer the tensors it is to update."""
+    if isinstance(optimizer, Optimizer):
+        old = optimizer.param_groups
+        for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
+            for before, after in zip(group["params"], new["params"], strict=True):
+                if before is not after and before in optimizer.state:
+                    optimizer.state[after] = optimizer.state.pop(before)
+            group["params"] = new["params"]
+        return optimizer
+    groups = partitioner.attach(model, _param_groups(model, model_parameters))
+    make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
+    if make is None:
+        return None
+    built = make(groups)
+    if not isinstance(built, Optimizer):
+        raise UsageError(f"the optimizer function returned {type(built).__name__}, not a torch.optim.Optimizer")
+    return built
+
+
+def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
+    """`given` (parameters, (name, parameter) pairs or group dicts) as group dicts, each parameter once."""
+    items = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if items and isinstance(items[0], dict):
+        groups = [
+            {**g, "params": list(g["params"]) if not isinstance(g["params"], torch.Tensor) else [g["params"]]}
+            for g in items
+        ]
+    else:
+        groups = [{"params": [p[1] if isinstance(p, tuple) else p for p in items]}]
+    seen: set[int] = set()
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if id(param) in seen:
+                raise UsageError(
+                    f"model_parameters: a parameter of shape {tuple(param.shape)} stands in group {index} and "
+                    "in an earlier place; list it once"
+                )
+            seen.add(id(param))
+    return groups
+
+
+def _make_scheduler(given: Any, optimizer: Optimizer | None, chosen: Composition) -> Any:
+    if given is None:
+        return chosen.scheduler.build(optimizer) if chosen.scheduler is not None and optimizer is not None else None
+    if hasattr(given, "step") and hasattr(given, "state_dict"):
+        return given
+    if callable(given):
+        return given(optimizer)
+    raise UsageError(
+        f"lr_scheduler must have step() and state_dict(), or be a function of the optimizer; got {type(given).__name__}"
+    )
+
+
+def _make_loader(ctx: Context, dataset: Any, collate_fn: Any) -> DistributedLoader | None:
+    if dataset is None:
+        return None
+    return DistributedLoader(
+        dataset,
+        ctx.batch.micro,
+        replicas=ctx.mesh.size("dp"),
+        index=ctx.mesh.index("dp"),
+        drop_last=ctx.config.core.dataloader_drop_last,
+        collate_fn=collate_fn,
+    )
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """An endless iterator over `loader`."""
+    from ds_core.data import RepeatingLoader
+
+    return iter(RepeatingLoader(loader))

@@ -1,0 +1,42 @@
+"""The core's own drivers, declared through the same hooks as everybody's (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ds_core.entries import AcceleratorEntry, KernelEntry, LauncherEntry, OptimizerEntry, SchedulerEntry
+
+__all__ = ["ds_accelerators", "ds_kernels", "ds_launchers", "ds_optimizers", "ds_schedulers"]
+
+
+def ds_accelerators() -> Iterable[AcceleratorEntry]:
+    """cpu, and one generic backend for cuda, xpu, mps and PrivateUse1 devices."""
+    from ds_core.accelerator.entries import ENTRIES
+
+    return ENTRIES
+
+
+def ds_kernels() -> Iterable[KernelEntry]:
+    """The references of the operations that the core itself calls."""
+    return (KernelEntry("squared_norm", "reference", "ds_core.params:squared_norm", 0),)
+
+
+def ds_optimizers() -> Mapping[str, OptimizerEntry]:
+    """torch's optimizers under their documented names."""
+    from ds_core.optim import OPTIMIZERS
+
+    return OPTIMIZERS
+
+
+def ds_schedulers() -> Mapping[str, SchedulerEntry]:
+    """torch's schedules by class name."""
+    from ds_core.optim import SCHEDULERS
+
+    return SCHEDULERS
+
+
+def ds_launchers() -> Mapping[str, LauncherEntry]:
+    """Processes on this machine."""
+    from ds_core.cli.entries import LAUNCHERS
+
+    return LAUNCHERS

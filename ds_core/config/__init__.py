@@ -1,0 +1,81 @@
+"""The config: files and dicts in, one frozen and fully checked `RunConfig` out (torch-free).
+
+Names are loaded on first use, so that a plugin's declaration module pays for `Section` and nothing else.
+Reading order: `source` (text -> plain data), `section` (what a section is), `core` (the core's own keys),
+`build` (all problems at once), `run` (the result).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_core.config.batch import Batch, resolve_batch, with_micro_batch_size, with_train_batch_size
+    from ds_core.config.build import build_config, plugin_settings
+    from ds_core.config.core import CORE_KEYS, CoreConfig
+    from ds_core.config.explanation import Explanation, explain
+    from ds_core.config.redaction import REDACTED, is_secret_name, redact
+    from ds_core.config.run import RunConfig
+    from ds_core.config.schema import json_schema
+    from ds_core.config.section import Section, not_built, option, secret
+    from ds_core.config.source import ConfigSource, read_config
+    from ds_core.config.structs import BatchConfig, Config, FP16Config, TrainingConfig
+    from ds_core.config.translate import translate_errors
+
+_HOME = {
+    "batch": ("Batch", "resolve_batch", "with_micro_batch_size", "with_train_batch_size"),
+    "build": ("build_config", "plugin_settings"),
+    "core": ("CORE_KEYS", "CoreConfig"),
+    "explanation": ("Explanation", "explain"),
+    "redaction": ("REDACTED", "is_secret_name", "redact"),
+    "run": ("RunConfig",),
+    "schema": ("json_schema",),
+    "section": ("Section", "not_built", "option", "secret"),
+    "source": ("ConfigSource", "read_config"),
+    "structs": ("BatchConfig", "Config", "FP16Config", "TrainingConfig"),
+    "translate": ("translate_errors",),
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "CORE_KEYS",
+    "REDACTED",
+    "Batch",
+    "BatchConfig",
+    "Config",
+    "ConfigSource",
+    "CoreConfig",
+    "Explanation",
+    "FP16Config",
+    "RunConfig",
+    "Section",
+    "TrainingConfig",
+    "build_config",
+    "explain",
+    "is_secret_name",
+    "json_schema",
+    "not_built",
+    "option",
+    "plugin_settings",
+    "read_config",
+    "redact",
+    "resolve_batch",
+    "secret",
+    "with_micro_batch_size",
+    "with_train_batch_size",
+    "translate_errors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,276 @@
+"""The core's own keys: batch, precision, reduction, logging, plugins (config.md sections 1-3, 15, 16).
+
+Every key has an effect in the core; one that is documented but not built yet is refused when switched on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from ds_core.config.section import Section, not_built, option, warn_moved
+
+__all__ = [
+    "CORE_KEYS",
+    "BF16",
+    "FP16",
+    "AmpConfig",
+    "CheckpointConfig",
+    "CommsLogger",
+    "CoreConfig",
+    "DataTypes",
+    "OptimizerConfig",
+    "PluginsConfig",
+    "SchedulerConfig",
+    "TorchAutocast",
+]
+
+_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+_LOW = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+LOSS_SCALE_KEYS = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+
+
+def _spelling(table: dict[str, str]) -> BeforeValidator:
+    def canonical(value: Any) -> Any:
+        return (
+            table.get(value.removeprefix("torch."), value.removeprefix("torch.")) if isinstance(value, str) else value
+        )
+
+    return BeforeValidator(canonical)
+
+
+def _word(style: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: style(value) if isinstance(value, str) else value)
+
+
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], _spelling(_DTYPES)]
+LowDtype = Annotated[Literal["bfloat16", "float16"], _spelling(_LOW)]
+
+
+class FP16(Section):
+    """Mixed precision in float16 with loss scaling."""
+
+    enabled: bool = option(False, "Train in float16 with fp32 master weights.")
+    auto_cast: bool = option(False, "Cast floating-point inputs of the model to float16.")
+    loss_scale: float = option(0.0, "Loss scale; 0 means dynamic.", ge=0)
+    initial_scale_power: int = option(16, "The dynamic scale starts at 2 to this power.", ge=0, le=1023)
+    loss_scale_window: int = option(1000, "Clean steps before the dynamic scale doubles.", gt=0)
+    hysteresis: int = option(2, "Overflows before the dynamic scale halves.", gt=0)
+    consecutive_hysteresis: bool = option(False, "Refill the hysteresis on every clean step.")
+    min_loss_scale: float = option(1, "Floor of the dynamic scale; an overflow there stops the run.", gt=0)
+    fp16_master_weights_and_grads: bool = not_built(False, "it needs ZeRO with optimizer offload")
+    clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0, deprecated=True)
+
+
+class BF16(Section):
+    """Mixed precision in bfloat16; needs no loss scaling."""
+
+    misplaced: ClassVar[dict[str, str]] = dict.fromkeys(
+        LOSS_SCALE_KEYS, "bf16 needs no loss scaling: this key belongs to fp16"
+    )
+
+    enabled: bool = option(False, "Train in bfloat16 with fp32 master weights.")
+    immediate_grad_update: bool = option(False, "Add each gradient to an fp32 buffer as it is produced.")
+    check_grad_overflow: bool = option(True, "Skip a step whose gradients hold inf or NaN.")
+    bf16_master_weights_and_grads: bool = not_built(False, "it needs ZeRO")
+    bf16_optimizer_states: bool = not_built(False, "it needs ZeRO")
+
+
+class TorchAutocast(Section):
+    """torch.autocast around the forward; weights stay in full precision."""
+
+    enabled: bool = option(False, "Run the forward under torch.autocast.")
+    dtype: LowDtype | None = option(None, "Compute dtype: bfloat16 or float16; null means bfloat16.")
+    lower_precision_safe_modules: list[str] | None = option(
+        None, "Module classes whose gradients travel in dtype; null means torch.nn.Linear, Conv1d, Conv2d, Conv3d."
+    )
+
+
+class AmpConfig(Section):
+    """Apex AMP; other keys go to its initializer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = not_built(False, "Apex AMP is legacy; use bf16, fp16 or torch_autocast")
+
+
+class DataTypes(Section):
+    """Dtypes of gradients, parameters and buffers."""
+
+    grad_accum_dtype: Dtype | None = option(
+        None, "Gradients between micro-batches: fp32, fp16, bf16; null: as the model."
+    )
+    param_dtype: Dtype | None = option(None, "Parameters: fp32, fp16, bf16; must match the mode that is enabled.")
+    buffer_dtype: Dtype | None = option(None, "Floating-point buffers: fp32, fp16, bf16; null: as the parameters.")
+
+
+class Throughput(Section):
+    """The samples-per-second timer."""
+
+    enabled: bool = option(True, "Measure samples per second.")
+    synchronized: bool = option(True, "Wait for the device before the clock is read.")
+
+
+class Timers(Section):
+    """Timers of the engine."""
+
+    throughput: Throughput = option(Throughput(), "The samples-per-second timer.")
+
+
+class OptimizerConfig(Section):
+    """The optimizer, by name."""
+
+    type: str | None = option(
+        None, "Name of the optimizer, in any case: Adam, AdamW, ... or a torch.optim class.", min_length=1
+    )
+    params: dict[str, Any] = option({}, "Keyword arguments of the optimizer.")
+    legacy_fusion: bool = not_built(False, "the old LAMB/fp16 fusion")
+
+
+class SchedulerConfig(Section):
+    """The learning-rate schedule, by name."""
+
+    type: str | None = option(
+        None, "Name of the schedule: WarmupLR, ... or a torch.optim.lr_scheduler class.", min_length=1
+    )
+    params: dict[str, Any] = option({}, "Keyword arguments of the schedule.")
+
+
+class CommsLogger(Section):
+    """The log of collectives."""
+
+    enabled: bool = option(False, "Count, size and time collectives; each logged call is synchronised.")
+    verbose: bool = option(False, "Log every call as it happens.")
+    debug: bool = option(False, "Add the caller's name to each call.")
+    prof_all: bool = option(True, "Log every collective.")
+    prof_ops: list[str] = option([], "With prof_all false: the collectives to log, by name.")
+
+
+class ParallelWrite(Section):
+    """Which ranks write at once."""
+
+    pipeline_stage: bool = not_built(False, "it needs ds-pipeline")
+
+
+_WRITER = "checkpoints are written by the core's own safetensors writer"
+
+
+class Writer(Section):
+    """DeepSpeed's checkpoint writer."""
+
+    type: Literal["MOCK", "PYTHON", "FAST"] = not_built("FAST", _WRITER)
+    io_buffer_size: int = not_built(67108864, _WRITER, "Bytes of the write buffer. Not built yet.", gt=0)
+    io_buffer_double: bool = not_built(True, _WRITER)
+    io_multiplier: int = not_built(1, _WRITER, gt=0)
+    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = not_built(None, _WRITER)
+    decoupled: bool = not_built(False, _WRITER)
+    show_statistics: bool = not_built(False, _WRITER)
+
+
+class CheckpointConfig(Section):
+    """How checkpoints are saved and loaded."""
+
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _word(str.capitalize)] = option(
+        "Warn", "When ranks save under unequal tags: Ignore, Warn or Fail (any case)."
+    )
+    load_universal: bool = option(False, "Load at another layout; every checkpoint can be, so nothing more is needed.")
+    use_node_local_storage: bool = not_built(False, "checkpoints need storage that every rank sees")
+    checkpoint_serialization: bool = not_built(True, "checkpoints are always safetensors and JSON; leave the key out")
+    parallel_write: ParallelWrite = option(ParallelWrite(), "Which ranks write at once.")
+    writer: Writer | None = option(None, "DeepSpeed's checkpoint writer. Not built yet.")
+
+
+class PluginsConfig(Section):
+    """Which plugins take part. A bare list means `load`."""
+
+    require: list[str] = option([], 'Requirements that must be installed, such as "ds-zero>=0.1".')
+    disable: list[str] = option([], "Sections or distributions to leave alone.")
+    load: list[str] = option([], 'Modules to load that are not installed: "my_pkg.plugin" or "section=my_pkg.plugin".')
+    prefer: dict[str, str] = option({}, "Section (or kind/name) -> distribution, where two claim one name.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_list(cls, data: Any) -> Any:
+        return {"load": data} if isinstance(data, list) else data
+
+
+class CoreConfig(Section):
+    """The top-level keys that the core reads."""
+
+    # -- batch
+    train_batch_size: int | None = option(None, "Samples per optimizer update over all ranks.", gt=0)
+    train_micro_batch_size_per_gpu: int | None = option(None, "Samples per rank and forward.", gt=0)
+    gradient_accumulation_steps: int | None = option(None, "Micro-batches per optimizer update.", gt=0)
+    managed_gradient_accumulation: bool = option(
+        True, "The engine counts micro-batches; false: the caller calls step() at boundaries."
+    )
+    data_parallel_size: int | None = option(None, "Number of data-parallel ranks; null: what the world leaves.", gt=0)
+    sequence_parallel_size: int | None = not_built(
+        None, "sequence parallelism will come with ds-sequence-parallel", off=(1,), gt=0
+    )
+    dataloader_drop_last: bool = option(False, "Drop the last incomplete batch of the engine's loader.")
+    use_data_before_expert_parallelism: bool = not_built(False, "expert parallelism will come with ds-moe")
+    # -- precision
+    fp16: FP16 = option(FP16(), "Mixed precision in float16 with loss scaling.")
+    bf16: BF16 = option(BF16(), "Mixed precision in bfloat16.", old=("bfloat16",))
+    torch_autocast: TorchAutocast = option(TorchAutocast(), "torch.autocast around the forward.")
+    amp: AmpConfig = option(AmpConfig(), "Apex AMP. Not built yet.")
+    data_types: DataTypes = option(DataTypes(), "Dtypes of gradients, parameters and buffers.")
+    # -- clipping and reduction
+    gradient_clipping: float = option(1.0, "Limit of the global L2 gradient norm; 0 turns clipping off.", ge=0)
+    communication_data_type: Dtype | None = option(None, "Dtype in which gradients travel; null: the model's.")
+    seq_parallel_communication_data_type: Dtype = not_built(
+        "fp32", "sequence parallelism will come with ds-sequence-parallel"
+    )
+    prescale_gradients: bool = option(False, "Divide gradients by the number of ranks before the sum.")
+    gradient_predivide_factor: float = option(1.0, "Divide gradients by this before the sum, the rest after it.", gt=0)
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], _word(str.lower)] = option(
+        "mean", "Average gradients over the data-parallel ranks, or sum them."
+    )
+    sparse_gradients: bool = not_built(False, "compressed embedding gradients are legacy")
+    disable_allgather: bool = not_built(False, "a legacy switch")
+    # -- logging and diagnostics
+    steps_per_print: int | None = option(None, "Print progress every so many updates; null: never.", gt=0)
+    wall_clock_breakdown: bool = option(False, "Time forward, backward, reduction and step; adds synchronisation.")
+    memory_breakdown: bool = option(False, "Log memory use around the phases of a step.")
+    dump_state: bool = option(False, "Print the state of the engine once, when it is built.")
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], _word(str.lower)] | None = option(
+        None, "Level of the ds_core loggers; null leaves it."
+    )
+    vocabulary_size: int | None = option(None, "Warn when this is not a multiple of 8.", gt=0)
+    graph_harvesting: bool = not_built(False, "CUDA graphs of the optimizer step will come with ds-fused-ops")
+    timers: Timers = option(Timers(), "Timers of the engine.")
+    comms_logger: CommsLogger = option(CommsLogger(), "The log of collectives.")
+    # -- what is built by name
+    optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
+    scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")
+    zero_allow_untested_optimizer: bool = option(False, "Let ZeRO run an optimizer that is not on its list.")
+    zero_force_ds_cpu_optimizer: bool = option(True, "Let ZeRO refuse a user's optimizer with offload.")
+    checkpoint: CheckpointConfig = option(CheckpointConfig(), "How checkpoints are saved and loaded.")
+    kernels: dict[str, Annotated[str, Field(min_length=1)]] = option(
+        {}, 'Operation -> provider, such as {"adam": "reference"}.'
+    )
+    plugins: PluginsConfig = option(PluginsConfig(), "Which plugins take part.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_clip(cls, data: Any) -> Any:
+        """Take ``fp16.clip`` as ``gradient_clipping``; a value that is not a number is left for its own error."""
+        inner = data.get("fp16") if isinstance(data, dict) else None
+        clip = inner.get("clip") if isinstance(inner, dict) else None
+        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip < 0 or "gradient_clipping" in data:
+            return data
+        warn_moved("fp16.clip", "gradient_clipping")
+        return {**data, "gradient_clipping": clip}
+
+
+CORE_KEYS: frozenset[str] = frozenset(CoreConfig.model_fields) | {"bfloat16"}
+"""Every top-level key that the core owns, deprecated spellings included."""

@@ -1,0 +1,250 @@
+"""What a section of the config is: a strict, frozen pydantic model, and the marks a field can carry.
+
+Strict means: a boolean is not a number, text is not a number, NaN and Infinity are refused, unknown keys are
+errors. Lenient only where JSON has no better word: ``5e8`` is a whole number, a list may become a tuple or a
+set, text may name an `Enum` member or a `Path`.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretBytes,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from ds_core.config.redaction import REDACTED, is_secret_name, redact
+
+__all__ = ["Section", "names_of", "not_built", "old_names", "option", "secret", "union_members"]
+
+OLD_NAMES = "x-ds-old-names"
+SECRET = "x-ds-secret"
+NOT_BUILT = "x-ds-not-built"
+OFF = "x-ds-off"
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    old: Sequence[str] = (),
+    secret: bool = False,
+    not_built: str = "",
+    off: Sequence[Any] = (),
+    **field: Any,
+) -> Any:
+    """A field of a section; `field` goes to `pydantic.Field` (``gt=0``, ``alias=...``).
+
+    default: ``...`` for a required key. description: what it does, with the unit.
+    old: deprecated spellings of the key: their value is moved here with one warning; both set is an error.
+    secret: shown as ``***`` in every echo, log, error and checkpoint.
+    not_built: why the option is documented but has no effect yet; then only `default` and `off` are accepted.
+    """
+    extra: dict[str, Any] = {}
+    if old:
+        extra[OLD_NAMES] = list(old)
+    if secret:
+        extra |= {SECRET: True, "writeOnly": True}
+    if not_built:
+        extra |= {NOT_BUILT: not_built, OFF: list(off)}
+    return Field(default, description=description, json_schema_extra=extra or None, **field)
+
+
+def not_built(default: Any, why: str, description: str = "", *, off: Sequence[Any] = (), **field: Any) -> Any:
+    """A field that is documented but not built yet: accepted when it says `default` (or one of `off`).
+
+    why: ends the sentence "is documented but not built yet: ...".
+    """
+    return option(default, description or f"Not built yet: {why}.", not_built=why, off=off, **field)
+
+
+def secret(default: Any, description: str, **field: Any) -> Any:
+    """A field whose value is never shown."""
+    return option(default, description, secret=True, **field)
+
+
+def marks(field: FieldInfo) -> Mapping[str, Any]:
+    """The marks of a field (see the constants above); empty for an unmarked one."""
+    extra = field.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+def is_secret(name: str, field: FieldInfo | None) -> bool:
+    """Whether a key is secret, by its mark, its type (`SecretStr`) or its name."""
+    if field is None:
+        return is_secret_name(name)
+    typed = {SecretStr, SecretBytes} & set(union_members(field.annotation))
+    return bool(marks(field).get(SECRET) or typed) or is_secret_name(name)
+
+
+def old_names(field: FieldInfo) -> tuple[str, ...]:
+    """The deprecated spellings of a field."""
+    return tuple(marks(field).get(OLD_NAMES, ()))
+
+
+def names_of(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """Every current spelling of a field: its name, then its aliases."""
+    found = [name]
+    for alias in (field.alias, field.validation_alias):
+        choices: Iterable[Any] = alias.choices if isinstance(alias, AliasChoices) else (alias,)
+        found += [c for c in choices if isinstance(c, str) and c not in found]
+    return tuple(found)
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the hint itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+class _Clash:
+    """Stands in for the value of a key whose old and new spelling are both set."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+
+class Section(BaseModel):
+    """Base of every section, the core's and the plugins'. Give every field a `description` with its unit.
+
+    misplaced: keys that users often put here by mistake, each with the sentence that says where it belongs.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
+        loc_by_alias=False,
+        hide_input_in_errors=True,
+        protected_namespaces=(),
+    )
+    misplaced: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_old_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        moved = data
+        for old, new in _moves(cls).items():
+            if old not in data:
+                continue
+            moved = dict(data) if moved is data else moved
+            value = moved.pop(old)
+            taken = [n for n in names_of(new, cls.model_fields[new]) if n in moved]
+            for name in taken:
+                del moved[name]
+            moved[new] = _Clash(old, taken[0]) if taken else value
+            if not taken:
+                warn_moved(old, new)
+        return moved
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _prepare(cls, value: Any, handler: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, _Clash):
+            raise PydanticCustomError(
+                "ds_clash", "{old} is the old name of {new}, and both are set", {"old": value.old, "new": value.new}
+            )
+        field = cls.model_fields[str(info.field_name)]
+        fitted = fit(field.annotation, value)
+        result = handler(fitted)
+        if not _exactly(field.annotation, fitted):
+            raise PydanticCustomError("ds_literal_type", "not one of the choices")
+        mark = marks(field)
+        if NOT_BUILT in mark and not any(_same(result, off) for off in (field.get_default(), *mark[OFF])):
+            raise PydanticCustomError("ds_not_built", "{why}", {"why": mark[NOT_BUILT]})
+        return result
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            hidden = name is not None and value is not None and is_secret(name, type(self).model_fields.get(name))
+            yield name, REDACTED if hidden else redact(value)
+
+
+def warn_moved(old: str, new: str) -> None:
+    """Say once where a deprecated key has gone."""
+    warnings.warn(f"config key {old!r} is deprecated and was read as {new!r}; rename it", FutureWarning, stacklevel=2)
+
+
+@functools.cache
+def _moves(model: type[Section]) -> dict[str, str]:
+    return {old: name for name, field in model.model_fields.items() for old in old_names(field)}
+
+
+def _exactly(hint: Any, value: Any) -> bool:
+    """False for true where a `Literal` lists 1: they are equal in Python, but not in a config."""
+    members = union_members(hint)
+    choices = [a for m in members if get_origin(m) is Literal for a in get_args(m)]
+    only_choices = all(get_origin(m) is Literal or m is type(None) for m in members)
+    mixed = isinstance(value, (bool, int)) and only_choices
+    return not mixed or any(_same(a, value) for a in choices)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def fit(hint: Any, value: Any) -> Any:
+    """`value` in the Python type that `hint` asks for, where JSON could not say it; otherwise unchanged."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fit(args[0], value)
+    members = union_members(hint)
+    if len(members) > 1:
+        if type(value) in members:
+            return value
+        fitted = (fit(m, value) for m in members)
+        return next((f for f in fitted if f is not value), value)
+    if type(value) is float and value.is_integer():
+        wanted = hint is int or (origin is Literal and any(type(a) is int and a == value for a in args))
+        return int(value) if wanted else value
+    if isinstance(value, (list, tuple)):
+        return _fit_items(hint, origin, args, value)
+    if isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Mapping):
+        return {k: fit(args[1], v) for k, v in value.items()}
+    return _fit_text(hint, value) if isinstance(value, str) else value
+
+
+def _fit_items(hint: Any, origin: Any, args: tuple[Any, ...], value: Sequence[Any]) -> Any:
+    kind = origin or hint
+    if not isinstance(kind, type):
+        return value
+    if issubclass(kind, tuple):
+        hints = args if args and args[-1] is not Ellipsis else args[:1] * len(value)
+        padded = (*hints, *[Any] * (len(value) - len(hints)))
+        return tuple(fit(h, v) for h, v in zip(padded, value, strict=False))
+    items = [fit(args[0], v) for v in value] if args else list(value)
+    if issubclass(kind, AbstractSet):
+        try:
+            return frozenset(items) if kind is not set else set(items)
+        except TypeError:  # unhashable items: the model's own error says what was expected
+            return value
+    return items
+
+
+def _fit_text(hint: Any, value: str) -> Any:
+    if isinstance(hint, type) and issubclass(hint, Enum) and not isinstance(value, Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            return value
+    return hint(value) if isinstance(hint, type) and issubclass(hint, PurePath) else value

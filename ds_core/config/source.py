@@ -1,0 +1,220 @@
+"""Reading a config: dict, file or base64 text -> plain data, checked for what no schema can say (torch-free).
+
+Repeated keys, NaN and Infinity, keys that are not text, endless nesting and cycles are found here, each with
+the full path of the key. Parsers of other formats are imported when a file of that format is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from ds_core.config.parse import PARSERS, Pairs, Unreadable, parse_hjson
+from ds_core.config.paths import join
+from ds_core.errors import ConfigError, Problem
+
+__all__ = ["ConfigSource", "read_config"]
+
+MAX_BYTES = 16 * 1024 * 1024
+MAX_DEPTH = 64
+MAX_VALUES = 200_000
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ConfigSource:
+    """Plain data and where it came from. raw: only dict, list, str, int, float, bool and None; may hold secrets."""
+
+    raw: dict[str, Any]
+    origin: str
+
+    def __repr__(self) -> str:
+        return f"ConfigSource(origin={self.origin!r}, keys={sorted(self.raw)})"
+
+
+def read_config(source: Any) -> ConfigSource:
+    """Read a config and copy it; nothing of the caller's is kept or changed.
+
+    source: a mapping; the path of a .json, .hjson, .yaml, .yml or .toml file (anything else is read as JSON,
+    then hjson); or JSON text in URL-safe base64. Raises ConfigError for everything that is not a config.
+    """
+    if isinstance(source, ConfigSource):
+        return source
+    if isinstance(source, Mapping):
+        return _checked(source, "config dict")
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
+    if not isinstance(source, str):
+        raise ConfigError(
+            f"a config must be a dict, the path of a file or base64 text, not {type(source).__name__}", "config"
+        )
+    if not source.strip():
+        raise ConfigError("the config is an empty string; give a dict or the path of a file", "config")
+    if os.path.exists(source):
+        return _read_file(source)
+    text = _base64_text(source)
+    if text is not None:
+        return _parsed(text, ".json", "base64 config")
+    raise ConfigError(_missing(source), "config")
+
+
+def _missing(source: str) -> str:
+    if source.lstrip().startswith(("{", "[")):
+        return "this is the text of a config, not a path; parse it with json.loads, or write it to a file"
+    shown = source if len(source) <= 200 else source[:197] + "..."
+    return f"no such file: {_printable(shown)!r} (the current directory is {_printable(os.getcwd())!r})"
+
+
+def _base64_text(source: str) -> str | None:
+    """The JSON text in `source`, or None when it is not base64 of an object."""
+    try:
+        text = base64.urlsafe_b64decode(source.strip() + "=" * (-len(source.strip()) % 4)).decode("utf-8-sig")
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _read_file(path: str) -> ConfigSource:
+    origin = _printable(path)
+    if os.path.isdir(path):
+        raise ConfigError("this is a directory, not a config file; name the file in it", origin)
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", origin) from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"the file is larger than {MAX_BYTES >> 20} MiB; is it a config?", origin)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = data[error.start : error.start + 1].hex()
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"the file is not UTF-8: byte 0x{byte} at offset {error.start} (line {line}); save it as UTF-8", origin
+        ) from None
+    return _parsed(text, os.path.splitext(path)[1].lower(), origin)
+
+
+def _parsed(text: str, suffix: str, origin: str) -> ConfigSource:
+    if not text.strip():
+        raise ConfigError("the config is empty; an empty config is written {}", origin)
+    try:
+        parse = PARSERS.get(suffix)
+        if parse is not None and suffix != ".json":
+            data = parse(text)
+        else:
+            data = _json_or_hjson(text)
+    except Unreadable as error:
+        raise ConfigError([Problem(error.path, error.message)], origin) from None
+    except RecursionError:
+        raise ConfigError(_TOO_DEEP, origin) from None
+    return _checked(data, origin)
+
+
+def _json_or_hjson(text: str) -> Any:
+    """JSON; failing that hjson, which the documents allow in a .json file. The error is JSON's."""
+    try:
+        return PARSERS[".json"](text)
+    except Unreadable as error:
+        try:
+            return parse_hjson(text)
+        except Unreadable:
+            raise error from None
+
+
+# -- from whatever the parser or the caller gave to plain data ------------------------------------------------------
+
+_TOO_DEEP = f"the config is nested more than {MAX_DEPTH} levels deep, or holds itself"
+
+
+@dataclass(slots=True)
+class _Copier:
+    """Copies to plain data; collects problems and stops at too many levels or values."""
+
+    problems: list[Problem] = field(default_factory=list)
+    values: int = 0
+
+    def copy(self, value: Any, path: str, depth: int) -> Any:
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise Unreadable(f"the config holds more than {MAX_VALUES} values")
+        if depth > MAX_DEPTH:
+            raise Unreadable(_TOO_DEEP, path if len(path) <= 60 else path[:57] + "...")
+        if isinstance(value, Mapping):
+            return self._mapping(value, path, depth)
+        if isinstance(value, (list, tuple)):
+            return [self.copy(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return self._scalar(value, path)
+
+    def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
+        for key in value.repeated if isinstance(value, Pairs) else ():
+            self.problems.append(
+                Problem(join(path, key), f"the key {_printable(key)!r} is repeated", "keep one of them")
+            )
+        copied = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                mend = f'write it in quotes: "{key}"' if isinstance(key, (int, float, bool)) or key is None else ""
+                where = join(path, repr(key)[:60])
+                self.problems.append(Problem(where, f"a key must be text, not {_kind(key)}", mend))
+                continue
+            copied[str.__str__(key)] = self.copy(item, join(path, key), depth + 1)
+        return copied
+
+    def _scalar(self, value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, Integral):
+            return int(value)
+        if isinstance(value, Real):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+            shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+            self.problems.append(
+                Problem(path, f"{shown} is not a number that a config can hold", "write a finite number")
+            )
+            return None
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        self.problems.append(
+            Problem(
+                path,
+                f"a value of type {kind} cannot stand in a config",
+                "use text, numbers, true/false, lists and dicts",
+            )
+        )
+        return None
+
+
+def _checked(data: Any, origin: str) -> ConfigSource:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"the top level must be an object of keys and values, not {_kind(data)}", origin)
+    copier = _Copier()
+    try:
+        raw = copier.copy(data, "", 0)
+    except Unreadable as error:
+        raise ConfigError([Problem(error.path, error.message)], origin) from None
+    except RecursionError:  # called from a stack that is almost full
+        raise ConfigError(_TOO_DEEP, origin) from None
+    if copier.problems:
+        raise ConfigError(copier.problems, origin)
+    return ConfigSource(raw, origin)
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

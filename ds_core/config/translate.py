@@ -1,0 +1,275 @@
+"""From a pydantic error to plain words: the key's path, the value, what was expected, the nearest known key."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from ds_core.config.keys import MISSING, Place, bare, known_names, locate
+from ds_core.config.paths import join, path_text
+from ds_core.config.redaction import REDACTED, is_secret_name, redact, scrub
+from ds_core.config.section import Section, union_members
+from ds_core.errors import Problem, nearest
+
+__all__ = ["auto_problem", "describe", "secret_strings", "show", "translate_errors", "unknown_key"]
+
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
+_LENGTHS = {"min_length": "at least", "max_length": "at most"}
+_OWN_WORDS = {"value_error", "assertion_error"}
+
+
+def translate_errors(
+    error: ValidationError,
+    model: type[BaseModel],
+    path: str = "",
+    *,
+    owner: str = "",
+    data: Any = None,
+    elsewhere: Mapping[str, str] | None = None,
+) -> list[Problem]:
+    """Every error of `model`, in plain words, with paths that start with `path`.
+
+    owner: who owns the section, named with suggestions. data: what was validated, so that keys are named by the
+    spelling that was used and unions are understood. elsewhere: key -> the path where it belongs, for keys that
+    stand in the wrong place.
+    """
+    rows: list[tuple[Problem, Place]] = []
+    hidden = secret_strings(data, model)
+    for item in error.errors(include_url=False):
+        place = locate(model, item["loc"], data)
+        problem = _problem(item, place, path, owner, elsewhere or {})
+        problem = Problem(problem.path, scrub(problem.message, hidden), scrub(problem.mend, hidden))
+        rows.append((problem, place))
+    return _best_of_unions(rows)
+
+
+def _best_of_unions(rows: list[tuple[Problem, Place]]) -> list[Problem]:
+    """One problem per key; where a member of a union was entered, only what is wrong inside it."""
+    found: dict[str, Problem] = {}
+    entered = {tuple(p.keys[: p.union]) for _, p in rows if p.union is not None and len(p.keys) > p.union}
+    for problem, place in rows:
+        if place.union is not None and len(place.keys) == place.union and tuple(place.keys) in entered:
+            continue
+        found.setdefault(problem.path, problem)
+    return list(found.values())
+
+
+def _problem(item: Mapping[str, Any], place: Place, root: str, owner: str, elsewhere: Mapping[str, str]) -> Problem:
+    kind, ctx = item["type"], item.get("ctx") or {}
+    value = item["input"] if place.given is MISSING or kind == "missing" else place.given
+    where = path_text(place.keys, root)
+    if kind == "extra_forbidden" and place.parent is not None:
+        return unknown_key(
+            where, str(place.keys[-1]), value, place.parent, path_text(place.keys[:-1], root), owner, elsewhere
+        )
+    if value == "auto" and kind != "missing":
+        return auto_problem(where)
+    shown = REDACTED if place.secret and value is not None else show(value)
+    if kind == "missing":
+        return Problem(where, f"is required and missing; it must be {describe(place.hint)}")
+    if kind == "ds_clash":
+        new = join(path_text(place.keys[:-1], root), str(ctx["new"]))
+        old = join(path_text(place.keys[:-1], root), str(ctx["old"]))
+        return Problem(old, f"is the old name of {new}, and both are set", f"keep {new} only")
+    if kind == "ds_not_built":
+        return Problem(where, f"{shown} is documented but not built yet ({ctx['why']})", "leave the key out")
+    if kind in _OWN_WORDS:
+        return Problem(where, f"{str(ctx.get('error', item['msg'])).rstrip('.')} (the value is {shown})")
+    if kind == "finite_number":
+        return Problem(where, f"must be {describe(place.hint)}, not {shown}", "write a finite number")
+    expected = describe(place.hint) if _standard(kind) else ""
+    if not expected:
+        text = re.sub(r"^(Input should be|Value should be) ", "must be ", str(item["msg"]))
+        return Problem(where, f"{text[:1].lower()}{text[1:]} (the value is {shown})")
+    return Problem(where, f"must be {expected}, not {shown}", _mend(place.hint, value, place.secret))
+
+
+def _standard(kind: str) -> bool:
+    """Whether the expected type says all that there is to say."""
+    ends = ("_type", "_parsing", "_from_float", "_error", "_expected", "_size", "enum", "_too_short", "_too_long")
+    starts = ("greater_than", "less_than", "multiple_of", "too_short", "too_long", "is_instance_of", "model_")
+    return kind.endswith(ends) or kind.startswith(starts)
+
+
+def _mend(hint: Any, value: Any, hidden: bool) -> str:
+    kinds = {bare(m) for m in union_members(bare(hint)) if not get_origin(m)}
+    numeric = bool({int, float} & kinds)
+    if isinstance(value, bool) and numeric:
+        return "true and false are not numbers"
+    if isinstance(value, str) and not hidden:
+        if numeric and re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", value):
+            return f"write {value.strip()} without quotes"
+        if bool in kinds and value.strip().lower() in ("true", "false", "yes", "no", "on", "off"):
+            return f"write {'true' if value.strip().lower() in ('true', 'yes', 'on') else 'false'} without quotes"
+        choices = [c for c in _choices(hint) if isinstance(c, str)]
+        hint_text = nearest(value, choices)
+        return f"did you mean {json.dumps(hint_text)}?" if hint_text else ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and kinds == {bool}:
+        return f"write {'true' if value else 'false'}" if value in (0, 1) else ""
+    return ""
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    hint = bare(hint)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return tuple(m.value for m in hint)
+    members = union_members(hint)
+    return tuple(c for m in members for c in _choices(m)) if len(members) > 1 else ()
+
+
+def describe(hint: Any) -> str:
+    """What `hint` accepts, in plain words: ``a whole number > 0``; empty when there are no words for it."""
+    if get_origin(hint) is Annotated:
+        inner, *extras = get_args(hint)
+        said = describe(inner)
+        first, other, rest = said.partition(" or ") if len(union_members(inner)) > 1 else (said, "", "")
+        bounds = _bounds(extras, first)  # a bound is about the number or the text, not about the null beside it
+        return f"{first} {bounds}{other}{rest}" if said and bounds else said
+    members = union_members(hint)
+    if len(members) > 1:
+        words = [describe(m) for m in members]
+        return " or ".join(dict.fromkeys(words)) if all(words) else ""
+    choices = _choices(hint)
+    if choices:
+        shown = [json.dumps(c) if isinstance(c, (str, bool)) else str(c) for c in choices]
+        return shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
+    origin, args = get_origin(hint) or hint, get_args(hint)
+    return _describe_type(bare(hint) if bare(hint) is not hint else origin, args)
+
+
+_SIMPLE: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    None: "null",
+}
+
+
+def _describe_type(kind: Any, args: tuple[Any, ...]) -> str:
+    simple = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+        None: "null",
+    }
+    if kind in simple:
+        return simple[kind]
+    if not isinstance(kind, type):
+        return describe(kind) if get_origin(kind) else ""
+    if issubclass(kind, BaseModel):
+        return "an object {...}"
+    if issubclass(kind, Mapping):
+        return f"an object whose values are {describe(args[1])}" if args and describe(args[1]) else "an object {...}"
+    if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
+        return (
+            f"a list of {len(args)} items, each {describe(args[0])}"
+            if len(set(args)) == 1
+            else f"a list of {len(args)} items"
+        )
+    if issubclass(kind, (Sequence, AbstractSet)):
+        return f"a list whose items are {describe(args[0])}" if args and describe(args[0]) else "a list"
+    return "a path (text)" if issubclass(kind, PurePath) else ""
+
+
+def _bounds(extras: Iterable[Any], said: str) -> str:
+    words = []
+    for extra in [e for x in extras for e in (x.metadata if isinstance(x, FieldInfo) else (x,))]:
+        for name, sign in _BOUNDS.items():
+            if getattr(extra, name, None) is not None:
+                words.append(f"{sign} {getattr(extra, name)}")
+        for name, sign in _LENGTHS.items():
+            if getattr(extra, name, None) is not None:
+                unit = "characters" if said == "text" else "items"
+                words.append(f"of {sign} {getattr(extra, name)} {unit if getattr(extra, name) != 1 else unit[:-1]}")
+        if getattr(extra, "pattern", None) is not None:
+            words.append(f"that matches {extra.pattern}")
+    return " and ".join(words)
+
+
+# -- unknown keys -----------------------------------------------------------------------------------------------------
+
+
+def unknown_key(
+    where: str, key: str, value: Any, parent: type[BaseModel], section: str, owner: str, elsewhere: Mapping[str, str]
+) -> Problem:
+    """The problem of a key that its section does not have."""
+    names = list(known_names(parent))
+    close = nearest(key, names)
+    of_owner = f" ({owner})" if owner else ""
+    hidden = is_secret_name(key) or (close is not None and is_secret_name(close)) or nearest(key, _SECRETS) is not None
+    shown = REDACTED if hidden and value is not None else show(value)
+    message = f"unknown key {key!r} (its value is {shown})"
+    misplaced = parent.misplaced if inspect.isclass(parent) and issubclass(parent, Section) else {}
+    if key in misplaced:
+        return Problem(where, message, misplaced[key])
+    if key in elsewhere and elsewhere[key] != where:
+        return Problem(where, message, f"{key!r} belongs at {elsewhere[key]!r}")
+    if close:
+        return Problem(where, message, f"did you mean {join(section, close)!r}{of_owner}?")
+    listed = ", ".join(sorted(names)[:20]) + (", ..." if len(names) > 20 else "")
+    return Problem(
+        where, message, f"{section or 'the config'}{of_owner} takes {listed}" if names else "it takes no keys"
+    )
+
+
+_SECRETS = ("api_key", "access_key", "private_key", "password", "secret", "authorization", "credential", "auth_token")
+
+
+def auto_problem(where: str) -> Problem:
+    """The problem of a leftover "auto"."""
+    return Problem(
+        where,
+        '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that before '
+        "the config gets here",
+        "write a value, or leave the key out for its default",
+    )
+
+
+# -- showing values ---------------------------------------------------------------------------------------------------
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """A value as JSON, secrets redacted, cut to `limit` characters."""
+    try:
+        text = json.dumps(redact(value), ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = type(value).__name__
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def secret_strings(data: Any, model: type[BaseModel] | None = None) -> set[str]:
+    """Every text below `data` that stands under a secret key: what no message may contain."""
+    from ds_core.config.keys import is_secret_at
+
+    found: set[str] = set()
+
+    def walk(value: Any, keys: tuple[str | int, ...], hidden: bool) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                name = str(key)
+                mark = is_secret_at(model, {}, (*keys, name)) if model is not None and not hidden else False
+                walk(item, (*keys, name), hidden or mark or is_secret_name(name))
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                walk(item, (*keys, index), hidden)
+        elif hidden and value is not None and not isinstance(value, bool):
+            found.add(str(value))
+
+    walk(data, (), False)
+    return found

@@ -1,0 +1,52 @@
+"""What every hook is given: the config, the mesh and the parts that were chosen for this run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ds_core.stash import Stash
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.accelerator import Accelerator
+    from ds_core.config import RunConfig
+    from ds_core.config.batch import Batch
+    from ds_core.kernels import Kernels
+    from ds_core.mesh import Mesh
+    from ds_core.params import ParamInfo
+    from ds_core.plugins import Plugins
+    from ds_core.precision import Precision
+
+__all__ = ["Context"]
+
+
+@dataclass(slots=True)
+class Context:
+    """One run, as plugins see it. Filled from top to bottom while the engine is built.
+
+    batch: the resolved batch triple. params: per parameter of the transformed model, its name and axes; empty
+    until the transforms have run. module: the transformed model, None before. stash: typed plugin state.
+    """
+
+    config: RunConfig
+    plugins: Plugins
+    mesh: Mesh
+    accelerator: Accelerator
+    kernels: Kernels
+    precision: Precision
+    batch: Batch
+    module: nn.Module | None = None
+    params: dict[nn.Parameter, ParamInfo] = field(default_factory=dict)
+    stash: Stash = field(default_factory=Stash)
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.mesh.world_size

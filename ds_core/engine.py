@@ -1,0 +1,578 @@
+"""The engine: forward, backward, step. It knows no feature; a partitioner, a runner and hooks do the work.
+
+One step: gradients are final (`Partitioner.finish`) -> norm, the same on all ranks -> not finite: skip -> unscale and
+clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.config.batch import Batch, with_micro_batch_size, with_train_batch_size
+from ds_core.data import DistributedLoader
+from ds_core.errors import UsageError
+from ds_core.params import GradNorm
+from ds_core.precision import LossScaler, autocast_context, cast_floats
+from ds_core.process import STATE
+from ds_core.report import Reporter
+from ds_core.runstate import load_run_state, run_state
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_core.context import Context
+    from ds_core.partition import Partitioner
+    from ds_core.runner import Runner
+
+__all__ = ["Engine"]
+
+log = logging.getLogger("ds_core.engine")
+
+
+class Engine:
+    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the module's.
+
+    module: the (transformed) model, its parameter names as they were. optimizer: the torch optimizer; under 16-bit
+    modes it holds the fp32 master weights. micro_steps, global_steps, global_samples, skipped_steps: counters.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        *,
+        partitioner: Partitioner,
+        runner: Runner,
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,
+        scaler: LossScaler | None,
+        loader: DistributedLoader | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        reporter: Reporter,
+    ) -> None:
+        assert ctx.module is not None
+        self.ctx, self.module = ctx, ctx.module
+        self.partitioner, self.runner = partitioner, runner
+        self.optimizer, self.lr_scheduler, self.scaler = optimizer, lr_scheduler, scaler
+        self.training_dataloader, self._collate_fn = loader, collate_fn
+        self.config = ctx.config
+        self.monitor = reporter.monitor
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._batch = ctx.batch
+        self._report = reporter
+        self._timers = reporter.timers
+        self._norm: float | None = None
+        self._applied = False
+        self._forced_boundary: bool | None = None
+        self._managed = ctx.config.core.managed_gradient_accumulation
+        self._quiet = 0  # depth of no_sync
+        self._coalescing = False
+        # How this accumulation window's gradients came about: engine.backward divides the loss by gas beforehand,
+        # for a plain loss.backward() the step does it.
+        self._driven = self._loss_was_scaled = False
+        self._window_driven: bool | None = None
+        self._train_iterator: Iterator[Any] | None = None
+        core = ctx.config.core
+        self._clip = core.gradient_clipping
+        self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
+        kernel_dtype = next((str(p.dtype).removeprefix("torch.") for p in ctx.params), "float32")
+        self._global_norm = GradNorm(
+            ctx.mesh, partitioner.axes(), ctx.kernels.get("squared_norm", ctx.accelerator.device_type, kernel_dtype)
+        )
+        # What every forward and backward would otherwise ask again.
+        self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
+        self._distributed = ctx.mesh.size("dp") > 1 or partitioner.partitions_gradients
+        self._parameter_count = sum(p.numel() for p in ctx.params)
+        self._update_sync()
+        STATE.engines.add(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    # -- forward and backward --------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; under the config's autocast, with inputs cast when ``fp16.auto_cast`` is set."""
+        if not self.runner.manual:
+            raise UsageError(f"forward cannot be called by hand: {self.runner.manual_reason}")
+        if self._plain_forward and not torch.is_autocast_enabled(self.ctx.accelerator.device_type):
+            return self.module(*inputs, **kwargs)
+        return self._forward(inputs, kwargs)
+
+    __call__ = forward
+
+    def _forward(self, inputs: Any, kwargs: Any) -> Any:
+        if self.ctx.precision.cast_inputs:
+            inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
+        autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
+        with self._report.phase("forward"), autocast or contextlib.nullcontext():
+            return self.module(*inputs, **kwargs)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
+        self._check_loss(loss)
+        self._loss_was_scaled = True
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    def backward(
+        self,
+        loss: Tensor,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+        *,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> Tensor:
+        """Scale `loss` (by the loss scale and 1/gas), run backward, and reduce gradients at the boundary.
+
+        loss: 0-d tensor with a graph. allreduce_gradients=False leaves this rank's gradients as they are until a
+        later backward or the step. scale_wrt_gas=False: the caller has divided by gas already.
+        Returns the loss divided by gas, detached when `release_loss`.
+        """
+        if not self.runner.manual:
+            raise UsageError(f"backward cannot be called by hand: {self.runner.manual_reason}")
+        self._check_loss(loss)
+        gas = self._batch.gas if scale_wrt_gas else 1
+        with self._without_sync(not allreduce_gradients):
+            self._backward(loss, gas, retain_graph)
+        shown = loss / gas if gas > 1 else loss
+        return shown.detach() if release_loss else shown
+
+    def backward_micro(self, loss: Tensor, *, last: bool) -> None:
+        """For runners: backward of one micro-batch's loss; gradients are reduced after the `last`."""
+        self._check_loss(loss)
+        self.partitioner.sync = last
+        self._backward(loss, self._batch.gas, False)
+
+    def _backward(self, loss: Tensor, gas: int, retain_graph: bool) -> None:
+        if self._window_driven is False:
+            raise UsageError(
+                "this accumulation window began with a plain loss.backward() and goes on with engine.backward(loss); "
+                "use one of the two between two steps, since they divide by gradient_accumulation_steps at "
+                "different times"
+            )
+        self._driven = True
+        factor = (self.scaler.scale if self.scaler is not None else 1.0) / gas
+        root = loss * factor if factor != 1.0 else loss
+        self._report.loss(loss)
+        if not self._distributed and self._timers is None:
+            root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            return
+        with self._report.phase("backward"):
+            self.partitioner.begin()
+            with self._report.phase("backward_inner"):
+                root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            with self._report.phase("backward_allreduce"):
+                self.partitioner.finish()
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"the loss must be a scalar tensor, got {shown}; reduce it with .mean() or .sum()")
+        if loss.grad_fn is None:
+            raise UsageError(
+                "the loss has no graph (was it detached, or made under torch.no_grad()?), so nothing would be learnt"
+            )
+
+    # -- accumulation ----------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming `step` updates the weights."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return not self._managed or (self.micro_steps + 1) % self._batch.gas == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide by hand whether the next `step` updates; None goes back to counting."""
+        self._forced_boundary = is_boundary
+        self._update_sync()
+
+    def _update_sync(self) -> None:
+        # Without managed accumulation any backward may be followed by another, so the step reduces.
+        counted = self._managed or self._forced_boundary is not None
+        self.partitioner.sync = (
+            counted and not self._quiet and not self._coalescing and self.is_gradient_accumulation_boundary()
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No gradient is reduced inside; the backward after the block (or the step) reduces what has accumulated."""
+        assert not self.partitioner.partitions_gradients, (
+            "no_sync cannot be used when gradients are partitioned over ranks"
+        )
+        assert not self._quiet, "no_sync cannot be nested"
+        assert not self._coalescing, "no_sync cannot be used inside coalesce_grad_reduction"
+        with self._without_sync(True):
+            yield
+
+    @contextlib.contextmanager
+    def _without_sync(self, wanted: bool) -> Iterator[None]:
+        if not wanted:
+            yield
+            return
+        self._quiet += 1
+        self._update_sync()
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+            self._update_sync()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards inside, one reduction of their sum on exit (when at the boundary)."""
+        if self._coalescing or self._quiet:
+            raise UsageError("coalesce_grad_reduction cannot be nested, neither in itself nor in no_sync")
+        self._coalescing = True
+        self._update_sync()
+        try:
+            yield
+        finally:
+            self._coalescing = False
+            self._update_sync()
+        self.partitioner.finish()
+
+    # -- step ------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the accumulation boundary: unscale, clip, update, zero gradients, then step the schedule.
+
+        Before the boundary it only counts. Overflowed (non-finite) gradients: no update, no schedule step,
+        ``skipped_steps += 1``. lr_kwargs go to the schedule's ``step``. Collective at the boundary.
+        """
+        if not self.runner.manual:
+            raise UsageError(f"step cannot be called by hand: {self.runner.manual_reason}")
+        if self._quiet or self._coalescing:
+            raise UsageError(
+                "step() inside no_sync() or coalesce_grad_reduction(): gradients are not reduced yet; call "
+                "it after the block"
+            )
+        self._note_window()
+        if self.is_gradient_accumulation_boundary():
+            self._update(lr_kwargs)
+        else:
+            self._applied = False
+        self.micro_steps += 1
+        self._update_sync()
+
+    def _note_window(self) -> None:
+        """Work out who drove this micro-batch's backward, and refuse what cannot give a right gradient."""
+        if not self._driven:
+            if self.scaler is not None and not self._loss_was_scaled:
+                raise UsageError(
+                    "loss.backward() was called without the loss scale that fp16 needs; write "
+                    "engine.scale(loss).backward(), or engine.backward(loss)"
+                )
+            if self._window_driven and self._batch.gas > 1:
+                raise UsageError(
+                    "this accumulation window mixes engine.backward(loss) and loss.backward(); use one of "
+                    "the two between two steps"
+                )
+        self._window_driven = self._driven
+        self._driven = self._loss_was_scaled = False
+
+    def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        """One optimizer step over gradients that all micro-batches have contributed to."""
+        report = self._report
+        report.step_begin(self.global_steps)
+        with report.phase("step"):
+            self.partitioner.sync = True
+            self.partitioner.finish()
+            unscale = self._sum / (self.scaler.scale if self.scaler is not None else 1.0)
+            if not self._window_driven:
+                unscale /= self._batch.gas
+            raw = self._global_norm(self.partitioner.gradients(), self.ctx.accelerator.current_device())
+            self._norm = raw * unscale
+            overflow = not math.isfinite(raw)
+            self._applied = not (overflow and self.ctx.precision.skip_nonfinite) and self.optimizer is not None
+            if overflow:
+                report.nonfinite(self.partitioner, self.ctx, self.scaler)
+            if self._applied:
+                clip = self._clip / (self._norm + 1e-6) if self._clip and not overflow else 1.0
+                if (factor := unscale * min(1.0, clip)) != 1.0:
+                    self.partitioner.scale(factor)
+                self.optimizer.step()  # type: ignore[union-attr]
+                self.partitioner.publish()
+            else:
+                self.skipped_steps += 1
+            self.partitioner.zero_grad()
+            if self.scaler is not None:
+                self.scaler.update(overflow)
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        self.global_samples += self._batch.train
+        self._window_driven = None
+        report.step_end(self)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights."""
+        return self._applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients. `step` has done so already; gradients are always dropped, not filled with zeros."""
+        if not set_to_none:
+            raise UsageError("zero_grad(set_to_none=False) is not supported: gradients are dropped, which costs less")
+        self.partitioner.zero_grad()
+
+    # -- whole batches ---------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step over gas micro-batches from `data_iter` (or the engine's own endless loader).
+
+        Returns the mean loss over micro-batches and dp ranks, a 0-d tensor. Raises StopIteration when the iterator
+        runs out; no weight has changed then.
+        """
+        if not torch.is_grad_enabled():
+            raise UsageError("train_batch needs gradients; it was called under torch.no_grad()")
+        if not self.module.training:
+            self.module.train()
+        batches = data_iter if data_iter is not None else self._own_batches()
+        try:
+            loss = self.runner.train(self, iter(batches), self._batch.gas)
+        except StopIteration:
+            self.partitioner.zero_grad()
+            self._driven, self._window_driven = False, None
+            self._report.drop_loss()
+            raise
+        loss = self._mean_over_dp(loss)
+        self._report.set_loss(loss)
+        self._driven, self._window_driven = False, True
+        self._update(None)
+        self.micro_steps += self._batch.gas
+        self._update_sync()
+        return loss
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward of gas micro-batches in eval mode, without gradients.
+
+        Returns the loss averaged over micro-batches and dp ranks (with `return_logits`: ``(loss, outputs)``; outputs
+        alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone.
+        """
+        if reduce_output not in ("avg", None):
+            raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            loss, outputs = self.runner.evaluate(
+                self,
+                iter(data_iter),
+                num_micro_batches or self._batch.gas,
+                return_logits=return_logits or not compute_loss,
+            )
+        finally:
+            self.module.train(was_training)
+        if not compute_loss:
+            return outputs
+        if loss is not None and reduce_output == "avg" and bcast_loss:
+            loss = self._mean_over_dp(loss)
+        return (loss, outputs) if return_logits else loss
+
+    def _mean_over_dp(self, loss: Tensor) -> Tensor:
+        if self.ctx.mesh.size("dp") == 1:
+            return loss
+        total = loss.detach().float() if loss.dtype in (torch.float16, torch.bfloat16) else loss.detach().clone()
+        comm.all_reduce(total, group=self.ctx.mesh.group("dp"))
+        return total / self.ctx.mesh.size("dp")
+
+    def _own_batches(self) -> Iterator[Any]:
+        if self.training_dataloader is None:
+            raise UsageError(
+                "train_batch() without an iterator needs training_data in initialize(); or pass an iterator"
+            )
+        if self._train_iterator is None:
+            from ds_core.data import RepeatingLoader
+
+            self._train_iterator = iter(RepeatingLoader(self.training_dataloader))
+        return self._train_iterator
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DistributedLoader:
+        """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any other."""
+        mesh = self.ctx.mesh
+        return DistributedLoader(
+            dataset,
+            batch_size or self._batch.micro,
+            replicas=mesh.size("dp"),
+            index=mesh.index("dp"),
+            shuffle=route == "train",
+            drop_last=self.config.core.dataloader_drop_last,
+            collate_fn=collate_fn or self._collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.ctx.accelerator.device_type != "cpu",
+            sampler=data_sampler,
+        )
+
+    # -- reading and setting ---------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self._batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank per forward."""
+        return self._batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._batch.gas
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError otherwise)."""
+        self._set_batch(with_train_batch_size(self._batch, train_batch_size, self.ctx.mesh.size("dp")))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch, and with it the batch; accumulation steps stay."""
+        self._set_batch(with_micro_batch_size(self._batch, micro_batch_size, self.ctx.mesh.size("dp")))
+
+    def _set_batch(self, batch: Batch) -> None:
+        self._batch = self.ctx.batch = batch
+        self._update_sync()
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, micro batch size, accumulation steps)."""
+        return self._batch.train, self._batch.micro, self._batch.gas
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [float(g["lr"]) for g in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or betas) of each parameter group."""
+        return [g["momentum"] if "momentum" in g else g.get("betas") for g in self._groups()]
+
+    def get_type(self) -> list[str | None]:
+        """The ``type`` that each parameter group carries, if any."""
+        return [g.get("type") for g in self._groups()]
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of all gradients, unscaled, before clipping, at the last update; None before the first."""
+        return self._norm
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without a scaler."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's inputs should be."""
+        return self.ctx.accelerator.current_device()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return self.ctx.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.ctx.world_size
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module into training mode (or evaluation)."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module into evaluation mode."""
+        return self.train(False)
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the module's forward with torch.compile, in place."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything a resumed run needs to ``save_dir/tag``; atomic. Every rank calls it. See "
+        "ds_core.checkpoint."""
+        from ds_core import checkpoint
+
+        checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[[dict[str, Tensor], nn.Module], None] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Read a checkpoint; returns (path, client_state). Every rank calls it. See ds_core.checkpoint."""
+        from ds_core import checkpoint
+
+        return checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's 16-bit weights as one safetensors file on rank 0. Every rank calls it."""
+        from ds_core import checkpoint
+
+        return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def run_state(self) -> dict[str, Any]:
+        """All that is not a tensor of the model: counters, scaler, hyperparameters, schedule, data position."""
+        return run_state(self)
+
+    def load_run_state(self, state: Mapping[str, Any], *, optimizer: bool = True, scheduler: bool = True) -> None:
+        """The reverse of `run_state`; `optimizer` and `scheduler` say whether those parts are taken too."""
+        load_run_state(self, state, optimizer=optimizer, scheduler=scheduler)
+        self._train_iterator = None
+        self._update_sync()
+
+    def destroy(self) -> None:
+        """Close monitors, remove hooks and free buffers; the module stays usable on its own."""
+        if self in STATE.engines:
+            STATE.engines.discard(self)
+            self._report.close()
+            self.partitioner.detach()

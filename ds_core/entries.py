@@ -1,0 +1,171 @@
+"""What a declaration module hands to the core: small frozen records with lazy references (torch-free).
+
+A reference is a string ``"package.module:attribute"``; it is imported only when the core has chosen it, so a
+hundred installed plugins cost nothing until one is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ds_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "AcceleratorEntry",
+    "Axis",
+    "CommandEntry",
+    "Event",
+    "KernelEntry",
+    "LauncherEntry",
+    "OptimizerEntry",
+    "Phase",
+    "Probe",
+    "Ref",
+    "SchedulerEntry",
+    "Transform",
+    "ask",
+    "resolve",
+]
+
+Ref = str
+"""``"package.module:attribute"``."""
+
+Probe = Ref | Callable[[], "str | None"]
+"""Answers None when the thing can be used here, else the reason why not. Must be cheap and change nothing."""
+
+Grain = Literal["element", "tensor", "matrix"]
+
+
+def resolve(ref: Ref) -> Any:
+    """Import what `ref` names.
+
+    Raises PluginError with the reference and the cause when the module or the attribute is not there.
+    """
+    module_name, _, attribute = ref.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split(".") if attribute else ():
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"cannot load {ref!r}: {type(error).__name__}: {error}") from error
+    return found
+
+
+def ask(probe: Probe | None) -> str | None:
+    """Run a probe; an exception in it counts as a reason, since a probe must never take the process down."""
+    if probe is None:
+        return None
+    try:
+        answer: str | None = (resolve(probe) if isinstance(probe, str) else probe)()
+    except Exception as error:  # any failure of a probe is an answer
+        return f"{type(error).__name__}: {error}"
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorEntry:
+    """A device kind. `load` gives a class or function without arguments that returns an `Accelerator`."""
+
+    name: str
+    device_type: str
+    load: Ref
+    probe: Probe | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry:
+    """One provider of one named operation; the highest available `priority` serves.
+
+    devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
+    By convention cuda 30, triton 20, cpp 10, reference 0.
+    """
+
+    op: str
+    provider: str
+    load: Ref
+    priority: int
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    available: Probe | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerEntry:
+    """A named optimizer. `load` is called as ``load(param_groups, **params)``.
+
+    params: reference to a pydantic model of the keyword arguments, which is validated before anything starts.
+    grain: what its arithmetic needs whole: single elements, tensors (norms), or matrices.
+    communicates: True when it reduces gradients by itself (the 1-bit family).
+    """
+
+    load: Ref
+    params: Ref | None = None
+    grain: Grain = "element"
+    communicates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerEntry:
+    """A named learning-rate schedule. `load` is called as ``load(optimizer, **params)``."""
+
+    load: Ref
+    params: Ref | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherEntry:
+    """A way to start processes for ``dscore run --launcher NAME``; `load` gives ``(LaunchRequest) -> exit code``."""
+
+    load: Ref
+    help: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    """A sub-command of ``dscore``: `load` gives a function (typer reads its signature) or a ``typer.Typer``."""
+
+    load: Ref
+    help: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply the world."""
+
+    name: str
+    size: int
+    inside: str | None = None
+
+
+class Phase(IntEnum):
+    """The order in which transforms see the model."""
+
+    SPLIT = 10
+    SUBSTITUTE = 20
+    SHARD = 30
+    RECOMPUTE = 40
+    COMPILE = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One step model -> model; transforms of one phase run in plugin-name order."""
+
+    phase: Phase
+    apply: Callable[[nn.Module], nn.Module]
+
+
+class Event(NamedTuple):
+    """One metric value; `step` counts samples seen (``global_samples``)."""
+
+    name: str
+    value: float
+    step: int

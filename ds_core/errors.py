@@ -1,0 +1,101 @@
+"""Every error a user can meet, each saying what is wrong, where, and the mend.
+
+`ValueError`-family classes are for mistakes the user can correct; an `assert` elsewhere in the core marks
+an invariant that only we can break.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "AcceleratorError",
+    "CheckpointError",
+    "CommError",
+    "ConfigError",
+    "DSError",
+    "KernelError",
+    "LossScaleError",
+    "PluginError",
+    "Problem",
+    "RankMismatchError",
+    "UsageError",
+    "nearest",
+]
+
+
+class DSError(Exception):
+    """The base of every error that ds_core raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a config.
+
+    path: full dotted path of the key (``"fp16.loss_scale"``); ``""`` for the file as a whole.
+    message: what is wrong, with the offending value and what was expected.
+    mend: what to do about it; may be empty when the message says it all.
+    """
+
+    path: str
+    message: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.path}: {self.message}" if self.path else self.message
+        return f"{head}; {self.mend}" if self.mend else head
+
+
+class ConfigError(DSError, ValueError):
+    """One or more problems in a config; `problems` lists all of them, not only the first."""
+
+    def __init__(self, problems: Iterable[Problem] | str, origin: str = "config") -> None:
+        self.problems = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
+        self.origin = origin
+        lines = [str(p) for p in self.problems]
+        if len(lines) == 1:
+            super().__init__(f"{origin}: {lines[0]}")
+        else:
+            super().__init__(f"{origin}: {len(lines)} problems\n" + "\n".join(f"  - {line}" for line in lines))
+
+
+class PluginError(DSError, RuntimeError):
+    """A plugin that is needed is missing, broken, or in conflict with another."""
+
+
+class AcceleratorError(DSError, RuntimeError):
+    """No usable accelerator, or one that cannot do what was asked."""
+
+
+class KernelError(DSError, RuntimeError):
+    """A kernel that was asked for cannot be served."""
+
+
+class CommError(DSError, RuntimeError):
+    """The process group could not be started or used."""
+
+
+class RankMismatchError(CommError):
+    """Ranks started with different plugins, configs or kernels."""
+
+
+class CheckpointError(DSError, RuntimeError):
+    """A checkpoint cannot be written or read; nothing was changed by the attempt."""
+
+
+class LossScaleError(DSError, FloatingPointError):
+    """The dynamic loss scale reached its floor and gradients still overflow."""
+
+
+class UsageError(DSError, RuntimeError):
+    """The engine was driven in a way that cannot give a right result."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, or None when nothing is close."""
+    pool: dict[str, Any] = {k.lower(): k for k in known}
+    hits = difflib.get_close_matches(name.lower(), list(pool), n=1, cutoff=0.6)
+    return pool[hits[0]] if hits else None

@@ -1,0 +1,127 @@
+"""The kernel table: named operations, competing providers, resolved once to a plain function.
+
+A kernel's pure-torch *reference* defines its meaning. Providers (C++, CUDA, Triton) announce themselves through
+`ds_kernels`; the highest available priority serves, or the one that ``"kernels": {"op": "provider"}`` forces.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ds_core.entries import KernelEntry, ask, resolve
+from ds_core.errors import KernelError, nearest
+
+if TYPE_CHECKING:
+    from ds_core.plugins import Plugins
+
+__all__ = ["Candidate", "Kernels"]
+
+log = logging.getLogger("ds_core.kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A provider of an operation and, when it cannot serve here, the reason."""
+
+    entry: KernelEntry
+    dist: str
+    reason: str | None
+
+
+class Kernels:
+    """Resolves (op, device, dtype) to a function; each answer is found once and then kept."""
+
+    def __init__(self, plugins: Plugins, forced: Mapping[str, str] | None = None) -> None:
+        self._plugins = plugins
+        self._forced = dict(forced or {})
+        self._table: dict[str, list[tuple[KernelEntry, str]]] | None = None
+        self._served: dict[tuple[str, str, str], Callable[..., Any]] = {}
+        self._names: dict[str, str] = {}
+
+    def ops(self) -> list[str]:
+        """Every operation that somebody offers."""
+        return sorted(self._entries())
+
+    def candidates(self, op: str, device: str, dtype: str) -> list[Candidate]:
+        """Who could serve `op`, best first, each with the reason why not."""
+        rows = self._entries().get(op)
+        if rows is None:
+            hint = nearest(op, self._entries())
+            raise KernelError(
+                f"no kernel is called {op!r}; " + (f"did you mean {hint!r}?" if hint else f"known: {self.ops()}")
+            )
+        ranked = sorted(rows, key=lambda r: (-r[0].priority, r[0].provider))
+        return [Candidate(e, dist, _reason(e, device, dtype)) for e, dist in ranked]
+
+    def get(self, op: str, device: str = "cpu", dtype: str = "float32") -> Callable[..., Any]:
+        """The function that serves `op` for tensors of `dtype` on `device` (names as torch prints them).
+
+        Raises KernelError, with every provider's reason, when none can serve or the forced one cannot.
+        """
+        key = (op, device, dtype)
+        if key not in self._served:
+            self._served[key] = self._resolve(op, device, dtype)
+        return self._served[key]
+
+    def resolved(self) -> dict[str, str]:
+        """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank fingerprint."""
+        return dict(self._names)
+
+    def check_forced(self) -> None:
+        """Raise KernelError now for a ``kernels`` entry that names an unknown op or provider."""
+        for op, provider in self._forced.items():
+            offered = {c.entry.provider for c in self.candidates(op, "", "")}
+            if provider not in offered:
+                raise KernelError(f"kernels.{op}: no provider {provider!r}; installed: {', '.join(sorted(offered))}")
+
+    def _resolve(self, op: str, device: str, dtype: str) -> Callable[..., Any]:
+        rows = self.candidates(op, device, dtype)
+        forced = self._forced.get(op)
+        usable = [c for c in rows if c.reason is None and forced in (None, c.entry.provider)]
+        if not usable:
+            why = "; ".join(
+                f"{c.entry.provider} ({c.dist}): {c.reason}" for c in rows if forced in (None, c.entry.provider)
+            )
+            head = f"kernels.{op} forces {forced!r}, but" if forced else f"no provider can serve {op!r}:"
+            raise KernelError(f"{head} {why or 'nobody offers it'} on {device} {dtype}")
+        best = usable[0]
+        function: Callable[..., Any] = resolve(best.entry.load)
+        self._names[f"{op}/{device}/{dtype}"] = f"{best.entry.provider} ({best.dist})"
+        log.debug("kernel %s on %s %s is served by %s of %s", op, device, dtype, best.entry.provider, best.dist)
+        return function
+
+    def _entries(self) -> dict[str, list[tuple[KernelEntry, str]]]:
+        if self._table is None:
+            self._plugins.load_backends()
+            table: dict[str, list[tuple[KernelEntry, str]]] = {}
+            for answer in self._plugins.ask("ds_kernels"):
+                for entry in answer.value:
+                    rows = table.setdefault(entry.op, [])
+                    twin = next(
+                        (
+                            d
+                            for e, d in rows
+                            if e.provider == entry.provider and e.devices == entry.devices and e.dtypes == entry.dtypes
+                        ),
+                        None,
+                    )
+                    if twin is not None:
+                        raise KernelError(
+                            f"kernel {entry.op!r} provider {entry.provider!r} is offered by {twin} and "
+                            f"{answer.plugin.dist}; "
+                            "disable one with plugins.disable"
+                        )
+                    rows.append((entry, answer.plugin.dist))
+            self._table = table
+        return self._table
+
+
+def _reason(entry: KernelEntry, device: str, dtype: str) -> str | None:
+    if entry.devices and device not in entry.devices:
+        return f"serves {', '.join(entry.devices)} only"
+    if entry.dtypes and dtype not in entry.dtypes:
+        return f"serves {', '.join(entry.dtypes)} only"
+    return ask(entry.available)

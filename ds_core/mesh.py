@@ -1,0 +1,207 @@
+"""The named process grid: axis arithmetic (torch-free) and the groups over it.
+
+Ranks are laid out row-major over the outer axes in the order given, then ``dp`` (split into ``edp`` and the axes
+that fold inside it), so that neighbouring ranks are neighbours on the innermost axis. All groups are made up
+front, in one order, on every rank: making a group is itself a collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ds_core.entries import Axis
+from ds_core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Mesh", "MpuMesh", "plan_mesh"]
+
+
+class Mesh:
+    """Where this rank stands on each axis, and the groups along any set of axes.
+
+    names, shape: the axes of the grid. ``dp`` is an alias of all its parts when something folds inside it.
+    A group over axes of size 1 is None, and callers do no communication then.
+    """
+
+    def __init__(
+        self, names: Sequence[str], shape: Sequence[int], rank: int, alias: dict[str, tuple[str, ...]]
+    ) -> None:
+        self.names = tuple(names)
+        self.shape = tuple(shape)
+        self.rank = rank
+        self.world_size = math.prod(self.shape)
+        self.alias = alias
+        self.coord = dict(zip(self.names, self._unravel(rank), strict=True))
+        self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+
+    def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """`axes` with aliases replaced by their parts, in grid order, without those of size 1."""
+        wanted = {part for axis in axes for part in self.alias.get(axis, (axis,))}
+        if unknown := wanted - set(self.names):
+            raise KeyError(f"no mesh axis {sorted(unknown)}; this mesh has {list(self.names) + list(self.alias)}")
+        return tuple(n for n, s in zip(self.names, self.shape, strict=True) if n in wanted and s > 1)
+
+    def has(self, axis: str) -> bool:
+        """Whether the mesh knows `axis` (possibly with size 1)."""
+        return axis in self.names or axis in self.alias
+
+    def size(self, *axes: str) -> int:
+        """The number of ranks along `axes` together; 1 for none."""
+        return math.prod(self.shape[self.names.index(n)] for n in self.expand(axes))
+
+    def index(self, *axes: str) -> int:
+        """This rank's position among `ranks(*axes)`."""
+        return self.ranks(*axes).index(self.rank)
+
+    def ranks(self, *axes: str) -> list[int]:
+        """The global ranks that differ from this one only along `axes`, in grid order."""
+        free = set(self.expand(axes))
+        choices = [range(s) if n in free else (self.coord[n],) for n, s in zip(self.names, self.shape, strict=True)]
+        return [self._ravel(c) for c in itertools.product(*choices)]
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """The process group along `axes`; None when it would hold this rank alone."""
+        key = self.expand(axes)
+        return self._groups[key] if key else None
+
+    def replicas(self, held: Iterable[str]) -> tuple[str, ...]:
+        """The parts of dp on which a parameter with param axes `held` is the same on every rank."""
+        without = set(self.expand(held))
+        return tuple(a for a in self.expand(("dp",)) if a not in without)
+
+    def build_groups(self, timeout: Any = None) -> None:
+        """Make every group; a collective over the world. Needs torch.distributed to be initialised."""
+        import torch.distributed as dist
+
+        live = [n for n, s in zip(self.names, self.shape, strict=True) if s > 1]
+        for count in range(1, len(live) + 1):
+            for combo in itertools.combinations(live, count):
+                if len(combo) == len(live):
+                    world = dist.group.WORLD
+                    assert world is not None
+                    self._groups[combo] = world
+                    continue
+                for row in self._rows(combo):
+                    group = dist.new_group(row, timeout=timeout)
+                    if self.rank in row:
+                        self._groups[combo] = group
+
+    def describe(self) -> dict[str, int]:
+        """Axis name -> size, for logs, fingerprints and manifests."""
+        return dict(zip(self.names, self.shape, strict=True))
+
+    def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
+        fixed = [range(s) if n not in combo else (0,) for n, s in zip(self.names, self.shape, strict=True)]
+        rows = []
+        for base in itertools.product(*fixed):
+            free = [range(s) if n in combo else (b,) for n, s, b in zip(self.names, self.shape, base, strict=True)]
+            rows.append([self._ravel(c) for c in itertools.product(*free)])
+        return rows
+
+    def _ravel(self, coord: Sequence[int]) -> int:
+        rank = 0
+        for c, s in zip(coord, self.shape, strict=True):
+            rank = rank * s + c
+        return rank
+
+    def _unravel(self, rank: int) -> list[int]:
+        coord = []
+        for s in reversed(self.shape):
+            rank, c = divmod(rank, s)
+            coord.append(c)
+        return coord[::-1]
+
+
+class MpuMesh(Mesh):
+    """A mesh given by a Megatron-style `mpu` object: its data and model groups are used as they are."""
+
+    def __init__(self, mpu: Any, rank: int, world_size: int) -> None:
+        tensor = "tensor_model_parallel" if hasattr(mpu, "get_tensor_model_parallel_group") else "model_parallel"
+        dp, tp = int(mpu.get_data_parallel_world_size()), int(getattr(mpu, f"get_{tensor}_world_size")())
+        pp = world_size // (dp * tp)
+        if pp * dp * tp != world_size:
+            raise ConfigError(
+                f"mpu says data parallel {dp} x model parallel {tp}, which does not divide the world of "
+                f"{world_size} ranks",
+                "mpu",
+            )
+        super().__init__(("pp", "dp", "tp"), (pp, dp, tp), 0, {})
+        self.rank, self.mpu = rank, mpu
+        self.coord = {
+            "pp": 0,
+            "dp": int(mpu.get_data_parallel_rank()),
+            "tp": int(getattr(mpu, f"get_{tensor}_rank")()),
+        }
+        given = {"dp": mpu.get_data_parallel_group(), "tp": getattr(mpu, f"get_{tensor}_group")()}
+        self._given = {axis: group for axis, group in given.items() if self.size(axis) > 1}
+
+    def build_groups(self, timeout: Any = None) -> None:
+        """Take the mpu's groups; only the world is added, for what concerns all ranks."""
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        assert world is not None or self.world_size == 1
+        for axis, group in self._given.items():
+            self._groups[(axis,)] = group
+        live = self.expand(self.names)
+        if live and live not in self._groups:
+            self._groups[live] = world  # type: ignore[assignment]
+
+    def ranks(self, *axes: str) -> list[int]:
+        """The ranks of the mpu's own group; it may lay ranks out in any order."""
+        import torch.distributed as dist
+
+        group = self.group(*axes)
+        return [self.rank] if group is None else dist.get_process_group_ranks(group)
+
+
+def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
+    """Lay `axes` over `world_size` ranks; dp takes what is left. Pure arithmetic, no communication.
+
+    Raises ConfigError with the numbers when they do not divide.
+    """
+    outer = [a for a in axes if a.inside is None]
+    folded = [a for a in axes if a.inside is not None]
+    names = [a.name for a in (*outer, *folded)]
+    problems = [
+        Problem("", f"mesh axis {n!r} is declared twice") for n in sorted({n for n in names if names.count(n) > 1})
+    ]
+    problems += [
+        Problem("", f"mesh axis {a.name!r} has size {a.size}; it must be at least 1")
+        for a in (*outer, *folded)
+        if a.size < 1
+    ]
+    problems += [
+        Problem("", f"mesh axis {a.name!r} folds inside {a.inside!r}; only 'dp' can hold other axes")
+        for a in folded
+        if a.inside != "dp"
+    ]
+    if problems:
+        raise ConfigError(problems, "mesh")
+    product = math.prod(a.size for a in outer)
+    shown = " x ".join(f"{a.name} {a.size}" for a in outer)
+    if world_size % product:
+        raise ConfigError(
+            f"{shown} = {product} ranks do not divide the world of {world_size}; start a multiple of {product}", "mesh"
+        )
+    dp, inner = world_size // product, math.prod(a.size for a in folded)
+    if dp % inner:
+        inside = " x ".join(f"{a.name} {a.size}" for a in folded)
+        good = ", ".join(str(d) for d in range(1, dp + 1) if dp % d == 0)
+        raise ConfigError(
+            f"{inside} must divide dp {dp} (world {world_size}{' / ' + shown if outer else ''}); use {good}", "mesh"
+        )
+    if not folded:
+        return Mesh([*(a.name for a in outer), "dp"], [*(a.size for a in outer), dp], rank, {})
+    parts = ("edp", *(a.name for a in folded))
+    return Mesh(
+        [*(a.name for a in outer), *parts],
+        [*(a.size for a in outer), dp // inner, *(a.size for a in folded)],
+        rank,
+        {"dp": parts},
+    )

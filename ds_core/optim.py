@@ -1,0 +1,238 @@
+"""Choosing the optimizer and the learning-rate schedule by name (torch-free until one is built).
+
+Names come from `ds_optimizers` / `ds_schedulers`; any other class of `torch.optim` or
+`torch.optim.lr_scheduler` serves under its own name, its arguments checked against its signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from ds_core.config import Section
+from ds_core.entries import OptimizerEntry, SchedulerEntry, resolve
+from ds_core.errors import ConfigError, PluginError, Problem, nearest
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_core.config import RunConfig
+    from ds_core.plugins import Plugins
+
+__all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw"]
+
+PLANNED_OPTIMIZERS = ("Lamb", "Lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+SCHEDULES_OF_THE_DOCUMENTS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_FLOAT = (float, int)
+
+
+class AdamParams(Section):
+    """``optimizer.params`` of Adam and AdamW (torch's fused implementation; api.md section 16)."""
+
+    lr: float = Field(1e-3, ge=0, description="Learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay rates of the first and second moment.")
+    eps: float = Field(1e-8, ge=0, description="Added to the denominator.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay; decoupled for AdamW mathematics.")
+    amsgrad: bool = Field(False, description="Keep the maximum of the second moment.")
+    bias_correction: Literal[True] = Field(True, description="torch's Adam always corrects the bias of the moments.")
+    torch_adam: bool = Field(False, description="Insist on torch's Adam even where a faster kernel is installed.")
+
+
+class AdamModeParams(AdamParams):
+    """Adam, whose mathematics are AdamW's unless `adam_w_mode` is false."""
+
+    adam_w_mode: bool = Field(True, description="Decoupled weight decay (AdamW).")
+
+
+class AdamWParams(AdamParams):
+    """AdamW; `adam_w_mode` may only be true."""
+
+    adam_w_mode: Literal[True] = Field(True, description="AdamW is decoupled by definition.")
+
+
+OPTIMIZERS: Mapping[str, OptimizerEntry] = {
+    "Adam": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamModeParams"),
+    "AdamW": OptimizerEntry("ds_core.optim:make_adamw", "ds_core.optim:AdamWParams"),
+    "SGD": OptimizerEntry("torch.optim:SGD"),
+    "Adagrad": OptimizerEntry("torch.optim:Adagrad"),
+}
+SCHEDULERS: Mapping[str, SchedulerEntry] = {
+    name: SchedulerEntry(f"torch.optim.lr_scheduler:{name}")
+    for name in (
+        "ConstantLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "ExponentialLR",
+        "LinearLR",
+        "MultiStepLR",
+        "OneCycleLR",
+        "PolynomialLR",
+        "StepLR",
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An optimizer or schedule that the config names, validated: call `build` with the groups or the optimizer."""
+
+    name: str
+    params: Mapping[str, Any]
+    entry: OptimizerEntry | SchedulerEntry
+
+    def build(self, target: Any) -> Any:
+        """Make it. `target`: parameter groups for an optimizer, the optimizer for a schedule."""
+        make: Callable[..., Any] = resolve(self.entry.load)
+        try:
+            return make(target, **self.params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError([Problem(f"{self.name}.params", str(error))]) from error
+
+
+def choose(
+    kind: Literal["optimizer", "scheduler"], config: RunConfig, plugins: Plugins
+) -> tuple[Choice | None, list[Problem]]:
+    """The choice that section `kind` makes, or the problems with it. None without the section or its type.
+
+    Imports torch only when the name is a torch class whose signature must be read.
+    """
+    section = getattr(config.core, kind)
+    if section is None or section.type is None:
+        return None, []
+    hook = "ds_optimizers" if kind == "optimizer" else "ds_schedulers"
+    offers = plugins.named(hook, kind)
+    answer = offers.get(section.type.lower())
+    entry = answer.value if answer is not None else _torch_class(kind, section.type)
+    if entry is None:
+        return None, [Problem(f"{kind}.type", *_unknown(kind, section.type, list(offers)))]
+    params, problems = _check_params(entry, dict(section.params), f"{kind}.params")
+    return (None if problems else Choice(kind, params, entry)), problems
+
+
+def _unknown(kind: str, name: str, offers: list[str]) -> tuple[str, str]:
+    if kind == "optimizer" and name.lower() in {p.lower() for p in PLANNED_OPTIMIZERS}:
+        return (
+            f"optimizer {name!r} is documented but not built yet",
+            f"installed: {', '.join(sorted(offers))}, or any torch.optim class",
+        )
+    if kind == "scheduler" and name.lower() in {s.lower() for s in SCHEDULES_OF_THE_DOCUMENTS}:
+        return f"schedule {name!r} is served by ds-lr-schedules, which is not installed", "pip install ds-lr-schedules"
+    pool = {*offers, *(p.lower() for p in PLANNED_OPTIMIZERS if kind == "optimizer")}
+    hint = nearest(name, pool)
+    where = "torch.optim" if kind == "optimizer" else "torch.optim.lr_scheduler"
+    return f"no {kind} is called {name!r}", (
+        f"did you mean {hint!r}? " if hint else ""
+    ) + f"installed: {', '.join(sorted(offers))}, or any {where} class"
+
+
+def _torch_class(kind: str, name: str) -> OptimizerEntry | SchedulerEntry | None:
+    """Any class of torch, by its exact or case-insensitive name."""
+    import torch
+
+    module = torch.optim if kind == "optimizer" else torch.optim.lr_scheduler
+    base = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
+    if kind == "optimizer" and name.lower() in {p.lower() for p in PLANNED_OPTIMIZERS}:
+        return None  # the documents give these names their own meaning
+    for attribute, value in vars(module).items():
+        if (
+            attribute.lower() == name.lower()
+            and isinstance(value, type)
+            and issubclass(value, base)
+            and value is not base
+        ):
+            ref = f"{module.__name__}:{attribute}"
+            return OptimizerEntry(ref) if kind == "optimizer" else SchedulerEntry(ref)
+    return None
+
+
+def _check_params(
+    entry: OptimizerEntry | SchedulerEntry, params: dict[str, Any], path: str
+) -> tuple[dict[str, Any], list[Problem]]:
+    if "max_grad_norm" in params:
+        return params, [
+            Problem(
+                f"{path}.max_grad_norm", "clipping is not an optimizer parameter", "set the top-level gradient_clipping"
+            )
+        ]
+    if entry.params is None:
+        return params, _check_signature(resolve(entry.load), params, path)
+    model: type[BaseModel] = resolve(entry.params)
+    try:
+        checked = model.model_validate(params)
+    except ValidationError as error:
+        from ds_core.config import translate_errors
+
+        return params, translate_errors(error, model, path)
+    given = checked.model_dump()
+    return {k: given[k] for k in given}, []
+
+
+def _check_signature(function: Callable[..., Any], params: Mapping[str, Any], path: str) -> list[Problem]:
+    accepted = inspect.signature(function).parameters
+    names = [
+        n
+        for n in list(accepted)[1:]
+        if accepted[n].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    problems = []
+    for key, value in params.items():
+        if key not in names and not open_ended:
+            hint = nearest(key, names)
+            mend = f"did you mean {hint!r}?" if hint else f"it takes {', '.join(names)}"
+            problems.append(Problem(f"{path}.{key}", f"{function.__qualname__} has no parameter {key!r}", mend))
+        elif (
+            key in names
+            and isinstance(accepted[key].default, _FLOAT)
+            and not isinstance(accepted[key].default, bool)
+            and (isinstance(value, (bool, str)) or value is None)
+        ):
+            problems.append(
+                Problem(f"{path}.{key}", f"{value!r} is not a number", f"the default is {accepted[key].default}")
+            )
+    missing = [n for n in names if accepted[n].default is inspect.Parameter.empty and n not in params]
+    problems += [Problem(f"{path}.{n}", f"{function.__qualname__} needs {n!r}", "add it") for n in missing]
+    return problems
+
+
+def make_adam(groups: Any, *, adam_w_mode: bool = True, **params: Any) -> Optimizer:
+    """torch's Adam with the documents' default mathematics (AdamW), fused where the device has it."""
+    import torch
+
+    return _adam(torch.optim.AdamW if adam_w_mode else torch.optim.Adam, groups, params)
+
+
+def make_adamw(groups: Any, **params: Any) -> Optimizer:
+    """torch's AdamW, fused where the device has it."""
+    import torch
+
+    return _adam(torch.optim.AdamW, groups, params)
+
+
+def _adam(cls: type[Optimizer], groups: Any, params: dict[str, Any]) -> Optimizer:
+    for ours in ("adam_w_mode", "torch_adam", "bias_correction"):
+        params.pop(ours, None)
+    tensors = [p for g in groups for p in g["params"]]
+    fused = bool(tensors) and all(p.is_floating_point() and p.device.type in _fused_devices() for p in tensors)
+    optimizer: Optimizer = cls(groups, fused=fused, **params)  # type: ignore[call-arg]
+    return optimizer
+
+
+def _fused_devices() -> list[str]:
+    """Device types on which torch's fused optimizers run."""
+    try:
+        from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+        return list(_get_fused_kernels_supported_devices())
+    except ImportError:
+        return ["cpu", "cuda"]
+
+
+def same_type(name: str) -> PluginError:
+    """The error for an object that is neither an optimizer nor a function that makes one."""
+    return PluginError(f"optimizer must be a torch.optim.Optimizer or a function of the parameters, not {name}")

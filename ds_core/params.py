@@ -1,0 +1,130 @@
+"""Param axes: per parameter, the mesh axes on which ranks hold different ones, and what follows from that.
+
+[Note: the enabling rule] Plugins answer `ds_param_axes`; answers merge by union, because pipeline and expert
+parallelism may both be right about one parameter. From the union alone follow the group that gradients are
+reduced over (the dp axes not in it), the divisor (all of dp), and the global norm (each element counted once).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_core.mesh import Mesh
+
+__all__ = ["GradGroup", "GradNorm", "ParamInfo", "collect_params", "squared_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """A parameter's name and its place on the mesh.
+
+    held: axes on which ranks hold different parameters under this name (grid order, size > 1).
+    replicas: the parts of dp over which it is the same, so over which gradients are reduced.
+    """
+
+    name: str
+    held: tuple[str, ...]
+    replicas: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GradGroup:
+    """Gradients as the optimizer will see them, whose elements are disjoint over the ranks along `axes`."""
+
+    axes: tuple[str, ...]
+    tensors: Sequence[Tensor]
+
+
+def collect_params(module: nn.Module, ctx: Context) -> dict[nn.Parameter, ParamInfo]:
+    """Ask all plugins about every parameter of `module`; a shared weight is asked about once, under its first name."""
+    found: dict[nn.Parameter, ParamInfo] = {}
+    for name, param in module.named_parameters():
+        held: set[str] = set(_megatron_axes(param, ctx.mesh))
+        for answer in ctx.plugins.ask("ds_param_axes", name=name, param=param, ctx=ctx):
+            unknown = [a for a in answer.value if not ctx.mesh.has(a)]
+            if unknown:
+                raise PluginError(
+                    f"plugin {answer.plugin} puts parameter {name!r} on axes {unknown}, which this mesh "
+                    f"({ctx.mesh.describe()}) does not have; declare them with ds_mesh_axes"
+                )
+            held.update(answer.value)
+        found[param] = ParamInfo(name, ctx.mesh.expand(held), ctx.mesh.replicas(held))
+    return found
+
+
+def _megatron_axes(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
+    """The convention of models that come with an `mpu`: sliced parameters carry a true attribute."""
+    sliced = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
+    return ("tp",) if sliced and mesh.has("tp") else ()
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of all elements: a 0-d tensor, fp64 for fp64 input and fp32 otherwise.
+
+    The reference of kernel ``squared_norm``. `tensors` live on one device; an empty sequence gives a CPU zero.
+    """
+    if not tensors:
+        return torch.zeros(())
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    if all(t.dtype == wide for t in tensors):
+        norms = torch._foreach_norm(tensors)
+    else:
+        norms = [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
+    stacked = torch.stack(norms)
+    return stacked.dot(stacked)
+
+
+class GradNorm:
+    """The global L2 norm of gradients that lie over the mesh in any way.
+
+    Sums of squares are added over each group's axes, so each element of the model counts once. Which sets of axes
+    occur is agreed once, when it is built (a stage without experts still takes part in the experts' sum).
+    """
+
+    def __init__(
+        self, mesh: Mesh, keys: Iterable[tuple[str, ...]], kernel: Callable[[Sequence[Tensor]], Tensor]
+    ) -> None:
+        self._mesh = mesh
+        self._kernel = kernel
+        mine = sorted({mesh.expand(k) for k in keys})
+        everyone = comm.all_gather_json([list(k) for k in mine]) if mesh.world_size > 1 else [[list(k) for k in mine]]
+        self._keys = sorted({tuple(k) for keys in everyone for k in keys})
+        # Replicated gradients are the same bits on every rank after an all-reduce; only when ranks see different
+        # gradients must they agree on the verdict, or one would skip a step that another takes.
+        self._must_agree = any(a for k in self._keys for a in k) and self._keys != [mesh.expand(mesh.names)]
+        self._must_agree |= mesh.size("dp") != mesh.world_size
+
+    def __call__(self, groups: Sequence[GradGroup], device: torch.device) -> float:
+        """The norm, the same on all ranks; inf or nan when any gradient anywhere is not finite."""
+        if len(groups) == 1 and not groups[0].axes and self._keys == [()] and not self._must_agree:
+            return self._finite(math.sqrt(self._kernel(groups[0].tensors).item()), groups)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        sums = {k: torch.zeros((), dtype=torch.float64, device=device) for k in self._keys}
+        for group in groups:
+            sums[self._mesh.expand(group.axes)] += self._kernel(group.tensors).to(device, torch.float64)
+        for key, value in sums.items():
+            if (process_group := self._mesh.group(*key)) is not None:
+                comm.all_reduce(value, group=process_group)
+            total += value
+        if self._must_agree and self._mesh.world_size > 1:
+            # MAX does not carry NaN everywhere, so a non-finite total travels as inf.
+            total = torch.where(torch.isfinite(total), total, torch.full_like(total, torch.inf))
+            comm.all_reduce(total, op=torch.distributed.ReduceOp.MAX)
+        return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+
+    def _finite(self, norm: float, groups: Sequence[GradGroup]) -> float:
+        """Tell a sum of squares that overflowed fp32 from a gradient that is not finite."""
+        if math.isfinite(norm):
+            return norm
+        return math.sqrt(sum(float(t.double().square().sum()) for t in groups[0].tensors))

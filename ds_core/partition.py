@@ -1,0 +1,443 @@
+"""Who owns model states: the Partitioner contract, and `Replicated`, real data parallelism.
+
+[Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. While `sync` is on, a gradient that
+is ready goes into its bucket, and a full bucket is reduced while backward goes on; `finish` waits. Buckets are
+reduced in one fixed order on all ranks. A second backward at the same boundary needs no special case: what is
+already averaged is the same on all ranks, so averaging it again together with the new local part changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.buckets import Bucket, make_buckets
+from ds_core.errors import UsageError
+from ds_core.params import GradGroup
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_core.context import Context
+
+__all__ = ["Partitioner", "Replicated", "StateSource", "StateTensor"]
+
+log = logging.getLogger("ds_core.partition")
+
+ParamGroups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """This rank's piece of one model state, for checkpoints.
+
+    name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
+    shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
+    held: axes on which ranks hold different states under this name. store: whether this rank writes it.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    held: tuple[str, ...]
+    store: bool
+
+
+class StateSource(Protocol):
+    """States in a checkpoint, by the names of `StateTensor`."""
+
+    def names(self) -> Sequence[str]:
+        """Every state that this rank may read."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole state's shape."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
+
+
+class Partitioner(ABC):
+    """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
+
+    The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
+    boundary's backward; then `gradients`, `scale`, (the optimizer's step), `publish`, `zero_grad`.
+    """
+
+    partitions_gradients = False
+    """True when gradients are spread over ranks during backward, which rules out `no_sync`."""
+
+    sync = True
+    """Whether the backward that comes next may reduce gradients as they become ready."""
+
+    @abstractmethod
+    def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
+        """Take over `module`, whose weights are cast and on their device, and make ranks agree on them.
+
+        groups: optimizer parameter groups over the module's parameters. Returns the same groups with the tensors
+        that the optimizer is to update in the place of the parameters. Collective.
+        """
+
+    def begin(self) -> None:  # noqa: B027
+        """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Complete the reduction of all gradients; does nothing when `sync` is off or none is due. Collective."""
+
+    @abstractmethod
+    def gradients(self) -> Sequence[GradGroup]:
+        """The reduced gradients as the optimizer will see them (in its dtype), once per step, after `finish`."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiply what `gradients` gave by `factor`, in place."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Make the module's weights those that the optimizer has just written. May be collective."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+
+    @abstractmethod
+    def axes(self) -> Iterable[tuple[str, ...]]:
+        """Every set of axes that a `GradGroup` of this rank can carry."""
+
+    @abstractmethod
+    def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
+        """This rank's model states; those of `optimizer` too when given."""
+
+    @abstractmethod
+    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
+        """Read this rank's model states; those of `optimizer` too when given.
+
+        strict: a weight that the checkpoint lacks is an error. Without master weights in the checkpoint they are
+        made from the module's.
+        """
+
+    def detach(self) -> None:  # noqa: B027
+        """Remove hooks and free buffers; the module keeps its weights."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A trainable parameter, what the optimizer updates for it, and where its gradient accumulates.
+
+    master: the parameter itself when no other dtype is wanted. total: the accumulator when gradients accumulate
+    in another dtype than the parameter's, else None (then ``param.grad`` accumulates).
+    """
+
+    name: str
+    param: nn.Parameter
+    master: nn.Parameter
+    held: tuple[str, ...]
+    total: Tensor | None = None
+    master_grad: Tensor | None = None
+
+
+class Replicated(Partitioner):
+    """Every rank holds everything; gradients are averaged over each parameter's replicas in overlapped buckets."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self._slots: list[_Slot] = []
+        self._by_param: dict[nn.Parameter, _Slot] = {}
+        self._buckets: list[Bucket] | None = None
+        self._place: dict[nn.Parameter, Bucket] = {}
+        self._next = 0
+        self._running = False  # a backward that reduces is under way, and somebody will call `finish`
+        self._reduced = False  # all gradients are reduced
+        self._trainable: list[bool] = []
+        self._hooks: list[Any] = []
+        self._module: nn.Module | None = None
+        self._plain = True  # the optimizer updates the module's own parameters
+
+    # -- set-up ----------------------------------------------------------------------------------------------
+
+    def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
+        """See `Partitioner.attach`."""
+        self._module = module
+        self._broadcast(module)
+        out = []
+        for group in groups:
+            slots = [self._slot(p) for p in group["params"]]
+            self._slots += slots
+            out.append({**group, "params": [s.master for s in slots]})
+        self._by_param = {s.param: s for s in self._slots}
+        self._plain = all(s.master is s.param for s in self._slots)
+        if not any(self._replicas(s) for s in self._slots):
+            self._buckets = []
+        self._install_hooks()
+        return out
+
+    def _install_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._trainable = [s.param.requires_grad for s in self._slots]
+        self._hooks = [
+            s.param.register_post_accumulate_grad_hook(self._on_gradient)
+            for s in self._slots
+            if s.param.requires_grad and (self._buckets != [] or self._accumulates(s))
+        ]
+
+    def _slot(self, param: nn.Parameter) -> _Slot:
+        info = self.ctx.params.get(param)
+        if info is None:
+            raise UsageError(
+                f"model_parameters holds a tensor of shape {tuple(param.shape)} that is not a parameter of the model; "
+                "pass parameters of the model given to initialize (after any transform they must still be in it)"
+            )
+        master_dtype = self.ctx.precision.master
+        master = param
+        if master_dtype is not None and param.is_floating_point() and param.dtype != master_dtype:
+            master = nn.Parameter(param.detach().to(master_dtype, copy=True), requires_grad=param.requires_grad)
+        return _Slot(info.name, param, master, info.held)
+
+    def _accumulates(self, slot: _Slot) -> bool:
+        wanted = self.ctx.precision.accumulate
+        return wanted is not None and slot.param.is_floating_point() and wanted != slot.param.dtype
+
+    def _replicas(self, slot: _Slot) -> tuple[str, ...]:
+        return self.ctx.params[slot.param].replicas
+
+    def _broadcast(self, module: nn.Module) -> None:
+        """Give every rank the weights and buffers of the first of its replicas."""
+        mesh = self.ctx.mesh
+        if mesh.size("dp") == 1:
+            return
+        everywhere = mesh.replicas(())
+        tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
+        tensors += [(everywhere, b.data) for b in module.buffers()]
+        batches: dict[tuple[Any, ...], list[Tensor]] = {}
+        for axes, tensor in tensors:
+            if axes and tensor.numel():
+                batches.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor)
+        for (axes, _, _), members in batches.items():
+            flat = torch.cat([t.reshape(-1) for t in members])
+            comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
+            for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, param: Tensor) -> None:
+        """Runs inside backward each time the gradient of `param` is complete for this backward."""
+        slot = self._by_param[param]  # type: ignore[index]
+        if self._accumulates(slot):
+            assert param.grad is not None
+            if slot.total is None:
+                slot.total = torch.zeros_like(param, dtype=self.ctx.precision.accumulate)
+            slot.total += param.grad
+            param.grad = None
+        self._reduced = False
+        if not self.sync or self._buckets == []:
+            return
+        if not self._running:
+            # A plain loss.backward(): gradients shall be final after it, too.
+            self._start()
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        assert self._buckets is not None
+        if (bucket := self._place.get(param)) is not None:  # type: ignore[call-overload]
+            bucket.ready += 1
+        while self._next < len(self._buckets) and self._buckets[self._next].complete:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    def begin(self) -> None:
+        """See `Partitioner.begin`."""
+        self._reduced = False
+        if self.sync and self._buckets != []:
+            self._start()
+
+    def _start(self) -> None:
+        """Prepare the buckets for one backward; parameters may have been frozen or unfrozen since the last."""
+        self._running = True
+        if self._buckets is None or self._trainable != [s.param.requires_grad for s in self._slots]:
+            self._install_hooks()
+            self._buckets = make_buckets([s.param for s in self._slots if s.param.requires_grad], self.ctx)
+            self._place = {p: b for b in self._buckets for p in b.params}
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.ready = 0
+
+    def _gradient(self, param: nn.Parameter) -> Tensor | None:
+        total = self._by_param[param].total
+        return param.grad if total is None else total
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch([self._gradient(p) for p in bucket.params])
+
+    def finish(self) -> None:
+        """See `Partitioner.finish`."""
+        if not self.sync or self._buckets == [] or self._reduced:
+            return
+        if not self._running:
+            self._start()
+        assert self._buckets is not None
+        for bucket in self._buckets[self._next :]:
+            self._launch(bucket)
+        self._running = False
+        self._reduced = True
+        for bucket in self._buckets:
+            for param, reduced in bucket.collect():
+                slot = self._by_param[param]
+                if slot.total is not None:
+                    slot.total.copy_(reduced)
+                elif reduced.dtype == param.dtype:
+                    param.grad = reduced
+                elif param.grad is not None:
+                    param.grad.copy_(reduced)
+                else:
+                    param.grad = reduced.to(param.dtype)
+
+    # -- step ------------------------------------------------------------------------------------------------
+
+    def gradients(self) -> Sequence[GradGroup]:
+        """See `Partitioner.gradients`."""
+        if self._plain:
+            by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+            for slot in self._slots:
+                if slot.param.grad is not None:
+                    by_axes.setdefault(slot.held, []).append(slot.param.grad)
+            return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), ())]
+        self._cast_gradients()
+        by_axes = {}
+        for slot in self._slots:
+            if slot.master.grad is not None:
+                by_axes.setdefault(slot.held, []).append(slot.master.grad)
+        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), ())]
+
+    def _cast_gradients(self) -> None:
+        """Give each master weight its gradient, in buffers that live as long as the run."""
+        for slot in self._slots:
+            grad = self._gradient(slot.param)
+            if slot.master is slot.param or grad is None:
+                if slot.master is not slot.param:
+                    slot.master.grad = None
+                continue
+            if slot.master_grad is None:
+                slot.master_grad = torch.empty_like(slot.master)
+            slot.master_grad.copy_(grad)
+            slot.master.grad = slot.master_grad
+
+    def scale(self, factor: float) -> None:
+        """See `Partitioner.scale`."""
+        grads = [s.master.grad for s in self._slots if s.master.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """See `Partitioner.publish`."""
+        if not self._plain:
+            pairs = [(s.param, s.master) for s in self._slots if s.master is not s.param]
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    def zero_grad(self) -> None:
+        """See `Partitioner.zero_grad`."""
+        self._reduced = False
+        for slot in self._slots:
+            slot.param.grad = None
+        if not self._plain or self.ctx.precision.accumulate is not None:
+            for slot in self._slots:
+                slot.master.grad = None
+                slot.total = None
+
+    def axes(self) -> Iterable[tuple[str, ...]]:
+        """See `Partitioner.axes`."""
+        return {s.held for s in self._slots} | {()}
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
+        """See `Partitioner.states`; of equal replicas the first stores."""
+        assert self._module is not None
+        for name, tensor, held in self._tensors(optimizer):
+            store = all(self.ctx.mesh.coord[a] == 0 for a in self.ctx.mesh.expand(self.ctx.mesh.names) if a not in held)
+            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, store)
+
+    def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, tuple[str, ...]]]:
+        assert self._module is not None
+        for name, param in self._module.named_parameters():
+            yield f"module/{name}", param.data, self.ctx.params[param].held
+        persistent = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers():
+            if name in persistent:
+                yield f"module/{name}", buffer, ()
+        for slot in self._slots:
+            if slot.master is not slot.param:
+                yield f"master/{slot.name}", slot.master.data, slot.held
+            for key, value in optimizer.state.get(slot.master, {}).items() if optimizer is not None else ():
+                if isinstance(value, Tensor):
+                    yield f"optimizer/{key}/{slot.name}", value, slot.held
+
+    @torch.no_grad()
+    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
+        """See `Partitioner.load_states`."""
+        known = set(source.names())
+        for name, tensor, _ in self._tensors(None):
+            if name.startswith("module/") and (strict or name in known):
+                tensor.copy_(_read(source, name, tensor))
+        for slot in self._slots:
+            if slot.master is not slot.param:
+                name = f"master/{slot.name}"
+                slot.master.data.copy_(_read(source, name, slot.master) if name in known else slot.param.data)
+        if optimizer is not None:
+            self._load_optimizer(source, optimizer)
+
+    def _load_optimizer(self, source: StateSource, optimizer: Optimizer) -> None:
+        by_param: dict[str, list[tuple[str, str]]] = {}
+        for name in source.names():
+            kind, _, rest = name.partition("/")
+            if kind == "optimizer":
+                key, _, param = rest.partition("/")
+                by_param.setdefault(param, []).append((key, name))
+        for slot in self._slots:
+            state: dict[str, Any] = optimizer.state[slot.master] if slot.name in by_param else {}
+            for key, name in by_param.get(slot.name, ()):
+                value = source.read(name).view(source.shape(name))
+                # A step counter stays on the CPU unless the optimizer has put it on the device (fused, capturable).
+                scalar = value.dim() == 0 and slot.master.dim() != 0
+                old = state.get(key)
+                device = (
+                    old.device
+                    if isinstance(old, Tensor)
+                    else _counter_device(optimizer, slot.master)
+                    if scalar
+                    else slot.master.device
+                )
+                state[key] = value.to(device)
+
+    def detach(self) -> None:
+        """See `Partitioner.detach`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for slot in self._slots:
+            slot.total = slot.master_grad = None
+        self._buckets, self._place = [], {}
+
+
+def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
+    shape = source.shape(name)
+    if tuple(like.shape) != shape:
+        raise UsageError(
+            f"checkpoint state {name!r} has shape {shape}, the model's is {tuple(like.shape)}; was it saved "
+            "by another model?"
+        )
+    return source.read(name).view(shape)
+
+
+def _counter_device(optimizer: Optimizer, master: Tensor) -> torch.device:
+    on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+    return master.device if on_device else torch.device("cpu")

@@ -1,0 +1,103 @@
+"""Who turns micro-batches into forwards and backwards: the Runner contract, and `Sequential`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ds_core.engine import Engine
+
+__all__ = ["Runner", "Sequential", "call_with_batch", "loss_of"]
+
+
+class Runner(ABC):
+    """Runs one batch of micro-batches through the engine's module.
+
+    manual: whether a user may drive the engine with forward / backward / step. When False, those say why.
+    """
+
+    manual = True
+    manual_reason = ""
+
+    @abstractmethod
+    def train(self, engine: Engine, batches: Iterator[Any], count: int) -> Tensor:
+        """Pull `count` micro-batches, run forward and backward of each through ``engine.backward_micro``.
+
+        Returns the mean loss over this rank's micro-batches, a detached 0-d tensor. Lets StopIteration through
+        when `batches` ends early; by then no weight has changed. Gradients are reduced when it returns.
+        """
+
+    @abstractmethod
+    def evaluate(
+        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool
+    ) -> tuple[Tensor | None, Any]:
+        """Forward only: (mean loss or None when the module gives none, the outputs when asked)."""
+
+
+class Sequential(Runner):
+    """Micro-batches one after the other, forward then backward; the module's output holds the loss."""
+
+    def train(self, engine: Engine, batches: Iterator[Any], count: int) -> Tensor:
+        """See `Runner.train`."""
+        total: Tensor | None = None
+        for index in range(count):
+            batch = next(batches)
+            loss = loss_of(call_with_batch(engine, batch))
+            engine.backward_micro(loss, last=index == count - 1)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total / count
+
+    def evaluate(
+        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool
+    ) -> tuple[Tensor | None, Any]:
+        """See `Runner.evaluate`."""
+        losses, outputs = [], []
+        for _ in range(count):
+            output = call_with_batch(engine, next(batches))
+            losses.append(loss_of(output, required=not return_logits))
+            outputs.append(output)
+        found = [x for x in losses if x is not None]
+        mean = torch.stack(found).mean() if found else None
+        return mean, (outputs if count > 1 else outputs[0]) if return_logits else None
+
+
+def call_with_batch(function: Any, batch: Any) -> Any:
+    """Call with a batch as the loader gives it: a mapping as keywords, a tuple or list as arguments, else as one."""
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    if isinstance(batch, (tuple, list)):
+        return function(*batch)
+    return function(batch)
+
+
+def loss_of(output: Any, required: bool = True) -> Any:
+    """The scalar loss in a module's output: itself, its ``loss``, its ``["loss"]`` or its first item.
+
+    Raises UsageError when there is none and `required`; gives None otherwise.
+    """
+    found = output
+    if not isinstance(output, Tensor):
+        if isinstance(output, Mapping):
+            found = output.get("loss")
+        elif getattr(output, "loss", None) is not None:
+            found = output.loss
+        elif isinstance(output, (tuple, list)) and output:
+            found = output[0]
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found.reshape(())
+    if not required:
+        return None
+    shown = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise UsageError(
+        "train_batch needs the module to return a scalar loss (alone, as .loss, ['loss'] or the first item), "
+        f"got {shown}; "
+        "compute the loss inside the module's forward, or drive the engine by hand with backward(loss) and step()"
+    )

@@ -1,0 +1,91 @@
+"""A GPT learns English, byte by byte, from the help texts inside every CPython. Start it with
+
+    dscore run --nproc 2 examples/gpt/train.py
+
+It keeps a checkpoint in runs/gpt and, started again, goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from model import GPT
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import ds_core
+from ds_core.progress import progress
+
+
+class Text(Dataset):
+    """Overlapping windows of the text: (bytes, the same bytes shifted by one)."""
+
+    def __init__(self, context: int) -> None:
+        self.text = torch.frombuffer(bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8).long()
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context * 4 - 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.context // 4
+        piece = self.text[start : start + self.context + 1]
+        return piece[:-1], piece[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps in all")
+    parser.add_argument("--stop-after", type=int, help="save and stop after this many steps")
+    parser.add_argument("--run", type=Path, default=Path("runs/gpt"), help="folder of the checkpoint and the plot")
+    parser.set_defaults(deepspeed_config=str(Path(__file__).with_name("ds_config.json")))
+    args = ds_core.add_config_arguments(parser).parse_args()
+
+    torch.manual_seed(0)
+    model = GPT()
+    engine, _, loader, _ = ds_core.initialize(args=args, model=model, training_data=Text(model.context))
+    if (args.run / "latest").exists():
+        engine.load_checkpoint(args.run)
+        if engine.global_rank == 0:
+            print(f"resumed from step {engine.global_steps}", flush=True)
+
+    last = min(args.steps, args.stop_after or args.steps)
+    batches = iter(ds_core.RepeatingLoader(loader))
+    with progress(engine, args.steps) as bar:
+        while engine.global_steps < last:
+            for _ in range(engine.gradient_accumulation_steps()):
+                x, y = next(batches)
+                loss = engine(x.to(engine.device), y.to(engine.device))
+                engine.backward(loss)
+                engine.step()
+            bar.update(loss)
+
+    engine.save_checkpoint(args.run)
+    engine.destroy()
+    if engine.global_rank == 0:
+        if last == args.steps:
+            print(f"\n--- what it writes after {last} steps ---\n{model.eval().write(b'The ', 300)}\n---")
+        print(f"loss {loss.item():.3f} after {last} steps; see {plot(args.run)}", flush=True)
+
+
+def plot(run: Path) -> Path:
+    """Draw the loss that the CSV monitor wrote."""
+    from matplotlib.figure import Figure
+
+    with open(run / "Train_Samples_train_loss.csv", newline="") as file:
+        points = [(int(row[0]), float(row[1])) for row in list(csv.reader(file))[1:]]
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    axes.plot(*zip(*points, strict=True))
+    axes.set(xlabel="samples", ylabel="loss (nats per byte)", title="GPT on CPython's help texts")
+    axes.grid(alpha=0.3)
+    figure.savefig(run / "loss.png", dpi=120)
+    return run / "loss.png"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What this distribution offers to ds_core: the section ``csv_monitor`` and its monitor (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.context import Context
+    from ds_core.monitor import Monitor
+
+__all__ = ["ds_config", "ds_monitors"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``csv_monitor``."""
+    from ds_monitor_csv.config import CSVConfig
+
+    return CSVConfig
+
+
+def ds_monitors(ctx: Context) -> Iterable[Monitor]:
+    """One monitor when ``csv_monitor.enabled``, else none. Touches no file before the first flush."""
+    from ds_monitor_csv.config import CSVConfig
+    from ds_monitor_csv.monitor import CSVMonitor
+
+    section = ctx.config.section("csv_monitor")
+    return [CSVMonitor(section.directory())] if isinstance(section, CSVConfig) and section.enabled else []

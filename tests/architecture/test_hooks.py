@@ -1,0 +1,45 @@
+"""Every hook has a heading with its exact signature in docs/architecture.md, and a test that uses it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "architecture.md"
+
+
+def signatures() -> dict[str, str]:
+    """Hook name -> its signature as the specification file has it, ``ds_check(config: RunConfig) -> ...``."""
+    tree = ast.parse((ROOT / "ds_core" / "hookspecs.py").read_text())
+    hooks = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("ds_")]
+    return {n.name: f"{n.name}({ast.unparse(n.args)}) -> {ast.unparse(n.returns)}" for n in hooks if n.returns}
+
+
+def test_the_specifications_are_read() -> None:
+    found = signatures()
+    assert found["ds_config"] == "ds_config() -> type[BaseModel]"
+    assert len(found) >= 18
+
+
+def test_every_hook_has_its_heading_and_no_heading_lacks_its_hook() -> None:
+    headings = re.findall(r"^###+ `(ds_\w+\(.*)`\s*$", DOCUMENT.read_text(), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(signatures().values())
+
+
+def test_every_hook_is_documented_where_it_is_specified() -> None:
+    from ds_core import hookspecs
+
+    for name in signatures():
+        text = getattr(hookspecs, name).__doc__ or ""
+        assert re.match(r"(Driver|Hook)\b", text), f"{name}: say first whether it is a driver or a hook"
+
+
+def test_every_hook_is_used_by_a_test() -> None:
+    here = Path(__file__).parent
+    folders = [ROOT / "tests", *ROOT.glob("plugins/*/tests"), *ROOT.glob("monitors/*/tests"), *ROOT.glob("ops/*/tests")]
+    files = [f for folder in folders for f in folder.rglob("*.py") if here not in f.parents]
+    text = "\n".join(f.read_text() for f in files)
+    unused = [name for name in signatures() if not re.search(rf'(def {name}\(|["\']{name}["\'])', text)]
+    assert unused == []

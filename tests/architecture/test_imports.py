@@ -1,0 +1,242 @@
+"""Who imports what: the parts that must stay light stay light, and every module stands by itself."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "ds_core"
+DISTRIBUTIONS = sorted(
+    p.parent for kind in ("plugins", "ops", "monitors") for p in ROOT.glob(f"{kind}/*/pyproject.toml")
+)
+PACKAGES = [CORE, *sorted(d for dist in DISTRIBUTIONS for d in dist.glob("ds_*") if d.is_dir())]
+
+# These describe, choose and check; the command line and every declaration module stand on them.
+TORCH_FREE = (
+    "ds_core",
+    "ds_core.builtin",
+    "ds_core.cli",
+    "ds_core.compose",
+    "ds_core.entries",
+    "ds_core.errors",
+    "ds_core.hookspecs",
+    "ds_core.kernels",
+    "ds_core.mesh",
+    "ds_core.monitor",
+    "ds_core.optim",
+    "ds_core.plugins",
+    "ds_core.process",
+    "ds_core.stash",
+    "ds_core.testing.pytest_plugin",
+)
+
+
+def modules(package: Path) -> Iterator[tuple[str, Path]]:
+    """(dotted name, file) of every module of a package folder."""
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        if parts[-1] != "__main__":
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
+
+
+CONFIG_MODULES = tuple(name for name, _ in modules(CORE / "config"))
+DECLARATIONS = tuple(f"{package.name}.plugin" for package in PACKAGES if (package / "plugin.py").exists())
+EVERYTHING = tuple(entry for package in PACKAGES for entry in modules(package))
+
+
+def python(code: str, *arguments: str) -> str:
+    """What `code` prints in a fresh interpreter that sees every package of this checkout."""
+    path = os.pathsep.join(str(p.parent) for p in PACKAGES)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_ds_core_loads_nothing_but_itself() -> None:
+    code = """
+import sys
+before = set(sys.modules)
+import ds_core
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(new - set(sys.stdlib_module_names)))
+"""
+    assert python(code).strip() == "['ds_core']"
+
+
+@pytest.mark.parametrize("names", [TORCH_FREE, CONFIG_MODULES, DECLARATIONS], ids=["core", "config", "declarations"])
+def test_torch_free_modules_load_no_torch(names: tuple[str, ...]) -> None:
+    code = """
+import importlib, json, sys
+guilty = []
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    if "torch" in sys.modules or "numpy" in sys.modules:
+        guilty.append(name)
+        break
+print(guilty)
+"""
+    assert python(code, json.dumps(names)).strip() == "[]"
+
+
+def test_asking_what_is_offered_loads_no_torch() -> None:
+    """Loading every plugin and reading all its offers is what `dscore plugins` and a config check do."""
+    code = """
+import sys
+from ds_core.plugins import Plugins
+plugins = Plugins()
+plugins.probe_all()
+plugins.ask("ds_config")
+plugins.ask("ds_commands")
+for hook in ("ds_accelerators", "ds_kernels", "ds_optimizers", "ds_schedulers", "ds_launchers"):
+    assert plugins.ask(hook), hook
+print("torch" in sys.modules)
+"""
+    assert python(code).strip() == "False"
+
+
+def test_every_module_imports_alone_with_warnings_as_errors() -> None:
+    """One process imports the foundations and forks for each module, so each is the first of ours to be imported."""
+    code = """
+import importlib, json, os, sys, traceback, warnings
+for name in ("torch", "torch.distributed", "pydantic", "pluggy", "importlib_metadata", "typer", "rich", "pytest"):
+    importlib.import_module(name)
+failed = []
+for name in json.loads(sys.argv[1]):
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        try:
+            warnings.simplefilter("error")
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+assert not failed, failed
+"""
+    python(code, json.dumps([name for name, _ in EVERYTHING]))
+
+
+# -- by reading the sources ----------------------------------------------------------------------------------------
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def breaches(name: str, tree: ast.AST, own: str, ours: set[str]) -> list[str]:
+    """Imports that a plugin's module may not have: another plugin's, or a private name of the core."""
+    found = []
+    for line, target in imported(tree):
+        top = target.partition(".")[0]
+        private = any(p.startswith("_") and not p.startswith("__") for p in target.split(".")[1:])
+        if top in ours - {own, "ds_core"} or (top == "ds_core" and private):
+            found.append(f"{name}:{line} imports {target}")
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:], ids=lambda p: p.name)
+def test_plugins_import_the_public_core_and_never_each_other(package: Path) -> None:
+    ours = {p.name for p in PACKAGES}
+    found = []
+    for name, file in modules(package):
+        found += breaches(name, ast.parse(file.read_text()), package.name, ours)
+    assert found == []
+
+
+def test_the_import_rule_sees_breaches() -> None:
+    bad = ast.parse(
+        "import ds_b.plugin\ndef f():\n    from ds_core._version import __version__\nfrom ds_core import errors"
+    )
+    assert breaches("ds_a", bad, "ds_a", {"ds_a", "ds_b", "ds_core"}) == [
+        "ds_a:1 imports ds_b.plugin",
+        "ds_a:3 imports ds_core._version.__version__",
+    ]
+
+
+FORBIDDEN_CALLS = {
+    "torch.save": "pickles; write safetensors and JSON",
+    "torch.load": "unpickles; read safetensors and JSON",
+    "os.system": "goes through a shell; use subprocess with an argument list",
+}
+PICKLING = ("_object", "_object_list")  # torch.distributed's collectives of Python objects
+
+
+def misdeeds(name: str, tree: ast.AST) -> list[str]:
+    """Pickle, shells and patches of torch in one module."""
+    found = []
+    for line, target in imported(tree):
+        if target.partition(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
+            found.append(f"{name}:{line} imports {target}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in FORBIDDEN_CALLS:
+                found.append(f"{name}:{node.lineno} {called} {FORBIDDEN_CALLS[called]}")
+            if called.startswith(("dist.", "torch.distributed.")) and called.endswith(PICKLING):
+                found.append(f"{name}:{node.lineno} {called} pickles")
+            if any(k.arg == "shell" and ast.unparse(k.value) != "False" for k in node.keywords):
+                found.append(f"{name}:{node.lineno} {called} with shell")
+            if called == "setattr" and node.args and ast.unparse(node.args[0]).startswith("torch"):
+                found.append(f"{name}:{node.lineno} patches torch")
+        changed = [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+        for target in node.targets if isinstance(node, ast.Assign) else changed:
+            text = ast.unparse(target)
+            if (
+                isinstance(target, ast.Attribute)
+                and text.startswith("torch.")
+                and not text.startswith("torch.backends.")
+            ):
+                found.append(f"{name}:{node.lineno} patches {text}")
+    return found
+
+
+def test_no_pickle_no_shell_no_patching_of_torch() -> None:
+    found = []
+    for name, file in EVERYTHING:
+        found += misdeeds(name, ast.parse(file.read_text()))
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "torch.save(x, f)",
+        "dist.all_gather_object(a, b)",
+        "subprocess.run('ls', shell=True)",
+        "torch.nn.Linear.forward = f",
+        "setattr(torch.optim, 'Adam', f)",
+    ],
+)
+def test_the_rule_sees_misdeeds(code: str) -> None:
+    assert len(misdeeds("m", ast.parse(code))) == 1
+
+
+def test_every_package_is_typed() -> None:
+    assert [p.name for p in PACKAGES if not (p / "py.typed").exists()] == []

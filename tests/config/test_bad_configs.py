@@ -1,0 +1,522 @@
+"""Every bad config is refused, and the error names the full path of the key that is wrong."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, RootModel
+
+from ds_core.config import Section, build_config, option, read_config, resolve_batch, secret
+from ds_core.errors import ConfigError
+
+
+class Rule(Section):
+    patterns: list[str] = option([], "Names of parameters.")
+    dim: int | None = option(None, "Dimension.", ge=0)
+
+
+class Fake(Section):
+    """A plugin's section with one of everything."""
+
+    enabled: bool = option(False, "On.")
+    bucket_size: int = option(500, "Elements per bucket.", ge=0, alias="stage3_bucket_size", old=("bucket",))
+    ratio: float = option(1.0, "Share.", ge=0, le=1)
+    strategy: Literal["auto", "step", "epoch"] = option("auto", "When.")
+    rules: list[Rule] = option([], "Rules.")
+    groups: dict[str, Rule] = option({}, "Rules by name.")
+    betas: tuple[float, float] = option((0.9, 0.999), "Decay.")
+    sub: Rule | bool = option(False, "A rule, or false.")
+    api_key: str | None = secret(None, "Key of the service.")
+    output_path: str = option("", "Folder.", min_length=0)
+
+
+class Plain(BaseModel):
+    """A third party's own pydantic model."""
+
+    model_config = ConfigDict(extra="forbid")
+    size: int = 1
+    name: str = ""
+
+
+class Level(RootModel[int]):
+    """A section that is one number."""
+
+
+MODELS: dict[str, tuple[type[BaseModel], str]] = {
+    "fake": (Fake, "ds-fake 1.2.0"),
+    "plain": (Plain, "ds-plain 0.1.0"),
+    "level": (Level, "ds-level 0.1.0"),
+}
+
+
+def nest(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return dict(value)
+
+
+Case = tuple[dict[str, Any], str]
+
+POSITIVE = [
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "data_parallel_size",
+    "steps_per_print",
+    "vocabulary_size",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+]
+BOOLEANS = [
+    "managed_gradient_accumulation",
+    "dataloader_drop_last",
+    "prescale_gradients",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "fp16.enabled",
+    "fp16.auto_cast",
+    "fp16.consecutive_hysteresis",
+    "bf16.enabled",
+    "bf16.immediate_grad_update",
+    "bf16.check_grad_overflow",
+    "torch_autocast.enabled",
+    "timers.throughput.enabled",
+    "timers.throughput.synchronized",
+    "comms_logger.enabled",
+    "comms_logger.prof_all",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "checkpoint.load_universal",
+]
+OBJECTS = ["fp16", "bf16", "torch_autocast", "data_types", "timers", "timers.throughput", "comms_logger", "optimizer"]
+OBJECTS += ["optimizer.params", "scheduler", "scheduler.params", "checkpoint", "kernels", "amp", "checkpoint.writer"]
+WORDS = {
+    "torch_autocast.dtype": ["fp32", "int8", 16],
+    "data_types.grad_accum_dtype": ["fp8", 32],
+    "data_types.param_dtype": ["double", True],
+    "data_types.buffer_dtype": ["bf17"],
+    "communication_data_type": ["int8", 16],
+    "gradient_allreduce_op": ["max", True],
+    "log_level": ["warn", "loud", 10],
+    "checkpoint.tag_validation": ["Fial", True, None],
+    "optimizer.type": [3, "", ["Adam"]],
+    "scheduler.type": [False, ""],
+}
+NOT_BUILT = {
+    "amp.enabled": True,
+    "sparse_gradients": True,
+    "disable_allgather": True,
+    "graph_harvesting": True,
+    "use_data_before_expert_parallelism": True,
+    "sequence_parallel_size": 2,
+    "seq_parallel_communication_data_type": "bf16",
+    "fp16.fp16_master_weights_and_grads": True,
+    "bf16.bf16_master_weights_and_grads": True,
+    "bf16.bf16_optimizer_states": True,
+    "optimizer.legacy_fusion": True,
+    "checkpoint.use_node_local_storage": True,
+    "checkpoint.checkpoint_serialization": False,
+    "checkpoint.parallel_write.pipeline_stage": True,
+    "checkpoint.writer.type": "PYTHON",
+    "checkpoint.writer.io_buffer_size": 1024,
+    "checkpoint.writer.io_buffer_double": False,
+    "checkpoint.writer.io_multiplier": 2,
+    "checkpoint.writer.data_parallel": "REPLICA",
+    "checkpoint.writer.decoupled": True,
+    "checkpoint.writer.show_statistics": True,
+}
+MISSPELT = {
+    "train_batchsize": "train_batch_size",
+    "train_micro_batch_size_per_gpus": "train_micro_batch_size_per_gpu",
+    "gradient_acumulation_steps": "gradient_accumulation_steps",
+    "gradient_cliping": "gradient_clipping",
+    "fp_16": "fp16",
+    "bfloat_16": "bfloat16",
+    "optimiser": "optimizer",
+    "schedular": "scheduler",
+    "steps_per_prints": "steps_per_print",
+    "zero_optimisation": "zero_optimization",
+    "csv_monitors": "csv_monitor",
+    "tensor_board": "tensorboard",
+    "activation_checkpoint": "activation_checkpointing",
+    "plugin": "plugins",
+    "fakes": "fake",
+    "fp16.enable": "fp16.enabled",
+    "fp16.loss_scales": "fp16.loss_scale",
+    "fp16.initial_scale_pow": "fp16.initial_scale_power",
+    "bf16.enabeld": "bf16.enabled",
+    "torch_autocast.dtypes": "torch_autocast.dtype",
+    "data_types.grad_acum_dtype": "data_types.grad_accum_dtype",
+    "timers.througput": "timers.throughput",
+    "timers.throughput.synchronised": "timers.throughput.synchronized",
+    "comms_logger.verbos": "comms_logger.verbose",
+    "optimizer.param": "optimizer.params",
+    "scheduler.types": "scheduler.type",
+    "checkpoint.tag_valid": "checkpoint.tag_validation",
+    "checkpoint.writer.typ": "checkpoint.writer.type",
+    "plugins.requires": "plugins.require",
+    "plugins.prefers": "plugins.prefer",
+    "fake.enabld": "fake.enabled",
+    "fake.ratios": "fake.ratio",
+    "fake.groups.a.pattern": "fake.groups.a.patterns",
+    "fake.sub.dims": "fake.sub.dim",
+    "plain.sizes": "plain.size",
+}
+WITHOUT_PLUGIN = {
+    "zero_optimization": {"stage": 1},
+    "aio": {"block_size": 1},
+    "activation_checkpointing": {"partition_activations": True},
+    "pipeline": {"stages": 2},
+    "expert_parallel": {"enabled": True},
+    "tensor_parallel": {"autotp_size": 2},
+    "compile": {"deepcompile": True},
+    "sparse_attention": {"mode": "fixed"},
+    "tensorboard": {"enabled": True},
+    "wandb": {"enabled": True},
+    "comet": {"enabled": True},
+    "csv_monitor": {"enabled": True},
+    "flops_profiler": {"enabled": True},
+    "autotuning": {"enabled": True},
+    "nebula": {"enabled": True},
+    "datastates_ckpt": {"host_cache_size": 2},
+    "elasticity": {"enabled": True},
+    "data_efficiency": {"enabled": True},
+    "curriculum_learning": {"enabled": True},
+    "compression_training": {"layer_reduction": {"enabled": True}},
+    "weight_quantization": {"num_bits": 8},
+    "hybrid_engine": {"enabled": True},
+    "progressive_layer_drop": {"enabled": True},
+    "eigenvalue": {"enabled": True},
+}
+SINGLE: list[Case] = [
+    # out of range
+    ({"gradient_clipping": -0.5}, "gradient_clipping"),
+    ({"gradient_clipping": "1.0"}, "gradient_clipping"),
+    ({"gradient_clipping": True}, "gradient_clipping"),
+    ({"gradient_clipping": None}, "gradient_clipping"),
+    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
+    ({"gradient_predivide_factor": "two"}, "gradient_predivide_factor"),
+    ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale"),
+    ({"fp16": {"loss_scale": True}}, "fp16.loss_scale"),
+    ({"fp16": {"loss_scale": "dynamic"}}, "fp16.loss_scale"),
+    ({"fp16": {"initial_scale_power": -1}}, "fp16.initial_scale_power"),
+    ({"fp16": {"initial_scale_power": 5000}}, "fp16.initial_scale_power"),
+    ({"fp16": {"initial_scale_power": True}}, "fp16.initial_scale_power"),
+    ({"fp16": {"initial_scale_power": 2.5}}, "fp16.initial_scale_power"),
+    ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale"),
+    ({"fp16": {"min_loss_scale": False}}, "fp16.min_loss_scale"),
+    ({"train_batch_size": 10**400, "gradient_clipping": 10**400}, "gradient_clipping"),
+    # exclusive sections
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
+    ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16.enabled"),
+    ({"fp16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled"),
+    ({"bf16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled"),
+    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
+    ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "data_types.param_dtype"),
+    ({"data_types": {"param_dtype": "fp16"}, "bf16": {"enabled": True}}, "data_types.param_dtype"),
+    # keys in the wrong place
+    ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale"),
+    ({"bf16": {"initial_scale_power": 16}}, "bf16.initial_scale_power"),
+    ({"bf16": {"loss_scale_window": 100}}, "bf16.loss_scale_window"),
+    ({"bf16": {"hysteresis": 2}}, "bf16.hysteresis"),
+    ({"bf16": {"min_loss_scale": 1}}, "bf16.min_loss_scale"),
+    ({"bf16": {"consecutive_hysteresis": True}}, "bf16.consecutive_hysteresis"),
+    ({"loss_scale": 128}, "loss_scale"),
+    ({"fp16": {"gradient_clipping": 1.0}}, "fp16.gradient_clipping"),
+    ({"optimizer": {"lr": 0.1}}, "optimizer.lr"),
+    ({"fake": {"train_batch_size": 1}}, "fake.train_batch_size"),
+    ({"fake": {"aio": {}}}, "fake.aio"),
+    ({"prefer": {}}, "prefer"),
+    ({"qwertyuiop": 1}, "qwertyuiop"),
+    # old spellings
+    ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, "bfloat16"),
+    ({"bfloat16": {"enabled": 1}}, "bfloat16.enabled"),
+    ({"bfloat16": {"enabld": True}}, "bfloat16.enabld"),
+    ({"fp16": {"clip": 1.0}, "gradient_clipping": 1.0}, "fp16.clip"),
+    ({"fp16": {"clip": "1"}}, "fp16.clip"),
+    ({"fp16": {"clip": -1}}, "fp16.clip"),
+    ({"fp16": {"clip": True}}, "fp16.clip"),
+    ({"fake": {"bucket": 1, "stage3_bucket_size": 2}}, "fake.bucket"),
+    ({"fake": {"bucket": 1, "bucket_size": 2}}, "fake.bucket"),
+    ({"fake": {"bucket": "1"}}, "fake.bucket"),
+    # "auto" that nobody filled in
+    ({"train_batch_size": "auto"}, "train_batch_size"),
+    ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps"),
+    ({"gradient_clipping": "auto"}, "gradient_clipping"),
+    ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
+    ({"bf16": "auto"}, "bf16"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, "auto"]}}}, "optimizer.params.betas[1]"),
+    ({"optimizer": {"type": "auto"}}, "optimizer.type"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "scheduler.params.warmup_num_steps"),
+    ({"communication_data_type": "auto"}, "communication_data_type"),
+    ({"fake": {"ratio": "auto"}}, "fake.ratio"),
+    ({"fake": {"output_path": "auto"}}, "fake.output_path"),
+    ({"fake": {"rules": [{"dim": "auto"}]}}, "fake.rules[0].dim"),
+    ({"fake": "auto"}, "fake"),
+    ({"plain": {"name": "auto"}}, "plain.name"),
+    ({"level": "auto"}, "level"),
+    # NaN and Infinity
+    ({"gradient_clipping": float("nan")}, "gradient_clipping"),
+    ({"gradient_clipping": float("inf")}, "gradient_clipping"),
+    ({"steps_per_print": float("inf")}, "steps_per_print"),
+    ({"fp16": {"loss_scale": float("-inf")}}, "fp16.loss_scale"),
+    ({"optimizer": {"type": "Adam", "params": {"lr": float("nan")}}}, "optimizer.params.lr"),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, float("inf")]}}}, "optimizer.params.betas[1]"),
+    ({"fake": {"ratio": float("nan")}}, "fake.ratio"),
+    ({"fake": {"rules": [{}, {"dim": float("inf")}]}}, "fake.rules[1].dim"),
+    # lists and objects of the wrong things
+    ({"torch_autocast": {"lower_precision_safe_modules": "Linear"}}, "torch_autocast.lower_precision_safe_modules"),
+    ({"torch_autocast": {"lower_precision_safe_modules": [1]}}, "torch_autocast.lower_precision_safe_modules[0]"),
+    ({"comms_logger": {"prof_ops": "all_reduce"}}, "comms_logger.prof_ops"),
+    ({"comms_logger": {"prof_ops": ["all_reduce", 3]}}, "comms_logger.prof_ops[1]"),
+    ({"kernels": {"adam": 3}}, "kernels.adam"),
+    ({"kernels": {"adam": ""}}, "kernels.adam"),
+    ({"kernels": {"adam": None}}, "kernels.adam"),
+    ({"plugins": {"require": "ds-zero"}}, "plugins.require"),
+    ({"plugins": {"disable": [1]}}, "plugins.disable[0]"),
+    ({"plugins": {"load": {"a": "b"}}}, "plugins.load"),
+    ({"plugins": {"prefer": ["a"]}}, "plugins.prefer"),
+    ({"plugins": {"prefer": {"aio": 1}}}, "plugins.prefer.aio"),
+    ({"plugins": [1]}, "plugins.load[0]"),
+    ({"plugins": "ds_zero"}, "plugins"),
+    # keys and values that JSON does not have
+    ({"fp16": {1: True}}, "fp16.1"),
+    ({None: 1}, "None"),
+    ({"fake": {"rules": [{("a",): 1}]}}, "fake.rules[0].('a',)"),
+    ({"optimizer": {"params": {"lr": 1j}}}, "optimizer.params.lr"),
+    ({"optimizer": {"params": {"lr": object()}}}, "optimizer.params.lr"),
+    ({"optimizer": {"params": {"lr": b"1"}}}, "optimizer.params.lr"),
+    ({"kernels": {"adam": {1, 2}}}, "kernels.adam"),
+    # a plugin's section
+    ({"fake": None}, "fake"),
+    ({"fake": []}, "fake"),
+    ({"fake": True}, "fake"),
+    ({"fake": {"stage3_bucket_size": -1}}, "fake.stage3_bucket_size"),
+    ({"fake": {"bucket_size": -1}}, "fake.bucket_size"),
+    ({"fake": {"stage3_bucket_size": True}}, "fake.stage3_bucket_size"),
+    ({"fake": {"stage3_bucket_size": 1.5}}, "fake.stage3_bucket_size"),
+    ({"fake": {"ratio": 1.5}}, "fake.ratio"),
+    ({"fake": {"ratio": "half"}}, "fake.ratio"),
+    ({"fake": {"strategy": "stpe"}}, "fake.strategy"),
+    ({"fake": {"rules": {}}}, "fake.rules"),
+    ({"fake": {"rules": [3]}}, "fake.rules[0]"),
+    ({"fake": {"rules": [{"dim": 1}, {"dim": -1}]}}, "fake.rules[1].dim"),
+    ({"fake": {"rules": [{"patterns": [1]}]}}, "fake.rules[0].patterns[0]"),
+    ({"fake": {"rules": [{"pattern": []}]}}, "fake.rules[0].pattern"),
+    ({"fake": {"groups": {"a": {"dim": "1"}}}}, "fake.groups.a.dim"),
+    ({"fake": {"groups": {"a": 3}}}, "fake.groups.a"),
+    ({"fake": {"betas": [0.9]}}, "fake.betas"),
+    ({"fake": {"betas": [0.9, "x"]}}, "fake.betas[1]"),
+    ({"fake": {"betas": 0.9}}, "fake.betas"),
+    ({"fake": {"sub": 3}}, "fake.sub"),
+    ({"fake": {"sub": {"dim": True}}}, "fake.sub.dim"),
+    ({"fake": {"api_key": 5}}, "fake.api_key"),
+    ({"fake": {"api_keys": "x"}}, "fake.api_keys"),
+    ({"plain": {"size": "many"}}, "plain.size"),
+    ({"plain": {"size": 1.5}}, "plain.size"),
+    ({"plain": {"name": 3}}, "plain.name"),
+    ({"plain": 3}, "plain"),
+    ({"level": "high"}, "level"),
+    ({"level": {}}, "level"),
+    # switched off in no uncertain terms, or not
+    ({"zero_optimization": {"stgae": 3}}, "zero_optimization"),
+    ({"zero_optimization": {"stage": "0"}}, "zero_optimization"),
+    ({"zero_optimization": {"stage": False}}, "zero_optimization"),
+    ({"zero_optimization": True}, "zero_optimization"),
+    ({"wandb": {"enabled": "false"}}, "wandb"),
+    ({"wandb": {"project": "x"}}, "wandb"),
+]
+
+
+def cases() -> Iterator[Case]:
+    for path in POSITIVE:
+        for value in (0, -1, True, "8", 1.5, [8]):
+            yield nest(path, value), path
+    for path in BOOLEANS:
+        for value in (1, "true", None, []):
+            yield nest(path, value), path
+    for path in OBJECTS:
+        for value in ([1], 3, "x"):
+            yield nest(path, value), path
+    for path, values in WORDS.items():
+        for value in values:
+            yield nest(path, value), path
+    for path, value in NOT_BUILT.items():
+        yield nest(path, value), path
+    for path in MISSPELT:
+        yield nest(path, {"enabled": True}), path
+    for name, section in WITHOUT_PLUGIN.items():
+        yield {name: section}, name
+    yield from SINGLE
+
+
+CASES = list(cases())
+
+
+def refused(config: Any) -> ConfigError:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with pytest.raises(ConfigError) as caught:
+            build_config(config, MODELS, list(MODELS))
+    return caught.value
+
+
+def test_there_are_enough_and_all_differ() -> None:
+    assert len(CASES) >= 222
+    assert len({repr(c) for c in CASES}) >= len(CASES) - 1  # the repr of object() may repeat
+
+
+@pytest.mark.parametrize(("config", "path"), CASES, ids=[f"{i}-{p}" for i, (_, p) in enumerate(CASES)])
+def test_the_key_is_named(config: dict[str, Any], path: str) -> None:
+    error = refused(config)
+    assert path in [p.path for p in error.problems]
+    text = str(error)
+    assert path in text
+    for jargon in ("pydantic", "https://", "Input should", "extra_forbidden", "type=", "NoneType"):
+        assert jargon not in text
+
+
+@pytest.mark.parametrize(("path", "meant"), MISSPELT.items())
+def test_the_nearest_key_and_its_owner_are_named(path: str, meant: str) -> None:
+    (problem,) = refused(nest(path, 1)).problems
+    assert repr(meant) in problem.mend
+    owners = {"fake": "ds-fake 1.2.0", "plain": "ds-plain 0.1.0", "zero_optimization": "ds-zero"}
+    owners |= {"csv_monitor": "ds-monitor-csv", "tensorboard": "ds-monitor-tensorboard"}
+    owners |= {"activation_checkpointing": "ds-activation-checkpointing"}
+    assert owners.get(meant.split(".")[0], "ds-core") in problem.mend
+
+
+@pytest.mark.parametrize(("path", "value"), NOT_BUILT.items())
+def test_what_is_not_built_says_so(path: str, value: Any) -> None:
+    assert "documented but not built yet" in str(refused(nest(path, value)))
+
+
+@pytest.mark.parametrize("name", WITHOUT_PLUGIN)
+def test_a_missing_plugin_is_named(name: str) -> None:
+    (problem,) = refused({name: WITHOUT_PLUGIN[name]}).problems
+    built = {"csv_monitor": "pip install ds-monitor-csv", "tensorboard": "pip install ds-monitor-tensorboard"}
+    assert built.get(name, "documented but not built yet (it will come with ds-") in str(problem)
+
+
+@pytest.mark.parametrize("name", WITHOUT_PLUGIN)
+@pytest.mark.parametrize("off", [{}, {"enabled": False}])
+def test_an_empty_section_needs_no_plugin(name: str, off: dict[str, Any]) -> None:
+    config = build_config({name: off}, {})
+    assert config.section(name) is None
+
+
+def test_switches_with_other_names() -> None:
+    for section in (
+        {"zero_optimization": {"stage": 0, "reduce_bucket_size": 5e8}},
+        {"tensor_parallel": {"autotp_size": 0}},
+        {"compile": {"deepcompile": False, "double_buffer": True}},
+        {"zero_optimization": False},
+        {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
+    ):
+        assert build_config(section, {}).sections == {}
+
+
+# -- repeated keys, in every format ----------------------------------------------------------------------------------
+
+REPEATED = [
+    (".json", '{"train_batch_size": 1, "train_batch_size": 2}', "train_batch_size"),
+    (".json", '{"fp16": {"enabled": true, "enabled": true}}', "fp16.enabled"),
+    (".json", '{"fake": {"rules": [{}, {"dim": 1, "dim": 1}]}}', "fake.rules[1].dim"),
+    (".json", '{"fp16": {}, "fp16": {}}', "fp16"),
+    (".json", '{"optimizer": {"params": {"lr": 1, "lr": 2}}}', "optimizer.params.lr"),
+    (".hjson", "{\n  fp16: {\n    enabled: true\n    enabled: false\n  }\n}", "fp16.enabled"),
+    (".hjson", "train_batch_size: 1\ntrain_batch_size: 2\n", "train_batch_size"),
+    (".yaml", "fp16:\n  enabled: true\n  enabled: false\n", "fp16.enabled"),
+    (".yaml", "fake:\n  rules:\n    - dim: 1\n      dim: 2\n", "fake.rules[0].dim"),
+    (".yml", "train_batch_size: 1\ntrain_batch_size: 1\n", "train_batch_size"),
+    (".toml", "train_batch_size = 1\ntrain_batch_size = 2\n", "train_batch_size"),
+    (".toml", "[fp16]\nenabled = true\nenabled = false\n", "fp16.enabled"),
+    (".toml", "[optimizer.params]\nlr = 1\nlr = 2", "optimizer.params.lr"),
+    (".toml", "[fp16]\nenabled = true\n[bf16]\n[fp16]\nhysteresis = 2\n", "fp16"),
+]
+NOT_FINITE = [
+    (".json", '{"gradient_clipping": NaN}', "gradient_clipping"),
+    (".json", '{"optimizer": {"params": {"lr": -Infinity}}}', "optimizer.params.lr"),
+    (".json", '{"gradient_clipping": 1e999}', "gradient_clipping"),
+    (".hjson", "gradient_clipping: NaN\n", "gradient_clipping"),
+    (".yaml", "fp16: {loss_scale: .inf}\n", "fp16.loss_scale"),
+    (".yaml", "gradient_clipping: .nan\n", "gradient_clipping"),
+    (".toml", "gradient_clipping = nan\n", "gradient_clipping"),
+    (".toml", "[fp16]\nloss_scale = inf\n", "fp16.loss_scale"),
+    (".yaml", "1: 2\n", "1"),
+    (".yaml", "fp16: {on: true}\n", "fp16.True"),
+    (".yaml", "fp16: {enabled: 'true'}\n", "fp16.enabled"),
+    (".toml", "train_batch_size = 2024-01-01\n", "train_batch_size"),
+]
+
+
+@pytest.mark.parametrize(("suffix", "text", "path"), REPEATED + NOT_FINITE)
+def test_the_key_is_named_in_files(tmp_path: Any, suffix: str, text: str, path: str) -> None:
+    file = tmp_path / f"config{suffix}"
+    file.write_text(text)
+    error = refused(str(file))
+    assert path in [p.path for p in error.problems]
+    assert str(file) in str(error)
+
+
+@pytest.mark.parametrize(("suffix", "text", "path"), REPEATED)
+def test_repeated_keys_are_called_so(tmp_path: Any, suffix: str, text: str, path: str) -> None:
+    file = tmp_path / f"config{suffix}"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="repeated"):
+        read_config(file)
+
+
+# -- the batch triple ------------------------------------------------------------------------------------------------
+
+KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+TRIPLES = [
+    ((10, 3, 2), 2),
+    ((8, 2, 2), 1),
+    ((8, 2, 2), 4),
+    ((7, 2, None), 2),
+    ((8, 3, None), 2),
+    ((2, 4, None), 1),
+    ((8, None, 3), 2),
+    ((1, None, 2), 1),
+    ((3, None, None), 2),
+    ((1, None, None), 2),
+    ((None, None, 4), 2),
+    ((None, None, None), 2),
+]
+
+
+@pytest.mark.parametrize(("given", "world"), TRIPLES)
+def test_batch_sizes_that_do_not_multiply_out(given: tuple[int | None, ...], world: int) -> None:
+    raw = {k: v for k, v in zip(KEYS, given, strict=True) if v is not None}
+    config = build_config(raw, {})
+    with pytest.raises(ConfigError) as caught:
+        resolve_batch(config.core, world)
+    (problem,) = caught.value.problems
+    assert problem.path == "train_batch_size"
+    assert all(str(v) in str(problem) for v in given if v is not None)
+    if given[:2] != (None, None):
+        assert f"{world} data-parallel ranks" in problem.message
+        assert problem.mend
+
+
+def test_all_problems_come_at_once() -> None:
+    bad = {"train_batch_size": "8", "fp16": {"enabld": 1}, "fake": {"ratio": 2, "rules": [{"dims": 1}]}, "wandb": 1}
+    paths = {p.path for p in refused(bad).problems}
+    assert paths == {"train_batch_size", "fp16.enabld", "fake.ratio", "fake.rules[0].dims", "wandb"}
+
+
+def test_a_disabled_plugin_says_why() -> None:
+    with pytest.raises(ConfigError, match=r"fake: the plugin .* is disabled: plugins.disable names it"):
+        build_config({"fake": {}}, {}, [], {"fake": "plugins.disable names it"})
+
+
+def test_json_text_is_the_same_as_a_dict() -> None:
+    text = json.dumps({"fp16": {"loss_scale": True}})
+    assert refused(json.loads(text)).problems[0].path == "fp16.loss_scale"

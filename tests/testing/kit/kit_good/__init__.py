@@ -1,0 +1,1 @@
+"""A plugin that does everything right, for the tests of `PluginConformance`."""

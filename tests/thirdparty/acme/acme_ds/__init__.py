@@ -1,0 +1,1 @@
+"""A distribution by somebody who has only the documents of ds_core."""

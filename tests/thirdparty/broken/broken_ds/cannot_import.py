@@ -1,0 +1,3 @@
+"""Fails when it is imported."""
+
+import a_library_nobody_has

@@ -1,0 +1,1 @@
+"""Claims a section and does not describe it."""

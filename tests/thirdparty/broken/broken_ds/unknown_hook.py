@@ -1,0 +1,5 @@
+"""A misspelt hook."""
+
+
+def ds_step_ends(ctx):
+    """There is no such hook."""

@@ -1,0 +1,103 @@
+"""A third party's wheel adds an accelerator, an optimizer, a schedule, a monitor and a section to ds_core."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def acme(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which acme's wheel was installed."""
+    place = tmp_path_factory.mktemp("acme")
+    (wheel,) = building.build_wheels([HERE / "acme"], place / "wheels")
+    building.pip("install", "--no-deps", "--no-compile", "-q", "--target", str(place / "site"), str(wheel))
+    return place / "site"
+
+
+def config(folder: Path, **section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AcmeSign", "params": {"lr": 0.25}},
+        "scheduler": {"type": "AcmeHalving", "params": {"every": 2}},
+        "acme": {"journal": str(folder / "journal.jsonl"), "events": str(folder / "events.jsonl"), **section},
+    }
+
+
+def train(
+    building: ModuleType, site: Path, folder: Path, settings: dict[str, Any], *, status: int = 0, **environment: str
+) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps(settings))
+    env = building.clean_environment(PYTHONPATH=str(site), **environment)
+    output: str = building.run([sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status)
+    return output
+
+
+def lines(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_everything_of_acme_works_together(building: ModuleType, acme: Path, tmp_path: Path) -> None:
+    output = train(building, acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme")
+    seen = json.loads(output.splitlines()[-1])
+    assert seen["accelerator"] == "acme"
+    assert (seen["optimizer"], seen["scheduler"], seen["steps"]) == ("AcmeSign", "LambdaLR", 3)
+    assert seen["lr"] == [0.125]  # halved once, after two steps
+    assert seen["moved"] == pytest.approx(0.25 + 0.25 + 0.125)  # one sign for three steps, in its largest element
+
+    *steps, end = lines(tmp_path / "journal.jsonl")
+    assert [s["step"] for s in steps] == [0, 1, 2]
+    assert steps[0]["loss"] > steps[-1]["loss"]
+    assert end == {"began": [0, 1, 2], "accelerator": "acme"}
+
+    events = lines(tmp_path / "events.jsonl")
+    assert [step for name, _, step in events if name == "Train/Samples/train_loss"] == [8, 16, 24]
+    assert [value for name, value, _ in events if name == "Train/Samples/lr"][0] == 0.25
+
+
+def test_its_section_has_effect_key_by_key(building: ModuleType, acme: Path, tmp_path: Path) -> None:
+    settings = config(tmp_path, every=2)
+    del settings["acme"]["events"]
+    output = train(building, acme, tmp_path, settings)
+    assert json.loads(output.splitlines()[-1])["accelerator"] != "acme"  # nobody asked for it
+    assert [row.get("step") for row in lines(tmp_path / "journal.jsonl")] == [0, 2, None]
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"acme": {"jurnal": "x"}}, ["acme.jurnal", "journal", "acme-ds 1.2.3"]),
+        ({"acme": {"journal": "x", "every": 0}}, ["acme.every", "0"]),
+        ({"acme": {"journal": "x", "events": "x"}}, ["acme.events", "is the journal", "name another file"]),
+        ({"acmee": {}}, ["acmee", "acme"]),
+        ({"optimizer": {"type": "AcmeSing"}}, ["optimizer.type", "AcmeSing", "acmesign"]),
+        ({"optimizer": {"type": "AcmeSign", "params": {"lr": 0.0}}}, ["optimizer.params.lr", "0"]),
+        ({"scheduler": {"type": "AcmeHalving", "params": {"evry": 2}}}, ["scheduler.params.evry", "every"]),
+    ],
+)
+def test_a_mistake_in_what_acme_owns_is_named(
+    building: ModuleType, acme: Path, tmp_path: Path, change: dict[str, Any], words: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config(tmp_path) | change))
+    code = "import sys, ds_core; ds_core.compose(sys.argv[1])"
+    env = building.clean_environment(PYTHONPATH=str(acme))
+    output = building.run([sys.executable, "-c", code, str(tmp_path / "config.json")], env=env, status=-1)
+    message = output[output.rindex("ConfigError") :]
+    assert [w for w in words if w not in message] == [], message
+
+
+def test_an_unknown_accelerator_is_answered_with_the_installed_ones(
+    building: ModuleType, acme: Path, tmp_path: Path
+) -> None:
+    output = train(building, acme, tmp_path, config(tmp_path), status=-1, DS_ACCELERATOR="acmi")
+    message = output[output.rindex("AcceleratorError") :]
+    assert [w for w in ("acmi", "acme", "cpu") if w not in message] == [], message
