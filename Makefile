@@ -1,6 +1,6 @@
 # ds_core: every target does its own set-up. Needs GNU make and python3 >= 3.10 with venv; nothing else.
 #
-#   make quickstart   train the example GPT on two processes
+#   make quickstart   train the example GPT on two processes: half, then from the checkpoint to the end
 #   make test         lint and the tests (not the slow ones, not those that need a GPU)
 #   make test-all     lint and all tests that this machine can run
 #   make lint         ruff, mypy --strict, import-linter
@@ -59,7 +59,9 @@ $(STAMP):
 	@touch $@
 
 quickstart: $(STAMP)
-	@$(DSCORE) run --nproc 2 examples/gpt/train.py --config examples/gpt/ds_config.json $(ARGS)
+	@rm -rf runs/gpt
+	$(DSCORE) run --nproc 2 examples/gpt/train.py --stop-after 150 $(ARGS)
+	$(DSCORE) run --nproc 2 examples/gpt/train.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -77,7 +79,7 @@ pytest: $(STAMP)
 
 wheels: $(STAMP)
 	@rm -rf dist && mkdir -p dist
-	@for dist in $(DISTS); do $(PY) -m build --wheel --no-isolation --outdir dist $$dist >/dev/null; done
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist $(addprefix ./,$(DISTS))
 	@ls dist
 
 bench: $(STAMP)

@@ -9,6 +9,7 @@ sides take turns within a measurement, so that a busy machine slows both alike.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 import time
@@ -18,8 +19,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 
 from ds_core import comm
 
@@ -27,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], Callable[[Tensor, Tensor], object]]] = {
-    "all_gather": (lambda whole, part: GATHER(whole, part), comm.all_gather_into_tensor),
+    "all_gather": (GATHER, comm.all_gather_into_tensor),
     "reduce_scatter": (
         lambda whole, part: SCATTER(part, whole),
         lambda whole, part: comm.reduce_scatter_tensor(part, whole),
@@ -69,14 +71,14 @@ def median_times(calls: list[Callable[[], object]]) -> list[float]:
 
 def worker(rank: int, ranks: int, store: str, plan: Plan) -> None:
     """Measure on one rank; rank 0 prints."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks)
     for op in plan.ops:
         for dtype_name in plan.dtypes:
             for size in plan.sizes:
                 dtype = DTYPES[dtype_name]
                 part = torch.zeros(max(1, size // dtype.itemsize // ranks), dtype=dtype)
                 whole = torch.zeros(part.numel() * ranks, dtype=dtype)
-                plain, ours = median_times([lambda f=f: f(whole, part) for f in OPERATIONS[op]])  # type: ignore[misc]
+                plain, ours = median_times([functools.partial(f, whole, part) for f in OPERATIONS[op]])
                 if rank == 0:
                     rates = f"{size / plain / 1e9:8.3f} {size / ours / 1e9:8.3f}"
                     print(
@@ -107,7 +109,7 @@ def main() -> int:
     print("ranks operation       dtype      bytes   plain ms    ours ms  plain GB/s ours GB/s  gain")
     for ranks in (int(r) for r in args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (ranks, str(Path(folder) / "store"), plan), nprocs=ranks)  # type: ignore[no-untyped-call]
+            spawn(worker, (ranks, str(Path(folder) / "store"), plan), nprocs=ranks)
     return 0
 
 

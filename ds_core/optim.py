@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from ds_core.config import Section
+from ds_core.config.known import BUILT_SCHEDULES
 from ds_core.entries import OptimizerEntry, SchedulerEntry, resolve
 from ds_core.errors import ConfigError, PluginError, Problem, nearest
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw"]
 
 PLANNED_OPTIMIZERS = ("Lamb", "Lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon")
-SCHEDULES_OF_THE_DOCUMENTS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _FLOAT = (float, int)
 
 
@@ -120,7 +120,7 @@ def _unknown(kind: str, name: str, offers: list[str]) -> tuple[str, str]:
             f"optimizer {name!r} is documented but not built yet",
             f"installed: {', '.join(sorted(offers))}, or any torch.optim class",
         )
-    if kind == "scheduler" and name.lower() in {s.lower() for s in SCHEDULES_OF_THE_DOCUMENTS}:
+    if kind == "scheduler" and name.lower() in {s.lower() for s in BUILT_SCHEDULES}:
         return f"schedule {name!r} is served by ds-lr-schedules, which is not installed", "pip install ds-lr-schedules"
     pool = {*offers, *(p.lower() for p in PLANNED_OPTIMIZERS if kind == "optimizer")}
     hint = nearest(name, pool)
@@ -167,7 +167,7 @@ def _check_params(
     except ValidationError as error:
         from ds_core.config import translate_errors
 
-        return params, translate_errors(error, model, path)
+        return params, translate_errors(error, model, path, data=params)
     given = checked.model_dump()
     return {k: given[k] for k in given}, []
 

@@ -160,6 +160,7 @@ class Replicated(Partitioner):
         self._trainable: list[bool] = []
         self._hooks: list[Any] = []
         self._module: nn.Module | None = None
+        self._alone: list[_Slot] = []  # on this rank only, though dp has others
         self._plain = True  # the optimizer updates the module's own parameters
 
     # -- set-up ----------------------------------------------------------------------------------------------
@@ -177,6 +178,8 @@ class Replicated(Partitioner):
         self._plain = all(s.master is s.param for s in self._slots)
         if not any(self._replicas(s) for s in self._slots):
             self._buckets = []
+        if self.ctx.mesh.size("dp") > 1:
+            self._alone = [s for s in self._slots if not self._replicas(s)]
         self._install_hooks()
         return out
 
@@ -304,14 +307,14 @@ class Replicated(Partitioner):
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
-        if self._plain:
-            by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-            for slot in self._slots:
-                if slot.param.grad is not None:
-                    by_axes.setdefault(slot.held, []).append(slot.param.grad)
-            return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), ())]
-        self._cast_gradients()
-        by_axes = {}
+        if not self._plain or self.ctx.precision.accumulate is not None:
+            self._cast_gradients()
+        if self._alone:
+            # Nothing to reduce, but the average is over all of dp. Not before the step: a later backward adds to it.
+            lone = [s.master.grad for s in self._alone if s.master.grad is not None]
+            if lone:
+                torch._foreach_mul_(lone, 1.0 / self.ctx.mesh.size("dp"))
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for slot in self._slots:
             if slot.master.grad is not None:
                 by_axes.setdefault(slot.held, []).append(slot.master.grad)
@@ -321,9 +324,12 @@ class Replicated(Partitioner):
         """Give each master weight its gradient, in buffers that live as long as the run."""
         for slot in self._slots:
             grad = self._gradient(slot.param)
-            if slot.master is slot.param or grad is None:
-                if slot.master is not slot.param:
-                    slot.master.grad = None
+            if slot.master is slot.param:
+                if slot.total is not None:
+                    slot.param.grad = slot.total.to(slot.param.dtype)
+                continue
+            if grad is None:
+                slot.master.grad = None
                 continue
             if slot.master_grad is None:
                 slot.master_grad = torch.empty_like(slot.master)
@@ -403,8 +409,11 @@ class Replicated(Partitioner):
                 key, _, param = rest.partition("/")
                 by_param.setdefault(param, []).append((key, name))
         for slot in self._slots:
-            state: dict[str, Any] = optimizer.state[slot.master] if slot.name in by_param else {}
-            for key, name in by_param.get(slot.name, ()):
+            if slot.name not in by_param:  # its state had not begun when the checkpoint was saved
+                optimizer.state.pop(slot.master, None)
+                continue
+            state: dict[str, Any] = optimizer.state[slot.master]
+            for key, name in by_param[slot.name]:
                 value = source.read(name).view(source.shape(name))
                 # A step counter stays on the CPU unless the optimizer has put it on the device (fused, capturable).
                 scalar = value.dim() == 0 and slot.master.dim() != 0

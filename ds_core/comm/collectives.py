@@ -78,6 +78,14 @@ def rank(group: ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def _members(group: ProcessGroup | None) -> int:
+    """`world_size`, for a call that only members may make."""
+    size = world_size(group)
+    if size < 1:  # torch's answer for the others
+        raise CommError(f"rank {rank()} is not in the group it called a collective on; only its members may call")
+    return size
+
+
 def _logged(function: Callable[P, R]) -> Callable[P, R]:
     """Let the comms log time `function` when it is on; one `if` otherwise."""
     name, signature = function.__name__, inspect.signature(function)
@@ -89,15 +97,19 @@ def _logged(function: Callable[P, R]) -> Callable[P, R]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         group = bound.arguments.get("group")
-        return cast(R, comms_log.active.timed(name, bound.arguments, world_size(group), lambda: function(*args, **kwargs)))
+        return cast(
+            R, comms_log.active.timed(name, bound.arguments, _members(group), lambda: function(*args, **kwargs))
+        )
 
     return call
 
 
 @_logged
-def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def all_reduce(
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """Replace `tensor`, on every rank, by the reduction over all ranks; the same bits everywhere."""
-    if (size := world_size(group)) == 1:
+    if (size := _members(group)) == 1:
         return _nothing(async_op)
     lane, backend = _route(group, tensor)
     if lane is None or op not in gloo.FOLDS:
@@ -108,9 +120,11 @@ def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | Non
 
 
 @_logged
-def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def reduce(
+    tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """Reduce into `tensor` of global rank `dst`; elsewhere its content is undefined afterwards."""
-    if (size := world_size(group)) == 1:
+    if (size := _members(group)) == 1:
         return _nothing(async_op)
     _, backend = _route(group, tensor)
     work = dist.reduce(tensor, dst, _wire_op(op, backend), group, async_op=True)
@@ -120,15 +134,17 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup
 @_logged
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Replace `tensor`, on every rank, by that of global rank `src`."""
-    if world_size(group) == 1 or tensor.numel() == 0:
+    if _members(group) == 1 or tensor.numel() == 0:
         return _nothing(async_op)
     return _plain(dist.broadcast(tensor, src, group, async_op), async_op)
 
 
 @_logged
-def all_gather_into_tensor(output: Tensor, input: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def all_gather_into_tensor(
+    output: Tensor, input: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """Fill `output` (n times as long, any shape) with every rank's `input`, in rank order."""
-    size = world_size(group)
+    size = _members(group)
     _check_lengths("all_gather_into_tensor", "output", output, "input", input, size)
     if size == 1:
         output.detach().view(-1).copy_(input.detach().reshape(-1))
@@ -142,9 +158,11 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: ProcessGroup | 
 
 
 @_logged
-def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
     """Fill `tensor_list[i]` with rank i's `tensor`. Over gloo the lengths may differ between ranks, or be 0."""
-    size = world_size(group)
+    size = _members(group)
     if len(tensor_list) != size:
         raise CommError(f"all_gather over {size} ranks was given {len(tensor_list)} tensors to fill; give {size}")
     if size == 1:
@@ -170,7 +188,7 @@ def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill `output` with this rank's n-th part of the reduction of `input` (n times as long, any shape)."""
-    size = world_size(group)
+    size = _members(group)
     _check_lengths("reduce_scatter_tensor", "input", input, "output", output, size)
     if size == 1:
         output.detach().view(-1).copy_(input.detach().reshape(-1))
@@ -194,7 +212,7 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Work | None:
     """Send the i-th part of `input` (along dim 0) to rank i; `output` takes the parts that come, in rank order."""
-    if world_size(group) == 1:
+    if _members(group) == 1:
         output.detach().copy_(input.detach())
         return _nothing(async_op)
     out_sizes = None if output_split_sizes is None else list(output_split_sizes)
@@ -211,11 +229,13 @@ def gather(
     async_op: bool = False,
 ) -> Work | None:
     """Fill `gather_list[i]` of global rank `dst` with rank i's `tensor`; the others give None."""
-    if world_size(group) == 1:
+    if _members(group) == 1:
         if gather_list:
             gather_list[0].detach().copy_(tensor.detach())
         return _nothing(async_op)
-    return _plain(dist.gather(tensor, None if gather_list is None else list(gather_list), dst, group, async_op), async_op)
+    return _plain(
+        dist.gather(tensor, None if gather_list is None else list(gather_list), dst, group, async_op), async_op
+    )
 
 
 @_logged
@@ -227,38 +247,46 @@ def scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Fill rank i's `tensor` with `scatter_list[i]` of global rank `src`; the others give None."""
-    if world_size(group) == 1:
+    if _members(group) == 1:
         if scatter_list:
             tensor.detach().copy_(scatter_list[0].detach())
         return _nothing(async_op)
-    return _plain(dist.scatter(tensor, None if scatter_list is None else list(scatter_list), src, group, async_op), async_op)
+    return _plain(
+        dist.scatter(tensor, None if scatter_list is None else list(scatter_list), src, group, async_op), async_op
+    )
 
 
 @_logged
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send `tensor` to global rank `dst`; returns when it may be changed again."""
+    _members(group)
     dist.send(tensor, dst, group, tag)
 
 
 @_logged
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive into `tensor` from global rank `src` (None: whoever sends); returns the sender."""
+    _members(group)
     return dist.recv(tensor, src, group, tag)
 
 
 @_logged
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start sending `tensor` to global rank `dst`; it must stay as it is until the work is done."""
-    return _member(dist.isend(tensor, dst, group, tag))
+    _members(group)
+    return _message(dist.isend(tensor, dst, group, tag), group, tensor)
 
 
 @_logged
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start receiving into `tensor` from global rank `src` (None: whoever sends)."""
-    return _member(dist.irecv(tensor, src, group, tag))
+    _members(group)
+    return _message(dist.irecv(tensor, src, group, tag), group, tensor)
 
 
-def batch_isend_irecv(operations: Sequence[tuple[Callable[..., Work], Tensor, int]], group: ProcessGroup | None = None) -> list[Work]:
+def batch_isend_irecv(
+    operations: Sequence[tuple[Callable[..., Work], Tensor, int]], group: ProcessGroup | None = None
+) -> list[Work]:
     """Start several sends and receives together: ``[(comm.isend, tensor, dst), (comm.irecv, tensor, src), ...]``.
 
     Backends that need it (nccl) get them as one launch, so that pairs of ranks cannot block each other.
@@ -271,13 +299,14 @@ def batch_isend_irecv(operations: Sequence[tuple[Callable[..., Work], Tensor, in
     if comms_log.active is not None:
         return [function(tensor, peer, group) for function, tensor, peer in operations]
     batch = [dist.P2POp(kinds[function], tensor, peer, group) for function, tensor, peer in operations]
-    return cast("list[Work]", dist.batch_isend_irecv(batch))
+    works = dist.batch_isend_irecv(batch)
+    return [_message(work, group, operations[0][1]) for work in works]
 
 
 @_logged
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Return when every rank of `group` has called it."""
-    if world_size(group) == 1:
+    if _members(group) == 1:
         return _nothing(async_op)
     return _plain(dist.barrier(group, async_op), async_op)
 
@@ -285,7 +314,7 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
 def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as settings."""
     text = _text_tensor(obj)
-    size = world_size(group)
+    size = _members(group)
     if size == 1:
         return [_from_text(text)]
     device = _device(group)
@@ -301,7 +330,7 @@ def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 def broadcast_json(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
     """Global rank `src`'s `obj`, on every rank; the others' is not looked at."""
-    if world_size(group) == 1:
+    if _members(group) == 1:
         return _from_text(_text_tensor(obj))
     device, sender = _device(group), rank() == src
     text = _text_tensor(obj).to(device) if sender else torch.empty(0, dtype=torch.uint8, device=device)
@@ -368,17 +397,17 @@ def _nothing(async_op: bool) -> Work | None:
 
 
 def _plain(work: Any, async_op: bool) -> Work | None:
-    return _member(work) if async_op else None
+    return cast(Work, work) if async_op else None
 
 
-def _member(work: Any) -> Work:
-    if work is None:  # torch warns and returns None
-        raise CommError(f"rank {rank()} is not in the group it called a collective on; only its members may call")
-    return cast(Work, work)
+def _message(work: Any, group: ProcessGroup | None, tensor: Tensor) -> Work:
+    """One message's work; over gloo, one that can be polled."""
+    lane, _ = _route(group, tensor)
+    return cast(Work, work if lane is None else gloo.Messages([work]))
 
 
 def _end(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:
-    after = AfterWork([_member(work)], finish)
+    after = AfterWork([work], finish)
     if async_op:
         return after
     after.wait()

@@ -11,6 +11,7 @@ and rounded once.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import weakref
@@ -26,20 +27,31 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_core.errors import CommError
 
-__all__ = ["FOLDS", "AfterWork", "Lane", "LaneWork", "all_gather_parts", "all_reduce", "reduce_scatter"]
+__all__ = ["FOLDS", "AfterWork", "Lane", "LaneWork", "Messages", "all_gather_parts", "all_reduce", "reduce_scatter"]
 
-# A buffer (of all ranks together) up to this many bytes goes through one all_to_all.
+# Measured 2026-11-21 on 2 cores (torch 2.13.0, `benchmarks/collectives.py`; milliseconds, gloo's own -> ours).
+# More than two ranks: buffers (of all ranks together) up to this size go through one all_to_all.
+# 4 ranks, 16 KiB: gather 4.1 -> 2.7, reduce_scatter 6.5 -> 2.5; at 1 MiB sends and receives are as fast, above faster.
 SMALL_BYTES = 1 << 19
-# One message of the chunked algorithms.
-CHUNK_BYTES = 1 << 20
+# The same for all_reduce, where each rank gets all of every other's buffer. 4 ranks, 16 KiB: 6.2 -> 2.5.
+EXCHANGE_BYTES = 1 << 21
+# One message of the chunked algorithms: large, because each costs about 1 ms while the ranks share cores.
+# 64 MiB reduce_scatter on 2 ranks: 168 -> 123 with 1 MiB, 56 with 4 MiB, 52 with 8 MiB, 86 with 16 MiB.
+CHUNK_BYTES = 1 << 22
+# Two ranks: all_reduce of more than this is gloo's own, 0.3 -> 0.24 at 64 KiB but 2.9 -> 5.7 at 4 MiB.
+PAIR_BYTES = 1 << 17
 # Elements added or copied at a time: stays in the cache, and is below 32768, from which on torch starts threads, which
 # on a machine full of ranks costs milliseconds.
 PIECE = (1 << 15) - 64
 # Tags of our messages, out of the way of the small ones people use; one per kind, matched in order of issue.
-_TAG_GATHER, _TAG_SCATTER, _TAG_REDUCE, _TAG_SPREAD = range(0x44530000, 0x44530004)
+_TAG_GATHER, _TAG_SCATTER, _TAG_SCATTER_ONE, _TAG_PAIR, _TAG_PAIR_ONE, _TAG_REDUCE, _TAG_SPREAD = range(
+    0x44530000, 0x44530007
+)
 
 _LOW = (torch.float16, torch.bfloat16)
 _Fold = Callable[..., Tensor]
+_Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"]]
+_Post = Callable[[int, "_Scratch"], tuple[list[Tensor], list[Any]]]
 FOLDS: dict[Any, _Fold] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
@@ -74,6 +86,42 @@ class AfterWork:
         return all(work.is_completed() for work in self._works) and self.wait()
 
 
+class Messages:
+    """Sends and receives under way, as one work.
+
+    [Note: polling] gloo's own works of point-to-point messages say that they are complete only after a wait. So the
+    first question starts a thread that waits for them.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._done: Future[None] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all have been sent and received."""
+        if self._done is None:
+            self._wait_each(timeout)
+        else:
+            LaneWork(self._done).wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have been sent and received (or failed; wait tells)."""
+        if not self._works:
+            return True
+        if self._done is None:
+            self._done = Future()
+            jobs: _Jobs = queue.SimpleQueue()
+            jobs.put((lambda: self._wait_each(None), False, self._done))
+            threading.Thread(target=_serve, args=(jobs, 1), name="ds_core.comm poll", daemon=True).start()
+        return self._done.done()
+
+    def _wait_each(self, timeout: timedelta | None) -> None:
+        for work in self._works:  # a second wait for the same message would never end
+            work.wait() if timeout is None else work.wait(timeout)
+        self._works = ()
+
+
 class LaneWork:
     """A collective that runs on its group's lane."""
 
@@ -103,7 +151,7 @@ class Lane:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = weakref.ref(group)  # the lane is kept for as long as its group lives, and must not keep it
         self.size, self.rank = group.size(), group.rank()
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], bool, Future[None]]] = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
         self._last: Future[None] | None = None
         self._started = False
 
@@ -143,7 +191,9 @@ class Lane:
         """Start receiving into a flat tensor."""
         return self.group.recv([tensor.view(torch.uint8)], source, tag)
 
-    def exchange(self, output: Tensor, input: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Any:
+    def exchange(
+        self, output: Tensor, input: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> Any:
         """Start an all_to_all of flat tensors; sizes in elements, equal when None."""
         width = output.element_size()
         out_bytes = None if received is None else [n * width for n in received]
@@ -152,8 +202,9 @@ class Lane:
         return dist.all_to_all_single(*raw, out_bytes, in_bytes, group=self.group, async_op=True)
 
 
-def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], None], bool, Future[None]]]) -> None:
-    while True:
+def _serve(jobs: _Jobs, count: int = 0) -> None:
+    """Do `count` jobs as they come (0: for ever)."""
+    for _ in itertools.count() if count == 0 else range(count):
         job, inference, future = jobs.get()
         try:
             with torch.inference_mode(inference), torch.no_grad():  # both are per thread
@@ -179,18 +230,14 @@ def all_gather_parts(
     if lane.size > 2 and total * mine.element_size() <= SMALL_BYTES:
         arrived = torch.empty(total, dtype=mine.dtype) if whole is None else whole
         even = None if len(set(sizes)) == 1 else sizes
-        work = lane.exchange(arrived, mine.repeat(lane.size), even, even and [mine.numel()] * lane.size)
+        work = lane.exchange(arrived, _repeat(mine, lane.size), even, even and [mine.numel()] * lane.size)
         deal = (lambda: _copy_all(parts, arrived.split(sizes))) if whole is None else None
         return _settle(AfterWork([work], deal), async_op)
-
-    def spread() -> None:
-        works = [lane.recv(parts[i], i, _TAG_GATHER) for i in lane.peers() if sizes[i]]
-        works += [lane.send(mine, i, _TAG_GATHER) for i in lane.peers() if mine.numel()]
-        if parts[lane.rank].data_ptr() != mine.data_ptr():
-            _copy(parts[lane.rank], mine)
-        _wait_all(works)
-
-    return lane.run(spread, async_op, parts[0].is_inference())
+    works = [lane.recv(parts[i], i, _TAG_GATHER) for i in lane.peers() if sizes[i]]
+    works += [lane.send(mine, i, _TAG_GATHER) for i in lane.peers() if mine.numel()]
+    if parts[lane.rank].data_ptr() != mine.data_ptr():
+        _copy(parts[lane.rank], mine)
+    return _settle(AfterWork([Messages(works)]), async_op)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
@@ -204,62 +251,72 @@ def reduce_scatter(output: Tensor, input: Tensor, op: Any, lane: Lane, async_op:
         parts = arrived.view(lane.size, -1).unbind()
         return _settle(AfterWork([work], lambda: reduce_parts(output, parts, op)), async_op)
 
-    def stream() -> None:
-        spans = list(_spans(output.numel(), CHUNK_BYTES // output.element_size()))
-        scratch = _Scratch(output, lane, spans[0][1])
+    spans = list(_spans(output.numel(), CHUNK_BYTES // output.element_size()))
+    tag = _TAG_SCATTER if len(spans) > 1 else _TAG_SCATTER_ONE
 
-        def post(index: int) -> tuple[list[Tensor], list[Any]]:
-            begin, end = spans[index]
-            parts = scratch.parts(index, rows[lane.rank][begin:end])
-            works = [lane.recv(parts[i], i, _TAG_SCATTER) for i in lane.peers()]
-            works += [lane.send(rows[i][begin:end], i, _TAG_SCATTER) for i in lane.peers()]
-            return parts, works
+    def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
+        begin, end = spans[index]
+        parts = scratch.parts(index, rows[lane.rank][begin:end])
+        works = [lane.recv(parts[i], i, tag) for i in lane.peers()]
+        return parts, works + [lane.send(rows[i][begin:end], i, tag) for i in lane.peers()]
 
-        def add(index: int, parts: list[Tensor]) -> None:
-            reduce_parts(output[slice(*spans[index])], parts, op)
+    def add(index: int, parts: list[Tensor]) -> None:
+        reduce_parts(output[slice(*spans[index])], parts, op)
 
-        _pipeline(len(spans), post, add)
-
-    return lane.run(stream, async_op, output.is_inference())
+    return _rounds(len(spans), post, add, _Scratch(output, spans[0][1], lane, len(spans)), lane, async_op)
 
 
 def all_reduce(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
     """Replace `flat` (flat contiguous) by its reduction over the ranks."""
-    if flat.numel() == 0:
+    size = flat.numel() * flat.element_size()
+    if size == 0:
         return AfterWork(()) if async_op else None
     if lane.size == 2:
-        return lane.run(lambda: _all_reduce_pair(flat, op, lane), async_op, flat.is_inference())
-    if flat.numel() * flat.element_size() * lane.size <= SMALL_BYTES:
+        if size > PAIR_BYTES and _adds_alike(flat.dtype, op, 2):
+            work = dist.all_reduce(flat, ReduceOp.SUM, lane.group, async_op=True)
+            return _settle(AfterWork([work], (lambda: average(flat, 2)) if op == ReduceOp.AVG else None), async_op)
+        return _all_reduce_pair(flat, op, lane, async_op)
+    if size * lane.size <= EXCHANGE_BYTES:
         arrived = flat.new_empty(lane.size, flat.numel())
-        work = lane.exchange(arrived.view(-1), flat.repeat(lane.size))
+        work = lane.exchange(arrived.view(-1), _repeat(flat, lane.size))
         return _settle(AfterWork([work], lambda: reduce_parts(flat, arrived.unbind(), op)), async_op)
     return lane.run(lambda: _all_reduce_blocks(flat, op, lane), async_op, flat.is_inference())
 
 
-def _all_reduce_pair(flat: Tensor, op: Any, lane: Lane) -> None:
+def _adds_alike(dtype: torch.dtype, op: Any, ranks: int) -> bool:
+    """Whether adding in `dtype` itself, dividing afterwards, gives what `reduce_parts` promises.
+
+    A sum of two is rounded once either way. Halving it is exact in bf16, whose range is that of fp32; in fp16 the sum
+    could overflow where the average does not.
+    """
+    if ranks == 2 and dtype != torch.bool:
+        return op == ReduceOp.SUM or (op == ReduceOp.AVG and dtype != torch.float16)
+    return False
+
+
+def _all_reduce_pair(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
     """Two ranks: each sends all it has and adds all that comes; as many bytes as any way, in one round."""
     spans = list(_spans(flat.numel(), CHUNK_BYTES // flat.element_size()))
-    scratch, (peer,) = _Scratch(flat, lane, spans[0][1]), lane.peers()
+    tag, (peer,) = _TAG_PAIR if len(spans) > 1 else _TAG_PAIR_ONE, lane.peers()
 
-    def post(index: int) -> tuple[list[Tensor], list[Any]]:
+    def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         mine = flat[slice(*spans[index])]
         parts = scratch.parts(index, mine)
-        return parts, [lane.recv(parts[peer], peer, _TAG_REDUCE), lane.send(mine, peer, _TAG_REDUCE)]
+        return parts, [lane.recv(parts[peer], peer, tag), lane.send(mine, peer, tag)]
 
     def add(index: int, parts: list[Tensor]) -> None:
         reduce_parts(parts[lane.rank], parts, op)
 
-    _pipeline(len(spans), post, add)
+    return _rounds(len(spans), post, add, _Scratch(flat, spans[0][1], lane, len(spans)), lane, async_op)
 
 
 def _all_reduce_blocks(flat: Tensor, op: Any, lane: Lane) -> None:
     """More ranks: block by block, each rank reduces its part and sends it to all."""
     step = CHUNK_BYTES // flat.element_size() * lane.size
     blocks = [flat[begin:end].tensor_split(lane.size) for begin, end in _spans(flat.numel(), step)]
-    scratch = _Scratch(flat, lane, len(blocks[0][0]))
     spreading: list[Any] = []
 
-    def post(index: int) -> tuple[list[Tensor], list[Any]]:
+    def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         block = blocks[index]
         parts = scratch.parts(index, block[lane.rank])
         works = [lane.recv(parts[i], i, _TAG_REDUCE) for i in lane.peers() if len(parts[i])]
@@ -272,16 +329,16 @@ def _all_reduce_blocks(flat: Tensor, op: Any, lane: Lane) -> None:
         spreading.extend(lane.recv(block[i], i, _TAG_SPREAD) for i in lane.peers() if len(block[i]))
         spreading.extend(lane.send(mine, i, _TAG_SPREAD) for i in lane.peers() if len(mine))
 
-    _pipeline(len(blocks), post, add)
+    _pipeline(len(blocks), post, add, _Scratch(flat, len(blocks[0][0]), lane, len(blocks)))
     _wait_all(spreading)
 
 
 class _Scratch:
-    """Two buffers per other rank: one is being filled while the other is being added."""
+    """Up to two buffers per other rank: one is being filled while the other is being added."""
 
-    def __init__(self, like: Tensor, lane: Lane, length: int) -> None:
-        self._rank = lane.rank
-        self._rows = like.new_empty(2, lane.size - 1, length).unbind()
+    def __init__(self, like: Tensor, length: int, lane: Lane, rounds: int) -> None:
+        self._rank, self.inference = lane.rank, like.is_inference()
+        self._rows = like.new_empty(min(rounds, 2), lane.size - 1, length).unbind()
 
     def parts(self, index: int, mine: Tensor) -> list[Tensor]:
         """One tensor like `mine` per rank, this rank's being `mine` itself, for round `index`."""
@@ -290,15 +347,23 @@ class _Scratch:
         return parts
 
 
-def _pipeline(
-    rounds: int, post: Callable[[int], tuple[list[Tensor], list[Any]]], add: Callable[[int, list[Tensor]], None]
-) -> None:
+def _rounds(
+    rounds: int, post: _Post, add: Callable[[int, list[Tensor]], None], scratch: _Scratch, lane: Lane, async_op: bool
+) -> AfterWork | LaneWork | None:
+    """Run all rounds; a single one is under way at once, so that only its adding is left for wait."""
+    if rounds > 1:
+        return lane.run(lambda: _pipeline(rounds, post, add, scratch), async_op, scratch.inference)
+    parts, works = post(0, scratch)
+    return _settle(AfterWork([Messages(works)], lambda: add(0, parts)), async_op)
+
+
+def _pipeline(rounds: int, post: _Post, add: Callable[[int, list[Tensor]], None], scratch: _Scratch) -> None:
     """Run `post` (start a round's messages), then `add` when they are there, with the next round under way."""
-    coming = post(0)
+    coming = post(0, scratch)
     for index in range(rounds):
         parts, works = coming
         if index + 1 < rounds:
-            coming = post(index + 1)
+            coming = post(index + 1, scratch)
         _wait_all(works)
         add(index, parts)
 
@@ -314,11 +379,11 @@ def reduce_parts(out: Tensor, parts: Sequence[Tensor], op: Any) -> None:
 
 def _reduce_piece(out: Tensor, parts: Sequence[Tensor], op: Any) -> None:
     fold = FOLDS[op]
-    if out.dtype in _LOW and fold is not torch.maximum and fold is not torch.minimum:
+    if out.dtype in _LOW and fold in (torch.add, torch.mul) and not _adds_alike(out.dtype, op, len(parts)):
         total = parts[0].float()
         for part in parts[1:]:
             fold(total, part.float(), out=total)
-        out.copy_(average(total, len(parts)) if op == ReduceOp.AVG else total)
+        out.copy_(total.div_(len(parts)) if op == ReduceOp.AVG else total)
         return
     total = parts[0]
     for part in parts[1:-1]:
@@ -328,13 +393,24 @@ def _reduce_piece(out: Tensor, parts: Sequence[Tensor], op: Any) -> None:
         average(out, len(parts))
 
 
-def average(total: Tensor, count: int) -> Tensor:
+def average(total: Tensor, count: int) -> None:
     """Divide `total` in place by the number of ranks; integers towards zero."""
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(count)
     if total.dtype == torch.bool:
         raise CommError("the average of bool tensors means nothing; reduce with MAX (any) or MIN (all)")
-    return total.div_(count, rounding_mode="trunc")
+    rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+    if total.device.type != "cpu" or not total.is_contiguous():
+        total.div_(count, rounding_mode=rounding)
+        return
+    flat = total.view(-1)
+    for begin, end in _spans(flat.numel(), PIECE):
+        flat[begin:end].div_(count, rounding_mode=rounding)
+
+
+def _repeat(tensor: Tensor, times: int) -> Tensor:
+    """`tensor` `times` times in a row, without torch's threads."""
+    rows = tensor.new_empty(times, tensor.numel())
+    _copy_all(rows.unbind(), [tensor] * times)
+    return rows.view(-1)
 
 
 def _settle(work: AfterWork, async_op: bool) -> AfterWork | None:

@@ -21,7 +21,7 @@ __all__ = ["CommsLog", "CommsRow", "configure", "log_summary", "reset"]
 log = logging.getLogger("ds_core.comm")
 
 # Factor of busbw over algbw at n ranks; operations not named here have 1.
-_BUS = {
+_BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     **dict.fromkeys(
         ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter"),
@@ -34,7 +34,9 @@ _MESSAGE = {
     "all_gather": "tensor_list",
     "reduce_scatter_tensor": "input",
     "all_to_all_single": "input",
-    **dict.fromkeys(("all_reduce", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"), "tensor"),
+    **dict.fromkeys(
+        ("all_reduce", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"), "tensor"
+    ),
     "barrier": "",
 }
 _TIMES_RANKS = ("gather", "scatter")
@@ -104,7 +106,19 @@ class CommsLog:
         if self.verbose:
             algbw, busbw = bandwidths(op, size, ranks, seconds)
             where = f" at {site}" if site else ""
-            log.info("%s%s: %d bytes, %.3f ms, algbw %.3f GB/s, busbw %.3f GB/s", op, where, size, seconds * 1e3, algbw, busbw)
+            log.info(
+                "%s%s: %d bytes, %.3f ms, algbw %.3f GB/s, busbw %.3f GB/s",
+                op,
+                where,
+                size,
+                seconds * 1e3,
+                algbw,
+                busbw,
+            )
+
+    def clear(self) -> None:
+        """Forget what was recorded, such as a warm-up, and go on."""
+        self._tallies.clear()
 
     def rows(self) -> list[CommsRow]:
         """What was recorded on this rank, by operation, call site and size."""
@@ -135,7 +149,8 @@ def configure(section: Any) -> None:
     problems = [
         Problem(
             "comms_logger.prof_ops",
-            f"{name!r} is no operation" + (f"; did you mean {near!r}?" if (near := nearest(str(name), _MESSAGE)) else ""),
+            f"{name!r} is no operation"
+            + (f"; did you mean {near!r}?" if (near := nearest(str(name), _MESSAGE)) else ""),
             f"known: {', '.join(sorted(_MESSAGE))}",
         )
         for name in names
@@ -149,9 +164,9 @@ def configure(section: Any) -> None:
 
 
 def reset() -> None:
-    """Forget what was recorded; the log stays on or off."""
-    if active is not None:
-        active._tallies.clear()
+    """Switch the log off and forget what was recorded."""
+    global active
+    active = None
 
 
 def log_summary(show_straggler: bool = False) -> list[CommsRow]:
@@ -173,7 +188,7 @@ def log_summary(show_straggler: bool = False) -> list[CommsRow]:
 def bandwidths(op: str, size: int, ranks: int, seconds: float) -> tuple[float, float]:
     """(algbw, busbw) in GB/s of one call."""
     algbw = size / seconds / 1e9 if seconds > 0 else 0.0
-    return algbw, algbw * _BUS.get(op, lambda n: 1.0)(ranks)
+    return algbw, algbw * (_BUS[op](ranks) if op in _BUS else 1.0)
 
 
 def _with_stragglers(rows: Iterable[CommsRow]) -> list[CommsRow]:
@@ -195,7 +210,17 @@ def _with_stragglers(rows: Iterable[CommsRow]) -> list[CommsRow]:
 
 
 def _show(rows: Sequence[CommsRow], straggler: bool) -> None:
-    heads = ["op", "site", "bytes", "count", "total ms", "avg ms", "algbw GB/s", "busbw GB/s", *(["straggler ms"] if straggler else [])]
+    heads = [
+        "op",
+        "site",
+        "bytes",
+        "count",
+        "total ms",
+        "avg ms",
+        "algbw GB/s",
+        "busbw GB/s",
+        *(["straggler ms"] if straggler else []),
+    ]
     cells = [
         [
             row.op,

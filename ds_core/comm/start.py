@@ -152,7 +152,10 @@ def find_rendezvous(
     """
     given = {"RANK": rank, "WORLD_SIZE": world_size}
     facts = {name: str(value) for name, value in given.items() if value >= 0}
-    facts = {**{n: env[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if env.get(n)}, **facts}
+    facts = {
+        **{n: env[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if env.get(n)},
+        **facts,
+    }
     source = "the launcher's variables"
     if not {"RANK", "WORLD_SIZE"} <= facts.keys() and discover and (found := _from_scheduler(env)):
         source = found.pop("source")
@@ -169,7 +172,9 @@ def find_rendezvous(
     if missing:
         known = ", ".join(f"{n}={v}" for n, v in sorted(facts.items()))
         hint = "" if discover else " (auto_mpi_discovery is off)"
-        raise CommError(f"{', '.join(missing)} missing from the environment, which has {known} from {source}{hint}; {MEND}")
+        raise CommError(
+            f"{', '.join(missing)} missing from the environment, which has {known} from {source}{hint}; {MEND}"
+        )
     here = Rendezvous(
         _integer(facts, "RANK"),
         _integer(facts, "WORLD_SIZE"),
@@ -179,7 +184,9 @@ def find_rendezvous(
         source,
     )
     if not 0 <= here.rank < here.world_size:
-        raise CommError(f"RANK {here.rank} is not below WORLD_SIZE {here.world_size} (from {source}); ranks count from 0")
+        raise CommError(
+            f"RANK {here.rank} is not below WORLD_SIZE {here.world_size} (from {source}); ranks count from 0"
+        )
     if not 0 <= here.port < 65536:
         raise CommError(f"MASTER_PORT {here.port} is no port; use 1024 to 65535")
     return here
@@ -215,7 +222,9 @@ def _address(env: Mapping[str, str], fallback: str | None, slurm: bool) -> dict[
             return {"MASTER_ADDR": min(json.loads(env["SM_HOSTS"]))}
         except (ValueError, TypeError) as error:
             raise CommError(f"SM_HOSTS is {env['SM_HOSTS']!r}, not a JSON list of host names") from error
-    if slurm and (nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")):
+    if slurm and (
+        nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    ):
         # Before SLURM_LAUNCH_NODE_IPADDR: srun may run on a login node, where no rank is.
         return {"MASTER_ADDR": first_host(nodes)}
     if slurm and env.get("SLURM_LAUNCH_NODE_IPADDR"):
@@ -273,7 +282,10 @@ def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: i
     import torch.distributed as dist
 
     if rank < 0 or world_size < 1:
-        raise ConfigError(f"init_method {init_method!r} needs rank and world_size as well; got {rank} and {world_size}", "init_distributed")
+        raise ConfigError(
+            f"init_method {init_method!r} needs rank and world_size as well; got {rank} and {world_size}",
+            "init_distributed",
+        )
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
@@ -281,7 +293,9 @@ def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> 
     import torch.distributed as dist
 
     if where is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     host = f"[{where.address}]" if ":" in where.address else where.address
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig
-from ds_core.config.keys import Place, bare, iter_keys, locate
+from ds_core.config.keys import Place, bare, iter_keys, reach
 from ds_core.config.known import BUILT, OWNERS, is_off
 from ds_core.config.paths import join, path_text
 from ds_core.config.redaction import REDACTED, is_secret_name, scrub
@@ -189,7 +189,7 @@ def _leftover_autos(model: type[BaseModel], value: Any, root: str) -> Iterator[P
 
     def walk(item: Any, keys: tuple[str | int, ...]) -> Iterator[Problem]:
         if item == "auto" and isinstance(item, str):
-            if not _accepts_auto(locate(model, keys)):
+            if not any(map(_accepts_auto, reach(model, keys))):
                 yield auto_problem(path_text(keys, root) or join("", root))
         elif isinstance(item, dict):
             for key, inner in item.items():

@@ -56,13 +56,14 @@ def explain(key: str, models: Mapping[str, tuple[type[BaseModel], str]]) -> Expl
 
 
 def _explained(key: str, row: Key) -> Explanation:
-    field, name = row.field, row.path.rpartition(".")[2]
-    hidden = is_secret(name, field)
+    field, spelling = row.field, row.path.rpartition(".")[2]
+    hidden = is_secret(row.name, field)
     text = field.description or ""
-    if name in old_names(field):
+    others = [n for n in names_of(row.name, field) if n != spelling]
+    if spelling in old_names(field):
         text = f"Deprecated spelling. {text}"
-    elif len(names_of(name, field)) > 1:
-        text = f"{text} Other spellings: {', '.join(n for n in names_of(name, field) if n != name)}."
+    elif others:
+        text = f"{text} Other spellings: {', '.join(others)}."
     why = not_built_why(field)
     if why:
         text = f"{text} Documented but not built yet: {why}."

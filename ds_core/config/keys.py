@@ -13,7 +13,18 @@ from pydantic.fields import FieldInfo
 from ds_core.config.paths import join
 from ds_core.config.section import is_secret, marks, names_of, old_names, union_members
 
-__all__ = ["MISSING", "Key", "Place", "bare", "is_secret_at", "iter_keys", "known_names", "locate", "not_built_why"]
+__all__ = [
+    "MISSING",
+    "Key",
+    "Place",
+    "bare",
+    "is_secret_at",
+    "iter_keys",
+    "known_names",
+    "locate",
+    "not_built_why",
+    "reach",
+]
 
 
 def bare(hint: Any) -> Any:
@@ -131,34 +142,44 @@ def _is_label(label: str | int, member: Any) -> bool:
 def is_secret_at(core: type[BaseModel], sections: Mapping[str, Any], keys: Sequence[str | int]) -> bool:
     """Whether the value at `keys` of a whole config is secret. sections: models, or parsed sections, by name."""
     head = str(keys[0])
-    model = sections.get(head)
-    if model is None:
-        return _secret_in(core, keys)
-    model = model if isinstance(model, type) else type(model)
-    return is_secret(head, None) or _secret_in(model, keys[1:])
+    found = sections.get(head)
+    if found is None:
+        return any(place.secret for place in reach(core, keys))
+    model = found if isinstance(found, type) else type(found)
+    return is_secret(head, None) or any(place.secret for place in reach(model, keys[1:]))
 
 
-def _secret_in(hint: Any, keys: Sequence[str | int]) -> bool:
-    """As `locate`, for the keys of data, which carry no labels of union members."""
+def reach(
+    hint: Any, keys: Sequence[str | int], field: FieldInfo | None = None, secret: bool = False
+) -> Iterator[Place]:
+    """Where the keys of *data* can lead: one place for each member of the unions on the way.
+
+    `locate` follows the locations of errors, which say which member was meant.
+    """
     if not keys:
-        return False
+        yield Place([], hint, field, secret=secret)
+        return
     hint = bare(hint)
     members = [m for m in union_members(hint) if m is not type(None)]
     if len(members) > 1:
-        return any(_secret_in(m, keys) for m in members)
+        for member in members:
+            yield from reach(member, keys, field, secret)
+        return
     parent, key = _model(hint), keys[0]
-    if parent is None:
-        return is_secret(str(key), None) or _secret_in(_item_hint(hint, key), keys[1:])
     place = Place([], Any)
-    inner, _ = _enter(place, parent, str(key), None)
-    return is_secret(str(key), place.field) or _secret_in(inner, keys[1:])
+    inner = _item_hint(hint, key) if parent is None else _enter(place, parent, str(key), None)[0]
+    yield from reach(inner, keys[1:], place.field, secret or is_secret(str(key), place.field))
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One known key. path: dotted, with ``[]`` for list items and ``*`` for the names of an open object."""
+    """One known key. path: dotted, with ``[]`` for list items and ``*`` for the names of an open object.
+
+    name: the field's own name, of which the path may show another spelling.
+    """
 
     path: str
+    name: str
     owner: str
     hint: Any
     field: FieldInfo
@@ -175,7 +196,7 @@ def iter_keys(hint: Any, prefix: str, owner: str, depth: int = 8) -> Iterator[Ke
     if model is not None:
         for name, field in model.model_fields.items():
             for spelling in (*names_of(name, field), *old_names(field)):
-                yield Key(join(prefix, spelling), owner, field.annotation, field)
+                yield Key(join(prefix, spelling), name, owner, field.annotation, field)
                 yield from iter_keys(field.annotation, join(prefix, spelling), owner, depth - 1)
     elif isinstance(origin, type) and args:
         if issubclass(origin, Mapping):

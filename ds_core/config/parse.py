@@ -18,6 +18,7 @@ __all__ = ["PARSERS", "Pairs", "Unreadable", "parse_hjson", "parse_json", "parse
 
 YAML_LIMIT = 200_000  # values; an alias can stand for as many as it likes
 YAML_DEPTH = 100
+TOML_DOTS = 500
 
 
 class Unreadable(Exception):
@@ -79,6 +80,9 @@ def parse_hjson(text: str) -> Any:
 def parse_toml(text: str) -> Any:
     """TOML; the error for a repeated key names its full path."""
     tomllib = _library("tomllib" if sys.version_info >= (3, 11) else "tomli", "TOML", "tomli")
+    # The parser is quadratic in the length of a dotted key: a minute for 50,000 levels.
+    if any(part.count(".") > TOML_DOTS for part in re.split(r"[=,{}\[\]\n#]", text)):
+        raise Unreadable(f"a key of more than {TOML_DOTS} levels")
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -160,7 +164,7 @@ class _Yaml:
                 continue
             if key_node.id != "scalar":
                 raise Unreadable("a key must be text", path, *_mark(key_node))
-            key = self._scalar(key_node, path)
+            key = key_node.value if key_node.tag == f"{_TAG}str" else self._scalar(key_node, path)
             where = join(path, key if isinstance(key, str) else repr(key))
             items.append((key, self.build(value_node, where, depth + 1)))
         found = _pairs(items)

@@ -45,7 +45,11 @@ def translate_errors(
     rows: list[tuple[Problem, Place]] = []
     hidden = secret_strings(data, model)
     for item in error.errors(include_url=False):
-        place = locate(model, item["loc"], data)
+        kind, loc = item["type"], item["loc"]
+        if kind == "missing" and loc and isinstance(loc[-1], int):  # a list that is too short for its tuple
+            kind, loc = "too_short", loc[:-1]
+        place = locate(model, loc, data)
+        item["type"] = kind
         problem = _problem(item, place, path, owner, elsewhere or {})
         problem = Problem(problem.path, scrub(problem.message, hidden), scrub(problem.mend, hidden))
         rows.append((problem, place))

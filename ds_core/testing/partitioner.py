@@ -89,8 +89,9 @@ def _check(answers: list[dict[str, Any]], tolerance: float) -> None:
 
 def _with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
     merged = {**config, **extra}
-    given = dict(extra.get("plugins", {}))
-    merged["plugins"] = {**given, "load": [*given.get("load", []), *load]}
+    given = [dict(c.get("plugins", {})) for c in (config, extra)]
+    modules = [m for g in given for m in g.get("load", [])]
+    merged["plugins"] = {**given[0], **given[1], "load": [*modules, *load]}
     return merged
 
 

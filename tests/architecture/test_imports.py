@@ -47,7 +47,7 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
 
 
-CONFIG_MODULES = tuple(name for name, _ in modules(CORE / "config"))
+CONFIG_MODULES = tuple(name for name, _ in modules(CORE) if name.startswith("ds_core.config"))
 DECLARATIONS = tuple(f"{package.name}.plugin" for package in PACKAGES if (package / "plugin.py").exists())
 EVERYTHING = tuple(entry for package in PACKAGES for entry in modules(package))
 

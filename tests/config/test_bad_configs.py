@@ -17,6 +17,7 @@ from ds_core.errors import ConfigError
 class Rule(Section):
     patterns: list[str] = option([], "Names of parameters.")
     dim: int | None = option(None, "Dimension.", ge=0)
+    mode: Literal["auto"] | float = option(1.0, "Mode.")
 
 
 class Fake(Section):
@@ -59,7 +60,7 @@ def nest(path: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-Case = tuple[dict[str, Any], str]
+Case = tuple[Any, str]
 
 POSITIVE = [
     "train_batch_size",
@@ -95,7 +96,7 @@ BOOLEANS = [
 ]
 OBJECTS = ["fp16", "bf16", "torch_autocast", "data_types", "timers", "timers.throughput", "comms_logger", "optimizer"]
 OBJECTS += ["optimizer.params", "scheduler", "scheduler.params", "checkpoint", "kernels", "amp", "checkpoint.writer"]
-WORDS = {
+WORDS: dict[str, list[Any]] = {
     "torch_autocast.dtype": ["fp32", "int8", 16],
     "data_types.grad_accum_dtype": ["fp8", 32],
     "data_types.param_dtype": ["double", True],
@@ -167,7 +168,7 @@ MISSPELT = {
     "fake.sub.dims": "fake.sub.dim",
     "plain.sizes": "plain.size",
 }
-WITHOUT_PLUGIN = {
+WITHOUT_PLUGIN: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
     "aio": {"block_size": 1},
     "activation_checkpointing": {"partition_activations": True},
@@ -193,7 +194,7 @@ WITHOUT_PLUGIN = {
     "progressive_layer_drop": {"enabled": True},
     "eigenvalue": {"enabled": True},
 }
-SINGLE: list[Case] = [
+SINGLE: list[tuple[Any, str]] = [
     # out of range
     ({"gradient_clipping": -0.5}, "gradient_clipping"),
     ({"gradient_clipping": "1.0"}, "gradient_clipping"),
@@ -335,6 +336,7 @@ SINGLE: list[Case] = [
 
 
 def cases() -> Iterator[Case]:
+    value: Any
     for path in POSITIVE:
         for value in (0, -1, True, "8", 1.5, [8]):
             yield nest(path, value), path
@@ -504,6 +506,13 @@ def test_batch_sizes_that_do_not_multiply_out(given: tuple[int | None, ...], wor
     if given[:2] != (None, None):
         assert f"{world} data-parallel ranks" in problem.message
         assert problem.mend
+
+
+def test_auto_is_a_value_where_the_field_says_so() -> None:
+    config = build_config(
+        {"fake": {"strategy": "auto", "sub": {"mode": "auto"}, "groups": {"a": {"mode": "auto"}}}}, MODELS
+    )
+    assert config.section("fake") == Fake(strategy="auto", sub=Rule(mode="auto"), groups={"a": Rule(mode="auto")})
 
 
 def test_all_problems_come_at_once() -> None:

@@ -46,7 +46,7 @@ def lines(file: Path) -> list[Any]:
 
 
 def test_everything_of_acme_works_together(building: ModuleType, acme: Path, tmp_path: Path) -> None:
-    output = train(building, acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme")
+    output = train(building, acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme", ACME_DEVICE="1")
     seen = json.loads(output.splitlines()[-1])
     assert seen["accelerator"] == "acme"
     assert (seen["optimizer"], seen["scheduler"], seen["steps"]) == ("AcmeSign", "LambdaLR", 3)
@@ -67,7 +67,7 @@ def test_its_section_has_effect_key_by_key(building: ModuleType, acme: Path, tmp
     settings = config(tmp_path, every=2)
     del settings["acme"]["events"]
     output = train(building, acme, tmp_path, settings)
-    assert json.loads(output.splitlines()[-1])["accelerator"] != "acme"  # nobody asked for it
+    assert json.loads(output.splitlines()[-1])["accelerator"] != "acme"  # there is none
     assert [row.get("step") for row in lines(tmp_path / "journal.jsonl")] == [0, 2, None]
     assert not (tmp_path / "events.jsonl").exists()
 
@@ -95,9 +95,24 @@ def test_a_mistake_in_what_acme_owns_is_named(
     assert [w for w in words if w not in message] == [], message
 
 
-def test_an_unknown_accelerator_is_answered_with_the_installed_ones(
-    building: ModuleType, acme: Path, tmp_path: Path
-) -> None:
-    output = train(building, acme, tmp_path, config(tmp_path), status=-1, DS_ACCELERATOR="acmi")
-    message = output[output.rindex("AcceleratorError") :]
-    assert [w for w in ("acmi", "acme", "cpu") if w not in message] == [], message
+def select(building: ModuleType, acme: Path, status: int = 0, **environment: str) -> str:
+    """The name of the accelerator that is chosen, or the message of why none can be."""
+    code = "import ds_core; print(ds_core.get_accelerator().name)"
+    env = building.clean_environment(PYTHONPATH=str(acme), **environment)
+    output: str = building.run([sys.executable, "-c", code], env=env, status=status)
+    return output[output.rindex("AcceleratorError") :] if status else output.strip()
+
+
+def test_its_accelerator_is_found_by_probing_and_beats_the_cores_own(building: ModuleType, acme: Path) -> None:
+    assert select(building, acme, ACME_DEVICE="1") == "acme"
+    assert select(building, acme) != "acme"
+    assert select(building, acme, ACME_DEVICE="1", DS_ACCELERATOR="cpu") == "cpu"
+
+
+def test_an_accelerator_that_cannot_be_had_is_answered_with_why(building: ModuleType, acme: Path) -> None:
+    unavailable = select(building, acme, status=-1, DS_ACCELERATOR="acme")
+    words = ("acme", "acme-ds", "no acme device is plugged in")
+    assert [w for w in words if w not in unavailable] == [], unavailable
+    unknown = select(building, acme, status=-1, DS_ACCELERATOR="acmi")
+    words = ("acmi", "did you mean 'acme'", "cpu (ds-core)", "no acme device is plugged in")
+    assert [w for w in words if w not in unknown] == [], unknown

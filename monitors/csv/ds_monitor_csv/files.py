@@ -46,10 +46,10 @@ def append(path: Path, block: bytes) -> None:
         try:
             while rest:
                 rest = rest[file.write(rest) :]
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 file.truncate(start)
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class CSVFiles:

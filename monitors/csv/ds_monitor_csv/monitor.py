@@ -77,7 +77,7 @@ class CSVMonitor:
 def _row(name: str, value: float, step: int) -> tuple[str, int, float]:
     try:
         return str(name), int(step), float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"event {name!r}: step {step!r} and value {value!r} must be numbers ({error})") from error
 
 

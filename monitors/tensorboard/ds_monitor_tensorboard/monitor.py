@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import logging
 import os
 import socket
@@ -17,17 +16,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ds_core.errors import PluginError
+from tensorboard.compat.proto import event_pb2, summary_pb2
+
 from ds_core.monitor import Event
 from ds_monitor_tensorboard.records import record
-
-try:
-    from tensorboard.compat.proto import event_pb2, summary_pb2
-except ImportError as error:
-    raise PluginError(
-        f"the section tensorboard is enabled, but the package tensorboard cannot be imported ({error}); "
-        "pip install tensorboard, or set tensorboard.enabled to false"
-    ) from error
 
 __all__ = ["EventFile", "TensorBoardMonitor"]
 
@@ -58,6 +50,9 @@ class EventFile:
             return
         if self._path is None:
             self._path = _new_file(self.directory)
+            self._waiting[:0] = record(
+                event_pb2.Event(wall_time=time.time(), file_version=FILE_VERSION).SerializeToString()
+            )
         _append(self._path, bytes(self._waiting))
         self.drop()
 
@@ -122,7 +117,7 @@ def _encode(name: str, value: float, step: int, now: float) -> bytes:
     """One scalar as the message that TensorBoard reads."""
     try:
         number, at = float(value), int(step)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise TypeError(f"event {name!r}: step {step!r} and value {value!r} must be numbers ({error})") from error
     tag = str(name).encode(errors="replace").decode()  # a message holds no halves of surrogate pairs
     scalar = summary_pb2.Summary.Value(tag=tag, simple_value=number)
@@ -133,18 +128,17 @@ def _encode(name: str, value: float, step: int, now: float) -> bytes:
 
 
 def _new_file(directory: Path) -> Path:
-    """A new event file with its version record; its name sorts by time, as TensorBoard expects, and is nobody's."""
+    """A new, empty event file whose name sorts by time, as TensorBoard expects."""
     directory.mkdir(parents=True, exist_ok=True)
-    now = time.time()
-    host = socket.gethostname().replace(os.sep, "_")
-    version = event_pb2.Event(wall_time=now, file_version=FILE_VERSION).SerializeToString()
-    for index in itertools.count():
-        path = directory / f"events.out.tfevents.{int(now):010d}.{host}.{os.getpid()}.{index}"
-        with contextlib.suppress(FileExistsError):
+    now, host = int(time.time()), socket.gethostname().replace(os.sep, "_")
+    index = 0
+    while True:
+        path = directory / f"events.out.tfevents.{now:010d}.{host}.{os.getpid()}.{index}"
+        try:
             path.touch(exist_ok=False)
-            break
-    _append(path, record(version))
-    return path
+            return path
+        except FileExistsError:  # another monitor of this process and second
+            index += 1
 
 
 def _append(path: Path, block: bytes) -> None:
@@ -155,10 +149,10 @@ def _append(path: Path, block: bytes) -> None:
         try:
             while rest:
                 rest = rest[file.write(rest) :]
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 file.truncate(start)
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write_at_exit(file: EventFile, pid: int) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ds_core.errors import Problem
+from ds_core.errors import PluginError, Problem
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -27,8 +27,10 @@ def ds_config() -> type[BaseModel]:
 
 def ds_check(config: RunConfig) -> Iterable[Problem]:
     """That the package is there when the section is enabled; asked on every rank, so that all stop together."""
-    if getattr(config.section("tensorboard"), "enabled", False) and importlib.util.find_spec("tensorboard") is None:
-        yield Problem("tensorboard.enabled", "the package tensorboard is not installed", "pip install tensorboard")
+    if getattr(config.section("tensorboard"), "enabled", False):
+        spec = importlib.util.find_spec("tensorboard")
+        if spec is None or spec.origin is None:  # no origin: a folder of that name, such as one for logs
+            yield Problem("tensorboard.enabled", "the package tensorboard is not installed", "pip install tensorboard")
 
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
@@ -41,6 +43,11 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:
     section = ctx.config.section("tensorboard")
     if not isinstance(section, TensorBoardConfig) or not section.enabled:
         return []
-    from ds_monitor_tensorboard.monitor import TensorBoardMonitor
-
+    try:
+        from ds_monitor_tensorboard.monitor import TensorBoardMonitor
+    except ImportError as error:
+        raise PluginError(
+            f"the section tensorboard is enabled, but the package tensorboard cannot be imported ({error}); "
+            "pip install tensorboard, or set tensorboard.enabled to false"
+        ) from error
     return [TensorBoardMonitor(section.directory())]

@@ -43,8 +43,8 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
-    """A device kind that is the CPU under another name; chosen only when asked for."""
-    return [AcceleratorEntry("acme", "cpu", "acme_ds.device:AcmeAccelerator", priority=-100)]
+    """A device kind that is the CPU under another name."""
+    return [AcceleratorEntry("acme", "cpu", "acme_ds.device:AcmeAccelerator", "acme_ds.device:probe")]
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

@@ -1,0 +1,12 @@
+"""For every test folder of this repository."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# No example has a time limit (a busy machine would fail it), and CI tries the same examples every time.
+settings.register_profile("ds", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("ds"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "ds")

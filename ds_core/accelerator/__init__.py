@@ -1,0 +1,23 @@
+"""Device kinds: the contract, the CPU, one generic back end over torch's device modules, and the choice "
+"(torch-free)."""
+
+from __future__ import annotations
+
+from ds_core.accelerator.contract import Accelerator, BuildFlags
+from ds_core.accelerator.select import (
+    candidates,
+    get_accelerator,
+    reset_accelerator,
+    select_accelerator,
+    set_accelerator,
+)
+
+__all__ = [
+    "Accelerator",
+    "BuildFlags",
+    "candidates",
+    "get_accelerator",
+    "reset_accelerator",
+    "select_accelerator",
+    "set_accelerator",
+]

@@ -1,0 +1,161 @@
+"""The whole model as one 16-bit safetensors file, and copies of tensors that drag no larger storage along."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_core import comm
+from ds_core.checkpoint import files
+from ds_core.checkpoint.format import State
+from ds_core.checkpoint.layout import merge, rows_of
+from ds_core.checkpoint.state import Checkpointed, frozen_states, shared_names
+from ds_core.checkpoint.tensorfile import DTYPES, check_tensor, write_tensors
+from ds_core.checkpoint.together import on_every_rank, on_first_rank
+from ds_core.errors import CheckpointError
+from ds_core.partition import StateTensor
+
+__all__ = ["clone_tensors_for_torch_save", "save_16bit_model"]
+
+log = logging.getLogger("ds_core.checkpoint")
+
+
+def save_16bit_model(
+    engine: Checkpointed,
+    save_dir: str | os.PathLike[str],
+    save_filename: str = "model.safetensors",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write all weights and buffers to one safetensors file, by rank 0, atomically; True. Collective.
+
+    Floating-point tensors wider than 16 bits become the run's 16-bit dtype (bfloat16 when it has none). Other names
+    of shared tensors are in the metadata, where `safetensors.torch.load_model` looks for them. A name that ends in
+    ``.bin`` becomes ``.safetensors``, with a warning: nothing is ever pickled.
+    Raises CheckpointError on every rank when it fails on any.
+    """
+    action = f"cannot save the 16-bit model to {os.fspath(save_dir)!r}"
+    path = _path(action, save_dir, save_filename)
+    (pieces, _), reports = on_every_rank(
+        action, lambda: _pieces(engine, exclude_frozen_parameters), lambda prepared: prepared[1]
+    )
+    plan, _ = on_every_rank(action, lambda: _plan(row for report in reports for row in report["rows"]))
+    # Rank 0 writes in order of falling item size; the others send in that order.
+    dtypes = {state.name: _narrow(DTYPES[state.dtype], engine) for state in plan}
+    plan.sort(key=lambda state: -dtypes[state.name].itemsize)
+    metadata = {alias: name for report in reports for alias, name in report["shared"].items()} | {"format": "pt"}
+    device = engine.ctx.accelerator.current_device()
+
+    def work() -> None:
+        if comm.rank() == 0:
+            _write(path, plan, pieces, dtypes, metadata, device)
+            return
+        for state in plan:
+            for chunk in state.chunks:
+                if chunk.file == str(comm.rank()):
+                    tensor = pieces[chunk.key].tensor.detach()
+                    comm.send(tensor.reshape(-1).to(device, dtypes[state.name]), dst=0)
+
+    on_first_rank(action, lambda: path.parent.mkdir(parents=True, exist_ok=True))
+    on_every_rank(action, work)
+    return True
+
+
+def _path(action: str, save_dir: str | os.PathLike[str], name: str) -> Path:
+    if name.endswith(".bin"):
+        if comm.rank() == 0:
+            log.warning("save_16bit_model writes safetensors: %s becomes %s", name, name[:-4] + ".safetensors")
+        name = name[:-4] + ".safetensors"
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise CheckpointError(f"{action}: save_filename {name!r} must be a file name that ends in .safetensors")
+    if not os.fspath(save_dir):
+        raise CheckpointError(f"{action}: save_dir is empty; name a directory")
+    return Path(save_dir) / name
+
+
+def _pieces(engine: Checkpointed, exclude_frozen: bool) -> tuple[dict[str, StateTensor], dict[str, Any]]:
+    """This rank's pieces of module tensors by their key, and what the others need to know of them."""
+    left_out = set(frozen_states(engine.ctx)) if exclude_frozen else set()
+    mine = [
+        p
+        for p in engine.partitioner.states(None)
+        if p.store and p.name.startswith("module/") and p.name not in left_out
+    ]
+    for piece in mine:
+        check_tensor(piece.tensor, f"state {piece.name!r}")
+    rows = rows_of(mine, engine.ctx.mesh.coord, str(comm.rank()))
+    shared = {a: n for a, n in shared_names(engine.module).items() if f"module/{n}" not in left_out}
+    by_key = {row["chunk"][1]: piece for row, piece in zip(rows, mine, strict=True)}
+    return by_key, {"rows": rows, "shared": shared}
+
+
+def _plan(rows: Any) -> list[State]:
+    """The whole states to be written; `Chunk.file` is the rank that has the piece."""
+    plan = list(merge(rows))
+    for before, after in itertools.pairwise(plan):
+        if before.name == after.name:
+            raise CheckpointError(
+                f"{before.name!r} differs along mesh axes {', '.join(sorted(after.at))}, so it has no one value to "
+                "write; use save_checkpoint"
+            )
+    return plan
+
+
+def _narrow(dtype: torch.dtype, engine: Checkpointed) -> torch.dtype:
+    if not dtype.is_floating_point or dtype.itemsize <= 2:
+        return dtype
+    precision = engine.ctx.precision
+    return torch.float16 if torch.float16 in (precision.param, precision.autocast) else torch.bfloat16
+
+
+def _write(
+    path: Path,
+    plan: Sequence[State],
+    pieces: dict[str, StateTensor],
+    dtypes: dict[str, torch.dtype],
+    metadata: dict[str, str],
+    device: torch.device,
+) -> None:
+    """Rank 0: take the pieces as they come, a state at a time, and write."""
+    waiting = list(plan)
+
+    def take() -> Tensor:
+        state = waiting.pop(0)
+        out = torch.empty(state.numel, dtype=dtypes[state.name])
+        for chunk in state.chunks:
+            if chunk.file == "0":
+                out[chunk.start : chunk.stop] = pieces[chunk.key].tensor.detach().reshape(-1).cpu()
+                continue
+            part = torch.empty(chunk.stop - chunk.start, dtype=out.dtype, device=device)
+            comm.recv(part, src=int(chunk.file))
+            out[chunk.start : chunk.stop] = part.cpu()
+        return out
+
+    items = [(s.name.removeprefix("module/"), s.shape, dtypes[s.name], take) for s in plan]
+    try:
+        files.replace_with(path, lambda temporary: write_tensors(temporary, items, metadata))
+    finally:
+        while waiting:  # writing failed: the other ranks are still sending
+            take()
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """`item` with every tensor in it (through lists, tuples and dicts) copied to `device`.
+
+    A copy has a storage of its own size, so that what is saved is the tensor and not the buffer it is a view of.
+    """
+    if isinstance(item, Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(clone_tensors_for_torch_save(v, device) for v in item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(v, device) for v in item)
+    if isinstance(item, dict):
+        return type(item)((k, clone_tensors_for_torch_save(v, device)) for k, v in item.items())
+    return item

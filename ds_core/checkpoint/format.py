@@ -1,0 +1,247 @@
+"""What a checkpoint directory holds: names, tags and the manifest, as frozen values (torch-free).
+
+docs/checkpoint-format.md says the same in words. A change of meaning raises VERSION and keeps a reader for the old.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+from ds_core.errors import CheckpointError
+
+__all__ = [
+    "COMMON",
+    "FORMAT",
+    "LATEST",
+    "MANIFEST",
+    "VERSION",
+    "Chunk",
+    "Manifest",
+    "State",
+    "check_coverage",
+    "check_tag",
+    "local_file",
+    "parse_manifest",
+    "rank_file",
+    "render_manifest",
+]
+
+FORMAT = "ds_core.checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+COMMON = "common.safetensors"
+
+_TAG = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_FILE = re.compile(r"(rank\d{5,}(-local)?|common)\.safetensors", re.ASCII)
+DAMAGED = "the checkpoint is damaged or was changed by hand; load another tag"
+
+
+def rank_file(rank: int) -> str:
+    """The file of the states that `rank` stores."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def local_file(rank: int) -> str:
+    """The file of what belongs to `rank` alone: random states and the like."""
+    return f"rank{rank:05d}-local.safetensors"
+
+
+def check_tag(tag: object) -> str:
+    """`tag` itself; CheckpointError when it could not be a directory name of its own below any directory."""
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag in (".", ".."):
+        raise CheckpointError(f"tag {tag!r}: use 1 to 128 of the characters A-Z a-z 0-9 . _ - (and not '.' or '..')")
+    if tag == LATEST or tag.startswith((".tmp-", ".old-")):
+        raise CheckpointError(f"tag {tag!r} is a name that checkpoints use themselves; choose another")
+    return tag
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The range [start, stop) of a row-major flattened state: a 1-d tensor `key` in `file`."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One model state. at: coordinates on the mesh axes along which other states bear the same name.
+
+    dtype: as safetensors spells it ("F32").
+    """
+
+    name: str
+    at: dict[str, int]
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole state."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint but its tensors.
+
+    save_id: drawn anew for each save, and also in every file's metadata. files: name -> bytes. shared: further names
+    of module tensors that several modules share. excluded: weights left out on purpose. module_extra: module name ->
+    the rank whose local file has its extra state. run, client: values as `ds_core.checkpoint.values` encodes them.
+    """
+
+    save_id: str
+    tag: str
+    step: int
+    world_size: int
+    mesh: dict[str, int]
+    versions: dict[str, str]
+    plugins: dict[str, str]
+    config: Any
+    optimizer: str | None
+    files: dict[str, int]
+    states: tuple[State, ...]
+    shared: dict[str, str]
+    excluded: tuple[str, ...]
+    module_extra: dict[str, int]
+    run: Any
+    client: Any
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """The JSON text, with one line per state so that it can be read and compared."""
+    fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    fields |= {field.name: getattr(manifest, field.name) for field in dataclass_fields(manifest)}
+    fields["files"] = {name: {"size": size} for name, size in manifest.files.items()}
+    states = [asdict(state) for state in fields.pop("states")]
+    head = json.dumps(fields, indent=1, allow_nan=False)
+    rows = ",\n".join("  " + json.dumps(state, allow_nan=False) for state in states)
+    return (head[:-2] + f',\n "states": [\n{rows}\n ]\n}}\n').encode()
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """Read and check ``manifest.json``; CheckpointError naming the file when anything about it is not as it must be."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: this is not a whole checkpoint; load another tag") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); {DAMAGED}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise CheckpointError(f"{path} does not say it is a {FORMAT!r}; was it written by another program?")
+    if data.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has format version {data.get('version')!r}, this ds-core reads version {VERSION}; "
+            "install a ds-core that reads it"
+        )
+    try:
+        manifest = _manifest(_Fields(data, "manifest"))
+        check_coverage(manifest.states)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; {DAMAGED}") from None
+    return manifest
+
+
+def _manifest(data: _Fields) -> Manifest:
+    files = {name: _Fields(entry, name).count("size") for name, entry in data.get("files", dict).items()}
+    if bad := sorted(name for name in files if not _FILE.fullmatch(name)):
+        raise CheckpointError(f"{bad[0]!r} is not a file name that a checkpoint can have")
+    states = tuple(_state(_Fields(s, "a state"), files) for s in data.get("states", list))
+    world_size = data.count("world_size")
+    if missing := [local_file(r) for r in range(world_size) if local_file(r) not in files]:
+        raise CheckpointError(f"'files' lacks {missing[0]}")
+    extra = data.mapping("module_extra", int)
+    if bad := sorted(m for m, rank in extra.items() if not 0 <= rank < world_size):
+        raise CheckpointError(f"'module_extra' gives module {bad[0]!r} a rank outside of the world of {world_size}")
+    return Manifest(
+        save_id=data.get("save_id", str),
+        tag=data.get("tag", str),
+        step=data.count("step"),
+        world_size=world_size,
+        mesh=data.mapping("mesh", int),
+        versions=data.mapping("versions", str),
+        plugins=data.mapping("plugins", str),
+        config=data.get("config", object),
+        optimizer=data.get("optimizer", (str, type(None))),
+        files=files,
+        states=states,
+        shared=data.mapping("shared", str),
+        excluded=tuple(data.items("excluded", str)),
+        module_extra=extra,
+        run=data.get("run", object),
+        client=data.get("client", object),
+    )
+
+
+def _state(data: _Fields, files: dict[str, int]) -> State:
+    chunks = []
+    for row in data.get("chunks", list):
+        entry = _Fields(row, "a chunk")
+        chunks.append(Chunk(entry.get("file", str), entry.get("key", str), entry.count("start"), entry.count("stop")))
+        if chunks[-1].file not in files:
+            raise CheckpointError(f"state {data.get('name', str)!r} is in {chunks[-1].file!r}, which 'files' lacks")
+    shape = tuple(data.items("shape", int))
+    if any(n < 0 for n in shape):
+        raise CheckpointError(f"state {data.get('name', str)!r} has shape {list(shape)}")
+    return State(data.get("name", str), data.mapping("at", int), shape, data.get("dtype", str), tuple(chunks))
+
+
+def check_coverage(states: Iterable[State]) -> None:
+    """CheckpointError unless the chunks of each state cover it once, in order, without gap or overlap."""
+    for state in states:
+        place = 0
+        for chunk in state.chunks:
+            if chunk.start != place or chunk.stop < chunk.start:
+                raise CheckpointError(
+                    f"state {state.name!r}: elements {place} to {chunk.start} are stored "
+                    f"{'nowhere' if chunk.start > place else 'twice'}"
+                )
+            place = chunk.stop
+        if place != state.numel or not state.chunks:
+            raise CheckpointError(f"state {state.name!r} has {state.numel} elements, {place} are stored")
+
+
+class _Fields:
+    """A JSON object, with reads that say which field is wrong."""
+
+    def __init__(self, data: Any, what: str) -> None:
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{what} is not an object")
+        self.data, self.what = data, what
+
+    def get(self, key: str, kind: Any) -> Any:
+        """The field; `kind` is what isinstance takes, and a bool is never an int."""
+        value = self.data.get(key)
+        if key not in self.data or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise CheckpointError(f"field {key!r} of {self.what} is missing or of a wrong type")
+        return value
+
+    def count(self, key: str) -> int:
+        """A field that counts: an int of at least 0."""
+        value: int = self.get(key, int)
+        if value < 0:
+            raise CheckpointError(f"field {key!r} of {self.what} is {value}")
+        return value
+
+    def items(self, key: str, kind: type) -> Sequence[Any]:
+        """A field that is a list of `kind`."""
+        values: list[Any] = self.get(key, list)
+        return [_Fields({key: v}, f"the items of {self.what}").get(key, kind) for v in values]
+
+    def mapping(self, key: str, kind: type) -> dict[str, Any]:
+        """A field that is an object whose values are all `kind`."""
+        values: dict[str, Any] = self.get(key, dict)
+        return {k: _Fields(values, f"{key!r} of {self.what}").get(k, kind) for k in values}

@@ -1,0 +1,263 @@
+"""What is saved beside the partitioner's tensors, where it comes from, and how saved tensors are read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_core.checkpoint.format import DAMAGED, Manifest, State
+from ds_core.checkpoint.tensorfile import DTYPES, TensorFile
+from ds_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_core.context import Context
+    from ds_core.mesh import Mesh
+    from ds_core.partition import Partitioner
+
+__all__ = [
+    "Checkpointed",
+    "SavedStates",
+    "Without",
+    "class_name",
+    "extra_modules",
+    "frozen_states",
+    "optimizer_values",
+    "plugin_objects",
+    "set_optimizer_values",
+    "shared_names",
+]
+
+
+class Checkpointed(Protocol):
+    """What saving and loading need of an engine."""
+
+    @property
+    def ctx(self) -> Context:
+        """The run."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, if any."""
+        ...
+
+    @property
+    def partitioner(self) -> Partitioner:
+        """Who owns the model states."""
+        ...
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far."""
+        ...
+
+    def run_state(self) -> dict[str, Any]:
+        """All that is not a tensor of the model."""
+        ...
+
+    def load_run_state(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
+        """The reverse of `run_state`; the flags say whether those parts are taken too."""
+        ...
+
+
+# -- what belongs to a run besides the partitioner's tensors -------------------------------------------------------
+
+
+def frozen_states(ctx: Context) -> list[str]:
+    """The states that ``exclude_frozen_parameters`` leaves out."""
+    names = [info.name for param, info in ctx.params.items() if not param.requires_grad]
+    return [f"{kind}/{name}" for name in names for kind in ("module", "master")]
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Further name -> first name, for every tensor of the state dict that several modules share."""
+    first: dict[Tensor, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        first.setdefault(tensor, name)
+    tensors = module.state_dict(keep_vars=True).items()
+    return {n: first[t] for n, t in tensors if isinstance(t, Tensor) and t in first and first[t] != n}
+
+
+def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules, by name, that keep a state of their own with ``get_extra_state``."""
+    return {n: m for n, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
+
+
+def plugin_objects(ctx: Context) -> dict[str, Any]:
+    """What plugins want kept: ``plugins/<plugin>/<name>`` -> an object with state_dict and load_state_dict."""
+    found: dict[str, Any] = {}
+    for answer in ctx.plugins.ask("ds_checkpointables", ctx=ctx):
+        for name, item in answer.value.items():
+            key = f"plugins/{answer.plugin.name}/{name}"
+            if key in found:
+                raise CheckpointError(f"two plugins keep a state under {key!r}: {answer.plugin} is the second")
+            found[key] = item
+    return found
+
+
+def class_name(thing: object) -> str:
+    """Module and name of the class of `thing`."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def optimizer_values(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
+    """State that is not in tensors (a step counted as an int, say): "<group>.<position>" -> key -> value."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, param in _positions(optimizer):
+        state = optimizer.state.get(param, {}) if optimizer is not None else {}
+        if values := {k: v for k, v in state.items() if not isinstance(v, Tensor)}:
+            found[place] = values
+    return found
+
+
+def set_optimizer_values(optimizer: Optimizer, values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back what `optimizer_values` gave."""
+    for place, param in _positions(optimizer):
+        if place in values:
+            optimizer.state[param].update(values[place])
+
+
+def _positions(optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    for g, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for p, param in enumerate(group["params"]):
+            yield f"{g}.{p}", param
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+class SavedStates:
+    """The states of a checkpoint as this rank may read them: a `StateSource`.
+
+    Files are opened when first needed, and only the bytes asked for are read.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, mesh: Mesh) -> None:
+        self.path, self.manifest = path, manifest
+        self._files: dict[str, TensorFile] = {}
+        self._states = _readable(manifest, mesh)
+
+    @property
+    def bytes_read(self) -> int:
+        """Tensor data read so far, by this rank."""
+        return sum(f.bytes_read for f in self._files.values())
+
+    def names(self) -> Sequence[str]:
+        """Every state that this rank may read."""
+        return list(self._states)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole state's shape."""
+        return self._state(name).shape
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
+        state = self._state(name)
+        stop = state.numel if stop is None else stop
+        assert 0 <= start <= stop <= state.numel, f"range [{start}, {stop}) of {name!r}, which has {state.numel}"
+        out = torch.empty(stop - start, dtype=DTYPES[state.dtype])
+        for chunk in state.chunks:
+            low, high = max(start, chunk.start), min(stop, chunk.stop)
+            if low < high:
+                self.file(chunk.file).read_into(chunk.key, low - chunk.start, out[low - start : high - start])
+        return out
+
+    def whole(self, name: str) -> Tensor:
+        """The whole state in its shape."""
+        return self.read(name).view(self.shape(name))
+
+    def _state(self, name: str) -> State:
+        if name not in self._states:
+            raise CheckpointError(f"{self.path} has no state {name!r}; was it saved by another model?")
+        return self._states[name]
+
+    def file(self, name: str) -> TensorFile:
+        """One of the checkpoint's files, opened, and known to belong to this checkpoint."""
+        if name not in self._files:
+            file = TensorFile(self.path / name)
+            if file.metadata.get("save_id") != self.manifest.save_id or file.metadata.get("file") != name:
+                told = ", ".join(f"{k} {file.metadata[k]!r}" for k in ("file", "step") if k in file.metadata)
+                file.close()
+                raise CheckpointError(f"{file.path} is not of this checkpoint ({told or 'no mark of ours'}); {DAMAGED}")
+            self._files[name] = file
+        return self._files[name]
+
+    def check_files(self) -> None:
+        """CheckpointError unless every file is there, has its size, and holds the tensors that the manifest says."""
+        for name, size in self.manifest.files.items():
+            file = self.path / name
+            if not file.is_file() or file.is_symlink():
+                raise CheckpointError(f"{file} is missing; {DAMAGED}")
+            if file.stat().st_size != size:
+                raise CheckpointError(f"{file} has {file.stat().st_size} bytes, it was written with {size}; {DAMAGED}")
+            self.file(name)
+        for state in self.manifest.states:
+            for chunk in state.chunks:
+                found = self.file(chunk.file).tensors.get(chunk.key)
+                want = (DTYPES.get(state.dtype), (chunk.stop - chunk.start,))
+                if found is None or found[:2] != want:
+                    raise CheckpointError(
+                        f"{self.path / chunk.file} does not hold {chunk.key!r} as the manifest describes it; {DAMAGED}"
+                    )
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+
+
+def _readable(manifest: Manifest, mesh: Mesh) -> dict[str, State]:
+    """The state that each name means on this rank.
+
+    A name that only one set of coordinates holds means the same everywhere. Of several, this rank's own is meant;
+    that makes sense only while the axes are as long as they were.
+    """
+    by_name: dict[str, list[State]] = {}
+    for state in manifest.states:
+        by_name.setdefault(state.name, []).append(state)
+    here = mesh.describe()
+    found: dict[str, State] = {}
+    for name, variants in by_name.items():
+        if len(variants) == 1:
+            found[name] = variants[0]
+            continue
+        for axis in sorted({a for v in variants for a in v.at}):
+            if here.get(axis, 1) != manifest.mesh.get(axis, 1):
+                raise CheckpointError(
+                    f"state {name!r} differs along mesh axis {axis!r}, of size {manifest.mesh.get(axis, 1)} when "
+                    f"it was saved and {here.get(axis, 1)} now; load with the same size"
+                )
+        for state in variants:
+            if all(mesh.coord[axis] == index for axis, index in state.at.items()):
+                found[name] = state
+    return found
+
+
+class Without:
+    """A `StateSource` with some states left out."""
+
+    def __init__(self, source: SavedStates, leave_out: Callable[[str], bool]) -> None:
+        self._source, self._leave_out = source, leave_out
+
+    def names(self) -> Sequence[str]:
+        """See `StateSource`."""
+        return [n for n in self._source.names() if not self._leave_out(n)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `StateSource`."""
+        return self._source.shape(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """See `StateSource`."""
+        return self._source.read(name, start, stop)

@@ -1,0 +1,184 @@
+"""safetensors files: written one tensor at a time, read by ranges.
+
+The safetensors library wants all tensors of a file in host memory before it writes, and reads through mmap, where a
+file that shrinks kills the process. This writer keeps one tensor at a time; this reader uses plain reads, and
+checks every number in the header first. The files are ordinary safetensors: 8 bytes length, JSON header, data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_core.checkpoint.format import DAMAGED
+from ds_core.errors import CheckpointError
+
+__all__ = ["DTYPES", "Item", "TensorFile", "check_tensor", "dtype_name", "write_tensors"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # what the safetensors library accepts
+
+Item = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
+"""A tensor to be written: its key, shape, dtype, and a function that gives it when its turn comes."""
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """How safetensors spells `dtype`; CheckpointError, naming `what`, for one that it does not have."""
+    if dtype not in _NAMES:
+        mend = "store torch.view_as_real of it" if dtype.is_complex else f"use one of {', '.join(DTYPES)}"
+        raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files cannot hold; {mend}")
+    return _NAMES[dtype]
+
+
+def check_tensor(tensor: Tensor, what: str) -> None:
+    """CheckpointError unless `tensor` is plain strided data of a dtype that safetensors has."""
+    dtype_name(tensor.dtype, what)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{what} is a {tensor.layout} tensor; store a dense one (.to_dense(), .dequantize())")
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{what} is on the meta device and has no values to store")
+
+
+def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]) -> int:
+    """Write a new safetensors file and bring it to the disk; returns its size in bytes.
+
+    Tensors may be anywhere and of any stride; one at a time is held on the host. FileExistsError if `path` exists.
+    """
+    # Falling item size keeps every tensor aligned to its own, as safetensors readers like it.
+    ordered = sorted(items, key=lambda item: -item[2].itemsize)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    for key, shape, dtype, _ in ordered:
+        end = place + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    assert len(header) == len(ordered) + 1, "two tensors of one file have the same key"
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise CheckpointError(f"{path.name} would need a header of {len(text)} bytes; safetensors allows {_MAX_HEADER}")
+    with open(path, "xb", buffering=0) as file:
+        _write(file, struct.pack("<Q", len(text)) + text)
+        for key, shape, dtype, give in ordered:
+            value = give().detach()
+            assert value.dtype == dtype and value.numel() == math.prod(shape), key
+            _write(file, _bytes(value.to("cpu").contiguous()))
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+def _bytes(flat: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return flat.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write(file: Any, data: bytes | memoryview) -> None:
+    """All of `data`: one call to the system may take less, at most 2 GiB on Linux."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view[: 1 << 28]) :]
+
+
+class TensorFile:
+    """An open safetensors file whose header has been checked against its size.
+
+    bytes_read: tensor data read so far. Raises CheckpointError naming the file for anything wrong with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; {DAMAGED}") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        try:
+            self.metadata, self.tensors = self._header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _header(self) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]]:
+        size = os.fstat(self._file.fileno()).st_size
+        length = struct.unpack("<Q", self._exactly(0, 8))[0] if size >= 8 else size
+        if length > min(size - 8, _MAX_HEADER):
+            raise self._damaged(f"it is not a safetensors file, or cut off ({size} bytes)")
+        try:
+            header = json.loads(self._exactly(8, length))
+            metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
+            tensors, end, total = {}, 0, 0
+            for key, entry in header.items():
+                dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+                begin, stop = entry["data_offsets"]
+                if not all(type(n) is int and n >= 0 for n in (*shape, begin, stop)):
+                    raise ValueError(f"numbers of {key!r}")
+                if stop - begin != math.prod(shape) * dtype.itemsize:
+                    raise ValueError(f"offsets of {key!r}")
+                tensors[key] = (dtype, shape, 8 + length + begin, 8 + length + stop)
+                end, total = max(end, stop), total + stop - begin
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._damaged(f"its header is wrong: {error}") from error
+        if 8 + length + end != size or total != end:
+            raise self._damaged(f"it has {size} bytes where its header tells of {8 + length + total}")
+        return metadata, tensors
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of the flattened tensor `key`, as a new 1-d CPU tensor."""
+        dtype, shape, _, _ = self.tensors[key]
+        out = torch.empty((math.prod(shape) if stop is None else stop) - start, dtype=dtype)
+        self.read_into(key, start, out)
+        return out
+
+    def read_into(self, key: str, start: int, out: Tensor) -> None:
+        """Fill `out`, a contiguous 1-d CPU tensor of the same dtype, from element `start` of the flattened tensor."""
+        dtype, _, begin, end = self.tensors[key]
+        assert out.dtype == dtype and begin + (start + out.numel()) * dtype.itemsize <= end, key
+        view = _bytes(out)
+        self._file.seek(begin + start * dtype.itemsize)
+        while view:
+            count = self._file.readinto(view[: 1 << 28])
+            if not count:
+                raise self._damaged("it ends too early")
+            view = view[count:]
+            self.bytes_read += count
+
+    def _exactly(self, place: int, count: int) -> bytes:
+        self._file.seek(place)
+        data = b""
+        while len(data) < count and (part := self._file.read(count - len(data))):
+            data += part
+        return data
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}; {DAMAGED}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,59 @@
+"""Steps that every rank takes, and that fail on all ranks when they fail on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ds_core import comm
+from ds_core.errors import CheckpointError
+
+__all__ = ["on_every_rank", "on_first_rank"]
+
+T = TypeVar("T")
+
+
+def on_every_rank(
+    action: str, work: Callable[[], T], report: Callable[[T], Any] = lambda _: None
+) -> tuple[T, list[Any]]:
+    """Do `work` on this rank and wait for the others; (its result, the JSON `report` of every rank). Collective.
+
+    Whatever is raised anywhere becomes a CheckpointError on every rank, with the first such rank and the cause.
+    """
+    result: Any = None
+    cause: Exception | None = None
+    try:
+        result = work()
+        mine = {"report": report(result)}
+    except Exception as error:  # whatever it is, the other ranks are waiting for word
+        cause, mine = error, {"error": _tell(error)}
+    everyone = comm.all_gather_json(mine)
+    _raise_first(action, {rank: row["error"] for rank, row in enumerate(everyone) if "error" in row}, cause)
+    return result, [row["report"] for row in everyone]
+
+
+def on_first_rank(action: str, work: Callable[[], Any]) -> Any:
+    """Do `work` on rank 0; its JSON result on every rank. An error is raised on all of them. Collective."""
+    cause: Exception | None = None
+    answer: dict[str, Any] = {}
+    if comm.rank() == 0:
+        try:
+            answer = {"result": work()}
+        except Exception as error:  # as above
+            cause, answer = error, {"error": _tell(error)}
+    answer = comm.broadcast_json(answer)
+    _raise_first(action, {0: answer["error"]} if "error" in answer else {}, cause)
+    return answer["result"]
+
+
+def _tell(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _raise_first(action: str, errors: dict[int, str], cause: Exception | None) -> None:
+    if not errors:
+        return
+    rank, text = min(errors.items())
+    where = f"rank {rank}: " if comm.world_size() > 1 else ""
+    others = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
+    raise CheckpointError(f"{action}: {where}{text}{others}") from cause

@@ -1,0 +1,91 @@
+"""The declaration and the section of the CSV monitor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from ds_monitor_csv.config import CSVConfig
+from ds_monitor_csv.plugin import ds_monitors
+
+from ds_core.config import build_config
+from ds_core.monitor import Event
+from ds_core.plugins import Plugins, PluginSettings
+from ds_core.testing import PluginConformance
+
+BAD_JOB_NAMES = (
+    "",
+    ".",
+    "..",
+    "../up",
+    "a/../../b",
+    "/etc",
+    "a//b",
+    "a/",
+    "\\\\host\\share",
+    "..\\up",
+    "C:",
+    "C:x",
+    "a\0b",
+)
+
+
+class TestPlugin(PluginConformance):
+    entry_point = "ds_monitor_csv.plugin"
+    section = "csv_monitor"
+    good_config: ClassVar[Any] = {"enabled": True, "output_path": "runs", "job_name": "team/run 1"}
+    bad_configs: ClassVar[Any] = [
+        {"enabled": 1},
+        {"enabled": "true"},
+        {"output_path": None},
+        {"output_path": "a\0b"},
+        {"job_name": 3},
+        *({"job_name": name} for name in BAD_JOB_NAMES),
+    ]
+
+
+def context(section: CSVConfig | None) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(section={"csv_monitor": section}.get))
+
+
+def test_the_defaults_of_the_documents() -> None:
+    assert CSVConfig().model_dump() == {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}
+
+
+@pytest.mark.parametrize("section", [None, CSVConfig(), CSVConfig(enabled=False, output_path="x")])
+def test_no_monitor_unless_enabled(section: CSVConfig | None) -> None:
+    assert list(ds_monitors(context(section))) == []
+
+
+def test_an_empty_output_path_is_the_launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, later = tmp_path / "launched", tmp_path / "later"
+    launched.mkdir()
+    later.mkdir()
+    monkeypatch.chdir(launched)
+    (monitor,) = ds_monitors(context(CSVConfig(enabled=True)))
+    monkeypatch.chdir(later)
+    monitor.write_events([Event("loss", 1.0, 1)])
+    monitor.close()
+    assert list(later.iterdir()) == []
+    assert (launched / "DeepSpeedJobName" / "loss.csv").exists()
+
+
+def test_output_path_and_job_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absolute = CSVConfig(enabled=True, output_path=str(tmp_path / "out"), job_name="a/b")
+    assert absolute.directory() == tmp_path / "out" / "a" / "b"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert CSVConfig(enabled=True, output_path="~/runs", job_name="x").directory() == tmp_path / "runs" / "x"
+
+
+def test_the_core_builds_it_from_a_config(tmp_path: Path) -> None:
+    plugins = Plugins(PluginSettings(load=["csv_monitor=ds_monitor_csv.plugin"]), found=())
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    models = {"csv_monitor": (CSVConfig, "ds-monitor-csv 0.1.0")}
+    config = build_config({"train_batch_size": 4, "csv_monitor": section}, models)
+    (answer,) = plugins.ask("ds_monitors", ctx=SimpleNamespace(config=config))
+    (monitor,) = answer.value
+    monitor.write_events([Event("Train/loss", 1.5, 4)])
+    monitor.close()
+    assert (tmp_path / "job" / "Train_loss.csv").read_text() == "step,loss\n4,1.5\n"
