@@ -60,7 +60,7 @@ $(STAMP):
 
 quickstart: $(STAMP)
 	@rm -rf runs/gpt
-	$(DSCORE) run --nproc 2 examples/gpt/train.py --stop-after 150 $(ARGS)
+	$(DSCORE) run --nproc 2 examples/gpt/train.py --stop-after 250 $(ARGS)
 	$(DSCORE) run --nproc 2 examples/gpt/train.py $(ARGS)
 
 lint: $(STAMP)

@@ -103,10 +103,11 @@ def measure(contestants: dict[str, Step]) -> dict[str, float]:
 
 def run_deepspeed(python: str, layers: int, width: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": cache, "OMP_NUM_THREADS": "1",
-                       "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}  # fmt: skip
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+        quiet = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": cache, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **alone, **quiet}
         command = [python, __file__, "--child", str(layers), str(width)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
     for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):  # 66 MiB a rank, which it never unlinks
         os.unlink(leftover)
     if done.returncode:

@@ -321,7 +321,7 @@ def _attach(
 
 def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
     """`given` (parameters, (name, parameter) pairs or group dicts) as group dicts, each parameter once."""
-    items = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if items and isinstance(items[0], dict):
         groups = [
             {**g, "params": list(g["params"]) if not isinstance(g["params"], torch.Tensor) else [g["params"]]}

@@ -165,12 +165,12 @@ class Engine:
         root = loss * factor if factor != 1.0 else loss
         self._report.loss(loss)
         if not self._distributed and self._timers is None:
-            root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            root.backward(retain_graph=retain_graph)
             return
         with self._report.phase("backward"):
             self.partitioner.begin()
             with self._report.phase("backward_inner"):
-                root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                root.backward(retain_graph=retain_graph)
             with self._report.phase("backward_allreduce"):
                 self.partitioner.finish()
 

@@ -43,7 +43,7 @@ class GradGroup:
     """Gradients as the optimizer will see them, whose elements are disjoint over the ranks along `axes`."""
 
     axes: tuple[str, ...]
-    tensors: Sequence[Tensor]
+    tensors: list[Tensor]
 
 
 def collect_params(module: nn.Module, ctx: Context) -> dict[nn.Parameter, ParamInfo]:
@@ -69,16 +69,16 @@ def _megatron_axes(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
     return ("tp",) if sliced and mesh.has("tp") else ()
 
 
-def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+def squared_norm(tensors: list[Tensor]) -> Tensor:
     """The sum of squares of all elements: a 0-d tensor, fp64 for fp64 input and fp32 otherwise.
 
-    The reference of kernel ``squared_norm``. `tensors` live on one device; an empty sequence gives a CPU zero.
+    The reference of kernel ``squared_norm``. `tensors` live on one device; an empty list gives a CPU zero.
     """
     if not tensors:
         return torch.zeros(())
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     if all(t.dtype == wide for t in tensors):
-        norms = torch._foreach_norm(tensors)
+        norms = list(torch._foreach_norm(tensors))
     else:
         norms = [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
     stacked = torch.stack(norms)
@@ -92,9 +92,7 @@ class GradNorm:
     occur is agreed once, when it is built (a stage without experts still takes part in the experts' sum).
     """
 
-    def __init__(
-        self, mesh: Mesh, keys: Iterable[tuple[str, ...]], kernel: Callable[[Sequence[Tensor]], Tensor]
-    ) -> None:
+    def __init__(self, mesh: Mesh, keys: Iterable[tuple[str, ...]], kernel: Callable[[list[Tensor]], Tensor]) -> None:
         self._mesh = mesh
         self._kernel = kernel
         mine = sorted({mesh.expand(k) for k in keys})

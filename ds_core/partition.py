@@ -248,7 +248,7 @@ class Replicated(Partitioner):
         if not self._running:
             # A plain loss.backward(): gradients shall be final after it, too.
             self._start()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         assert self._buckets is not None
         if (bucket := self._place.get(param)) is not None:  # type: ignore[call-overload]
             bucket.ready += 1
@@ -318,7 +318,7 @@ class Replicated(Partitioner):
         for slot in self._slots:
             if slot.master.grad is not None:
                 by_axes.setdefault(slot.held, []).append(slot.master.grad)
-        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), ())]
+        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
     def _cast_gradients(self) -> None:
         """Give each master weight its gradient, in buffers that live as long as the run."""

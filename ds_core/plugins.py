@@ -222,7 +222,7 @@ class Plugins:
         )
 
     def _load_named_modules(self) -> None:
-        for item in self.settings.load:
+        for item in reversed(self.settings.load):  # pluggy calls last-in first
             name, _, module = item.rpartition("=")
             group = SECTIONS if name else BACKENDS
             found = Found((name or module).strip(), group, module.strip(), "plugins.load", "0")

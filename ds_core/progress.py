@@ -41,7 +41,8 @@ class Bar:
         self._said = now
         rate = (self._engine.global_samples - self._first) / max(now - self._start, 1e-9)
         memory = self._engine.ctx.accelerator.memory_allocated() / 2**20
-        facts = f"loss {float(loss):.3f}  {rate:.0f} samples/s  {memory:.0f} MiB"
+        value = loss if isinstance(loss, float) else loss.item()
+        facts = f"loss {value:.3f}  {rate:.0f} samples/s  {memory:.0f} MiB"
         if self._live is None or self._task is None:
             print(f"step {self._engine.global_steps}/{self._total}  {facts}", flush=True)
         else:

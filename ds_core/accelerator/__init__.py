@@ -1,5 +1,4 @@
-"""Device kinds: the contract, the CPU, one generic back end over torch's device modules, and the choice "
-"(torch-free)."""
+"""Device kinds: the contract, the CPU, one generic back end over torch's devices, and the choice (torch-free)."""
 
 from __future__ import annotations
 

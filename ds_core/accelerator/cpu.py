@@ -107,8 +107,7 @@ class CpuAccelerator(Accelerator):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def max_memory_allocated(self, index: int | None = None) -> int:
-        """The highest resident set since the kernel's own mark was reset, or of the whole process where it "
-        "cannot be."""
+        """The highest resident set since the last reset, or of the whole process where it cannot be reset."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             for line in Path("/proc/self/status").read_text().splitlines():
                 if line.startswith("VmHWM:"):

@@ -21,6 +21,7 @@ from ds_core.checkpoint.state import (
     Without,
     class_name,
     extra_modules,
+    persistent_buffers,
     plugin_objects,
     set_optimizer_values,
 )
@@ -108,6 +109,7 @@ class _Plan:
     client: dict[str, Any]
     local: dict[str, Any]
     own_local: bool
+    buffers: dict[str, Tensor]
     module_extra: dict[str, Any]
 
 
@@ -128,7 +130,8 @@ def _check(engine: Checkpointed, path: Path, want: _Want) -> _Plan:
         run = decode(manifest.run, common, f"{path / MANIFEST}: run")
         _check_run(engine, manifest, run, want)
         client = decode(manifest.client, common, f"{path / MANIFEST}: client")
-        return _Plan(manifest, source, unexpected, run, client, local, own, _extra(engine, source))
+        buffers = _own_buffers(engine, source) if own else {}
+        return _Plan(manifest, source, unexpected, run, client, local, own, buffers, _extra(engine, source))
     except BaseException:
         source.close()
         raise
@@ -204,6 +207,14 @@ def _local(source: SavedStates, rank: int) -> dict[str, Any]:
     return values
 
 
+def _own_buffers(engine: Checkpointed, source: SavedStates) -> dict[str, Tensor]:
+    """The buffers in which this rank differed from the others."""
+    name = local_file(engine.ctx.rank)
+    here = persistent_buffers(engine.module)
+    found = {key.removeprefix("buffer/"): key for key in source.file(name).tensors if key.startswith("buffer/")}
+    return {buffer: _tensor(source, name, key) for buffer, key in found.items() if buffer in here}
+
+
 def _tensor(source: SavedStates, name: str, key: str) -> Tensor:
     file = source.file(name)
     if key not in file.tensors:
@@ -241,6 +252,9 @@ def _apply(engine: Checkpointed, plan: _Plan, want: _Want) -> None:
     else:
         strict = want.strict and not plan.manifest.excluded
         engine.partitioner.load_states(plan.source, optimizer, strict=strict)
+        here = persistent_buffers(engine.module)
+        for name, tensor in plan.buffers.items():
+            here[name].data.copy_(tensor)
         modules = extra_modules(engine.module)
         for name, state in plan.module_extra.items():
             modules[name].set_extra_state(state)

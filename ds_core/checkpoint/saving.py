@@ -38,9 +38,11 @@ from ds_core.checkpoint.layout import items_of, merge, rows_of
 from ds_core.checkpoint.state import (
     Checkpointed,
     class_name,
+    digests,
     extra_modules,
     frozen_states,
     optimizer_values,
+    own_buffers,
     plugin_objects,
     shared_names,
 )
@@ -74,9 +76,13 @@ def save(
     """
     action = f"cannot save a checkpoint to {os.fspath(save_dir)!r}"
     prepared, reports = on_every_rank(
-        action, lambda: _prepare(engine, save_dir, tag, client_state, exclude_frozen_parameters), lambda p: p.tag
+        action,
+        lambda: _prepare(engine, save_dir, tag, client_state, exclude_frozen_parameters),
+        lambda p: {"tag": p.tag, "buffers": digests(engine.module)},
     )
-    tag = _agreed_tag(engine, reports)
+    tag = _agreed_tag(engine, [report["tag"] for report in reports])
+    own = own_buffers(engine.module, reports[0]["buffers"])
+    prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
     root = Path(save_dir)
     began = on_first_rank(action, lambda: {"name": files.make_temporary(root, tag).name, "id": secrets.token_hex(16)})
     temporary = root / began["name"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,9 +26,12 @@ __all__ = [
     "SavedStates",
     "Without",
     "class_name",
+    "digests",
     "extra_modules",
     "frozen_states",
     "optimizer_values",
+    "own_buffers",
+    "persistent_buffers",
     "plugin_objects",
     "set_optimizer_values",
     "shared_names",
@@ -87,6 +91,30 @@ def shared_names(module: nn.Module) -> dict[str, str]:
         first.setdefault(tensor, name)
     tensors = module.state_dict(keep_vars=True).items()
     return {n: first[t] for n, t in tensors if isinstance(t, Tensor) and t in first and first[t] != n}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers, by name, that are part of the module's state dict."""
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def own_buffers(module: nn.Module, others: Mapping[str, str]) -> dict[str, Tensor]:
+    """The buffers that are not as on the rank that stores them, whose digests are `others`.
+
+    Running statistics see each rank's own data; without them a resumed rank would not be what it was.
+    """
+    mine = digests(module)
+    return {n: b for n, b in persistent_buffers(module).items() if mine[n] != others.get(n)}
+
+
+def digests(module: nn.Module) -> dict[str, str]:
+    """A hash of every persistent buffer."""
+    found = {}
+    for name, buffer in persistent_buffers(module).items():
+        flat = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        found[name] = hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+    return found
 
 
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:

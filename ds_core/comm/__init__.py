@@ -13,13 +13,11 @@ if TYPE_CHECKING:
         Work,
         all_gather,
         all_gather_into_tensor,
-        all_gather_json,
         all_reduce,
         all_to_all_single,
         barrier,
         batch_isend_irecv,
         broadcast,
-        broadcast_json,
         gather,
         irecv,
         isend,
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     )
     from ds_core.comm.fingerprint import check_ranks_agree
     from ds_core.comm.log import CommsLog, CommsRow, configure, log_summary, reset
+    from ds_core.comm.objects import all_gather_json, broadcast_json
     from ds_core.comm.start import find_rendezvous, init_distributed, is_initialized, local_rank
 
 __all__ = [
@@ -69,6 +68,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "all_gather_json": "objects",
+    "broadcast_json": "objects",
     "check_ranks_agree": "fingerprint",
     "find_rendezvous": "start",
     "init_distributed": "start",

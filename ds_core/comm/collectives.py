@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -21,20 +20,18 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_core.comm import gloo
 from ds_core.comm import log as comms_log
-from ds_core.comm.gloo import AfterWork, Lane
+from ds_core.comm.lane import AfterWork, Lane, Messages
 from ds_core.errors import CommError
 
 __all__ = [
     "Work",
     "all_gather",
     "all_gather_into_tensor",
-    "all_gather_json",
     "all_reduce",
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
-    "broadcast_json",
     "gather",
     "irecv",
     "isend",
@@ -78,7 +75,7 @@ def rank(group: ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _members(group: ProcessGroup | None) -> int:
+def members(group: ProcessGroup | None) -> int:
     """`world_size`, for a call that only members may make."""
     size = world_size(group)
     if size < 1:  # torch's answer for the others
@@ -97,9 +94,7 @@ def _logged(function: Callable[P, R]) -> Callable[P, R]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         group = bound.arguments.get("group")
-        return cast(
-            R, comms_log.active.timed(name, bound.arguments, _members(group), lambda: function(*args, **kwargs))
-        )
+        return cast(R, comms_log.active.timed(name, bound.arguments, members(group), lambda: function(*args, **kwargs)))
 
     return call
 
@@ -109,7 +104,7 @@ def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Replace `tensor`, on every rank, by the reduction over all ranks; the same bits everywhere."""
-    if (size := _members(group)) == 1:
+    if (size := members(group)) == 1:
         return _nothing(async_op)
     lane, backend = _route(group, tensor)
     if lane is None or op not in gloo.FOLDS:
@@ -124,7 +119,7 @@ def reduce(
     tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Reduce into `tensor` of global rank `dst`; elsewhere its content is undefined afterwards."""
-    if (size := _members(group)) == 1:
+    if (size := members(group)) == 1:
         return _nothing(async_op)
     _, backend = _route(group, tensor)
     work = dist.reduce(tensor, dst, _wire_op(op, backend), group, async_op=True)
@@ -134,7 +129,7 @@ def reduce(
 @_logged
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Replace `tensor`, on every rank, by that of global rank `src`."""
-    if _members(group) == 1 or tensor.numel() == 0:
+    if members(group) == 1 or tensor.numel() == 0:
         return _nothing(async_op)
     return _plain(dist.broadcast(tensor, src, group, async_op), async_op)
 
@@ -144,7 +139,7 @@ def all_gather_into_tensor(
     output: Tensor, input: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill `output` (n times as long, any shape) with every rank's `input`, in rank order."""
-    size = _members(group)
+    size = members(group)
     _check_lengths("all_gather_into_tensor", "output", output, "input", input, size)
     if size == 1:
         output.detach().view(-1).copy_(input.detach().reshape(-1))
@@ -162,7 +157,7 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill `tensor_list[i]` with rank i's `tensor`. Over gloo the lengths may differ between ranks, or be 0."""
-    size = _members(group)
+    size = members(group)
     if len(tensor_list) != size:
         raise CommError(f"all_gather over {size} ranks was given {len(tensor_list)} tensors to fill; give {size}")
     if size == 1:
@@ -188,7 +183,7 @@ def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill `output` with this rank's n-th part of the reduction of `input` (n times as long, any shape)."""
-    size = _members(group)
+    size = members(group)
     _check_lengths("reduce_scatter_tensor", "input", input, "output", output, size)
     if size == 1:
         output.detach().view(-1).copy_(input.detach().reshape(-1))
@@ -212,7 +207,7 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Work | None:
     """Send the i-th part of `input` (along dim 0) to rank i; `output` takes the parts that come, in rank order."""
-    if _members(group) == 1:
+    if members(group) == 1:
         output.detach().copy_(input.detach())
         return _nothing(async_op)
     out_sizes = None if output_split_sizes is None else list(output_split_sizes)
@@ -229,7 +224,7 @@ def gather(
     async_op: bool = False,
 ) -> Work | None:
     """Fill `gather_list[i]` of global rank `dst` with rank i's `tensor`; the others give None."""
-    if _members(group) == 1:
+    if members(group) == 1:
         if gather_list:
             gather_list[0].detach().copy_(tensor.detach())
         return _nothing(async_op)
@@ -247,7 +242,7 @@ def scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Fill rank i's `tensor` with `scatter_list[i]` of global rank `src`; the others give None."""
-    if _members(group) == 1:
+    if members(group) == 1:
         if scatter_list:
             tensor.detach().copy_(scatter_list[0].detach())
         return _nothing(async_op)
@@ -259,28 +254,28 @@ def scatter(
 @_logged
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send `tensor` to global rank `dst`; returns when it may be changed again."""
-    _members(group)
+    members(group)
     dist.send(tensor, dst, group, tag)
 
 
 @_logged
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive into `tensor` from global rank `src` (None: whoever sends); returns the sender."""
-    _members(group)
+    members(group)
     return dist.recv(tensor, src, group, tag)
 
 
 @_logged
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start sending `tensor` to global rank `dst`; it must stay as it is until the work is done."""
-    _members(group)
+    members(group)
     return _message(dist.isend(tensor, dst, group, tag), group, tensor)
 
 
 @_logged
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start receiving into `tensor` from global rank `src` (None: whoever sends)."""
-    _members(group)
+    members(group)
     return _message(dist.irecv(tensor, src, group, tag), group, tensor)
 
 
@@ -306,56 +301,9 @@ def batch_isend_irecv(
 @_logged
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Return when every rank of `group` has called it."""
-    if _members(group) == 1:
+    if members(group) == 1:
         return _nothing(async_op)
     return _plain(dist.barrier(group, async_op), async_op)
-
-
-def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as settings."""
-    text = _text_tensor(obj)
-    size = _members(group)
-    if size == 1:
-        return [_from_text(text)]
-    device = _device(group)
-    lengths = torch.zeros(size, dtype=torch.int64, device=device)
-    all_gather_into_tensor(lengths, torch.tensor([text.numel()], device=device), group)
-    widths = [int(n) for n in lengths.tolist()]
-    padded = torch.zeros(max(widths), dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text.to(device)
-    gathered = torch.empty(size * max(widths), dtype=torch.uint8, device=device)
-    all_gather_into_tensor(gathered, padded, group)
-    return [_from_text(row[:width]) for row, width in zip(gathered.cpu().view(size, -1), widths, strict=True)]
-
-
-def broadcast_json(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
-    """Global rank `src`'s `obj`, on every rank; the others' is not looked at."""
-    if _members(group) == 1:
-        return _from_text(_text_tensor(obj))
-    device, sender = _device(group), rank() == src
-    text = _text_tensor(obj).to(device) if sender else torch.empty(0, dtype=torch.uint8, device=device)
-    length = torch.tensor([text.numel()], device=device)
-    broadcast(length, src, group)
-    if not sender:
-        text = torch.empty(int(length), dtype=torch.uint8, device=device)
-    broadcast(text, src, group)
-    return _from_text(text.cpu())
-
-
-def _text_tensor(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
-
-
-def _from_text(text: Tensor) -> Any:
-    return json.loads(bytes(text.tolist()))
-
-
-def _device(group: ProcessGroup | None) -> torch.device:
-    """Where `group`'s backend wants tensors: the CPU if it serves that, else the accelerator."""
-    config = dist.get_backend_config(group)
-    if "cpu:" in config:
-        return torch.device("cpu")
-    return torch.device(config.split(":")[0], torch.accelerator.current_device_index())
 
 
 def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str]:
@@ -403,7 +351,7 @@ def _plain(work: Any, async_op: bool) -> Work | None:
 def _message(work: Any, group: ProcessGroup | None, tensor: Tensor) -> Work:
     """One message's work; over gloo, one that can be polled."""
     lane, _ = _route(group, tensor)
-    return cast(Work, work if lane is None else gloo.Messages([work]))
+    return cast(Work, work if lane is None else Messages([work]))
 
 
 def _end(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:

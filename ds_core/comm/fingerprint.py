@@ -19,7 +19,8 @@ def check_ranks_agree(items: Mapping[str, str]) -> None:
 
     Raises RankMismatchError on every rank, naming each key that differs, its values and who holds which.
     """
-    from ds_core.comm.collectives import all_gather_json, world_size
+    from ds_core.comm.collectives import world_size
+    from ds_core.comm.objects import all_gather_json
 
     if world_size() == 1:
         return

@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_core.errors import ConfigError, Problem, nearest
 
-__all__ = ["CommsLog", "CommsRow", "configure", "log_summary", "reset"]
+__all__ = ["OPERATIONS", "CommsLog", "CommsRow", "configure", "log_summary", "reset"]
 
 log = logging.getLogger("ds_core.comm")
 
@@ -39,6 +39,8 @@ _MESSAGE = {
     ),
     "barrier": "",
 }
+OPERATIONS = tuple(_MESSAGE)
+"""What `comms_logger.prof_ops` can name."""
 _TIMES_RANKS = ("gather", "scatter")
 
 
@@ -194,7 +196,7 @@ def bandwidths(op: str, size: int, ranks: int, seconds: float) -> tuple[float, f
 def _with_stragglers(rows: Iterable[CommsRow]) -> list[CommsRow]:
     """`rows` with the spread of total time over the ranks that have the same row."""
     global active
-    from ds_core.comm.collectives import all_gather_json
+    from ds_core.comm.objects import all_gather_json
 
     rows = list(rows)
     was, active = active, None  # the exchange itself is not part of what is measured
@@ -236,8 +238,7 @@ def _show(rows: Sequence[CommsRow], straggler: bool) -> None:
         heads.pop(1)
         for line in cells:
             line.pop(1)
-    if sys.stdout.isatty():
-        _show_rich(heads, cells)
+    if sys.stdout.isatty() and _show_rich(heads, cells):
         return
     widths = [max(len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
     for line in [heads, *cells]:
@@ -245,16 +246,21 @@ def _show(rows: Sequence[CommsRow], straggler: bool) -> None:
         print("  ".join(texts).rstrip())
 
 
-def _show_rich(heads: Sequence[str], cells: Iterable[Sequence[str]]) -> None:
+def _show_rich(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> bool:
+    """Print a table, unless the terminal is too narrow for its figures."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*heads, title="communication")
+    table, console = Table(*heads, title="communication", box=SIMPLE_HEAD, pad_edge=False), Console()
     for column in table.columns[1:]:
         column.justify = "right"
     for line in cells:
         table.add_row(*line)
-    Console().print(table)
+    if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+        return False
+    console.print(table)
+    return True
 
 
 class _Finished:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ds_core.errors import CommError, ConfigError
+from ds_core.errors import CommError, ConfigError, Problem
 
 __all__ = ["DEFAULT_PORT", "Rendezvous", "find_rendezvous", "init_distributed", "is_initialized", "local_rank"]
 
@@ -57,6 +57,7 @@ _SCHEDULERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...],
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
     ),
 )
+_LOCAL_RANKS = ("LOCAL_RANK", *(name for scheduler in _SCHEDULERS for name in scheduler[3]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,7 @@ def is_initialized() -> bool:
 def local_rank(env: Mapping[str, str] | None = None) -> int:
     """This process's number on its machine, from whichever launcher started it; 0 when none did."""
     env = os.environ if env is None else env
-    names = ["LOCAL_RANK", *(name for _, _, _, local, _ in _SCHEDULERS for name in local)]
-    for name in names:
+    for name in _LOCAL_RANKS:
         if env.get(name):
             return _integer(env, name)
     return 0
@@ -162,7 +162,7 @@ def find_rendezvous(
         facts = {**found, **facts}
     if "RANK" not in facts and "WORLD_SIZE" not in facts:
         return None
-    if rank >= 0 and world_size >= 0:
+    if (rank >= 0 and world_size >= 0) or (discover and _first(env, _LOCAL_RANKS)):
         facts.setdefault("LOCAL_RANK", str(local_rank(env)))
     facts.setdefault("MASTER_PORT", str(port))
     if facts.get("WORLD_SIZE") == "1":
@@ -172,6 +172,8 @@ def find_rendezvous(
     if missing:
         known = ", ".join(f"{n}={v}" for n, v in sorted(facts.items()))
         hint = "" if discover else " (auto_mpi_discovery is off)"
+        if missing == ["MASTER_ADDR"]:
+            hint += ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on all of them"
         raise CommError(
             f"{', '.join(missing)} missing from the environment, which has {known} from {source}{hint}; {MEND}"
         )
@@ -270,12 +272,26 @@ def _accelerator_backend() -> str:
 
 
 def _configure_log(config: Any) -> None:
-    """Put the `comms_logger` section of a RunConfig, or of a plain mapping, into effect."""
-    from ds_core.comm.log import configure
+    """Put the `comms_logger` section of a RunConfig, or of what one is read from, into effect."""
+    from pydantic import ValidationError
 
-    section = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)
-    if section is not None:
-        configure(section)
+    from ds_core.comm.log import configure
+    from ds_core.config.core import CommsLogger
+    from ds_core.config.run import RunConfig
+    from ds_core.config.source import read_config
+
+    if isinstance(config, RunConfig):
+        configure(config.core.comms_logger)
+        return
+    source = read_config(config)
+    try:
+        configure(CommsLogger.model_validate(source.raw.get("comms_logger", {})))
+    except ValidationError as error:
+        problems = [
+            Problem(".".join(("comms_logger", *map(str, e["loc"]))), f"{e['msg']}; got {e['input']!r}")
+            for e in error.errors()
+        ]
+        raise ConfigError(problems, source.origin) from None
 
 
 def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: int, world_size: int) -> None:

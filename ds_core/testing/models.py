@@ -119,7 +119,9 @@ def make_optimizer(case: Case, groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
-def reference_run(case: Case, dp: int, build: Callable[[Case], nn.Module] = build_model) -> tuple[list[float], dict[str, Tensor]]:
+def reference_run(
+    case: Case, dp: int, build: Callable[[Case], nn.Module] = build_model
+) -> tuple[list[float], dict[str, Tensor]]:
     """Train in one process, with plain torch, on what all `dp` ranks see; returns (losses, final weights).
 
     Under bf16 the weights are bf16 copies of fp32 masters, as mixed precision means it.

@@ -87,7 +87,7 @@ def _check(answers: list[dict[str, Any]], tolerance: float) -> None:
             assert error <= tolerance, f"rank {rank}: {what} is off by {error:.3g} (relative), allowed {tolerance:.0e}"
 
 
-def _with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
+def with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
     merged = {**config, **extra}
     given = [dict(c.get("plugins", {})) for c in (config, extra)]
     modules = [m for g in given for m in g.get("load", [])]
@@ -95,12 +95,14 @@ def _with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str]
     return merged
 
 
-def _relative(ours: Any, truth: Any) -> float:
+def relative(ours: Any, truth: Any) -> float:
     scale = max(float(truth.abs().max()), 1e-3) if truth.numel() else 1.0
     return float((ours.double() - truth.double()).abs().max()) / scale if truth.numel() else 0.0
 
 
-def _train_and_compare(case_fields: dict[str, Any], extra: dict[str, Any], load: list[str], how: str) -> dict[str, float]:
+def _train_and_compare(
+    case_fields: dict[str, Any], extra: dict[str, Any], load: list[str], how: str
+) -> dict[str, float]:
     import torch
 
     import ds_core
@@ -112,7 +114,7 @@ def _train_and_compare(case_fields: dict[str, Any], extra: dict[str, Any], load:
     truth_losses, truth = reference_run(case, world)
     model = build_model(case, seed=rank)  # ranks start differently; the partitioner makes them agree on rank 0's
     engine, *_ = ds_core.initialize(
-        model=model, model_parameters=param_groups(case, model), config=_with_plugins(case.config(world), extra, load)
+        model=model, model_parameters=param_groups(case, model), config=with_plugins(case.config(world), extra, load)
     )
     stream = batches(case, rank, world)
     losses = []
@@ -121,9 +123,9 @@ def _train_and_compare(case_fields: dict[str, Any], extra: dict[str, Any], load:
         comm.all_reduce(mean)
         losses.append(mean.item() / world)
     worst = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, truth_losses, strict=True))
-    whole = _whole_weights(engine)
+    whole = whole_weights(engine)
     assert set(whole) == set(truth), f"names changed: {set(whole) ^ set(truth)}"
-    report = {"loss": worst, **{f"weight {n}": _relative(whole[n], t) for n, t in truth.items()}}
+    report = {"loss": worst, **{f"weight {n}": relative(whole[n], t) for n, t in truth.items()}}
     engine.destroy()
     assert torch.is_grad_enabled()
     return report
@@ -147,7 +149,7 @@ def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
     return total
 
 
-def _whole_weights(engine: Any) -> dict[str, Any]:
+def whole_weights(engine: Any) -> dict[str, Any]:
     """Full weights by name, through what the partitioner would store in a checkpoint."""
     import torch
 
@@ -190,7 +192,7 @@ def _train_axes(axes: dict[str, int], clip: float, extra: dict[str, Any], load: 
     coords = [_coords(axes, world, r) for r in range(world)]
     mine = coords[comm.rank()]
     model = torch.nn.ModuleDict({n: _head(n, mine) for n in names}).double()
-    engine, *_ = ds_core.initialize(model=model, config=_with_plugins(config, extra, load))
+    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
     dp = engine.ctx.mesh.size("dp")
     heads = {(n, _key(n, c)): _head(n, c).double() for c in coords for n in names}
     optimizer = torch.optim.AdamW([p for h in heads.values() for p in h.parameters()], lr=0.02, weight_decay=0.1)
@@ -207,14 +209,16 @@ def _train_axes(axes: dict[str, int], clip: float, extra: dict[str, Any], load: 
                     (heads[n, _key(n, c)](_axes_data(step, c["dp"])).square().mean() / dp).backward()
         parameters = [p for h in heads.values() for p in h.parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip or 1e9)
-        worst_norm = max(worst_norm, abs(engine.get_global_grad_norm() - norm.item()) / norm.item())
+        ours = engine.get_global_grad_norm()
+        assert ours is not None
+        worst_norm = max(worst_norm, abs(ours - norm.item()) / norm.item())
         optimizer.step()
         optimizer.zero_grad()
-    whole = _whole_weights(engine)
+    whole = whole_weights(engine)
     report = {"norm": worst_norm}
     for n in names:
         for part, truth in heads[n, _key(n, mine)].named_parameters():
-            report[f"weight {n}.{part}"] = _relative(whole[f"{n}.{part}"], truth.detach())
+            report[f"weight {n}.{part}"] = relative(whole[f"{n}.{part}"], truth.detach())
     engine.destroy()
     return report
 
@@ -262,7 +266,7 @@ def _overflow(extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
     from ds_core.testing.models import Case, build_model, micro_batch
 
     case = replace(Case(), dtype="float32")
-    config = _with_plugins(case.config(comm.world_size()), extra, load)
+    config = with_plugins(case.config(comm.world_size()), extra, load)
     engine, *_ = ds_core.initialize(model=build_model(case), config=config)
     for step in range(3):
         batch = micro_batch(case, step, 0, comm.rank())
@@ -270,7 +274,7 @@ def _overflow(extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
             batch["x"] = torch.full_like(batch["x"], torch.nan)
         engine.backward(engine(**batch))
         engine.step()
-    finite = all(bool(torch.isfinite(w).all()) for w in _whole_weights(engine).values())
+    finite = all(bool(torch.isfinite(w).all()) for w in whole_weights(engine).values())
     answer = {"skipped": engine.skipped_steps, "steps": engine.global_steps, "finite": finite}
     engine.destroy()
     return answer

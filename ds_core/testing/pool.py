@@ -279,8 +279,13 @@ class _Server:
         command = [sys.executable, "-c", _BOOT, json.dumps(_import_path()), str(theirs.fileno())]
         # A session of its own: Ctrl-C is for the test process, which then ends the workers in good order.
         self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-            pass_fds=[theirs.fileno()], start_new_session=True,
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
         )
         theirs.close()
         self._read()

@@ -39,11 +39,11 @@ class Text(Dataset):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps in all")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all")
     parser.add_argument("--stop-after", type=int, help="save and stop after this many steps")
     parser.add_argument("--run", type=Path, default=Path("runs/gpt"), help="folder of the checkpoint and the plot")
-    parser.set_defaults(deepspeed_config=str(Path(__file__).with_name("ds_config.json")))
-    args = ds_core.add_config_arguments(parser).parse_args()
+    ds_core.add_config_arguments(parser).set_defaults(deepspeed_config=Path(__file__).with_name("ds_config.json"))
+    args = parser.parse_args()
 
     torch.manual_seed(0)
     model = GPT()
@@ -54,6 +54,8 @@ def main() -> None:
             print(f"resumed from step {engine.global_steps}", flush=True)
 
     last = min(args.steps, args.stop_after or args.steps)
+    if engine.global_steps >= last:
+        raise SystemExit(f"{args.run} has {engine.global_steps} steps already; give more --steps or another --run")
     batches = iter(ds_core.RepeatingLoader(loader))
     with progress(engine, args.steps) as bar:
         while engine.global_steps < last:

@@ -1,4 +1,4 @@
-"""Collectives against a plain reference: every algorithm, operation, dtype and awkward size, with the same bits on all."""
+"""Collectives against a plain reference: each algorithm, operation, dtype and awkward size; the same bits on all."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_groups_smaller_than_the_world() -> None:
 
 
 def many_in_flight() -> None:
-    """Long and short collectives of all kinds started together and waited for in another order, on each rank its own."""
+    """Long and short collectives of all kinds started together, and waited for in an order of each rank's own."""
     size, rank = comm.world_size(), comm.rank()
     lengths = [3_000_001, 11, 1_500_003, 400_001, 2_500_000]
     tensors, works = [], []

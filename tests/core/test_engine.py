@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 
@@ -16,7 +17,8 @@ from ds_core.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
 
-BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0}
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "gradient_clipping": 0}
 
 
 def model(seed=0, dtype=torch.float32):
@@ -499,14 +501,11 @@ def test_initialize_errors_say_what_is_missing(monkeypatch):
     with pytest.raises(ConfigError, match="not built yet"):
         start(mesh_param=(1, 2))
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(UsageError, match="args.local_rank is 1"):
-        import argparse
-
+    with pytest.raises(UsageError, match=r"args.local_rank is 1"):
         start(args=argparse.Namespace(local_rank=1))
 
 
 def test_config_sources_are_equivalent(tmp_path):
-    import argparse
     import base64
     import json
 
@@ -527,7 +526,6 @@ def test_config_sources_are_equivalent(tmp_path):
 
 
 def test_deprecated_flags_warn(caplog):
-    import argparse
 
     parser = ds_core.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepscale", "--deepscale_config", "x.json"])
@@ -598,13 +596,13 @@ def test_unknown_attributes_are_the_modules():
     engine, *_ = start()
     assert [n for n, _ in engine.named_parameters()] == [n for n, _ in model().named_parameters()]
     with pytest.raises(AttributeError):
-        engine.no_such_thing  # noqa: B018
+        _ = engine.no_such_thing
 
 
 def test_vocabulary_log_level_dump_and_progress(caplog):
     with caplog.at_level(logging.INFO, "ds_core"):
-        engine, *_ = start({"vocabulary_size": 50257, "dump_state": True, "steps_per_print": 2, "memory_breakdown": True,
-                            "wall_clock_breakdown": True})  # fmt: skip
+        switches = dict.fromkeys(("dump_state", "memory_breakdown", "wall_clock_breakdown"), True)
+        engine, *_ = start({"vocabulary_size": 50257, "steps_per_print": 2, **switches})
         for x in data(4):
             engine.backward(engine(x).square().mean())
             engine.step()
@@ -662,7 +660,9 @@ def _multi(how):
                 (net(x).square().mean() / world).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return max(float((p - q).detach().abs().max()) for p, q in zip(net.parameters(), engine.module.parameters(), strict=True))
+    return max(
+        float((p - q).detach().abs().max()) for p, q in zip(net.parameters(), engine.module.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("how", ["two backwards", "two plain backwards", "no_sync", "coalesce", "late"])
@@ -709,7 +709,9 @@ def _sum_op():
     for x in xs:
         truth(x).square().mean().backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
-    return max(float((p - q).detach().abs().max()) for p, q in zip(truth.parameters(), engine.module.parameters(), strict=True))
+    return max(
+        float((p - q).detach().abs().max()) for p, q in zip(truth.parameters(), engine.module.parameters(), strict=True)
+    )
 
 
 def test_gradients_may_be_summed_instead_of_averaged():

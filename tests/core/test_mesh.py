@@ -67,7 +67,12 @@ def test_every_rank_is_in_exactly_one_row_of_every_axis(sizes, dp, ep):
     axes = [Axis(f"a{i}", s) for i, s in enumerate(sizes)] + [Axis("ep", ep, inside="dp")]
     world = math.prod(sizes) * dp * ep
     meshes = [plan_mesh(axes, world, r) for r in range(world)]
-    for names in [("dp",), ("ep",), *((f"a{i}",) for i in range(len(sizes))), ("dp", *(f"a{i}" for i in range(len(sizes))))]:
+    for names in [
+        ("dp",),
+        ("ep",),
+        *((f"a{i}",) for i in range(len(sizes))),
+        ("dp", *(f"a{i}" for i in range(len(sizes)))),
+    ]:
         rows = [tuple(m.ranks(*names)) for m in meshes]
         for rank, row in enumerate(rows):
             assert rank in row

@@ -44,7 +44,9 @@ def test_installed_plugins_are_discovered_by_name_only():
 def test_nothing_is_imported_until_the_config_names_it():
     plugins = Plugins(found=[section("zeta", "no_such_module_zeta")])
     assert plugins.load_sections(["other"]) == {}
-    with pytest.raises(PluginError, match=r"'zeta' \(ds-x 1.0, module no_such_module_zeta\) failed to import: ModuleNotFound"):
+    with pytest.raises(
+        PluginError, match=r"'zeta' \(ds-x 1.0, module no_such_module_zeta\) failed to import: ModuleNotFound"
+    ):
         plugins.load_sections(["zeta"])
 
 

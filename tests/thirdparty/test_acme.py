@@ -53,6 +53,8 @@ def test_everything_of_acme_works_together(building: ModuleType, acme: Path, tmp
     assert seen["lr"] == [0.125]  # halved once, after two steps
     assert seen["moved"] == pytest.approx(0.25 + 0.25 + 0.125)  # one sign for three steps, in its largest element
 
+    assert seen["bias"][0] != seen["bias"][1]
+
     *steps, end = lines(tmp_path / "journal.jsonl")
     assert [s["step"] for s in steps] == [0, 1, 2]
     assert steps[0]["loss"] > steps[-1]["loss"]
@@ -64,35 +66,52 @@ def test_everything_of_acme_works_together(building: ModuleType, acme: Path, tmp
 
 
 def test_its_section_has_effect_key_by_key(building: ModuleType, acme: Path, tmp_path: Path) -> None:
-    settings = config(tmp_path, every=2)
+    settings = config(tmp_path, every=2, freeze_biases=True)
     del settings["acme"]["events"]
     output = train(building, acme, tmp_path, settings)
-    assert json.loads(output.splitlines()[-1])["accelerator"] != "acme"  # there is none
+    seen = json.loads(output.splitlines()[-1])
+    assert seen["accelerator"] != "acme"  # there is none
+    assert seen["bias"][0] == seen["bias"][1]
     assert [row.get("step") for row in lines(tmp_path / "journal.jsonl")] == [0, 2, None]
     assert not (tmp_path / "events.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"acme": {"jurnal": "x"}}, ["acme.jurnal", "journal", "acme-ds 1.2.3"]),
-        ({"acme": {"journal": "x", "every": 0}}, ["acme.every", "0"]),
-        ({"acme": {"journal": "x", "events": "x"}}, ["acme.events", "is the journal", "name another file"]),
-        ({"acmee": {}}, ["acmee", "acme"]),
-        ({"optimizer": {"type": "AcmeSing"}}, ["optimizer.type", "AcmeSing", "acmesign"]),
-        ({"optimizer": {"type": "AcmeSign", "params": {"lr": 0.0}}}, ["optimizer.params.lr", "0"]),
-        ({"scheduler": {"type": "AcmeHalving", "params": {"evry": 2}}}, ["scheduler.params.evry", "every"]),
-    ],
+MISTAKES: tuple[tuple[dict[str, Any], list[str]], ...] = (
+    ({"acme": {"jurnal": "x"}}, ["acme.jurnal", "journal", "acme-ds 1.2.3"]),
+    ({"acme": {"journal": "x", "every": 0}}, ["acme.every", "0"]),
+    ({"acme": {"journal": "x", "events": "x"}}, ["acme.events", "is the journal", "name another file"]),
+    ({"acmee": {}}, ["acmee", "acme"]),
+    ({"optimizer": {"type": "AcmeSing"}}, ["optimizer.type", "AcmeSing", "acmesign"]),
+    ({"optimizer": {"type": "AcmeSign", "params": {"lr": 0.0}}}, ["optimizer.params.lr", "0"]),
+    ({"scheduler": {"type": "AcmeHalving", "params": {"evry": 2}}}, ["scheduler.params.evry", "every"]),
 )
-def test_a_mistake_in_what_acme_owns_is_named(
-    building: ModuleType, acme: Path, tmp_path: Path, change: dict[str, Any], words: list[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config(tmp_path) | change))
-    code = "import sys, ds_core; ds_core.compose(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def answers(building: ModuleType, acme: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a config check says to each of the mistakes, asked in one process."""
+    code = """
+import json, sys, ds_core
+from ds_core.errors import ConfigError
+answers = []
+for settings in json.loads(sys.argv[1]):
+    try:
+        ds_core.compose(settings)
+        answers.append("no error")
+    except ConfigError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+    settings = [config(tmp_path_factory.mktemp("check")) | change for change, _ in MISTAKES]
     env = building.clean_environment(PYTHONPATH=str(acme))
-    output = building.run([sys.executable, "-c", code, str(tmp_path / "config.json")], env=env, status=-1)
-    message = output[output.rindex("ConfigError") :]
-    assert [w for w in words if w not in message] == [], message
+    answers: list[str] = json.loads(building.run([sys.executable, "-c", code, json.dumps(settings)], env=env))
+    return answers
+
+
+@pytest.mark.parametrize("index", range(len(MISTAKES)), ids=[words[0] for _, words in MISTAKES])
+def test_a_mistake_in_what_acme_owns_is_named(answers: list[str], index: int) -> None:
+    _, words = MISTAKES[index]
+    assert [w for w in words if w not in answers[index]] == [], answers[index]
 
 
 def select(building: ModuleType, acme: Path, status: int = 0, **environment: str) -> str:
@@ -116,3 +135,10 @@ def test_an_accelerator_that_cannot_be_had_is_answered_with_why(building: Module
     unknown = select(building, acme, status=-1, DS_ACCELERATOR="acmi")
     words = ("acmi", "did you mean 'acme'", "cpu (ds-core)", "no acme device is plugged in")
     assert [w for w in words if w not in unknown] == [], unknown
+
+
+def test_its_command_stands_beside_our_own(building: ModuleType, acme: Path) -> None:
+    env = building.clean_environment(PYTHONPATH=str(acme))
+    dscore = str(Path(sys.executable).with_name("dscore"))
+    assert "Say who made this." in building.run([dscore, "--help"], env=env)
+    assert building.run([dscore, "acme", "--name", "ds"], env=env).strip() == "acme greets ds"

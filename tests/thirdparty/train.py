@@ -16,6 +16,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     start = model.weight.detach().clone()
+    bias = model.bias.item()
     engine, optimizer, _, scheduler = ds_core.initialize(model=model, config=sys.argv[1])
     x = torch.randn(8, 4)
     for _ in range(3):
@@ -29,6 +30,7 @@ def main() -> None:
                 "optimizer": type(optimizer).__name__,
                 "lr": engine.get_lr(),
                 "moved": float((model.weight.detach() - start).abs().max()),
+                "bias": [model.bias.item(), bias],
                 "scheduler": type(scheduler).__name__,
                 "steps": engine.global_steps,
             }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ds_core.config import Section
-from ds_core.entries import AcceleratorEntry, OptimizerEntry, SchedulerEntry
+from ds_core.entries import AcceleratorEntry, CommandEntry, OptimizerEntry, Phase, SchedulerEntry, Transform
 from ds_core.errors import Problem
 from ds_core.stash import StashKey
 
@@ -28,6 +28,7 @@ class AcmeConfig(Section):
     journal: Path = Field(description="File that gets one JSON line per journalled step, and one at the end.")
     every: int = Field(1, ge=1, description="Journal every so many steps.")
     events: Path | None = Field(None, description="File of acme's monitor; none, no monitor.")
+    freeze_biases: bool = Field(False, description="Train no bias.")
 
 
 def ds_config() -> type[AcmeConfig]:
@@ -55,6 +56,21 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
 def ds_schedulers() -> Mapping[str, SchedulerEntry]:
     """Halving."""
     return {"AcmeHalving": SchedulerEntry("acme_ds.optim:make_halving", "acme_ds.optim:HalvingParams")}
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore acme``."""
+    return {"acme": CommandEntry("acme_ds.command:greet", "Say who made this.")}
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """Freeze the biases, when the section says so."""
+    section = ctx.config.section("acme")
+    if isinstance(section, AcmeConfig) and section.freeze_biases:
+        from acme_ds.model import freeze_biases
+
+        return [Transform(Phase.SUBSTITUTE, freeze_biases)]
+    return []
 
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:

@@ -1,0 +1,123 @@
+"""Which process failed first, and saying so plainly."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_core.cli.guard import Ending, Started
+
+__all__ = ["Failure", "describe", "exit_code", "first", "gather", "signal_name"]
+
+# What a rank says whose peer has gone; the peer's own end is what the user wants to see.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror", re.IGNORECASE
+)
+_HINTS = {
+    "SIGKILL": "nobody but the system or a person sends this; mostly the machine ran out of memory (see dmesg)",
+    "SIGSEGV": "a crash in compiled code; its Python stack is above",
+    "SIGBUS": "mostly shared memory is full (see `dscore doctor`)",
+    "SIGABRT": "compiled code gave up; its own words are above",
+    "SIGILL": "compiled code for another processor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A process that failed by itself.
+
+    code: exit code, or -n for signal n. time: monotonic seconds; infinite when it was not seen. error: the
+    exception in one line, or "". traceback: as Python would print it, or "" when the process printed it itself.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    time: float
+    error: str
+    traceback: str
+
+
+def gather(
+    folder: Path, attempt: int, endings: Mapping[Started, Ending], known: Iterable[tuple[int, int, int, int]] = ()
+) -> tuple[list[Failure], int]:
+    """The failures of one attempt in order of time, and how many processes were ended because of them.
+
+    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`.
+    """
+    rows = [
+        _failure(folder, attempt, one.local_rank, one.rank, one.pid, ending.code, ending.time)
+        for one, ending in endings.items()
+        if one.attempt == attempt and ending.code != 0
+    ]
+    seen = {row.rank for row in rows}
+    rows += [
+        _failure(folder, attempt, local, rank, pid, code, float("inf"))
+        for rank, local, pid, code in known
+        if rank not in seen
+    ]
+    rows.sort(key=lambda row: (row.time, row.rank))
+    own = [row for at, row in enumerate(rows) if at == 0 or not _was_ended(row)]
+    return own, len(rows) - len(own)
+
+
+def _failure(folder: Path, attempt: int, local_rank: int, rank: int, pid: int, code: int, ended: float) -> Failure:
+    try:
+        word = json.loads((folder / f"{attempt}-{local_rank}.error").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it died without a word
+        return Failure(rank, pid, code, ended, "", "")
+    return Failure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
+
+
+def _was_ended(row: Failure) -> bool:
+    """Whether a process that failed after another one looks like one that the launcher ended."""
+    return row.code in (-signal.SIGTERM, -signal.SIGKILL) and not row.error
+
+
+def first(failures: list[Failure]) -> Failure:
+    """The failure to show: the earliest that is not a mere echo of a lost peer."""
+    return next((row for row in failures if not _LOST_PEER.search(row.error)), failures[0])
+
+
+def exit_code(failure: Failure) -> int:
+    """What a shell would say: the exit code, or 128 + the signal."""
+    return failure.code if failure.code > 0 else 128 - failure.code
+
+
+def describe(failures: list[Failure], ended: int, world_size: int) -> str:
+    """The whole message: the first failure's traceback once, then one line for each rank."""
+    root = first(failures)
+    name = signal_name(-root.code)
+    how = f"exit code {root.code}" if root.code > 0 else f"{name} (signal {-root.code})"
+    hint = _HINTS.get(name, "") if root.code < 0 and not root.error else ""
+    lines = [root.traceback] if root.traceback else []
+    lines.append(
+        f"dscore: rank {root.rank} of {world_size} "
+        + ("failed first, with " if root.code > 0 else "was ended first, by ")
+        + f"{how}; pid {root.pid} on {socket.gethostname()}"
+        + (f": {_head(root.error)}" if root.error else f"; {hint}" if hint else "")
+    )
+    for row in failures:
+        if row is not root:
+            code = f"exit code {row.code}" if row.code > 0 else signal_name(-row.code)
+            lines.append(f"dscore: rank {row.rank} too: {_head(row.error) or code}")
+    if ended:
+        lines.append(f"dscore: the other {ended} {'process was' if ended == 1 else 'processes were'} ended")
+    return "\n".join(lines)
+
+
+def _head(text: str) -> str:
+    return (text.splitlines() or [""])[0][:300]
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 99`` for a number that has no name here."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

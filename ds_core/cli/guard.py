@@ -1,0 +1,166 @@
+"""The launcher's eye on its processes: when each ended, and an end within seconds for all that they started.
+
+torch's launcher asks processes to end and waits up to 30 seconds; a rank that sits in a collective does not hear
+Ctrl-C, and what a rank started itself is nobody's child. Every rank leads a session of its own, so a session is
+what gets ended here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["Ending", "Guard", "Started", "Stopped", "members"]
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Stopped(BaseException):
+    """The launcher was told to stop by signal `number` before torch took over its signals."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process that has begun: which attempt (from 0), rank, and the session that it leads."""
+
+    attempt: int
+    local_rank: int
+    rank: int
+    pid: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended. code: as of subprocess, -n for signal n. time: monotonic seconds when it was noticed."""
+
+    code: int
+    time: float
+
+
+class Guard:
+    """While entered: notes how processes end and ends what does not end by itself. Use it in the main thread.
+
+    folder: where the processes leave word. grace: seconds between the first failure, or the signal to stop, and
+    the end by force.
+    """
+
+    def __init__(self, folder: Path, grace: float) -> None:
+        self.folder, self.grace = folder, grace
+        self.endings: dict[Started, Ending] = {}
+        self._timers: dict[int | None, threading.Timer] = {}
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Guard:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        for number in (*STOPS, signal.SIGCHLD):
+            self._handlers[number] = signal.signal(
+                number, self._child_ended if number == signal.SIGCHLD else _raise_stopped
+            )
+        # torch puts its own handlers over ours; the wakeup pipe hears every signal whoever handles it.
+        self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="dscore-guard", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.close(self._write)  # the thread reads the end of the pipe and returns
+        self._thread.join()
+        os.close(self._read)
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def started(self) -> Iterator[Started]:
+        """The processes that have begun, by attempt and rank."""
+        for path in sorted(self.folder.glob("*.start")):
+            attempt, _, local_rank = path.stem.partition("-")
+            yield Started(int(attempt), int(local_rank), **json.loads(path.read_text()))
+
+    def end(self, attempt: int | None = None) -> None:
+        """Kill everything in the sessions of `attempt`, or of all attempts, and return when it is gone."""
+        for one in self.started():
+            if attempt in (None, one.attempt):
+                _kill_session(one.session)
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        """On SIGCHLD, before torch collects the child: note how and when it ended, and leave it collectable."""
+        for one in self.started():
+            if one in self.endings:
+                continue
+            try:
+                seen = os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except (ChildProcessError, AttributeError):  # collected before we came; macOS has waitid since 3.13
+                continue
+            if seen is not None:
+                code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+                self.endings[one] = Ending(code, time.monotonic())
+                if code != 0:
+                    self._end_later(one.attempt)
+
+    def _listen(self) -> None:
+        while heard := os.read(self._read, 64):
+            if any(number in heard for number in STOPS):
+                self._end_later(None)
+
+    def _end_later(self, attempt: int | None) -> None:
+        if attempt not in self._timers:
+            self._timers[attempt] = timer = threading.Timer(self.grace, self.end, [attempt])
+            timer.daemon = True
+            timer.start()
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def _kill_session(session: int) -> None:
+    """Kill every process of `session`, which one of our processes leads; again until none is left (forks race)."""
+    if session in (os.getsid(0), 0):
+        return
+    for _ in range(50):
+        pids = members(session)
+        for pid in pids:
+            _quietly(os.kill, pid)
+        if not pids:
+            return
+        time.sleep(0.02)
+
+
+def _quietly(kill: Callable[[int, int], None], target: int) -> None:
+    try:
+        kill(target, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # gone, or become somebody else's
+        pass
+
+
+def members(session: int) -> list[int]:
+    """The living processes of `session`; without /proc the group of its leader is all that can be reached."""
+    found = []
+    if not os.path.exists("/proc/self/stat"):
+        _quietly(os.killpg, session)
+        return []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            # "pid (name) state ppid pgrp session ...": the name may hold anything, also parentheses
+            state, _, _, owner = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # ended while we looked
+            continue
+        if int(owner) == session and state not in "ZX":
+            found.append(int(name))
+    return found

@@ -1,0 +1,63 @@
+"""How the command talks: tables that fit the terminal or, in a pipe, are never cut; JSON; one-line messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from ds_core.errors import DSError
+
+__all__ = ["CommandError", "say_error", "show_json", "show_table"]
+
+
+class CommandError(DSError):
+    """Something is wrong with how a command was called; `dscore` exits with 2."""
+
+
+def say_error(text: str) -> None:
+    """One plain message on stderr."""
+    typer.echo(f"dscore: {text}", err=True)
+
+
+def show_json(value: Any) -> None:
+    """`value` as indented JSON on stdout."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout. On a terminal long cells are folded; elsewhere every row is one whole line."""
+    if sys.stdout.isatty():
+        _on_terminal(columns, rows)
+        return
+    flat = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
+    widths = [max(len(row[i]) for row in flat) for i in range(len(columns))]
+    for row in flat:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    Console().print(table)
+
+
+_STYLES = {
+    "ok": "green",
+    "loaded": "green",
+    "note": "yellow",
+    "disabled": "yellow",
+    "fault": "bold red",
+    "quarantined": "bold red",
+}

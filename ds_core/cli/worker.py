@@ -1,0 +1,112 @@
+"""What every launched process starts with: run the user's script and leave word of how it ended.
+
+Run by its path, as ``python -u worker.py FOLDER (script | module) NAME [ARGS...]``; standard library only, so that
+it costs nothing and reads nothing of ours.
+
+[Note: inside the process, not around it] A parent that reads the script's stderr would take its terminal away (no
+live progress bar) and could only guess where a traceback begins. So the script runs in this very process; its
+output goes straight where the launcher's goes, and only an uncaught exception is written down, for the launcher
+to show the first one once instead of each rank's copy.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__: list[str] = []
+
+
+def main() -> None:
+    """Prepare the process as ``python SCRIPT ARGS`` would and run the script."""
+    safe = getattr(sys.flags, "safe_path", False)
+    if not safe:
+        sys.path.pop(0)  # this file's folder, before anything is imported from it by mistake
+    import faulthandler
+    import os
+    import runpy
+
+    folder, kind, name, *arguments = sys.argv[1:]
+    prefix = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['LOCAL_RANK']}"
+    _end_with(os.getppid())
+    start = {"pid": os.getpid(), "session": os.getsid(0), "rank": int(os.environ["RANK"])}
+    _write(os.path.join(folder, f"{prefix}.start"), start)
+    faulthandler.enable()  # a crash in compiled code shows its Python stack
+
+    sys.argv = [name, *arguments]
+    try:
+        if kind == "module":
+            if not safe:
+                sys.path.insert(0, os.getcwd())
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            if not safe:
+                sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
+            runpy.run_path(name, run_name="__main__")
+    except BaseException as error:
+        if os.getpid() == start["pid"]:  # not a child that the script forked
+            _leave_word(os.path.join(folder, f"{prefix}.error"), error, name if kind == "script" else None)
+        raise
+
+
+def _leave_word(path: str, error: BaseException, script: str | None) -> None:
+    """Write the exception down and keep Python from printing it; exit codes stay Python's own."""
+    import time
+    import traceback
+
+    at = time.monotonic()
+    if isinstance(error, SystemExit):  # Python prints its text, if it has one, and says no more
+        if error.code not in (None, 0):
+            _write(path, {"time": at, "error": "" if isinstance(error.code, int) else str(error.code), "traceback": ""})
+        return
+    inner = error.__traceback__
+    while inner is not None and _is_ours(inner.tb_frame.f_code.co_filename, script):
+        inner = inner.tb_next
+    error.__traceback__ = inner
+    own_hook = sys.excepthook is not sys.__excepthook__
+    text = "" if own_hook else "".join(traceback.format_exception(type(error), error, inner))
+    lines = traceback.format_exception_only(type(error), error)  # a SyntaxError begins with its place, notes follow
+    said = _write(path, {"time": at, "error": next(x for x in lines if x[:1] != " ").strip(), "traceback": text})
+    if said and not own_hook:
+        sys.excepthook = lambda *_: None
+
+
+def _is_ours(filename: str, script: str | None) -> bool:
+    """Whether a frame belongs to this file or to runpy rather than to the script."""
+    if filename == script:
+        return False
+    return filename == __file__ or filename == "<frozen runpy>" or filename.endswith("runpy.py")
+
+
+def _write(path: str, facts: dict[str, object]) -> bool:
+    """Put `facts` at `path` whole or not at all; False when that cannot be done (the launcher and its folder are gone)."""
+    import json
+    import os
+
+    try:
+        with open(path + ".new", "w", encoding="utf-8", errors="backslashreplace") as stream:
+            json.dump(facts, stream)
+        os.replace(path + ".new", path)
+    except OSError:
+        return False
+    return True
+
+
+def _end_with(parent: int) -> None:
+    """Ask Linux to end this process when the launcher is killed in a way that leaves it no time to do so."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+    import os
+    import signal
+
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    try:
+        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGTERM), 0, 0, 0)
+    except (OSError, AttributeError):  # a libc without prctl: the launcher's own care has to do
+        return
+    if os.getppid() != parent:
+        sys.exit(143)
+
+
+if __name__ == "__main__":
+    main()

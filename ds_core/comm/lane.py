@@ -1,0 +1,175 @@
+"""Work objects, and the lane on which a group's long collectives run one after the other."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_core.errors import CommError
+
+__all__ = ["AfterWork", "Lane", "LaneWork", "Messages"]
+
+_Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"]]
+
+
+class AfterWork:
+    """A running collective and what is left to do here when it has arrived; done once, by wait or is_completed."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], Any] | None = None) -> None:
+        self._works, self._finish = list(works), finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is in its tensor. Raises what the backend raises."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        self._works = []
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            with torch.no_grad():
+                finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result is in its tensor; adds up what has fully arrived."""
+        return all(work.is_completed() for work in self._works) and self.wait()
+
+
+class Messages:
+    """Sends and receives under way, as one work.
+
+    [Note: polling] gloo's own works of point-to-point messages say that they are complete only after a wait. So the
+    first question starts a thread that waits for them.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._done: Future[None] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all have been sent and received."""
+        if self._done is None:
+            self._wait_each(timeout)
+        else:
+            LaneWork(self._done).wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have been sent and received (or failed; wait tells)."""
+        if not self._works:
+            return True
+        if self._done is None:
+            self._done = Future()
+            jobs: _Jobs = queue.SimpleQueue()
+            jobs.put((lambda: self._wait_each(None), False, self._done))
+            threading.Thread(target=_serve, args=(jobs, 1), name="ds_core.comm poll", daemon=True).start()
+        return self._done.done()
+
+    def _wait_each(self, timeout: timedelta | None) -> None:
+        for work in self._works:  # a second wait for the same message would never end
+            work.wait() if timeout is None else work.wait(timeout)
+        self._works = ()
+
+
+class LaneWork:
+    """A collective that runs on its group's lane."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is in its tensor. Raises what the collective raised."""
+        try:
+            self._future.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError:
+            raise CommError(f"a collective did not finish within {timeout}") from None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the collective has ended, well or not; wait tells which."""
+        return self._future.done()
+
+
+class Lane:
+    """What we keep per group: its size, this rank's place in it, and the order of its long collectives.
+
+    Chunked collectives of one group run one after the other in the order in which they were called, on every rank;
+    asynchronous ones on a thread of their own. It is a daemon, so a rank that fails can end while its peers hang.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # the lane is kept for as long as its group lives, and must not keep it
+        self.size, self.rank = group.size(), group.rank()
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._last: Future[None] | None = None
+        self._started = False
+
+    def run(self, job: Callable[[], None], async_op: bool, inference: bool) -> LaneWork | None:
+        """Run `job` after all that was called before it; on the lane's thread if `async_op`."""
+        if not async_op:
+            if self._last is not None:
+                self._last.exception()  # only its end matters here; its own wait() raises
+                self._last = None
+            with torch.no_grad():
+                job()
+            return None
+        if not self._started:
+            threading.Thread(target=_serve, args=(self._jobs,), name="ds_core.comm lane", daemon=True).start()
+            self._started = True
+        self._last = future = Future[None]()
+        self._jobs.put((job, inference, future))
+        return LaneWork(future)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group, which must not have been destroyed."""
+        group = self._group()
+        if group is None:
+            raise CommError("the process group was destroyed while a collective ran on it; wait for its work first")
+        return group
+
+    def peers(self) -> list[int]:
+        """The other ranks, each rank starting at its right neighbour, so that not all send to one at once."""
+        return [(self.rank + d) % self.size for d in range(1, self.size)]
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+        """Start sending a flat tensor; it must stay as it is until the work is done."""
+        return self.group.send([tensor.view(torch.uint8)], to, tag)
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Any:
+        """Start receiving into a flat tensor."""
+        return self.group.recv([tensor.view(torch.uint8)], source, tag)
+
+    def exchange(
+        self, output: Tensor, input: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> Any:
+        """Start an all_to_all of flat tensors; sizes in elements, equal when None."""
+        width = output.element_size()
+        out_bytes = None if received is None else [n * width for n in received]
+        in_bytes = None if sent is None else [n * width for n in sent]
+        raw = (output.view(torch.uint8), input.view(torch.uint8))
+        return dist.all_to_all_single(*raw, out_bytes, in_bytes, group=self.group, async_op=True)
+
+
+def _serve(jobs: _Jobs, count: int = 0) -> None:
+    """Do `count` jobs as they come (0: for ever)."""
+    for _ in itertools.count() if count == 0 else range(count):
+        job, inference, future = jobs.get()
+        try:
+            with torch.inference_mode(inference), torch.no_grad():  # both are per thread
+                job()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del job, future  # the tensors of the last job must not live until the next one

@@ -1,0 +1,238 @@
+"""Finding the other ranks, and saying what is missing when they cannot be found."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_core.comm.start import Rendezvous, _default_timeout, find_rendezvous, first_host, local_rank
+from ds_core.errors import CommError
+
+ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+
+
+def place(env: dict[str, str]) -> tuple[int, int, int, str, int]:
+    found = find_rendezvous(env)
+    assert isinstance(found, Rendezvous)
+    return found.rank, found.world_size, found.local_rank, found.address, found.port
+
+
+def test_nothing_in_the_environment_is_one_process() -> None:
+    assert find_rendezvous({}) is None
+    assert find_rendezvous({"MASTER_ADDR": "x", "LOCAL_RANK": "0"}) is None
+
+
+def test_the_launchers_variables() -> None:
+    assert place(ENV) == (3, 8, 1, "10.0.0.1", 4000)
+    assert place({**ENV, "MASTER_PORT": ""})[-1] == 29500
+    assert place({**ENV, **OMPI, "OMPI_COMM_WORLD_RANK": "7"})[0] == 3  # the launcher's come first
+
+
+@pytest.mark.parametrize(
+    ("extra", "address"),
+    [
+        ({"MASTER_ADDR": "n0"}, "n0"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "127.0.0.1"),
+        ({"AZ_BATCH_MASTER_NODE": "10.0.0.4"}, "10.0.0.4"),
+        ({"AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}, "10.0.0.5"),
+        ({"SM_HOSTS": '["algo-2", "algo-1"]'}, "algo-1"),
+    ],
+    ids=["given", "one host", "azureml", "azureml batch ai", "sagemaker"],
+)
+def test_open_mpi(extra: dict[str, str], address: str) -> None:
+    assert place({**OMPI, **extra}) == (3, 8, 1, address, 29500)
+
+
+def test_azureml_gives_a_port_too() -> None:
+    assert place({**OMPI, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"})[3:] == ("10.0.0.4", 6000)
+
+
+def test_mpich_and_intel_mpi() -> None:
+    env = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "8"}
+    assert place(env) == (3, 8, 1, "127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("extra", "address"),
+    [
+        ({"SLURM_JOB_NODELIST": "gpu[07-09,12],cpu1"}, "gpu07"),
+        ({"SLURM_STEP_NODELIST": "b2,b3", "SLURM_JOB_NODELIST": "b1,b2,b3"}, "b2"),
+        ({"SLURM_JOB_NODELIST": "b1", "SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}, "b1"),
+        ({"SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}, "10.1.1.1"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_JOB_NODELIST": "b1"}, "b1"),
+    ],
+)
+def test_slurm(extra: dict[str, str], address: str) -> None:
+    assert place({**SLURM, **extra}) == (3, 8, 1, address, 29500)
+
+
+def test_first_host_of_a_slurm_list() -> None:
+    assert first_host("n[1,5]-ib,m2") == "n1-ib"
+    assert first_host("solo") == "solo"
+    with pytest.raises(CommError, match=r"no host in the Slurm node list '\[\]'"):
+        first_host("[]")
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"RANK": "1"}, ["WORLD_SIZE, LOCAL_RANK, MASTER_ADDR missing", "RANK=1", "dscore run"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, ["LOCAL_RANK missing"]),
+        (OMPI, ["MASTER_ADDR missing", "Open MPI's variables", "set MASTER_ADDR to rank 0's host"]),
+        ({**SLURM, "SLURM_NTASKS": ""}, ["WORLD_SIZE, MASTER_ADDR missing", "Slurm's variables"]),
+        ({**ENV, "RANK": "8"}, ["RANK 8 is not below WORLD_SIZE 8"]),
+        ({**ENV, "RANK": "one"}, ["RANK is 'one'"]),
+        ({**ENV, "MASTER_PORT": "70000"}, ["MASTER_PORT 70000"]),
+        ({**OMPI, "SM_HOSTS": "algo-1"}, ["SM_HOSTS is 'algo-1', not a JSON list"]),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(env: dict[str, str], named: list[str]) -> None:
+    with pytest.raises(CommError) as caught:
+        find_rendezvous(env)
+    assert all(part in str(caught.value) for part in named), str(caught.value)
+
+
+def test_discovery_can_be_switched_off() -> None:
+    assert find_rendezvous({**OMPI, "MASTER_ADDR": "h"}, discover=False) is None
+    with pytest.raises(CommError, match="WORLD_SIZE, LOCAL_RANK missing.*auto_mpi_discovery is off"):
+        find_rendezvous({**OMPI, "MASTER_ADDR": "h", "RANK": "1"}, discover=False)
+
+
+def test_arguments_take_precedence() -> None:
+    found = find_rendezvous({**ENV, "LOCAL_RANK": ""}, rank=0, world_size=2)
+    assert found is not None
+    assert (found.rank, found.world_size, found.local_rank) == (0, 2, 0)
+
+
+def test_local_rank() -> None:
+    assert local_rank({}) == 0
+    assert local_rank(OMPI) == 1
+    assert local_rank({**OMPI, "LOCAL_RANK": "5"}) == 5
+
+
+def test_timeout_from_the_environment() -> None:
+    assert _default_timeout({}).total_seconds() == 1800
+    assert _default_timeout({"DEEPSPEED_TIMEOUT": "1.5"}).total_seconds() == 90
+    for bad in ("soon", "0", "-1", "nan", "inf"):
+        with pytest.raises(CommError, match=f"DEEPSPEED_TIMEOUT is '{bad}'"):
+            _default_timeout({"DEEPSPEED_TIMEOUT": bad})
+
+
+def python(code: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ENV and not k.startswith(("OMPI_", "SLURM_", "PMI"))}
+    clean["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), clean.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.Popen(command, env={**clean, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    text, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, text
+    return text.strip()
+
+
+ALONE = """
+import os, sys
+from ds_core import comm
+assert "torch" not in sys.modules
+before = dict(os.environ)
+comm.init_distributed("gloo", dist_init_required=False)
+assert not comm.is_initialized()
+comm.init_distributed("gloo", config={"comms_logger": {"enabled": True}})
+comm.init_distributed("gloo", dist_init_required=True)
+assert comm.is_initialized() and comm.log.active is not None
+assert dict(os.environ) == before
+import torch, torch.distributed as dist
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+print(dist.get_rank(), dist.get_world_size(), dist.get_backend(), tensor.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_a_plain_script_is_a_group_of_one() -> None:
+    assert output(python(ALONE, {})) == "0 1 gloo [1.0, 1.0]"
+
+
+TOGETHER = """
+import torch
+from ds_core import comm
+comm.init_distributed(distributed_port=int({port}), **{kwargs})
+tensor = torch.tensor([comm.rank() + 1.0])
+comm.all_reduce(tensor)
+print(comm.rank(), comm.world_size(), comm.local_rank(), tensor.item())
+torch.distributed.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_two_processes_under_open_mpi_variables() -> None:
+    """The accelerator's own backend, the port from the argument."""
+    code = TOGETHER.format(port=free_port(), kwargs={"verbose": False})
+    envs = [
+        {
+            "OMPI_COMM_WORLD_RANK": str(r),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(r),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "DS_ACCELERATOR": "cpu",
+        }
+        for r in range(2)
+    ]
+    both = [python(code, env) for env in envs]
+    assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 1 3.0"]
+
+
+def test_two_processes_by_a_file(tmp_path: Path) -> None:
+    method = f"file://{tmp_path / 'store'}"
+    both = [
+        python(
+            TOGETHER.format(port=1, kwargs={"dist_backend": "gloo", "init_method": method, "rank": r, "world_size": 2}),
+            {},
+        )
+        for r in range(2)
+    ]
+    assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 0 3.0"]
+
+
+FAILS = """
+from datetime import timedelta
+from ds_core import comm
+from ds_core.errors import DSError
+try:
+    comm.init_distributed("gloo", **{kwargs})
+except DSError as error:
+    print(error)
+"""
+
+
+def test_nobody_there_is_a_clear_error() -> None:
+    port = free_port()
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = FAILS.format(kwargs="dict(timeout=timedelta(seconds=1))")
+    assert f"rank 1 of 2 could not start gloo at 127.0.0.1:{port}" in output(python(code, env))
+
+
+def test_bad_arguments_are_errors() -> None:
+    code = FAILS.format(kwargs="dict(init_method='tcp://127.0.0.1:1')")
+    assert "init_method 'tcp://127.0.0.1:1' needs rank and world_size" in output(python(code, {}))
+    code = FAILS.format(kwargs="dict(config={'comms_logger': {'enabled': 'maybe'}})")
+    assert "comms_logger.enabled" in output(python(code, {}))

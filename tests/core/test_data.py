@@ -1,0 +1,125 @@
+"""The loader: equal shares, epochs, drop_last, containers, and going on at any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from ds_core.data import DistributedLoader, RankSampler, RepeatingLoader
+from ds_core.errors import UsageError
+
+
+@given(st.integers(1, 50), st.integers(1, 5), st.booleans(), st.integers(0, 3))
+def test_ranks_share_every_epoch_fairly(length, replicas, drop_last, epoch):
+    samplers = [RankSampler(length, replicas, i, drop_last=drop_last) for i in range(replicas)]
+    for s in samplers:
+        s.epoch = epoch
+    shares = [list(s) for s in samplers]
+    assert {len(s) for s in shares} == {len(samplers[0])}
+    seen = [i for share in shares for i in share]
+    if drop_last:
+        assert len(seen) == len(set(seen)) == length // replicas * replicas
+    else:
+        assert set(seen) == set(range(length))
+        assert len(seen) - length < replicas
+
+
+def test_epochs_shuffle_differently_and_reproducibly():
+    loader = DistributedLoader(list(range(20)), 5)
+    first, second = [b.tolist() for b in loader], [b.tolist() for b in loader]
+    assert first != second
+    again = DistributedLoader(list(range(20)), 5)
+    assert [b.tolist() for b in again] == first
+
+
+def test_iterating_leaves_the_global_generator_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    list(DistributedLoader(list(range(20)), 5))
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 4, 6])
+def test_a_loader_goes_on_where_it_stopped(stop):
+    whole, part = (iter(RepeatingLoader(DistributedLoader(list(range(16)), 4))) for _ in range(2))
+    wanted = [next(whole).tolist() for _ in range(10)]
+    assert [next(part).tolist() for _ in range(stop)] == wanted[:stop]
+    resumed = DistributedLoader(list(range(16)), 4)
+    resumed.load_state_dict(part.loader.state_dict())
+    rest = iter(RepeatingLoader(resumed))
+    assert [next(rest).tolist() for _ in range(10 - stop)] == wanted[stop:]
+
+
+def test_resuming_does_not_load_what_was_seen():
+    touched = []
+
+    class Data:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            touched.append(i)
+            return i
+
+    loader = DistributedLoader(Data(), 3)
+    loader.load_state_dict({"epoch": 0, "batches": 3, "samples": 9})
+    assert len(list(loader)) == 1
+    assert len(touched) == 3
+
+
+def test_position_carries_over_to_another_world_size():
+    two = DistributedLoader(list(range(32)), 2, replicas=2)
+    it = iter(two)
+    for _ in range(4):
+        next(it)
+    one = DistributedLoader(list(range(32)), 4, replicas=1)
+    one.load_state_dict(two.state_dict())
+    assert len(list(one)) == 4
+
+
+@pytest.mark.parametrize(
+    ("sample", "check"),
+    [
+        (lambda i: torch.tensor([i, i]), lambda b: b.shape == (2, 2)),
+        (lambda i: (torch.tensor(i), i), lambda b: len(b) == 2),
+        (lambda i: {"x": torch.tensor(i), "name": str(i)}, lambda b: set(b) == {"x", "name"}),
+    ],
+)
+def test_batches_of_any_shape(sample, check):
+    (first, *_) = DistributedLoader([sample(i) for i in range(4)], 2)
+    assert check(first)
+
+
+def test_collate_drop_last_and_workers():
+    loader = DistributedLoader(list(range(7)), 2, drop_last=True, collate_fn=sorted)
+    assert len(loader) == 3
+    assert all(isinstance(b, list) and len(b) == 2 for b in loader)
+    assert len(DistributedLoader(list(range(7)), 2)) == 4
+
+
+def test_iterable_data_pass_through_and_resume():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    loader = DistributedLoader(Stream(), 2)
+    it = iter(loader)
+    assert next(it).tolist() == [0, 1]
+    other = DistributedLoader(Stream(), 2)
+    other.load_state_dict(loader.state_dict())
+    assert [b.tolist() for b in other] == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_errors_name_the_numbers():
+    with pytest.raises(UsageError, match="empty"):
+        DistributedLoader([], 2)
+    with pytest.raises(UsageError, match=r"3 samples, fewer than one batch of 4 on each of 1 ranks"):
+        DistributedLoader([1, 2, 3], 4, drop_last=True)
+    with pytest.raises(UsageError, match="batch_size is 0"):
+        DistributedLoader([1], 0)
+    with pytest.raises(UsageError, match="is empty"):
+        next(iter(RepeatingLoader([])))

@@ -1,0 +1,76 @@
+"""Modules that are not installed, named by ``plugins.load``: they drive the partitioner and the param axes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import ds_core
+from ds_core.errors import PluginError, UsageError
+from ds_core.testing.pytest_plugin import Ranks
+
+PARTITIONER = """
+from ds_core.partition import Replicated
+
+class Mine(Replicated):
+    pass
+
+def ds_partitioner(ctx):
+    return Mine(ctx)
+"""
+NOT_MINE = "def ds_partitioner(ctx):\n    return None\n"
+WRONG = "def ds_partitioner(ctx):\n    return 7\n"
+AXES = "def ds_param_axes(name, param):\n    return {'dp'} if name == 'weight' else ()\n"
+STRANGE_AXES = "def ds_param_axes(name):\n    return {'elsewhere'} if name == 'weight' else None\n"
+
+
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str) -> ds_core.Engine:
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "plugins": {"load": sorted(modules)},
+    }
+    return ds_core.initialize(model=nn.Linear(2, 2), config=config)[0]
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_one_partitioner_drives_and_two_are_an_error_naming_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(tmp_path, monkeypatch, drive_a=PARTITIONER, drive_none=NOT_MINE)
+    assert type(engine.partitioner).__name__ == "Mine"
+    with pytest.raises(PluginError, match=r"ds_partitioner is answered by (?=.*drive_b).*drive_c"):
+        start(tmp_path, monkeypatch, drive_b=PARTITIONER, drive_c=PARTITIONER)
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_a_partitioner_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"drive_wrong.*must return a Partitioner, not int"):
+        start(tmp_path, monkeypatch, drive_wrong=WRONG)
+
+
+def held(folder: str) -> dict[str, list[str]]:
+    """On a rank: the axes that each parameter's ranks differ on, as two modules of `folder` answer together."""
+    with pytest.MonkeyPatch.context() as patch:
+        own = Path(folder) / str(os.getpid())
+        own.mkdir()
+        engine = start(own, patch, axes_a=AXES, axes_b="def ds_param_axes(name):\n    return ()\n")
+        answer = {info.name: list(info.held) for info in engine.ctx.params.values()}
+        engine.destroy()
+    return answer
+
+
+def test_param_axes_are_merged_by_union(tmp_path: Path, ranks: Ranks) -> None:
+    assert ranks(2, held, str(tmp_path)) == [{"weight": ["dp"], "bias": []}] * 2
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_an_axis_that_the_mesh_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PluginError, match=r"axes_c.*'weight'.*elsewhere"):
+        start(tmp_path, monkeypatch, axes_c=STRANGE_AXES)
