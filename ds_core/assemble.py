@@ -24,6 +24,7 @@ from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
 from ds_core.data import DistributedLoader
 from ds_core.engine import Engine
+from ds_core.entries import Grain, OptimizerEntry
 from ds_core.errors import ConfigError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
@@ -83,6 +84,7 @@ def initialize(
         _show_log()
 
     # What each rank can work out alone, before it talks.
+    comm.configure(core.comms_logger)
     accelerator = select_accelerator(chosen.plugins)
     set_accelerator(accelerator)
     kernels = Kernels(chosen.plugins, core.kernels)
@@ -95,13 +97,13 @@ def initialize(
     comm.init_distributed(
         accelerator.communication_backend, distributed_port=distributed_port, dist_init_required=dist_init_required
     )
-    comm.configure(core.comms_logger)
     if mesh is None:
         mesh = MpuMesh(mpu, comm.rank(), comm.world_size())
         batch = resolve_batch(core, mesh.size("dp"))
     assert batch is not None
     precision, scaler = make_precision(chosen.config)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
+    ctx.grain = _grain(optimizer, chosen)
     comm.check_ranks_agree(_fingerprint(ctx))
     if world_size > 1:
         mesh.build_groups()
@@ -269,6 +271,17 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     for op in ctx.kernels.ops():
         ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
+
+
+def _grain(optimizer: Any, chosen: Composition) -> Grain | None:
+    """What the optimizer needs whole: as its entry declares, also for a user's object of a class that has an entry."""
+    if optimizer is None:
+        entry = chosen.optimizer.entry if chosen.optimizer is not None else None
+        return entry.grain if isinstance(entry, OptimizerEntry) else "element"
+    if not isinstance(optimizer, Optimizer):
+        return None
+    answer = chosen.plugins.named("ds_optimizers", "optimizer").get(type(optimizer).__name__.lower())
+    return answer.value.grain if answer is not None and isinstance(answer.value, OptimizerEntry) else None
 
 
 def _check_vocabulary(size: int | None, ctx: Context) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
     from ds_core.config.batch import Batch
+    from ds_core.entries import Grain
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
     from ds_core.params import ParamInfo
@@ -26,7 +27,8 @@ __all__ = ["Context"]
 class Context:
     """One run, as plugins see it. Filled from top to bottom while the engine is built.
 
-    batch: the resolved batch triple. params: per parameter of the transformed model, its name and axes; empty
+    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None
+    when it is an object or function of the user's that nobody has declared. params: per parameter of the transformed model, its name and axes; empty
     until the transforms have run. module: the transformed model, None before. stash: typed plugin state.
     """
 
@@ -37,6 +39,7 @@ class Context:
     kernels: Kernels
     precision: Precision
     batch: Batch
+    grain: Grain | None = None
     module: nn.Module | None = None
     params: dict[nn.Parameter, ParamInfo] = field(default_factory=dict)
     stash: Stash = field(default_factory=Stash)

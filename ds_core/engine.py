@@ -521,8 +521,7 @@ class Engine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything a resumed run needs to ``save_dir/tag``; atomic. Every rank calls it. See "
-        "ds_core.checkpoint."""
+        """Write all that a resumed run needs to ``save_dir/tag``; atomic. Every rank calls it."""
         from ds_core import checkpoint
 
         checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)

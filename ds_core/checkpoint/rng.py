@@ -35,7 +35,7 @@ def restore(state: Mapping[str, Any], accelerator: Accelerator) -> None:
     device = state.get("device")
     if device is not None and device["type"] == accelerator.device_type:
         accelerator.set_rng_state(device["state"])
-    elif (device["type"] if device is not None else "cpu") != accelerator.device_type:
+    elif accelerator.device_type != "cpu":
         log.warning(
             "the checkpoint has no random state for %s: what is drawn there will differ", accelerator.device_type
         )

@@ -18,6 +18,7 @@ __all__ = ["Failure", "describe", "exit_code", "first", "gather", "signal_name"]
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror", re.IGNORECASE
 )
+_ENDED = (-signal.SIGTERM, -signal.SIGKILL)  # how the launcher ends a process
 _HINTS = {
     "SIGKILL": "nobody but the system or a person sends this; mostly the machine ran out of memory (see dmesg)",
     "SIGSEGV": "a crash in compiled code; its Python stack is above",
@@ -62,7 +63,7 @@ def gather(
         if rank not in seen
     ]
     rows.sort(key=lambda row: (row.time, row.rank))
-    own = [row for at, row in enumerate(rows) if at == 0 or not _was_ended(row)]
+    own = [row for at, row in enumerate(rows) if at == 0 or row.code not in _ENDED]
     return own, len(rows) - len(own)
 
 
@@ -71,12 +72,9 @@ def _failure(folder: Path, attempt: int, local_rank: int, rank: int, pid: int, c
         word = json.loads((folder / f"{attempt}-{local_rank}.error").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it died without a word
         return Failure(rank, pid, code, ended, "", "")
+    if code in _ENDED:  # after its word, while Python was shutting down
+        code = word["code"]
     return Failure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
-
-
-def _was_ended(row: Failure) -> bool:
-    """Whether a process that failed after another one looks like one that the launcher ended."""
-    return row.code in (-signal.SIGTERM, -signal.SIGKILL) and not row.error
 
 
 def first(failures: list[Failure]) -> Failure:
@@ -93,21 +91,19 @@ def describe(failures: list[Failure], ended: int, world_size: int) -> str:
     """The whole message: the first failure's traceback once, then one line for each rank."""
     root = first(failures)
     name = signal_name(-root.code)
-    how = f"exit code {root.code}" if root.code > 0 else f"{name} (signal {-root.code})"
-    hint = _HINTS.get(name, "") if root.code < 0 and not root.error else ""
+    failed = f"failed with exit code {root.code}" if root.code > 0 else f"was killed by {name} (signal {-root.code})"
+    why = _head(root.error) or (_HINTS.get(name, "") if root.code < 0 else "")
     lines = [root.traceback] if root.traceback else []
     lines.append(
-        f"dscore: rank {root.rank} of {world_size} "
-        + ("failed first, with " if root.code > 0 else "was ended first, by ")
-        + f"{how}; pid {root.pid} on {socket.gethostname()}"
-        + (f": {_head(root.error)}" if root.error else f"; {hint}" if hint else "")
+        f"dscore: rank {root.rank} of {world_size} {failed}{' first' if len(failures) > 1 else ''}"
+        f" (pid {root.pid} on {socket.gethostname()}){': ' if why else ''}{why}"
     )
     for row in failures:
         if row is not root:
             code = f"exit code {row.code}" if row.code > 0 else signal_name(-row.code)
             lines.append(f"dscore: rank {row.rank} too: {_head(row.error) or code}")
     if ended:
-        lines.append(f"dscore: the other {ended} {'process was' if ended == 1 else 'processes were'} ended")
+        lines.append(f"dscore: the other {'process was' if ended == 1 else f'{ended} processes were'} ended")
     return "\n".join(lines)
 
 

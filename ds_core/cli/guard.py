@@ -94,6 +94,9 @@ class Guard:
 
     def end(self, attempt: int | None = None) -> None:
         """Kill everything in the sessions of `attempt`, or of all attempts, and return when it is gone."""
+        if attempt is None and threading.current_thread() is threading.main_thread():
+            for number in STOPS:  # one more Ctrl-C must not stop the end
+                signal.signal(number, signal.SIG_IGN)
         for one in self.started():
             if attempt in (None, one.attempt):
                 _kill_session(one.session)

@@ -61,7 +61,7 @@ class _Run:
         from torch.distributed.launcher.api import elastic_launch
 
         kind = "module" if self.request.is_module else "script"
-        arguments = ("-u", WORKER, str(self.folder), kind, self.request.script, *self.request.arguments)
+        arguments = (WORKER, str(self.folder), kind, self.request.script, *self.request.arguments)
         try:
             elastic_launch(_launch_config(self.request, self.nproc, self._logs()), sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -69,7 +69,8 @@ class _Run:
             return self._say_failure(known)
         except (SignalException, Stopped) as error:
             number = int(error.sigval) if isinstance(error, SignalException) else error.number
-            say_error(f"stopped by {signal_name(number)}; ending all processes")
+            self.guard.end()
+            say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number
         except Exception as error:  # of the rendezvous: a port in use, an address that nobody answers
             raise CommandError(_no_start(error, self.request)) from error
@@ -190,8 +191,8 @@ def _quiet_torch() -> Iterator[None]:
     """Silence torch's elastic loggers, which have each a level of their own; what they say, `failure` says better."""
     import torch.distributed.launcher.api  # noqa: F401  the loggers must be there
 
-    names = [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed.elastic", "torch.distributed.launcher"))]
-    loggers = [logging.getLogger(n) for n in names]
+    noisy = ("torch.distributed.elastic", "torch.distributed.launcher")
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(noisy)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

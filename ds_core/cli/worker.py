@@ -1,6 +1,6 @@
 """What every launched process starts with: run the user's script and leave word of how it ended.
 
-Run by its path, as ``python -u worker.py FOLDER (script | module) NAME [ARGS...]``; standard library only, so that
+Run by its path, as ``python worker.py FOLDER (script | module) NAME [ARGS...]``; standard library only, so that
 it costs nothing and reads nothing of ours.
 
 [Note: inside the process, not around it] A parent that reads the script's stderr would take its terminal away (no
@@ -12,6 +12,10 @@ to show the first one once instead of each rank's copy.
 from __future__ import annotations
 
 import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # spelt like this, it needs no import of typing
+    from collections.abc import Mapping
 
 __all__: list[str] = []
 
@@ -31,6 +35,9 @@ def main() -> None:
     start = {"pid": os.getpid(), "session": os.getsid(0), "rank": int(os.environ["RANK"])}
     _write(os.path.join(folder, f"{prefix}.start"), start)
     faulthandler.enable()  # a crash in compiled code shows its Python stack
+    # Whole lines at once: where processes share a pipe, `python -u` (PYTHONUNBUFFERED) would mix their words.
+    options = {"write_through": False} if os.environ["LOCAL_WORLD_SIZE"] != "1" else {}
+    getattr(sys.stdout, "reconfigure", lambda **_: None)(line_buffering=True, **options)
 
     sys.argv = [name, *arguments]
     try:
@@ -50,35 +57,43 @@ def main() -> None:
 
 def _leave_word(path: str, error: BaseException, script: str | None) -> None:
     """Write the exception down and keep Python from printing it; exit codes stay Python's own."""
+    import signal
     import time
     import traceback
 
     at = time.monotonic()
     if isinstance(error, SystemExit):  # Python prints its text, if it has one, and says no more
+        number = isinstance(error.code, int)
         if error.code not in (None, 0):
-            _write(path, {"time": at, "error": "" if isinstance(error.code, int) else str(error.code), "traceback": ""})
+            text = "" if number else str(error.code)
+            _write(path, {"time": at, "code": error.code if number else 1, "error": text, "traceback": ""})
         return
     inner = error.__traceback__
     while inner is not None and _is_ours(inner.tb_frame.f_code.co_filename, script):
         inner = inner.tb_next
     error.__traceback__ = inner
-    own_hook = sys.excepthook is not sys.__excepthook__
-    text = "" if own_hook else "".join(traceback.format_exception(type(error), error, inner))
+    hook = sys.excepthook
+    own = hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
     lines = traceback.format_exception_only(type(error), error)  # a SyntaxError begins with its place, notes follow
-    said = _write(path, {"time": at, "error": next(x for x in lines if x[:1] != " ").strip(), "traceback": text})
-    if said and not own_hook:
-        sys.excepthook = lambda *_: None
+    facts = {
+        "time": at,
+        "code": -int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else 1,
+        "error": next(line for line in lines if line[:1] != " ").strip(),
+        "traceback": "" if own else "".join(traceback.format_exception(type(error), error, inner)),
+    }
+    shown = _write(path, facts) and not own
+    sys.excepthook = lambda kind, value, _: None if shown else hook(kind, value.with_traceback(inner), inner)
 
 
 def _is_ours(filename: str, script: str | None) -> bool:
     """Whether a frame belongs to this file or to runpy rather than to the script."""
-    if filename == script:
-        return False
-    return filename == __file__ or filename == "<frozen runpy>" or filename.endswith("runpy.py")
+    import runpy
+
+    return filename != script and filename in (__file__, runpy.__file__, "<frozen runpy>")
 
 
-def _write(path: str, facts: dict[str, object]) -> bool:
-    """Put `facts` at `path` whole or not at all; False when that cannot be done (the launcher and its folder are gone)."""
+def _write(path: str, facts: Mapping[str, object]) -> bool:
+    """Put `facts` at `path`, whole; False when that cannot be done (the launcher and its folder are gone)."""
     import json
     import os
 

@@ -24,16 +24,19 @@ from ds_core.errors import CommError
 
 __all__ = ["FOLDS", "all_gather_parts", "all_reduce", "average", "reduce_parts", "reduce_scatter"]
 
-# Measured 2026-11-21 on 2 cores (torch 2.13.0, `benchmarks/collectives.py`; milliseconds, gloo's own -> ours).
+# Measured 2026-11-21 on 2 cores, other work running (torch 2.13.0; milliseconds, gloo's own -> ours, fp32). All of it:
+# `benchmarks/collectives.py`.
 # More than two ranks: buffers (of all ranks together) up to this size go through one all_to_all.
-# 4 ranks, 16 KiB: gather 4.1 -> 2.7, reduce_scatter 6.5 -> 2.5; at 1 MiB sends and receives are as fast, above faster.
+# 4 ranks, 16 KiB: gather 1.6 -> 1.0, reduce_scatter 3.0 -> 0.9; from 1 MiB on sends and receives are as fast or faster.
 SMALL_BYTES = 1 << 19
-# The same for all_reduce, where each rank gets all of every other's buffer. 4 ranks, 16 KiB: 6.2 -> 2.5.
+# The same for all_reduce, where each rank gets all of every other's buffer: 4 ranks, 256 KiB: 4.9 -> 2.5.
 EXCHANGE_BYTES = 1 << 21
 # One message of the chunked algorithms: large, because each costs about 1 ms while the ranks share cores.
-# 64 MiB reduce_scatter on 2 ranks: 168 -> 123 with 1 MiB, 56 with 4 MiB, 52 with 8 MiB, 86 with 16 MiB.
+# 64 MiB reduce_scatter on 2 ranks: 169 -> 123 with 1 MiB, 56 with 4 MiB, 52 with 8 MiB, 86 with 16 MiB.
 CHUNK_BYTES = 1 << 22
-# Two ranks: all_reduce of more than this is gloo's own, 0.3 -> 0.24 at 64 KiB but 2.9 -> 5.7 at 4 MiB.
+# Two ranks: all_reduce of more than this is gloo's own (which moves as many bytes, and adds in C++ meanwhile):
+# ours 0.3 -> 0.24 at 64 KiB, but 2.9 -> 5.7 at 4 MiB. On 4 ranks the two are equal in fp32 from 4 MiB on (97 -> 97 at
+# 64 MiB); in bf16 ours costs up to twice as much, which buys the rounding that this module promises.
 PAIR_BYTES = 1 << 17
 # Elements added or copied at a time: stays in the cache, and is below 32768, from which on torch starts threads, which
 # on a machine full of ranks costs milliseconds.
@@ -215,24 +218,32 @@ def reduce_parts(out: Tensor, parts: Sequence[Tensor], op: Any) -> None:
 
     The other parts stay as they are. Averages of integers are rounded towards zero.
     """
+    fold = FOLDS[op]
+    widen = out.dtype in _LOW and fold in (torch.add, torch.mul) and not _adds_alike(out.dtype, op, len(parts))
+    wide = torch.empty(2, min(PIECE, out.numel()), dtype=torch.float32).unbind() if widen else ()
     for begin, end in _spans(out.numel(), PIECE):
-        _reduce_piece(out[begin:end], [p[begin:end] for p in parts], op)
+        pieces = [p[begin:end] for p in parts]
+        if widen:
+            _reduce_wide(out[begin:end], pieces, op, *(w[: end - begin] for w in wide))
+        else:
+            _reduce_piece(out[begin:end], pieces, op)
 
 
 def _reduce_piece(out: Tensor, parts: Sequence[Tensor], op: Any) -> None:
-    fold = FOLDS[op]
-    if out.dtype in _LOW and fold in (torch.add, torch.mul) and not _adds_alike(out.dtype, op, len(parts)):
-        total = parts[0].float()
-        for part in parts[1:]:
-            fold(total, part.float(), out=total)
-        out.copy_(total.div_(len(parts)) if op == ReduceOp.AVG else total)
-        return
-    total = parts[0]
+    fold, total = FOLDS[op], parts[0]
     for part in parts[1:-1]:
         total = fold(total, part)
     fold(total, parts[-1], out=out)  # only the last may overwrite, as `out` may be any of the parts
     if op == ReduceOp.AVG:
         average(out, len(parts))
+
+
+def _reduce_wide(out: Tensor, parts: Sequence[Tensor], op: Any, total: Tensor, next_part: Tensor) -> None:
+    """In fp32. Copying first is a third faster than adding tensors of two dtypes."""
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        FOLDS[op](total, next_part.copy_(part), out=total)
+    out.copy_(total.div_(len(parts)) if op == ReduceOp.AVG else total)
 
 
 def average(total: Tensor, count: int) -> None:

@@ -177,7 +177,7 @@ def _manual(names: list[str], extra: dict[str, Any], load: list[str]) -> bool:
     if engine.runner.manual:
         engine.backward(loss_of(call_with_batch(engine, batch)))
         engine.step()
-        answer = engine.global_steps == 1
+        answer = bool(engine.global_steps == 1)
     else:
         assert engine.runner.manual_reason, "manual is False, so manual_reason must say what to call instead"
         with pytest.raises(UsageError, match="by hand"):

@@ -1,0 +1,143 @@
+"""The commands of ``dscore`` and how they are found: the core's own here, plugins' by the hook `ds_commands`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ds_core.cli.show import CommandError, say_error
+from ds_core.errors import DSError
+
+if TYPE_CHECKING:
+    from ds_core.entries import CommandEntry
+    from ds_core.plugins import Answer
+
+__all__ = ["Group", "make_app"]
+
+
+class Group(TyperGroup):
+    """The core's commands, then those of plugins; a plugin's command is imported only when it is run."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The core's commands in their order, then the plugins' by name."""
+        return [*self.commands, *(n for n in sorted(_offers()) if n not in self.commands)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command itself when it is the core's, else a stand-in that carries its help line."""
+        own = self.commands.get(cmd_name)
+        if own is not None:
+            return own
+        rows = _offers().get(cmd_name)
+        return _stand_in(cmd_name, rows) if rows else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find what is to be run and, if a plugin offers it, import it now."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and name not in self.commands:
+            command = _load(name, _offers()[name])
+        return name, command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; an error of ours is one message, never a traceback."""
+        try:
+            return super().invoke(ctx)
+        except DSError as error:
+            say_error(str(error))
+            raise typer.Exit(2 if isinstance(error, CommandError) else 1) from None
+
+
+def make_app() -> typer.Typer:
+    """The whole command. Its parts are imported only as far as the words on the command line need them."""
+    app = typer.Typer(
+        cls=Group,
+        help="Distributed training whose every feature is a pip package.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich" if sys.stdout.isatty() else None,
+        pretty_exceptions_enable=False,
+    )
+    from ds_core.cli import config, doctor, plugins, run
+
+    app.callback()(_global_options)
+    app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+    app.command("plugins")(plugins.plugins)
+    app.command("doctor")(doctor.doctor)
+    app.add_typer(config.make_app(), name="config")
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ds_core._version import __version__
+
+        typer.echo(f"ds-core {__version__}")
+        raise typer.Exit
+
+
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _offers() -> dict[str, list[Answer]]:
+    """Command name -> who offers it. A plugin that cannot say what it offers takes only itself down."""
+    from ds_core.plugins import Answer, Plugins, PluginState
+
+    plugins = Plugins()
+    offers: dict[str, list[Answer]] = {}
+    seen = set()
+    for report in plugins.probe_all():
+        if report.state is not PluginState.LOADED or report.found.module in seen:
+            continue
+        seen.add(report.found.module)
+        try:
+            entries = plugins.ask_one("ds_commands", report.found) or {}
+            for name, entry in entries.items():
+                offers.setdefault(name, []).append(Answer(report.found, entry))
+        except Exception:  # `dscore doctor` tells of it; here every other command must work
+            continue
+    return offers
+
+
+def _stand_in(name: str, rows: list[Answer]) -> Any:
+    entry: CommandEntry = rows[0].value
+    text = entry.help if len(rows) == 1 else f"offered by {_both(rows)}: disable one"
+    holder = typer.Typer(add_completion=False)
+
+    @holder.command(name, help=text)
+    def _nothing() -> None:
+        pass
+
+    return typer.main.get_command(holder)
+
+
+def _load(name: str, rows: list[Answer]) -> Any:
+    from ds_core.entries import resolve
+    from ds_core.errors import PluginError
+
+    if len(rows) > 1:
+        raise PluginError(f"the command {name!r} is offered by {_both(rows)}; uninstall one of them")
+    entry: CommandEntry = rows[0].value
+    try:
+        found = resolve(entry.load)
+    except Exception as error:  # whatever a plugin raises at import, the message names it
+        raise PluginError(f"the command {name!r} of plugin {rows[0].plugin} is broken: {error}") from error
+    if not isinstance(found, typer.Typer):
+        if not callable(found):
+            raise PluginError(f"the command {name!r} of plugin {rows[0].plugin}: {entry.load} is not a function")
+        holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        holder.command(name, help=entry.help or None)(found)
+        found = holder
+    command = typer.main.get_command(found)
+    command.name = name
+    return command
+
+
+def _both(rows: list[Answer]) -> str:
+    return " and ".join(f"{row.plugin.dist} {row.plugin.version}" for row in rows)

@@ -1,0 +1,213 @@
+"""The examinations of ``dscore doctor``, one function a part; none changes anything or starts a device.
+
+Each yields `Finding`s: "ok", "note" (something is missing that a run can do without) or "fault" (a run would fail).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_core.errors import DSError, PluginError
+from ds_core.plugins import Plugins, PluginState
+
+__all__ = ["Finding", "examine"]
+
+MIN_PYTHON = (3, 10)
+MIN_TORCH = "2.6"
+MIN_SHM = 512 * 2**20
+BY_NAME = {"ds_optimizers": "optimizer", "ds_schedulers": "scheduler", "ds_launchers": "launcher"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. found: what is there. mend: what to do, "" when nothing is to be done."""
+
+    part: str
+    level: Literal["ok", "note", "fault"]
+    found: str
+    mend: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order of the report; an examination that itself fails is a fault."""
+    plugins = Plugins()
+    parts: list[tuple[str, Callable[[Plugins], Iterable[Finding]]]] = [
+        ("python", _python),
+        ("torch", _torch),
+        ("accelerator", _accelerator),
+        ("compilers", _compilers),
+        ("kernels", _kernels),
+        ("plugins", _plugins),
+        ("/dev/shm", _shared_memory),
+        ("loopback", _loopback),
+    ]
+    findings: list[Finding] = []
+    for part, look in parts:
+        try:
+            findings += look(plugins)
+        except Exception as error:  # the report must come to its end
+            text = str(error) if isinstance(error, DSError) else f"{type(error).__name__}: {error}"
+            findings.append(Finding(part, "fault", text))
+    return findings
+
+
+def _python(plugins: Plugins) -> Iterator[Finding]:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info >= MIN_PYTHON:
+        yield Finding("python", "ok", found)
+    else:
+        yield Finding("python", "fault", found, f"install python >= {MIN_PYTHON[0]}.{MIN_PYTHON[1]}")
+
+
+def _torch(plugins: Plugins) -> Iterator[Finding]:
+    import importlib_metadata
+    from packaging.version import Version
+
+    try:
+        version = importlib_metadata.version("torch")
+    except importlib_metadata.PackageNotFoundError:
+        yield Finding("torch", "fault", "not installed", f"pip install 'torch>={MIN_TORCH}'")
+        return
+    if Version(version) < Version(MIN_TORCH):
+        yield Finding("torch", "fault", version, f"pip install 'torch>={MIN_TORCH}'")
+        return
+    try:
+        import torch.distributed as dist
+    except Exception as error:  # a library of it may be missing
+        yield Finding("torch", "fault", f"{version}, but it cannot be imported: {error}", "install torch again")
+        return
+    if not dist.is_available():
+        yield Finding("torch", "fault", f"{version}, built without torch.distributed", "install another build of torch")
+        return
+    backends = [b for b in ("gloo", "nccl", "xccl", "mpi") if getattr(dist, f"is_{b}_available", lambda: False)()]
+    yield Finding("torch", "ok", f"{version}, backends: {', '.join(backends) or 'none'}")
+
+
+def _accelerator(plugins: Plugins) -> Iterator[Finding]:
+    from ds_core.accelerator import candidates, select_accelerator
+
+    chosen = ""
+    try:
+        accelerator = select_accelerator(plugins)
+        chosen, count = accelerator.name, accelerator.device_count()
+        yield Finding("accelerator", "ok", f"{chosen}, {count} device{'' if count == 1 else 's'}")
+    except DSError as error:
+        yield Finding("accelerator", "fault", str(error), "unset DS_ACCELERATOR, or install what it names")
+    for entry, dist, why in candidates(plugins):
+        if entry.name != chosen:
+            found = f"unavailable: {why}" if why else "available, not chosen"
+            yield Finding(f"accelerator {entry.name} ({dist})", "ok", found)
+
+
+def _compilers(plugins: Plugins) -> Iterator[Finding]:
+    for tool, argument, mend in (
+        ("g++", "--version", "install g++ (Debian: apt install g++)"),
+        ("nvcc", "--version", "install the CUDA toolkit of torch's CUDA version, if there is an NVIDIA GPU"),
+        ("ninja", "--version", "pip install ninja"),
+    ):
+        path = shutil.which(tool) or shutil.which(tool, path=os.path.dirname(sys.executable))
+        if path is None:
+            yield Finding(tool, "note", "not found: compiled kernels that need it are not served", mend)
+            continue
+        done = subprocess.run([path, argument], capture_output=True, text=True, timeout=20, check=False)
+        lines = done.stdout.strip().splitlines()
+        if done.returncode or not lines:
+            yield Finding(tool, "note", f"{path} does not run (exit code {done.returncode})", mend)
+        else:  # nvcc says its version in the last line but one
+            said = next((line for line in lines if "release" in line), lines[0])
+            yield Finding(tool, "ok", f"{said} at {path}")
+
+
+def _kernels(plugins: Plugins) -> Iterator[Finding]:
+    from ds_core.accelerator import select_accelerator
+    from ds_core.kernels import Kernels
+
+    kernels = Kernels(plugins)
+    device = select_accelerator(plugins).device_type
+    for op in kernels.ops():
+        rows = kernels.candidates(op, device, "float32")
+        server = next((c for c in rows if c.reason is None), None)
+        others = [f"{c.entry.provider} ({c.dist}): {c.reason or 'available'}" for c in rows if c is not server]
+        found = f"served by {server.entry.provider} ({server.dist})" if server else "nobody can serve it"
+        yield Finding(
+            f"kernel {op}",
+            "ok" if server else "note",
+            "; ".join([f"{found} on {device} float32", *others]),
+            "" if server else "install a provider, or do not use it",
+        )
+
+
+def _plugins(plugins: Plugins) -> Iterator[Finding]:
+    reports = plugins.probe_all()
+    for report in reports:
+        if report.state is PluginState.QUARANTINED:
+            mend = f"repair or uninstall {report.found.dist} (pip install --force-reinstall {report.found.dist})"
+            yield Finding(f"plugin {report.found.name}", "fault", f"quarantined: {report.why}", mend)
+        elif report.state is PluginState.DISABLED:
+            yield Finding(f"plugin {report.found.name}", "note", f"disabled: {report.why}")
+    loaded = [r for r in reports if r.state is PluginState.LOADED]
+    yield Finding("plugins", "ok", f"{len(loaded)} of {len(reports)} loaded; see `dscore plugins`")
+    yield from _conflicts(plugins)
+
+
+def _conflicts(plugins: Plugins) -> Iterator[Finding]:
+    """Names that two plugins claim; a run that uses one of them would stop."""
+    for name in plugins.sections():
+        try:
+            plugins.section(name)
+        except PluginError as error:
+            yield Finding(f"section {name}", "fault", str(error), "uninstall one, or choose with plugins.prefer")
+    for hook, kind in BY_NAME.items():
+        try:
+            plugins.named(hook, kind)
+        except PluginError as error:
+            yield Finding(f"{kind}s", "fault", str(error), "uninstall one, or choose with plugins.prefer")
+    owners: dict[str, list[str]] = {name: ["ds-core"] for name in ("run", "plugins", "doctor", "config")}
+    for report in plugins.reports():
+        if report.state is not PluginState.LOADED or "ds_commands" not in report.hooks:
+            continue
+        try:
+            for name in plugins.ask_one("ds_commands", report.found) or {}:
+                owners.setdefault(name, []).append(f"{report.found.dist} {report.found.version}")
+        except Exception as error:  # its other hooks may be well, so it is not quarantined
+            why = f"ds_commands of {report.found} failed: {type(error).__name__}: {error}"
+            yield Finding(f"plugin {report.found.name}", "fault", why, f"repair or uninstall {report.found.dist}")
+    for name, dists in owners.items():
+        if len(dists) > 1:
+            why = f"the command {name!r} is offered by {' and '.join(dists)}"
+            yield Finding(f"command {name}", "fault", why, "uninstall one of them")
+
+
+def _shared_memory(plugins: Plugins) -> Iterator[Finding]:
+    if not os.path.isdir("/dev/shm"):
+        yield Finding("/dev/shm", "ok", "this system has none")
+        return
+    usage = shutil.disk_usage("/dev/shm")
+    found = f"{usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
+    if usage.free >= MIN_SHM:
+        yield Finding("/dev/shm", "ok", found)
+    else:
+        mend = "data loader workers may die with a bus error; give more (docker run --shm-size=8g) or num_workers 0"
+        yield Finding("/dev/shm", "note", found, mend)
+
+
+def _loopback(plugins: Plugins) -> Iterator[Finding]:
+    """A port can be opened and reached on this machine: what the processes of a run meet at."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+    except OSError as error:
+        mend = "allow connections to 127.0.0.1 (firewall, sandbox)"
+        yield Finding("loopback", "fault", f"no process can reach another on this machine: {error}", mend)
+        return
+    yield Finding("loopback", "ok", "ports can be opened and reached on 127.0.0.1")

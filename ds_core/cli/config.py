@@ -1,0 +1,103 @@
+"""``dscore config``: check a file, print the schema of everything installed, explain one key (no torch)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ds_core.cli.show import say_error, show_json
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.compose import Composition
+    from ds_core.config import Batch
+
+__all__ = ["make_app"]
+
+
+def make_app() -> typer.Typer:
+    """The group ``dscore config``."""
+    app = typer.Typer(help="Check and explain configs.", no_args_is_help=True)
+    app.command("check")(check)
+    app.command("schema")(schema)
+    app.command("explain")(explain)
+    return app
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="A .json, .hjson, .yaml or .toml config.")],
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Check the batch sizes too, for this number of processes.")
+    ] = None,
+) -> None:
+    """Check a config as training would, before any process starts; prints every problem."""
+    from ds_core.compose import compose
+    from ds_core.errors import ConfigError
+    from ds_core.kernels import Kernels
+
+    try:
+        chosen = compose(file)
+        Kernels(chosen.plugins, chosen.config.core.kernels).check_forced()
+        batch = _batch(chosen, world) if world is not None else None
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(f"{file}: {problem}")
+        raise typer.Exit(1) from None
+    typer.echo(f"{file}: ok")
+    if batch is not None:
+        ranks = batch.train // (batch.micro * batch.gas)
+        typer.echo(
+            f"  on {world} processes: train_batch_size {batch.train} = micro batch {batch.micro} "
+            f"x accumulation {batch.gas} x {ranks} data-parallel rank{'' if ranks == 1 else 's'}"
+        )
+    for name in chosen.config.sections:
+        owner = chosen.plugins.section(name)
+        typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
+
+
+def _batch(chosen: Composition, world: int) -> Batch:
+    from ds_core.config import resolve_batch
+    from ds_core.mesh import plan_mesh
+
+    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
+    return resolve_batch(chosen.config.core, plan_mesh(axes, world, 0).size("dp"))
+
+
+def schema() -> None:
+    """Print the JSON Schema of the core and of every installed plugin's section."""
+    from ds_core.config import json_schema
+
+    show_json(json_schema(_installed_models()))
+
+
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A dotted path such as fp16.loss_scale.")],
+) -> None:
+    """Say what a key does, its type, its default and who owns it."""
+    from ds_core.config import explain as look_up
+
+    said = look_up(key, _installed_models())
+    typer.echo(said.path)
+    if said.description:
+        typer.echo(f"  {said.description}")
+    for label, value in (("type", said.type), ("default", said.default), ("owner", said.owner)):
+        typer.echo(f"  {label + ':':<9}{value}")
+
+
+def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
+    """The model of every installed section; a broken one is named on stderr and left out."""
+    from ds_core.compose import section_models
+    from ds_core.errors import PluginError
+    from ds_core.plugins import Plugins
+
+    plugins = Plugins()
+    models: dict[str, tuple[type[BaseModel], str]] = {}
+    for name in plugins.sections():
+        try:
+            models.update(section_models(plugins, [name]))
+        except PluginError as error:
+            say_error(f"left out: {error}")
+    return models

@@ -1,0 +1,27 @@
+"""``dscore doctor``: looks at everything a run needs and says, for each fault, what mends it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ds_core.cli.show import show_json, show_table
+
+__all__ = ["doctor"]
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False) -> None:
+    """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run would fail."""
+    from ds_core.cli.checks import examine
+
+    findings = examine()
+    broken = [f for f in findings if f.level == "fault"]
+    if as_json:
+        show_json([asdict(f) for f in findings])
+    else:
+        show_table(("part", "state", "found", "mend"), [(f.part, f.level, f.found, f.mend) for f in findings])
+        typer.echo(f"{len(broken)} fault{'' if len(broken) == 1 else 's'}" if broken else "nothing is broken")
+    if broken:
+        raise typer.Exit(1)

@@ -1,0 +1,68 @@
+"""``dscore plugins``: what is installed, what it provides and how it stands (no torch)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_core.cli.show import show_json, show_table
+
+if TYPE_CHECKING:
+    from ds_core.plugins import Report
+
+__all__ = ["plugins", "provides"]
+
+# What a hook makes of its plugin; hooks that only watch or check are no kind of their own.
+_KINDS = {
+    "ds_accelerators": "accelerator",
+    "ds_kernels": "kernel",
+    "ds_optimizers": "optimizer",
+    "ds_schedulers": "scheduler",
+    "ds_monitors": "monitor",
+    "ds_mesh_axes": "mesh axis",
+    "ds_transforms": "transform",
+    "ds_param_axes": "param axes",
+    "ds_partitioner": "partitioner",
+    "ds_runner": "runner",
+    "ds_step_begin": "observer",
+    "ds_step_end": "observer",
+    "ds_checkpointables": "checkpoint",
+    "ds_launchers": "launcher",
+    "ds_commands": "command",
+}
+
+
+def plugins(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False) -> None:
+    """Show every installed plugin: what it provides, its state and why."""
+    from ds_core.plugins import Plugins
+
+    rows = [_row(report) for report in Plugins().probe_all()]
+    if as_json:
+        show_json(rows)
+        return
+    columns = ("name", "distribution", "version", "provides", "state", "why")
+    show_table(columns, [[", ".join(r["provides"]) if c == "provides" else r[c] for c in columns] for r in rows])
+
+
+def provides(report: Report) -> list[str]:
+    """The section it owns and the kinds of things it offers."""
+    from ds_core.plugins import SECTIONS
+
+    section = [f"section {report.found.name}"] if report.found.group == SECTIONS else []
+    return [*section, *dict.fromkeys(_KINDS[hook] for hook in report.hooks if hook in _KINDS)]
+
+
+def _row(report: Report) -> dict[str, Any]:
+    found = report.found
+    return {
+        "name": found.name,
+        "distribution": found.dist,
+        "version": found.version,
+        "group": found.group,
+        "module": found.module,
+        "provides": provides(report),
+        "hooks": list(report.hooks),
+        "state": report.state.value,
+        "why": report.why,
+    }
