@@ -1,0 +1,371 @@
+"""``dscore run``: processes start, fail and end as promised. Scripts are tiny and load no torch unless they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ds_core.cli.launch import LaunchRequest
+from ds_core.cli.local import launch
+
+ROOT = Path(__file__).parents[2]
+LEAVE_PID = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+HERE, RANK = Path(__file__).parent, int(os.environ["RANK"])
+def leave(name, pid):
+    (HERE / "new").with_suffix(f".{name}{RANK}").write_text(str(pid))
+    (HERE / "new").with_suffix(f".{name}{RANK}").rename(HERE / f"{name}{RANK}.pid")
+def wait_for(*names):
+    while not all((HERE / f"{n}.pid").exists() for n in names):
+        time.sleep(0.01)
+leave("rank", os.getpid())
+"""
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+STUBBORN = f"""
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+leave("child", child.pid)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    def make(body: str, name: str = "script.py") -> str:
+        file = tmp_path / name
+        file.write_text(LEAVE_PID + body)
+        return str(file)
+
+    return make
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has collected yet has ended too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def pids(folder: Path) -> dict[str, int]:
+    return {file.stem: int(file.read_text()) for file in folder.glob("*.pid")}
+
+
+def wait_until(what: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def command(building: ModuleType, tmp_path: Path, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """``dscore run`` in a process of its own, as the console script would start it."""
+    entry = tmp_path / "entry"
+    entry.mkdir(exist_ok=True)
+    (entry / "dscore").write_text("from ds_core.cli import main\nmain()\n")
+    return subprocess.Popen(
+        [sys.executable, str(entry / "dscore"), "run", *words],
+        cwd=cwd or tmp_path,
+        env=building.clean_environment(PYTHONPATH=str(ROOT)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# -- how it fails --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_is_shown_once_and_the_others_are_ended(script: Any, tmp_path: Path, capfd: Any) -> None:
+    file = script("wait_for('rank0', 'rank1')\nif RANK == 1:\n    raise ValueError('too\\nbad')\ntime.sleep(600)")
+    assert launch(LaunchRequest(file, nproc=2)) == 1
+    seen = pids(tmp_path)
+    assert is_gone(seen["rank0"])
+    err = capfd.readouterr().err
+    assert err.count("Traceback") == 1
+    assert "worker.py" not in err
+    assert "runpy" not in err
+    assert "ChildFailedError" not in err
+    assert f'File "{file}"' in err
+    last = err.splitlines()[-2:]
+    pid, host = seen["rank1"], socket.gethostname()
+    assert last[0] == f"dscore: rank 1 of 2 failed with exit code 1 (pid {pid} on {host}): ValueError: too"
+    assert last[1] == "dscore: the other process was ended"
+
+
+def test_one_mistake_on_all_ranks_is_one_traceback(script: Any, capfd: Any) -> None:
+    # each waits until the other has begun, so that both do fail
+    file = script("wait_for('rank0', 'rank1')\n1 / 0")
+    assert launch(LaunchRequest(file, nproc=2)) == 1
+    err = capfd.readouterr().err
+    assert err.count("Traceback") == 1
+    assert "ZeroDivisionError" in err.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "rank 0 of 1 failed with exit code 3"),
+        ("os._exit(7)", 7, "rank 0 of 1 failed with exit code 7"),
+        ("sys.exit('no data here')", 1, "no data here\ndscore: rank 0 of 1 failed with exit code 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 of 1 was killed by SIGKILL (signal 9)"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 0 of 1 was killed by SIGSEGV (signal 11)"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "rank 0 of 1 was killed by SIGTERM (signal 15)"),
+        ("raise KeyboardInterrupt", 130, "rank 0 of 1 was killed by SIGINT (signal 2)"),
+        ("def f(:", 1, "SyntaxError"),
+    ],
+)
+def test_exit_codes_and_signals(script: Any, capfd: Any, body: str, code: int, words: str) -> None:
+    assert launch(LaunchRequest(script(body))) == code
+    assert words in capfd.readouterr().err
+
+
+def test_success_is_silent_and_leaves_what_the_script_left_on_purpose(script: Any, tmp_path: Path, capfd: Any) -> None:
+    file = script(STUBBORN + "print('done')\nsys.exit()")
+    assert launch(LaunchRequest(file)) == 0
+    assert capfd.readouterr() == ("done\n", "")
+    child = pids(tmp_path)["child0"]
+    assert not is_gone(child)
+    os.kill(child, signal.SIGKILL)
+
+
+def test_deaf_processes_and_their_children_are_ended(script: Any, tmp_path: Path, capfd: Any) -> None:
+    file = script(STUBBORN + "wait_for('child0', 'child1')\nif RANK == 0:\n    os._exit(5)\ntime.sleep(600)")
+    assert launch(LaunchRequest(file, nproc=2, grace=0.3)) == 5
+    seen = pids(tmp_path)
+    assert sorted(seen) == ["child0", "child1", "rank0", "rank1"]
+    wait_until(lambda: all(map(is_gone, seen.values())))
+    assert "rank 0 of 2 failed with exit code 5" in capfd.readouterr().err
+
+
+def test_a_handler_has_the_grace_to_finish(script: Any, tmp_path: Path) -> None:
+    body = """
+def save(*_):
+    time.sleep(0.5)
+    leave("saved", 1)
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+leave("ready", 1)
+wait_for("ready0", "ready1")
+if RANK == 0:
+    os._exit(5)
+time.sleep(600)
+"""
+    assert launch(LaunchRequest(script(body), nproc=2, grace=20)) == 5
+    assert "saved1" in pids(tmp_path)
+
+
+def test_restarts_show_each_failure_and_can_succeed(script: Any, tmp_path: Path, capfd: Any) -> None:
+    body = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if RANK == 1:
+        leave("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+        raise OSError("the disk hiccups")
+    time.sleep(600)
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "rank", RANK)
+"""
+    assert launch(LaunchRequest(script(body), nproc=2, max_restarts=2)) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["attempt 1 rank 0", "attempt 1 rank 1"]
+    assert err.count("OSError: the disk hiccups\n\n") == 1
+    assert err.splitlines()[-1] == "dscore: restart 1 of 2"
+    assert is_gone(pids(tmp_path)["child1"])
+
+
+def test_the_last_restart_decides(script: Any, capfd: Any) -> None:
+    body = 'sys.exit(10 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]))'
+    assert launch(LaunchRequest(script(body), max_restarts=1)) == 11
+    err = capfd.readouterr().err
+    codes = [line.split("exit code ")[1].split()[0] for line in err.splitlines() if "exit code" in line]
+    assert codes == ["10", "11"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_launcher_ends_everything(
+    building: ModuleType, script: Any, tmp_path: Path, number: int, code: int
+) -> None:
+    file = script(STUBBORN + "time.sleep(600)")
+    running = command(building, tmp_path, "--nproc", "2", "--grace", "0.3", file)
+    wait_until(lambda: {"child0", "child1"} <= set(pids(tmp_path)))
+    running.send_signal(number)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == code
+    assert err == f"dscore: stopped by {signal.Signals(number).name}; all processes were ended\n"
+    wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
+def test_a_killed_launcher_takes_its_processes_along(building: ModuleType, script: Any, tmp_path: Path) -> None:
+    running = command(building, tmp_path, "--nproc", "2", script("time.sleep(600)"))
+    wait_until(lambda: {"rank0", "rank1"} <= set(pids(tmp_path)))
+    running.kill()
+    wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
+    running.communicate(timeout=60)
+
+
+def test_over_gloo_the_cause_is_named_and_not_its_echo(building: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)\n"
+        "assert total.item() == 2\n"
+        "if dist.get_rank() == 1:\n"
+        "    try:\n"
+        "        raise KeyError('the cause')\n"
+        "    finally:\n"
+        "        dist.destroy_process_group()\n"
+        "dist.all_reduce(total)\n"
+    )
+    running = command(building, tmp_path, "--nproc", "2", str(file))
+    _, err = running.communicate(timeout=100)
+    assert running.returncode == 1
+    assert err.count("Traceback") == 1
+    assert "rank 1 of 2 failed with exit code 1" in err
+    assert "KeyError: 'the cause'" in err
+
+
+# -- what the script meets -----------------------------------------------------------------------------------------
+
+TELL = """
+print(json.dumps({"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__,
+                  "main": sys.modules["__main__"].__dict__ is globals(), "env": dict(os.environ)}))
+"""
+
+
+def test_arguments_are_untouched_and_the_working_directory_is_not_read(
+    building: ModuleType, script: Any, tmp_path: Path
+) -> None:
+    empty = tmp_path / "cwd"
+    empty.mkdir()
+    for name in ("torch", "typer", "json", "runpy", "ds_core", "worker", "sitecustomize", "pluggy"):
+        (empty / f"{name}.py").write_text("raise SystemExit('read from the working directory')")
+    arguments = ["--help", "--nproc", "7", "--", "-m", "", "a b", "$HOME", "*", "--version"]
+    running = command(building, tmp_path, "--nproc", "1", script(TELL), *arguments, cwd=empty)
+    out, err = running.communicate(timeout=60)
+    assert err == ""
+    seen = json.loads(out)
+    file = str(tmp_path / "script.py")
+    assert seen["argv"] == [file, *arguments]
+    assert (seen["path"], seen["name"], seen["file"], seen["main"]) == (str(tmp_path), "__main__", file, True)
+    ranks = [seen["env"][k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
+    assert ranks == ["0", "0", "1", "1", "127.0.0.1"]
+
+
+def test_a_module_runs_like_python_m(script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
+    (tmp_path / "package").mkdir()
+    script("from package.other import word\nprint(word, __name__, __package__, sys.argv[1:])", "package/tool.py")
+    (tmp_path / "package" / "other.py").write_text("word = 'found'")
+    monkeypatch.chdir(tmp_path)
+    assert launch(LaunchRequest("package.tool", ("-x",), is_module=True)) == 0
+    assert capfd.readouterr().out == "found __main__ package ['-x']\n"
+    assert launch(LaunchRequest("package.missing", is_module=True)) == 1
+    assert "No module named package.missing" in capfd.readouterr().err
+
+
+def test_cores_are_shared_unless_the_user_says_otherwise(script: Any, capfd: Any, monkeypatch: Any) -> None:
+    file = script('print(os.environ["OMP_NUM_THREADS"])')
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launch(LaunchRequest(file, nproc=2))
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert capfd.readouterr().out.split() == [str(share)] * 2
+    assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launch(LaunchRequest(file))
+    assert capfd.readouterr().out.split() == ["3"]
+
+
+def test_lines_stay_whole_and_tags_name_the_rank(script: Any, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    file = script("for i in range(50):\n    print('rank', RANK, 'line', i)")
+    lines = [f"rank {rank} line {i}" for rank in range(2) for i in range(50)]
+    launch(LaunchRequest(file, nproc=2))
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(lines)
+    launch(LaunchRequest(file, nproc=2, tag=True))
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(f"[rank {line[5]}] {line}" for line in lines)
+
+
+def test_the_scripts_own_excepthook_and_children_are_respected(script: Any, capfd: Any) -> None:
+    body = """
+import multiprocessing, traceback
+def work(x):
+    return x * 2
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [1, 2]))
+    if not os.fork():
+        raise ValueError("a child's own affair")
+    os.wait()
+    sys.excepthook = lambda kind, value, tb: print("mine:", value, len(traceback.extract_tb(tb)), file=sys.stderr)
+    raise OSError("hooked")
+"""
+    # the spawned child imports the script under another name
+    assert launch(LaunchRequest(script(body))) == 1
+    out, err = capfd.readouterr()
+    assert out == "[2, 4]\n"
+    assert err.count("Traceback") == 1
+    assert "ValueError: a child's own affair" in err
+    assert "mine: hooked 1\n" in err
+    assert err.splitlines()[-1].endswith("OSError: hooked")
+
+
+def test_the_launcher_leaves_the_process_as_it_was(script: Any) -> None:
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+    before = [signal.getsignal(number) for number in watched]
+    launch(LaunchRequest(script("")))
+    assert [signal.getsignal(number) for number in watched] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+# -- machines ------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_a_port_can_be_chosen_and_one_in_use_is_named(
+    building: ModuleType, script: Any, tmp_path: Path, capfd: Any
+) -> None:
+    port = free_port()
+    assert launch(LaunchRequest(script('print(os.environ["MASTER_PORT"])'), master_port=port)) == 0
+    assert capfd.readouterr().out.split() == [str(port)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        running = command(building, tmp_path, "--master-port", str(taken), str(tmp_path / "script.py"))
+        _, err = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert err.startswith(f"dscore: port {taken} is already in use; choose another with --master-port")
+
+
+@pytest.mark.parametrize("way", ["static", "endpoint"])
+def test_two_machines_meet(building: ModuleType, script: Any, tmp_path: Path, way: str) -> None:
+    file = script('print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])')
+    port = str(free_port())
+    meet = {
+        "static": ["--master-addr", "127.0.0.1", "--master-port", port],
+        "endpoint": ["--rdzv-endpoint", f"127.0.0.1:{port}"],
+    }[way]
+    both = [
+        command(building, tmp_path, "--nnodes", "2", "--node-rank", rank, "--nproc", "1", *meet, file)
+        for rank in ("0", "1")
+    ]
+    said = [running.communicate(timeout=100) for running in both]
+    assert [running.returncode for running in both] == [0, 0], said
+    assert sorted(out for out, _ in said) == ["0 2 0\n", "1 2 0\n"]
