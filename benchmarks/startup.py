@@ -39,7 +39,10 @@ engine, *_ = {package}.initialize(model=model, {more}config={config})
 engine.backward(engine(x).square().mean())
 engine.step()
 """
-DECLARATIONS = "import ds_core, ds_core.builtin, ds_core.hookspecs\nimport ds_lr_schedules.plugin, ds_monitor_csv.plugin, ds_monitor_tensorboard.plugin"
+DECLARATIONS = """
+import ds_core, ds_core.builtin, ds_core.hookspecs
+import ds_lr_schedules.plugin, ds_monitor_csv.plugin, ds_monitor_tensorboard.plugin
+"""
 
 
 def cpu_seconds(python: str, code: str, environment: Mapping[str, str]) -> float:

@@ -27,9 +27,10 @@ __all__ = ["Context"]
 class Context:
     """One run, as plugins see it. Filled from top to bottom while the engine is built.
 
-    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None
-    when it is an object or function of the user's that nobody has declared. params: per parameter of the transformed model, its name and axes; empty
-    until the transforms have run. module: the transformed model, None before. stash: typed plugin state.
+    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None when
+    it is an object or function of the user's that nobody has declared. params: per parameter of the transformed model,
+    its name and axes; empty until the transforms have run. module: the transformed model, None before. stash: typed
+    plugin state.
     """
 
     config: RunConfig

@@ -1,27 +1,36 @@
 """The accelerator contract: everything the core and its plugins ask of a device kind (torch-free at import).
 
 [Note: wide on purpose] A thin contract ends in back ends that patch their way around it. So whatever the project
-asks of a device stands here, with a default wherever all devices agree; a new back end overrides what differs.
+asks of a device stands here, and twelve methods have no default. The rest answer as a device with one queue of work,
+no graphs and no page-locked memory would; a back end overrides where its device can do better.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ds_core.errors import AcceleratorError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Accelerator", "BuildFlags"]
+__all__ = ["Accelerator", "BuildFlags", "HostEvent"]
 
 
 @dataclass(frozen=True, slots=True)
 class BuildFlags:
-    """How kernels are compiled for this device: compiler flags, linker flags, and the architectures aimed at."""
+    """How kernels are compiled for this device, beyond what ``torch.utils.cpp_extension`` adds by itself.
+
+    cxx, device, link: flags of the host compiler, the device compiler and the linker.
+    architectures: what is aimed at (``"9.0"``, ``"gfx942"``, ``"x86_64"``); empty leaves it to the compiler.
+    """
 
     cxx: tuple[str, ...] = ()
     device: tuple[str, ...] = ()
@@ -29,26 +38,57 @@ class BuildFlags:
     architectures: tuple[str, ...] = ()
 
 
-class Accelerator(ABC):
-    """One device kind. Making one must not initialise a device.
+class HostEvent:
+    """An event read off the host's clock, for devices without events of their own.
 
-    name: what ``DS_ACCELERATOR`` calls it. device_type: torch's name (``torch.device(device_type)``).
-    communication_backend: the torch.distributed backend for its tensors. visible_devices_env: the variable that
-    hides devices, "" if there is none. kernel_tags: kernel providers it can run, best first.
+    drain: waits for the device; called on `record`, so that the time is when the work was done, not when it was asked.
+    """
+
+    def __init__(self, drain: Callable[[], None] | None = None) -> None:
+        self._drain = drain
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Wait for the work so far and note the time."""
+        if self._drain is not None:
+            self._drain()
+        self._time = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """The work was done when `record` returned."""
+
+    def synchronize(self) -> None:
+        """The work was done when `record` returned."""
+
+    def query(self) -> bool:
+        """Always true, since `record` waits."""
+        return True
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds until `end`."""
+        return (end._time - self._time) * 1e3
+
+
+class Accelerator(ABC):
+    """One device kind. Making one must not initialise a device, and neither may `is_available` or `device_count`.
+
+    name: what ``DS_ACCELERATOR`` calls it, as in its AcceleratorEntry. device_type: torch's name for its tensors.
+    visible_devices_env: the variable that hides devices from a process, "" if there is none.
+    kernel_tags: kernel providers that it can run, best first. Memory is in bytes; `index` None means the current
+    device everywhere.
     """
 
     name: str
     device_type: str
-    communication_backend: str
     visible_devices_env: str = ""
     kernel_tags: tuple[str, ...] = ("cpp", "reference")
-    supports_graphs: bool = False
+
+    @property
+    @abstractmethod
+    def communication_backend(self) -> str:
+        """The torch.distributed backend for its tensors; a plain class attribute will do."""
 
     # -- devices ---------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def is_available(self) -> bool:
-        """Whether at least one device can be used; must not initialise it."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -56,18 +96,22 @@ class Accelerator(ABC):
 
     @abstractmethod
     def set_device(self, index: int) -> None:
-        """Make device `index` the current one."""
+        """Make device `index` the current one. Raises AcceleratorError, with the count, when there is none such."""
 
     @abstractmethod
     def current_index(self) -> int:
         """Index of the current device."""
 
-    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether at least one device can be used."""
+        return self.device_count() > 0
+
     def device_name(self, index: int | None = None) -> str:
-        """The hardware's name."""
+        """The hardware's name, for people."""
+        return self.name
 
     def device(self, index: int | None = None) -> torch.device:
-        """``torch.device`` number `index`; the current one for None."""
+        """``torch.device`` number `index`."""
         import torch
 
         return torch.device(self.device_type, self.current_index() if index is None else index)
@@ -77,8 +121,12 @@ class Accelerator(ABC):
         return self.device()
 
     def local_index(self) -> int:
-        """The device of this rank among those on its host: LOCAL_RANK, modulo the devices that are visible."""
-        return int(os.environ.get("LOCAL_RANK", "0")) % max(1, self.device_count())
+        """The device for this process among those of its host: LOCAL_RANK modulo `device_count`, so that more
+        processes than devices share them."""
+        text = os.environ.get("LOCAL_RANK", "0")
+        if not text.isdecimal():
+            raise AcceleratorError(f"LOCAL_RANK is {text!r}; it must be a whole number from 0, as a launcher sets it")
+        return int(text) % max(1, self.device_count())
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether `tensor` lives on this kind of device."""
@@ -90,59 +138,72 @@ class Accelerator(ABC):
     def synchronize(self, index: int | None = None) -> None:
         """Wait until the device has done all that was asked of it."""
 
-    @abstractmethod
     def new_stream(self, priority: int = 0) -> Any:
-        """A new queue of work; None on devices that have only one."""
+        """A new queue of work, lower `priority` first, with ``wait_stream(other)``; None where there is only one."""
+        return None
 
-    @abstractmethod
     def current_stream(self) -> Any:
-        """The queue that new work goes to; None on devices that have only one."""
+        """The queue that new work goes to; None where there is only one."""
+        return None
 
-    @abstractmethod
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Inside, work goes to `stream`; None changes nothing."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def new_event(self, timing: bool = False) -> Any:
-        """An event with ``record(stream)``, ``wait(stream)``, ``synchronize()``, ``query()`` and "
-        "``elapsed_time(end)``."""
+        """An event with ``record()`` and ``wait()`` on the current queue, ``synchronize()``, ``query()``, and with
+        `timing` ``elapsed_time(end)`` in milliseconds."""
+        return HostEvent(self.synchronize)
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether `new_graph` and `capture` work."""
+        return False
+
+    def new_graph(self) -> Any:
+        """An empty graph, with ``replay()`` and ``reset()`` once it was captured."""
+        raise AcceleratorError(f"{self.name} cannot capture graphs; ask supports_graphs first")
+
+    def capture(self, graph: Any) -> contextlib.AbstractContextManager[Any]:
+        """Inside, work is recorded into `graph` and not done."""
+        raise AcceleratorError(f"{self.name} cannot capture graphs; ask supports_graphs first")
 
     # -- memory, in bytes ------------------------------------------------------------------------------------
 
     @abstractmethod
     def memory_allocated(self, index: int | None = None) -> int:
-        """Bytes that live tensors take."""
+        """What live tensors take."""
 
     @abstractmethod
     def max_memory_allocated(self, index: int | None = None) -> int:
-        """The most that `memory_allocated` was since `reset_peak_memory_stats`."""
+        """The most that `memory_allocated` was since `reset_peak_memory_stats`; never less than it is now."""
 
     @abstractmethod
     def reset_peak_memory_stats(self, index: int | None = None) -> None:
         """Start a new peak."""
 
     @abstractmethod
-    def memory_reserved(self, index: int | None = None) -> int:
-        """Bytes that the allocator holds, in use or not."""
-
-    @abstractmethod
     def total_memory(self, index: int | None = None) -> int:
-        """Bytes of the device."""
+        """What the device has."""
 
-    @abstractmethod
+    def memory_reserved(self, index: int | None = None) -> int:
+        """What the allocator holds, in use or not."""
+        return self.memory_allocated(index)
+
     def available_memory(self, index: int | None = None) -> int:
-        """Bytes that could still be taken."""
+        """What could still be taken."""
+        return max(0, self.total_memory(index) - self.memory_reserved(index))
 
-    @abstractmethod
     def empty_cache(self) -> None:
-        """Give unused memory back to the device."""
+        """Give what the allocator holds unused back to the device."""
+        return
 
     def pin(self, tensor: Tensor) -> Tensor:
         """A page-locked copy of a host tensor, for asynchronous copies; the tensor itself where that means nothing."""
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether copies of `tensor` to the device can be asynchronous."""
+        """Whether `tensor` is page-locked."""
         return False
 
     # -- random numbers --------------------------------------------------------------------------------------
@@ -153,7 +214,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def get_rng_state(self, index: int | None = None) -> Tensor:
-        """State of a device's generator, a uint8 CPU tensor."""
+        """State of a device's generator: a one-dimensional uint8 tensor on the CPU."""
 
     @abstractmethod
     def set_rng_state(self, state: Tensor, index: int | None = None) -> None:
@@ -163,16 +224,16 @@ class Accelerator(ABC):
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether the device computes in `dtype`."""
+        """Whether the device itself computes in floating-point `dtype`, without emulation."""
 
     def preferred_dtype(self) -> torch.dtype:
         """The fastest training dtype: bf16, else fp16, else fp32."""
         import torch
 
-        return next(d for d in (torch.bfloat16, torch.float16, torch.float32) if self.supports(d))
+        return next((d for d in (torch.bfloat16, torch.float16) if self.supports(d)), torch.float32)
 
     def autocast(self, dtype: torch.dtype, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """Mixed-precision context for this device."""
+        """Mixed precision: inside, matrix products and the like compute in `dtype`."""
         import torch
 
         return torch.autocast(self.device_type, dtype=dtype, enabled=enabled)
@@ -181,7 +242,7 @@ class Accelerator(ABC):
 
     def build_flags(self) -> BuildFlags:
         """How to compile kernels for this device."""
-        return BuildFlags(cxx=("-O3", "-std=c++17"))
+        return BuildFlags(cxx=("-O3",))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"

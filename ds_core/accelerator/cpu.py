@@ -1,46 +1,25 @@
-"""The CPU: one device, one queue of work, memory read from the operating system."""
+"""The CPU: one device, one queue of work, memory as the operating system counts it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-import time
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds_core.accelerator.contract import Accelerator
+from ds_core.accelerator.contract import Accelerator, BuildFlags
+from ds_core.errors import AcceleratorError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["CpuAccelerator", "HostEvent"]
+__all__ = ["CpuAccelerator"]
 
-
-class HostEvent:
-    """An event on a device that has done its work as soon as the call returns."""
-
-    def __init__(self) -> None:
-        self._time = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        """Note the time."""
-        self._time = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """The work is done already."""
-
-    def synchronize(self) -> None:
-        """The work is done already."""
-
-    def query(self) -> bool:
-        """Always done."""
-        return True
-
-    def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds until `end`."""
-        return (end._time - self._time) * 1e3
+# The processor's own words for arithmetic in bf16 (x86, then Arm); without it torch's bf16 is slower than its fp32.
+_BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
 
 
 class CpuAccelerator(Accelerator):
@@ -50,91 +29,47 @@ class CpuAccelerator(Accelerator):
     device_type = "cpu"
     communication_backend = "gloo"
 
-    def __init__(self) -> None:
-        self._peak_base = 0
-
-    def is_available(self) -> bool:
-        return True
-
     def device_count(self) -> int:
         return 1
 
     def set_device(self, index: int) -> None:
         if index != 0:
-            raise ValueError(f"the cpu is one device, number 0; there is no {index}")
+            raise AcceleratorError(f"cpu has 1 device, number 0; there is no number {index}")
 
     def current_index(self) -> int:
         return 0
 
     def device(self, index: int | None = None) -> torch.device:
+        """Without an index: a tensor's own device is ``cpu``, and ``cpu:0`` does not equal it."""
         import torch
 
         return torch.device("cpu")
 
     def device_name(self, index: int | None = None) -> str:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/cpuinfo").read_text().splitlines():
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-        return platform.processor() or platform.machine()
+        return _cpuinfo("model name") or platform.processor() or platform.machine() or "cpu"
 
     def synchronize(self, index: int | None = None) -> None:
-        return None
-
-    def new_stream(self, priority: int = 0) -> None:
-        return None
-
-    def current_stream(self) -> None:
-        return None
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def new_event(self, timing: bool = False) -> HostEvent:
-        return HostEvent()
+        return
 
     def memory_allocated(self, index: int | None = None) -> int:
-        """The process's resident set; the host has no count of tensors alone."""
+        """The process's resident set: the host has no count of tensors alone."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return self._highest()
-
-    def _highest(self) -> int:
-        import resource
-        import sys
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return _highest_resident()
 
     def max_memory_allocated(self, index: int | None = None) -> int:
         """The highest resident set since the last reset, or of the whole process where it cannot be reset."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return self._highest()
+        return _kib("/proc/self/status", "VmHWM") or _highest_resident()
 
     def reset_peak_memory_stats(self, index: int | None = None) -> None:
         with contextlib.suppress(OSError):  # not permitted everywhere; the peak is then the whole process's
             Path("/proc/self/clear_refs").write_text("5")
 
-    def memory_reserved(self, index: int | None = None) -> int:
-        return self.memory_allocated()
-
     def total_memory(self, index: int | None = None) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, index: int | None = None) -> int:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in Path("/proc/meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return max(0, self.total_memory() - self.memory_allocated())
-
-    def empty_cache(self) -> None:
-        import gc
-
-        gc.collect()
+        return _kib("/proc/meminfo", "MemAvailable") or super().available_memory()
 
     def manual_seed(self, seed: int) -> None:
         import torch
@@ -152,6 +87,46 @@ class CpuAccelerator(Accelerator):
         torch.set_rng_state(state)
 
     def supports(self, dtype: torch.dtype) -> bool:
+        """Torch's CPU operations exist in these four; fp8 is for storage only."""
         import torch
 
         return dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    def preferred_dtype(self) -> torch.dtype:
+        """bf16 where the processor has instructions for it, else fp32."""
+        import torch
+
+        flags = _cpuinfo("flags") or _cpuinfo("Features")
+        return torch.bfloat16 if _BF16_FLAGS & set(flags.split()) else torch.float32
+
+    def build_flags(self) -> BuildFlags:
+        """For this very processor: what was built may not run on another, so a cache must know the machine."""
+        openmp = ("-fopenmp",) if sys.platform == "linux" else ()
+        return BuildFlags(("-O3", "-march=native", *openmp), link=openmp, architectures=(platform.machine(),))
+
+
+def _line(path: str, key: str) -> str:
+    """What stands behind ``key:`` in one of the kernel's files; "" where there is no such file or line."""
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            head, _, tail = line.partition(":")
+            if head.strip() == key:
+                return tail.strip()
+    return ""
+
+
+def _cpuinfo(key: str) -> str:
+    return _line("/proc/cpuinfo", key)
+
+
+def _kib(path: str, key: str) -> int:
+    """Bytes of a line like ``VmHWM:  1234 kB``; 0 where there is none."""
+    text = _line(path, key).split()
+    return int(text[0]) * 1024 if text and text[0].isdecimal() else 0
+
+
+def _highest_resident() -> int:
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -6,25 +6,25 @@ __all__ = ["cuda", "mps", "privateuse1", "xpu"]
 
 
 def cuda() -> str | None:
-    """Asks the driver through NVML where torch can, so that no context is made and forking stays safe."""
+    """Only counts devices, so that no context is made and forking stays safe."""
     import torch
 
-    if not torch.backends.cuda.is_built() and torch.version.hip is None:
-        return "this torch is built without CUDA"
-    return (
-        None
-        if torch.cuda.device_count() > 0
-        else "no CUDA device is visible (driver missing, or CUDA_VISIBLE_DEVICES hides all)"
-    )
+    if not torch.backends.cuda.is_built():  # true of ROCm builds as well
+        return "this torch is built without CUDA or ROCm"
+    if torch.cuda.device_count() == 0:
+        return "no CUDA device is visible: the driver is missing, or CUDA_VISIBLE_DEVICES hides all"
+    return None
 
 
 def xpu() -> str | None:
     """Intel GPUs."""
     import torch
 
-    if not hasattr(torch, "xpu") or not torch.xpu._is_compiled():
+    if not torch.xpu._is_compiled():
         return "this torch is built without XPU"
-    return None if torch.xpu.device_count() > 0 else "no XPU device is visible"
+    if torch.xpu.device_count() == 0:
+        return "no XPU device is visible: the driver is missing, or ZE_AFFINITY_MASK hides all"
+    return None
 
 
 def mps() -> str | None:
@@ -33,7 +33,7 @@ def mps() -> str | None:
 
     if not torch.backends.mps.is_built():
         return "this torch is built without MPS"
-    return None if torch.backends.mps.is_available() else "this macOS or machine has no MPS device"
+    return None if torch.backends.mps.is_available() else "this machine has no MPS device, or its macOS is too old"
 
 
 def privateuse1() -> str | None:
@@ -42,11 +42,8 @@ def privateuse1() -> str | None:
 
     name = torch._C._get_privateuse1_backend_name()
     module = getattr(torch, name, None)
-    if name == "privateuseone" or module is None:
+    if module is None:
         return "no package has registered a PrivateUse1 device with torch"
-    available = getattr(module, "is_available", None)
-    return (
-        None
-        if available is None or available()
-        else f"{name} is registered with torch but says that no device is available"
-    )
+    if hasattr(module, "is_available") and not module.is_available():
+        return f"{name} is registered with torch but says that no device is available"
+    return None

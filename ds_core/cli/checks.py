@@ -55,7 +55,7 @@ def examine() -> list[Finding]:
             findings += look(plugins)
         except Exception as error:  # the report must come to its end
             text = str(error) if isinstance(error, DSError) else f"{type(error).__name__}: {error}"
-            findings.append(Finding(part, "fault", text))
+            findings.append(Finding(part, "fault", text, "repair or uninstall what the message names"))
     return findings
 
 
@@ -131,7 +131,10 @@ def _kernels(plugins: Plugins) -> Iterator[Finding]:
     from ds_core.kernels import Kernels
 
     kernels = Kernels(plugins)
-    device = select_accelerator(plugins).device_type
+    try:
+        device = select_accelerator(plugins).device_type
+    except DSError:  # told above
+        device = "cpu"
     for op in kernels.ops():
         rows = kernels.candidates(op, device, "float32")
         server = next((c for c in rows if c.reason is None), None)

@@ -51,6 +51,11 @@ def script(tmp_path: Path) -> Any:
     return make
 
 
+@pytest.fixture(autouse=True)
+def one_process_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; one that nobody has collected yet has ended too."""
     try:
@@ -207,7 +212,6 @@ def test_a_stopped_launcher_ends_everything(
     wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent died")
 def test_a_killed_launcher_takes_its_processes_along(building: ModuleType, script: Any, tmp_path: Path) -> None:
     running = command(building, tmp_path, "--nproc", "2", script("time.sleep(600)"))
     wait_until(lambda: {"rank0", "rank1"} <= set(pids(tmp_path)))
@@ -289,14 +293,29 @@ def test_cores_are_shared_unless_the_user_says_otherwise(script: Any, capfd: Any
     assert capfd.readouterr().out.split() == ["3"]
 
 
-def test_lines_stay_whole_and_tags_name_the_rank(script: Any, capfd: Any, monkeypatch: Any) -> None:
+def test_auto_is_one_process_per_accelerator(script: Any, capfd: Any, monkeypatch: Any) -> None:
+    class Three:
+        device_type = "abacus"
+
+        def device_count(self) -> int:
+            return 3
+
+    monkeypatch.setattr("ds_core.accelerator.select_accelerator", lambda plugins: Three())
+    assert launch(LaunchRequest(script('print(os.environ["WORLD_SIZE"])'))) == 0
+    assert capfd.readouterr().out.split() == ["3", "3", "3"]
+
+
+def test_lines_stay_whole_and_tags_name_the_rank(
+    building: ModuleType, script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     file = script("for i in range(50):\n    print('rank', RANK, 'line', i)")
     lines = [f"rank {rank} line {i}" for rank in range(2) for i in range(50)]
     launch(LaunchRequest(file, nproc=2))
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(lines)
-    launch(LaunchRequest(file, nproc=2, tag=True))
-    assert sorted(capfd.readouterr().out.splitlines()) == sorted(f"[rank {line[5]}] {line}" for line in lines)
+    out, err = command(building, tmp_path, "--nproc", "2", "--tag", file).communicate(timeout=60)
+    assert err == ""
+    assert sorted(out.splitlines()) == sorted(f"[rank {line[5]}] {line}" for line in lines)
 
 
 def test_the_scripts_own_excepthook_and_children_are_respected(script: Any, capfd: Any) -> None:
