@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ds_core import comm
-from ds_core.accelerator import select_accelerator, set_accelerator
+from ds_core.accelerator import get_accelerator
 from ds_core.compose import Composition, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
@@ -80,13 +80,13 @@ def initialize(
     core = chosen.config.core
     if core.log_level:
         log.setLevel(core.log_level.upper())
-    if core.steps_per_print or core.dump_state or core.comms_logger.enabled or core.memory_breakdown:
+    told = (core.steps_per_print, core.dump_state, core.comms_logger.enabled, core.memory_breakdown)
+    if any(told) or core.wall_clock_breakdown:
         _show_log()
 
     # What each rank can work out alone, before it talks.
     comm.configure(core.comms_logger)
-    accelerator = select_accelerator(chosen.plugins)
-    set_accelerator(accelerator)
+    accelerator = get_accelerator(chosen.plugins)
     kernels = Kernels(chosen.plugins, core.kernels)
     kernels.check_forced()
     rank, world_size = _place()

@@ -76,8 +76,9 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(())
-    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    if all(t.dtype == wide for t in tensors):
+    dtypes = {t.dtype for t in tensors}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    if dtypes == {wide}:
         norms = list(torch._foreach_norm(tensors))
     else:
         norms = [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]

@@ -316,8 +316,10 @@ class Replicated(Partitioner):
                 torch._foreach_mul_(lone, 1.0 / self.ctx.mesh.size("dp"))
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for slot in self._slots:
-            if slot.master.grad is not None:
-                by_axes.setdefault(slot.held, []).append(slot.master.grad)
+            if (grad := slot.master.grad) is not None:
+                if grad.is_sparse:  # of nn.Embedding(sparse=True); what follows is for dense ones
+                    grad = slot.master.grad = grad.to_dense()
+                by_axes.setdefault(slot.held, []).append(grad)
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
     def _cast_gradients(self) -> None:

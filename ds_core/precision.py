@@ -266,7 +266,7 @@ def autocast_context(precision: Precision, accelerator: Accelerator) -> contextl
                 "the torch_autocast section decides the dtype inside the engine; the autocast around it has "
                 "no effect there",
             )
-        return torch.autocast(device, dtype=precision.autocast)
+        return accelerator.autocast(precision.autocast)
     if torch.is_autocast_enabled(device):
         tell_once(
             log,
@@ -274,5 +274,5 @@ def autocast_context(precision: Precision, accelerator: Accelerator) -> contextl
             "autocast is on around the engine but not in its config; it is off inside forward. Add a "
             "torch_autocast section",
         )
-        return torch.autocast(device, enabled=False)
+        return accelerator.autocast(torch.get_autocast_dtype(device), enabled=False)
     return None

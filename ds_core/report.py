@@ -22,6 +22,8 @@ __all__ = ["Reporter"]
 
 log = logging.getLogger("ds_core.engine")
 _NOTHING = contextlib.nullcontext()
+BREAKDOWN_EVERY = 10
+"""Steps between breakdowns when ``steps_per_print`` is not set."""
 
 
 class Reporter:
@@ -35,7 +37,9 @@ class Reporter:
         self._throughput = (
             Throughput(ctx.accelerator, core.timers.throughput.synchronized) if core.timers.throughput.enabled else None
         )
-        self._every = core.steps_per_print or 0
+        # Breakdowns are asked for to be read, so they are printed even when no period is given.
+        asked = core.wall_clock_breakdown or core.memory_breakdown
+        self._every = core.steps_per_print or (BREAKDOWN_EVERY if asked else 0)
         self._memory = core.memory_breakdown
         self._begin = ctx.plugins.observers("ds_step_begin")
         self._end = ctx.plugins.observers("ds_step_end")

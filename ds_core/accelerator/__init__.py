@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ds_core.accelerator.contract import Accelerator, BuildFlags
+from ds_core.accelerator.contract import Accelerator, BuildFlags, HostEvent
+from ds_core.accelerator.cpu import CpuAccelerator
+from ds_core.accelerator.generic import TorchAccelerator
 from ds_core.accelerator.select import (
     candidates,
     get_accelerator,
@@ -14,6 +16,9 @@ from ds_core.accelerator.select import (
 __all__ = [
     "Accelerator",
     "BuildFlags",
+    "CpuAccelerator",
+    "HostEvent",
+    "TorchAccelerator",
     "candidates",
     "get_accelerator",
     "reset_accelerator",

@@ -99,6 +99,8 @@ class TorchAccelerator(Accelerator):
             raise AcceleratorError(f"{self.name} has {have}; there is no number {index}{hidden}")
         if (member := self._member("set_device")) is not None:
             member(index)
+        elif index != self.current_index():
+            raise AcceleratorError(f"torch.{self.device_type} has no set_device; {self.name} cannot go to {index}")
 
     def current_index(self) -> int:
         member = self._member("current_device")

@@ -1,18 +1,22 @@
-"""Which accelerator this process uses: named by `DS_ACCELERATOR`, else out-of-tree, in-tree, cpu, by probing."""
+"""Which accelerator this process uses: `DS_ACCELERATOR`, else probing: out-of-tree, in-tree, cpu.
+
+The choice is process-wide state, one of the few; ``ds_core.reset()`` and `reset_accelerator` forget it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_core.accelerator.contract import Accelerator
 from ds_core.entries import AcceleratorEntry, ask, resolve
 from ds_core.errors import AcceleratorError, PluginError, nearest
-from ds_core.plugins import BUILTIN, PluginState
+from ds_core.plugins import BACKENDS, BUILTIN, PluginState
 
 if TYPE_CHECKING:
-    from ds_core.plugins import Answer, Plugins
+    from ds_core.plugins import Found, Plugins
 
 __all__ = ["candidates", "get_accelerator", "reset_accelerator", "select_accelerator", "set_accelerator"]
 
@@ -20,89 +24,178 @@ VARIABLE = "DS_ACCELERATOR"
 
 log = logging.getLogger("ds_core.accelerator")
 
-_current: Accelerator | None = None
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    accelerator: Accelerator
+    by_user: bool
 
 
-def get_accelerator() -> Accelerator:
-    """This process's accelerator; chosen now when nobody has yet."""
-    global _current
-    if _current is None:
-        from ds_core.plugins import Plugins
+_choice: _Choice | None = None
 
-        _current = select_accelerator(Plugins())
-    return _current
+
+def get_accelerator(plugins: Plugins | None = None) -> Accelerator:
+    """This process's accelerator: what `set_accelerator` said, else what was chosen before, else chosen now.
+
+    plugins: choose again, from these (a run's own plugins may bring devices); what `set_accelerator` said still goes.
+    """
+    global _choice
+    if _choice is None or (plugins is not None and not _choice.by_user):
+        if plugins is None:
+            from ds_core.plugins import Plugins
+
+            plugins = Plugins()
+        _choice = _Choice(select_accelerator(plugins), by_user=False)
+    return _choice.accelerator
 
 
 def set_accelerator(accelerator: Accelerator) -> None:
-    """Use `accelerator` from now on."""
-    global _current
+    """Use `accelerator` in this process from now on, whatever `DS_ACCELERATOR` and probing say."""
+    global _choice
     if not isinstance(accelerator, Accelerator):
         raise AcceleratorError(
-            f"{type(accelerator).__name__} is not an Accelerator; subclass ds_core.accelerator.Accelerator"
+            f"{accelerator!r} is not an Accelerator; subclass ds_core.accelerator.Accelerator and pass an instance"
         )
-    _current = accelerator
+    _choice = _Choice(accelerator, by_user=True)
 
 
 def reset_accelerator() -> None:
-    """Forget the choice (tests)."""
-    global _current
-    _current = None
+    """Forget the choice; the next `get_accelerator` chooses afresh."""
+    global _choice
+    _choice = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    entry: AcceleratorEntry
+    plugin: Found
+
+    @property
+    def outside(self) -> bool:
+        return self.plugin.module != BUILTIN
+
+    def __str__(self) -> str:
+        return f"{self.entry.name} ({self.plugin.dist})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Registry:
+    """What is registered, in the order of choice, and the plugins that could not be asked, with why."""
+
+    rows: list[_Row]
+    broken: list[tuple[Found, str]]
 
 
 def candidates(plugins: Plugins) -> list[tuple[AcceleratorEntry, str, str | None]]:
     """Every registered accelerator in the order of choice: (entry, distribution, None or why it is unavailable)."""
-    return [(e, dist, ask(e.probe)) for e, dist, _ in _entries(plugins)]
+    return [(row.entry, row.plugin.dist, ask(row.entry.probe)) for row in _registry(plugins).rows]
 
 
 def select_accelerator(plugins: Plugins) -> Accelerator:
     """Choose and load the accelerator; initialises no device.
 
-    Raises AcceleratorError, listing what is installed and why each is unavailable, when `DS_ACCELERATOR` names
-    none of them or when two out-of-tree ones claim the machine with equal priority.
+    Raises AcceleratorError when `DS_ACCELERATOR` names none, a broken or an unavailable one (listing what is installed
+    and why each is unavailable), when two out-of-tree ones are available with equal priority, and when the chosen
+    one cannot be loaded.
     """
+    registry = _registry(plugins)
     named = os.environ.get(VARIABLE, "").strip()
-    entries = _entries(plugins)
-    if named:
-        return _load_named(named, entries, plugins)
-    usable = [(e, dist, core) for e, dist, core in entries if ask(e.probe) is None]
-    outside = [(e, dist) for e, dist, core in usable if not core]
-    if len(outside) > 1 and outside[0][0].priority == outside[1][0].priority:
-        both = " and ".join(f"{e.name} ({dist})" for e, dist in outside[:2])
-        raise AcceleratorError(f"{both} are both available; choose one with {VARIABLE}={outside[0][0].name}")
-    entry, dist, _ = usable[0]
-    log.debug("accelerator %s of %s", entry.name, dist)
-    return _load(entry, dist)
+    return _load(_named(named, registry) if named else _probed(registry.rows))
 
 
-def _entries(plugins: Plugins) -> list[tuple[AcceleratorEntry, str, bool]]:
-    """(entry, distribution, is the core's), out-of-tree first, then by priority, then by name; cpu last."""
+def _registry(plugins: Plugins) -> _Registry:
+    """Out-of-tree first, then by priority, then by name; the core's cpu has its lowest priority.
+
+    A plugin that fails to answer is set aside like one that fails to import: nobody may have asked for it.
+    """
     plugins.load_backends()
-    answers: list[Answer] = plugins.ask("ds_accelerators")
-    rows = [(e, a.plugin.dist, a.plugin.module == BUILTIN) for a in answers for e in a.value]
-    return sorted(rows, key=lambda r: (r[2], -r[0].priority, r[0].name))
+    rows: list[_Row] = []
+    broken: list[tuple[Found, str]] = []
+    for report in plugins.reports():
+        if report.state is PluginState.QUARANTINED and report.found.group == BACKENDS:
+            broken.append((report.found, report.why))
+        elif "ds_accelerators" in report.hooks:
+            try:
+                rows += [_Row(entry, report.found) for entry in _entries(plugins, report.found)]
+            except Exception as error:  # whatever a plugin raises, the message names it
+                why = f"plugin {report.found} failed in ds_accelerators: {type(error).__name__}: {error}"
+                log.warning("%s; its accelerators cannot be used", why)
+                broken.append((report.found, why))
+    rows.sort(key=lambda r: (not r.outside, -r.entry.priority, r.entry.name, r.plugin.dist))
+    return _Registry(rows, broken)
 
 
-def _load_named(named: str, entries: list[tuple[AcceleratorEntry, str, bool]], plugins: Plugins) -> Accelerator:
-    for entry, dist, _ in entries:
-        if entry.name.lower() == named.lower():
-            if (reason := ask(entry.probe)) is not None:
-                raise AcceleratorError(f"{VARIABLE}={named}: {entry.name} ({dist}) is not available: {reason}")
-            return _load(entry, dist)
-    rows = [f"{e.name} ({dist}{': ' + why if (why := ask(e.probe)) else ''})" for e, dist, _ in entries]
-    broken = [r for r in plugins.reports() if r.state is PluginState.QUARANTINED]
-    rows += [f"{r.found.name} ({r.why})" for r in broken]
-    hint = nearest(named, [e.name for e, _, _ in entries])
-    mend = f"; did you mean {hint!r}?" if hint else ""
-    raise AcceleratorError(f"{VARIABLE}={named} names no installed accelerator{mend} Installed: {'; '.join(rows)}")
+def _entries(plugins: Plugins, found: Found) -> list[AcceleratorEntry]:
+    entries = list(plugins.ask_one("ds_accelerators", found) or ())
+    for entry in entries:
+        if not isinstance(entry, AcceleratorEntry):
+            raise TypeError(f"{entry!r} is not an AcceleratorEntry")
+    return entries
 
 
-def _load(entry: AcceleratorEntry, dist: str) -> Accelerator:
+def _probed(rows: list[_Row]) -> _Row:
+    usable = [row for row in rows if row.outside and ask(row.entry.probe) is None]
+    if len(usable) > 1 and usable[0].entry.priority == usable[1].entry.priority:
+        names = sorted({row.entry.name for row in usable[:2]})
+        mend = f"set {VARIABLE} to {' or '.join(names)}" if len(names) > 1 else "uninstall one"
+        raise AcceleratorError(
+            f"{usable[0]} and {usable[1]} are both available with priority {usable[0].entry.priority}; {mend}"
+        )
+    # The core's are asked only when no out-of-tree one will do; cpu has no probe and ends the search.
+    chosen = usable[0] if usable else next(r for r in rows if not r.outside and ask(r.entry.probe) is None)
+    log.debug("accelerator %s, by probing", chosen)
+    return chosen
+
+
+def _named(named: str, registry: _Registry) -> _Row:
+    for found, why in registry.broken:
+        if _same(found.name, named):
+            raise AcceleratorError(f"{VARIABLE}={named}: {why}; mend or uninstall {found.dist}")
+    rows = registry.rows
+    matching = [row for row in rows if _same(row.entry.name, named)] or _privateuse1(named, rows)
+    outside = [row for row in matching if row.outside]
+    if len(outside) > 1:
+        raise AcceleratorError(
+            f"{VARIABLE}={named} is offered by {outside[0].plugin.dist} and {outside[1].plugin.dist}; uninstall one, "
+            f"or name it in plugins.disable"
+        )
+    if not matching:
+        hint = nearest(named, [row.entry.name for row in rows])
+        mend = f"; did you mean {hint!r}?" if hint else "."
+        raise AcceleratorError(f"{VARIABLE}={named} names no installed accelerator{mend} {_inventory(registry)}")
+    if (reason := ask(matching[0].entry.probe)) is not None:
+        raise AcceleratorError(f"{VARIABLE}={named}: {matching[0]} is not available: {reason}. {_inventory(registry)}")
+    return matching[0]
+
+
+def _same(name: str, named: str) -> bool:
+    return name.lower() == named.lower()
+
+
+def _privateuse1(named: str, rows: list[_Row]) -> list[_Row]:
+    """The core's PrivateUse1 entry, when `named` is the name under which the device was registered with torch."""
+    import torch
+
+    if not _same(torch._C._get_privateuse1_backend_name(), named):
+        return []
+    return [row for row in rows if not row.outside and row.entry.name == "privateuse1"]
+
+
+def _inventory(registry: _Registry) -> str:
+    """What is installed, each with why it is unavailable, then the plugins that could not even be asked."""
+    told = [f"{row}: {ask(row.entry.probe) or 'available'}" for row in registry.rows]
+    told += [f"{found.name} ({found.dist}): broken, {why}" for found, why in registry.broken]
+    return f"Installed: {'; '.join(told)}"
+
+
+def _load(row: _Row) -> Accelerator:
+    entry = row.entry
     try:
         made = resolve(entry.load)()
     except PluginError as error:
-        raise AcceleratorError(f"accelerator {entry.name} of {dist}: {error}") from error
+        raise AcceleratorError(f"accelerator {row}: {error}") from error
+    except Exception as error:  # whatever a back end raises, the message names it
+        raise AcceleratorError(f"accelerator {row}: {entry.load} failed: {type(error).__name__}: {error}") from error
     if not isinstance(made, Accelerator):
-        raise AcceleratorError(
-            f"accelerator {entry.name} of {dist}: {entry.load} gave a {type(made).__name__}, not an Accelerator"
-        )
+        raise AcceleratorError(f"accelerator {row}: {entry.load} gave a {type(made).__name__}, not an Accelerator")
     return made

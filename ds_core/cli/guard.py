@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ds_core.cli.show import say_error
+
 __all__ = ["Ending", "Guard", "Started", "Stopped", "members"]
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
 
 
 class Stopped(BaseException):
@@ -62,6 +67,7 @@ class Guard:
         self.endings: dict[Started, Ending] = {}
         self._timers: dict[int | None, threading.Timer] = {}
         self._handlers: dict[int, Any] = {}
+        self._left = threading.Event()
 
     def __enter__(self) -> Guard:
         self._read, self._write = os.pipe()
@@ -77,6 +83,7 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left.set()
         signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -118,14 +125,26 @@ class Guard:
 
     def _listen(self) -> None:
         while heard := os.read(self._read, 64):
-            if any(number in heard for number in STOPS):
-                self._end_later(None)
+            number = next((n for n in STOPS if n in heard), None)
+            if number is not None:
+                self._later(None, self.grace if any(self.started()) else 0, partial(self._force, number))
 
-    def _end_later(self, attempt: int | None) -> None:
-        if attempt not in self._timers:
-            self._timers[attempt] = timer = threading.Timer(self.grace, self.end, [attempt])
+    def _end_later(self, attempt: int) -> None:
+        self._later(attempt, self.grace, partial(self.end, attempt))
+
+    def _later(self, key: int | None, seconds: float, act: Callable[[], None]) -> None:
+        if key not in self._timers:
+            self._timers[key] = timer = threading.Timer(seconds, act)
             timer.daemon = True
             timer.start()
+
+    def _force(self, number: int) -> None:
+        """End all, and this process too if its main thread waits inside torch for machines that do not come."""
+        self.end()
+        if not self._left.wait(DEAF_SECONDS):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            say_error(f"stopped by {signal.Signals(number).name}; all processes were ended")
+            os._exit(128 + number)
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_core.cli.failure import describe, exit_code, first, gather, signal_name
 from ds_core.cli.guard import Guard, Stopped
-from ds_core.cli.show import CommandError, say_error
+from ds_core.cli.show import say_error
+from ds_core.errors import CommError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -73,7 +74,7 @@ class _Run:
             say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number
         except Exception as error:  # of the rendezvous: a port in use, an address that nobody answers
-            raise CommandError(_no_start(error, self.request)) from error
+            raise CommError(_no_start(error, self.request)) from error
         self.failed = False
         return 0
 

@@ -312,6 +312,6 @@ def _call_site() -> str:
 
 def _synchronize(device: str) -> None:
     if device != "cpu":
-        import torch
+        from ds_core.accelerator import get_accelerator
 
-        torch.accelerator.synchronize()
+        get_accelerator().synchronize()

@@ -59,4 +59,6 @@ def _device(group: ProcessGroup | None) -> torch.device:
     config = dist.get_backend_config(group)
     if "cpu:" in config:
         return torch.device("cpu")
-    return torch.device(config.split(":")[0], torch.accelerator.current_device_index())
+    from ds_core.accelerator import get_accelerator
+
+    return get_accelerator().current_device()

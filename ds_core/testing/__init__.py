@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_core.testing.accelerator import AcceleratorConformance
     from ds_core.testing.monitor import MonitorConformance
     from ds_core.testing.plugin import PluginConformance
     from ds_core.testing.pool import RemoteError, WorkerPool, run_ranks
@@ -24,7 +25,14 @@ _HOMES = {
     "run_ranks": "pool",
 }
 
-__all__ = ["MonitorConformance", "PluginConformance", "RemoteError", "WorkerPool", "run_ranks"]
+__all__ = [
+    "AcceleratorConformance",
+    "MonitorConformance",
+    "PluginConformance",
+    "RemoteError",
+    "WorkerPool",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,153 +1,391 @@
-"""`AcceleratorConformance`: the whole accelerator contract, checked on one device.
+"""`AcceleratorConformance`: does a device kind keep the contract of `ds_core.accelerator.Accelerator`?
 
-Subclass it and give `make_accelerator`. The kit asks nothing of the hardware but what `is_available` promises.
+Subclass it in a test module and name your entry, or make the accelerator yourself. It runs on the real device, for a
+contract is about what the device does: values after a stream's work, draws after a restored random state, the dtype
+that comes out of a product. Device state that a test changes is put back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
+from ds_core.accelerator import Accelerator, BuildFlags
+from ds_core.entries import AcceleratorEntry, ask, resolve
+from ds_core.errors import AcceleratorError
+
 if TYPE_CHECKING:
     import torch
-
-    from ds_core.accelerator import Accelerator
+    from torch import Tensor
 
 __all__ = ["AcceleratorConformance"]
 
+MIB = 2**20
+BLOCK, SLACK = 64 * MIB, 16 * MIB  # of a memory test: what it takes, and what the process may do beside it
+
 
 class AcceleratorConformance:
-    """Subclass me; see the module's docstring."""
+    """Inherit, and set `entry` or implement `accelerator_factory`.
 
-    def make_accelerator(self) -> Accelerator:
-        """A fresh accelerator."""
-        raise NotImplementedError
+    ``class TestMine(AcceleratorConformance)``: the name must start with Test, so that pytest collects it.
+    """
 
-    @pytest.fixture
-    def accelerator(self) -> Accelerator:
-        """The accelerator under test, on its first device."""
-        made = self.make_accelerator()
-        made.set_device(0)
+    entry: ClassVar[AcceleratorEntry | None] = None
+    """What your plugin's `ds_accelerators` announces."""
+
+    resets_peak: ClassVar[bool] = True
+    """False where the system keeps a peak of memory that cannot be reset."""
+
+    def accelerator_factory(self) -> Accelerator:
+        """A new accelerator; by default the one that `entry` loads."""
+        if self.entry is None:
+            raise NotImplementedError(f"{type(self).__name__} needs an entry or an accelerator_factory")
+        made: Accelerator = resolve(self.entry.load)()
         return made
 
-    def test_it_says_what_it_is(self, accelerator: Accelerator) -> None:
-        """Names are non-empty, the device has the type, and the backend is one that torch.distributed knows."""
-        from torch.distributed import Backend
+    @pytest.fixture
+    def accelerator(self) -> Iterator[Accelerator]:
+        """The accelerator under test; the current device and random states are put back afterwards."""
+        import torch
 
-        assert accelerator.name
-        assert accelerator.is_available()
-        assert accelerator.device_count() >= 1
-        assert accelerator.device(0).type == accelerator.device_type
-        assert accelerator.current_device().type == accelerator.device_type
-        assert accelerator.device_name()
-        known = [*Backend.backend_list, *Backend.default_device_backend_map.values()]
-        assert accelerator.communication_backend in known
-        assert accelerator.kernel_tags[-1] == "reference"
+        made = self.accelerator_factory()
+        assert made.is_available(), f"{made.name}: this kit needs a device to run on"
+        index, host, state = made.current_index(), torch.get_rng_state(), made.get_rng_state()
+        yield made
+        made.set_device(index)
+        made.set_rng_state(state)
+        torch.set_rng_state(host)
 
-    def test_devices_are_chosen_by_index(self, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-        """set_device is seen by current_index; one too many is an error; local ranks wrap around."""
+    # First, while the process may not have touched the device yet.
+    def test_looking_initialises_no_device(self) -> None:
+        """Making one, `is_available` and `device_count` leave the device alone: forking must stay possible."""
+        import torch
+
+        def initialized() -> bool:
+            module = getattr(torch, made.device_type, None)
+            return bool(getattr(module, "is_initialized", bool)())
+
+        made = self.accelerator_factory()
+        before = initialized()
+        self.accelerator_factory()
+        made.is_available()
+        made.device_count()
+        assert initialized() == before, f"{made.name}: only looking at the device initialised it"
+
+    def test_entry(self) -> None:
+        """The entry's name is the accelerator's, and its probe says that it can be used here."""
+        made = self.accelerator_factory()
+        if self.entry is not None:
+            assert self.entry.name == made.name
+            assert ask(self.entry.probe) is None
+
+    def test_description(self, accelerator: Accelerator) -> None:
+        """Names and tags have the types that the core relies on."""
+        import torch
+
+        assert isinstance(accelerator, Accelerator)
+        assert accelerator.name.strip() == accelerator.name != ""
+        assert torch.device(accelerator.device_type).type == accelerator.device_type
+        assert isinstance(accelerator.visible_devices_env, str)
+        assert "reference" in accelerator.kernel_tags, "every device runs the pure-torch references"
+        assert isinstance(accelerator.device_name(), str) and accelerator.device_name()
+        assert isinstance(accelerator.supports_graphs, bool)
+
+    # -- devices ---------------------------------------------------------------------------------------------
+
+    def test_every_device_can_be_made_current(self, accelerator: Accelerator) -> None:
+        """`set_device`, `current_index`, `device` and where tensors then go all agree."""
+        import torch
+
         count = accelerator.device_count()
-        accelerator.set_device(count - 1)
-        assert accelerator.current_index() == count - 1
-        with pytest.raises((ValueError, RuntimeError)):
-            accelerator.set_device(count)
-        monkeypatch.setenv("LOCAL_RANK", str(count + 1))
-        assert accelerator.local_index() == (count + 1) % count
+        assert type(count) is int and count >= 1
+        for index in range(count):
+            accelerator.set_device(index)
+            assert accelerator.current_index() == index
+            assert accelerator.current_device() == accelerator.device() == accelerator.device(index)
+            tensor = torch.ones(2, device=accelerator.current_device())
+            assert tensor.device == accelerator.current_device()
+            assert accelerator.on_device(tensor)
 
-    def test_tensors_live_there(self, accelerator: Accelerator) -> None:
-        """A tensor made on the device is recognised, and one elsewhere is not."""
+    def test_devices_that_are_not_there(self, accelerator: Accelerator) -> None:
+        """An index out of range is an AcceleratorError that says how many there are, and changes nothing."""
+        before, count = accelerator.current_index(), accelerator.device_count()
+        for index in (count, -1):
+            with pytest.raises(AcceleratorError, match=rf"\b{count}\b"):
+                accelerator.set_device(index)
+        assert accelerator.current_index() == before
+
+    def test_tensors_of_other_devices(self, accelerator: Accelerator) -> None:
+        """`on_device` is about this kind of device only."""
         import torch
 
-        assert accelerator.on_device(torch.ones(2, device=accelerator.device()))
-        assert not accelerator.on_device(torch.ones(2, device="meta"))
+        assert not accelerator.on_device(torch.empty(1, device="meta"))
+        assert accelerator.on_device(torch.empty(1)) == (accelerator.device_type == "cpu")
 
-    def test_streams_and_events_order_work(self, accelerator: Accelerator) -> None:
-        """Work on a new stream is seen after waiting for its event; time passes forwards."""
+    def test_local_rank_chooses_the_device(self, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+        """LOCAL_RANK counts through the devices and starts again; nonsense in it is an error that shows it."""
+        count = accelerator.device_count()
+        for rank in range(2 * count):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            assert accelerator.local_index() == rank % count
+        monkeypatch.delenv("LOCAL_RANK")
+        assert accelerator.local_index() == 0
+        monkeypatch.setenv("LOCAL_RANK", "two")
+        with pytest.raises(AcceleratorError, match="two"):
+            accelerator.local_index()
+
+    # -- order of work ---------------------------------------------------------------------------------------
+
+    def test_streams_are_all_there_or_none(self, accelerator: Accelerator) -> None:
+        """`new_stream` and `current_stream` agree on whether there are queues; `stream` enters and leaves."""
+        before, new = accelerator.current_stream(), accelerator.new_stream(priority=-1)
+        assert (before is None) == (new is None)
+        with accelerator.stream(None):
+            assert accelerator.current_stream() == before
+        with accelerator.stream(new):
+            assert accelerator.current_stream() == new
+        assert accelerator.current_stream() == before
+
+    def test_an_event_orders_two_streams(self, accelerator: Accelerator) -> None:
+        """What is queued after `wait` sees all that was queued on the other stream before `record`."""
         import torch
 
-        stream = accelerator.new_stream()
+        data = torch.eye(256, device=accelerator.current_device())
+        side, done = accelerator.new_stream(), accelerator.new_event()
+        if side is not None:
+            side.wait_stream(accelerator.current_stream())
+        with accelerator.stream(side):
+            for _ in range(20):
+                data.copy_((data @ data + data) * 0.5)  # the identity stays itself, exactly, if all is in order
+            done.record()
+        done.wait()
+        seen = data + 1
+        accelerator.synchronize()
+        assert torch.equal(seen.cpu(), torch.eye(256) + 1)
+
+    def test_events_tell_time(self, accelerator: Accelerator) -> None:
+        """After `synchronize`, an event is done, and so is all before it; time does not run backwards."""
+        import torch
+
         begin, end = accelerator.new_event(timing=True), accelerator.new_event(timing=True)
-        x = torch.ones(64, 64, device=accelerator.device())
-        accelerator.synchronize()
-        begin.record(accelerator.current_stream())
-        with accelerator.stream(stream):
-            y = x @ x
-            end.record(stream if stream is not None else accelerator.current_stream())
+        data = torch.ones(256, 256, device=accelerator.current_device())
+        begin.record()
+        data @ data
+        end.record()
         end.synchronize()
-        assert end.query()
-        accelerator.synchronize()
-        assert begin.elapsed_time(end) >= 0
-        assert float(y.sum()) == 64.0**3
+        assert begin.query() is True and end.query() is True
+        elapsed = begin.elapsed_time(end)
+        assert math.isfinite(elapsed) and elapsed >= 0, elapsed
 
-    def test_memory_is_counted_in_bytes(self, accelerator: Accelerator) -> None:
-        """Counters are whole, ordered, and a large tensor shows in the peak."""
+    def test_synchronize(self, accelerator: Accelerator) -> None:
+        """The current device, and any by its index, can be waited for."""
+        accelerator.synchronize()
+        for index in range(accelerator.device_count()):
+            accelerator.synchronize(index)
+
+    def test_graphs(self, accelerator: Accelerator) -> None:
+        """A captured graph repeats its work on new values; without graphs, asking for one says so."""
+        import torch
+
+        if not accelerator.supports_graphs:
+            with pytest.raises(AcceleratorError, match="supports_graphs"):
+                accelerator.new_graph()
+            with pytest.raises(AcceleratorError, match="supports_graphs"):
+                accelerator.capture(None)
+            return
+        source = torch.ones(8, device=accelerator.current_device())
+        accelerator.synchronize()
+        graph = accelerator.new_graph()
+        with accelerator.capture(graph):
+            doubled = source * 2
+        source.fill_(3)
+        graph.replay()
+        accelerator.synchronize()
+        assert doubled.tolist() == [6.0] * 8
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def test_memory_counters(self, accelerator: Accelerator) -> None:
+        """All are ints in bytes that fit each other, for the current device and for each by its index."""
+        for index in (None, *range(accelerator.device_count())):
+            allocated, reserved = accelerator.memory_allocated(index), accelerator.memory_reserved(index)
+            total, available = accelerator.total_memory(index), accelerator.available_memory(index)
+            peak = accelerator.max_memory_allocated(index)
+            assert {type(n) for n in (allocated, reserved, total, available, peak)} == {int}
+            assert 0 <= allocated <= reserved + SLACK
+            assert allocated <= peak + SLACK
+            assert 0 <= available <= total
+            assert total > BLOCK
+
+    def test_memory_follows_a_tensor(self, accelerator: Accelerator) -> None:
+        """A tensor shows in what is allocated and in the peak; a reset forgets the peak."""
         import torch
 
         accelerator.reset_peak_memory_stats()
         before = accelerator.memory_allocated()
-        block = torch.ones(16 * 2**20, device=accelerator.device())  # 64 MiB
-        held, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
-        assert all(isinstance(n, int) for n in (before, held, peak))
-        assert held - before >= block.numel() * 4 * 0.9
-        assert peak >= held * 0.99
-        assert 0 < accelerator.available_memory() <= accelerator.total_memory()
-        assert accelerator.memory_reserved() >= 0
+        block = torch.ones(BLOCK, dtype=torch.uint8, device=accelerator.current_device())
+        accelerator.synchronize()
+        with_block = accelerator.memory_allocated()
+        assert with_block - before >= BLOCK - SLACK
         del block
+        assert accelerator.memory_allocated() <= with_block - BLOCK + SLACK
+        peak = accelerator.max_memory_allocated()
+        assert peak >= with_block - SLACK
+        accelerator.reset_peak_memory_stats()
+        if self.resets_peak:
+            assert accelerator.max_memory_allocated() <= peak - BLOCK + SLACK
+
+    def test_emptying_the_cache_keeps_tensors(self, accelerator: Accelerator) -> None:
+        """Only what nobody uses is given back."""
+        import torch
+
+        kept = torch.arange(1000, device=accelerator.current_device())
         accelerator.empty_cache()
+        assert torch.equal(kept.cpu(), torch.arange(1000))
 
-    def test_random_state_round_trip(self, accelerator: Accelerator) -> None:
-        """The same seed and the same restored state give the same numbers."""
+    def test_pinned_memory(self, accelerator: Accelerator) -> None:
+        """`pin` keeps the values on the host, gives the tensor itself where it cannot, and the copy arrives."""
         import torch
 
-        def draw() -> torch.Tensor:
-            return torch.rand(5, device=accelerator.device()).cpu()
+        plain = torch.arange(1000.0)
+        pinned = accelerator.pin(plain)
+        assert accelerator.is_pinned(plain) is False
+        assert accelerator.is_pinned(pinned) is True or pinned is plain
+        assert pinned.device.type == "cpu" and torch.equal(pinned, plain)
+        copy = pinned.to(accelerator.current_device(), non_blocking=True)
+        accelerator.synchronize()
+        assert torch.equal(copy.cpu(), plain)
 
-        accelerator.manual_seed(7)
-        first = draw()
-        state = accelerator.get_rng_state()
-        assert state.dtype == torch.uint8
-        assert state.device.type == "cpu"
-        second = draw()
-        accelerator.set_rng_state(state)
-        assert torch.equal(draw(), second)
-        accelerator.manual_seed(7)
-        assert torch.equal(draw(), first)
+    # -- random numbers --------------------------------------------------------------------------------------
 
-    def test_dtypes_are_supported_as_said(self, accelerator: Accelerator) -> None:
-        """A matrix product runs in every dtype that it claims, and the preferred one is among them."""
+    def test_seeding(self, accelerator: Accelerator) -> None:
+        """One seed gives one sequence on every device, another seed another."""
+        for index in range(accelerator.device_count()):
+            accelerator.set_device(index)
+            draws = []
+            for seed in (7, 7, 8):
+                accelerator.manual_seed(seed)
+                draws.append(_draw(accelerator))
+            assert draws[0] == draws[1] != draws[2]
+
+    def test_random_state_comes_back(self, accelerator: Accelerator) -> None:
+        """A state is a copy that repeats what followed it, also after a checkpoint took it apart to bytes."""
         import torch
 
+        for index in (None, *range(accelerator.device_count())):
+            if index is not None:
+                accelerator.set_device(index)
+            state = accelerator.get_rng_state(index)
+            assert state.dtype == torch.uint8 and state.dim() == 1 and state.device.type == "cpu"
+            kept = torch.tensor(state.tolist(), dtype=torch.uint8)
+            first = _draw(accelerator)
+            assert torch.equal(state, kept), "the state changed with the generator: it must be a copy"
+            assert _draw(accelerator) != first
+            accelerator.set_rng_state(kept, index)
+            assert _draw(accelerator) == first
+
+    # -- dtypes ----------------------------------------------------------------------------------------------
+
+    def test_supported_dtypes_compute(self, accelerator: Accelerator) -> None:
+        """Where `supports` says yes, a product and its gradient come out right, in that dtype."""
+        import torch
+
+        assert accelerator.supports(torch.float32) is True
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             if accelerator.supports(dtype):
-                x = torch.ones(4, 4, dtype=dtype, device=accelerator.device())
-                assert float((x @ x).sum()) == 64.0
-        assert accelerator.supports(torch.float32)
-        assert accelerator.supports(accelerator.preferred_dtype())
-        assert not accelerator.supports(torch.complex64)
+                left, right = _factors(accelerator, dtype)
+                left.requires_grad_()
+                product = left @ right
+                product.sum().backward()
+                assert product.dtype == dtype
+                assert product.detach().cpu().double().tolist() == [[19.0, 22.0], [43.0, 50.0]]
+                assert left.grad is not None and left.grad.cpu().double().tolist() == [[11.0, 15.0]] * 2
 
-    def test_autocast_changes_the_compute_dtype(self, accelerator: Accelerator) -> None:
-        """Inside autocast a product is in the lower dtype; disabled, it is not."""
+    def test_supported_fp8_holds_values(self, accelerator: Accelerator) -> None:
+        """fp8 has no plain product in torch; where it is supported, small whole numbers survive it."""
         import torch
 
-        dtype = accelerator.preferred_dtype()
-        x = torch.ones(4, 4, device=accelerator.device())
-        with accelerator.autocast(dtype):
-            assert (x @ x).dtype == dtype
-        with accelerator.autocast(dtype, enabled=False):
-            assert (x @ x).dtype == torch.float32
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            if accelerator.supports(dtype):
+                values = torch.tensor([-2.0, 0.0, 0.5, 3.0, 8.0], device=accelerator.current_device())
+                assert values.to(dtype).float().tolist() == values.tolist()
 
-    def test_pinning_keeps_the_values(self, accelerator: Accelerator) -> None:
-        """A pinned tensor equals the original and answers is_pinned without error."""
+    def test_preferred_dtype(self, accelerator: Accelerator) -> None:
+        """It is one to train in, and it is supported."""
         import torch
 
-        x = torch.arange(5.0)
-        pinned = accelerator.pin(x)
-        assert torch.equal(pinned, x)
-        assert isinstance(accelerator.is_pinned(pinned), bool)
+        preferred = accelerator.preferred_dtype()
+        assert preferred in (torch.bfloat16, torch.float16, torch.float32)
+        assert accelerator.supports(preferred)
 
-    def test_build_flags_are_plain_strings(self, accelerator: Accelerator) -> None:
-        """What a compiler is given: tuples of strings."""
+    def test_autocast(self, accelerator: Accelerator) -> None:
+        """Inside, fp32 factors give a product in the dtype asked for; switched off and outside, fp32."""
+        import torch
+
+        left, right = _factors(accelerator, torch.float32)
+        for dtype in (torch.bfloat16, torch.float16):
+            if accelerator.supports(dtype):
+                with accelerator.autocast(dtype):
+                    assert (left @ right).dtype == dtype
+                    with accelerator.autocast(dtype, enabled=False):
+                        assert (left @ right).dtype == torch.float32
+                assert (left @ right).dtype == torch.float32
+
+    # -- communication and kernels ---------------------------------------------------------------------------
+
+    def test_the_backend_carries_its_tensors(self, accelerator: Accelerator) -> None:
+        """torch.distributed has the backend, and a group of one rank reduces a tensor of the device."""
+        import torch
+        import torch.distributed as dist
+
+        backend = accelerator.communication_backend
+        assert dist.is_backend_available(backend), f"{backend!r} is not a backend of this torch.distributed"
+        assert not dist.is_initialized(), "a process group of another test is still there"
+        device = accelerator.current_device()
+        bound: Any = {} if device.index is None else {"device_id": device}
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare this export
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, **bound)
+        try:
+            data = torch.arange(4.0, device=device)
+            dist.all_reduce(data)
+            accelerator.synchronize()
+            assert data.tolist() == [0.0, 1.0, 2.0, 3.0]
+        finally:
+            dist.destroy_process_group()
+
+    def test_build_flags(self, accelerator: Accelerator) -> None:
+        """They are tuples of single arguments, and the host compiler, where there is one, takes its own."""
         flags = accelerator.build_flags()
-        for part in (flags.cxx, flags.device, flags.link, flags.architectures):
-            assert all(isinstance(f, str) for f in part)
+        assert isinstance(flags, BuildFlags)
+        for group in (flags.cxx, flags.device, flags.link, flags.architectures):
+            assert isinstance(group, tuple)
+            assert all(isinstance(flag, str) and flag and not flag.isspace() for flag in group)
+        compiler = shutil.which(os.environ.get("CXX", "c++"))
+        if compiler is not None:
+            command = [compiler, *flags.cxx, "-x", "c++", "-c", "-", "-o", os.devnull]
+            done = subprocess.run(
+                command, input="int one() { return 1; }\n", capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+
+
+def _draw(accelerator: Accelerator) -> list[float]:
+    import torch
+
+    drawn: list[float] = torch.rand(8, device=accelerator.current_device()).tolist()
+    return drawn
+
+
+def _factors(accelerator: Accelerator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[[1, 2], [3, 4]] and [[5, 6], [7, 8]]: every sum on the way is exact in 8 bits of mantissa."""
+    import torch
+
+    device = accelerator.current_device()
+    left = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype, device=device)
+    return left, torch.tensor([[5.0, 6.0], [7.0, 8.0]], dtype=dtype, device=device)

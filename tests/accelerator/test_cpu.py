@@ -1,17 +1,99 @@
-"""The CPU passes the kit that every accelerator must pass."""
+"""The CPU keeps the contract, and its numbers are the operating system's."""
 
 from __future__ import annotations
 
-from ds_core.accelerator.cpu import CpuAccelerator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_core.accelerator import Accelerator, CpuAccelerator, HostEvent
+from ds_core.accelerator import cpu as cpu_module
+from ds_core.accelerator.entries import ENTRIES
 from ds_core.testing.accelerator import AcceleratorConformance
 
 
+def _peak_can_be_reset() -> bool:
+    """Not in every container, and a permission alone does not tell."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 class TestCpu(AcceleratorConformance):
-    def make_accelerator(self):
-        return CpuAccelerator()
+    entry = ENTRIES[-1]
+    resets_peak = _peak_can_be_reset()
 
 
-def test_memory_of_the_host_is_read_from_the_system():
+def test_the_host_has_one_queue_and_a_device_without_index() -> None:
     cpu = CpuAccelerator()
-    assert cpu.total_memory() > 2**28
-    assert cpu.available_memory() <= cpu.total_memory()
+    assert cpu.current_stream() is None
+    assert isinstance(cpu.new_event(), HostEvent)
+    assert str(cpu.device(0)) == str(torch.empty(1).device) == "cpu"
+    assert cpu.communication_backend == "gloo"
+    assert cpu.pin(tensor := torch.ones(1)) is tensor
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("model name\t: Old\nflags\t\t: fpu avx2 avx512f\n", torch.float32),
+        ("model name\t: New\nflags\t\t: fpu avx512_bf16\n", torch.bfloat16),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", torch.bfloat16),
+        ("", torch.float32),
+    ],
+)
+def test_bf16_is_preferred_only_where_the_processor_has_it(
+    text: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    real = cpu_module._line
+    monkeypatch.setattr(cpu_module, "_line", lambda path, key: real(str(tmp_path / "cpuinfo"), key))
+    assert CpuAccelerator().preferred_dtype() == dtype
+
+
+def test_without_proc_the_numbers_still_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: the peak comes from getrusage, and what is available is what this process did not take."""
+
+    def refuse(self: Path, *arguments: object, **keywords: object) -> str:
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    cpu = CpuAccelerator()
+    cpu.reset_peak_memory_stats()
+    assert cpu.max_memory_allocated() == cpu.memory_allocated() > 2**20
+    assert cpu.available_memory() == cpu.total_memory() - cpu.memory_reserved()
+    assert cpu.device_name()
+    assert cpu.preferred_dtype() == torch.float32
+
+
+def test_a_back_end_is_small() -> None:
+    """What the contract leaves open: a guard against it growing without a thought for other people's back ends."""
+    assert Accelerator.__abstractmethods__ == {
+        "communication_backend",
+        "current_index",
+        "device_count",
+        "get_rng_state",
+        "manual_seed",
+        "max_memory_allocated",
+        "memory_allocated",
+        "reset_peak_memory_stats",
+        "set_device",
+        "set_rng_state",
+        "supports",
+        "synchronize",
+        "total_memory",
+    }
+
+
+def test_a_host_event_waits_for_the_device() -> None:
+    drained = []
+    event = HostEvent(lambda: drained.append(True))
+    event.record()
+    assert drained == [True]
+    later = HostEvent()
+    later.record()
+    assert event.elapsed_time(later) >= 0

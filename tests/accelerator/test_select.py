@@ -1,123 +1,309 @@
-"""Which accelerator is chosen, and what the error says when none fits."""
+"""Which accelerator is chosen, and what is said when none can be."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import types
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
-from ds_core.accelerator import get_accelerator, reset_accelerator, select_accelerator, set_accelerator
-from ds_core.accelerator.cpu import CpuAccelerator
+import ds_core
+from ds_core.accelerator import (
+    CpuAccelerator,
+    candidates,
+    get_accelerator,
+    probes,
+    reset_accelerator,
+    select_accelerator,
+    set_accelerator,
+)
+from ds_core.accelerator.entries import ENTRIES
 from ds_core.entries import AcceleratorEntry
 from ds_core.errors import AcceleratorError
 from ds_core.plugins import BACKENDS, Found, Plugins
 
 
-class Fake(CpuAccelerator):
-    name = "fake"
+class Vendor(CpuAccelerator):
+    name = "vendor"
+
+
+def make_vendor() -> Vendor:
+    return Vendor()
+
+
+def make_nonsense() -> int:
+    return 3
+
+
+def make_failure() -> Vendor:
+    raise OSError("libvendor.so is missing")
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     reset_accelerator()
     yield
     reset_accelerator()
 
 
+def announcing(entries: list[AcceleratorEntry]) -> Callable[[], list[AcceleratorEntry]]:
+    def ds_accelerators() -> list[AcceleratorEntry]:
+        return entries
+
+    return ds_accelerators
+
+
 @pytest.fixture
-def plugins(monkeypatch):
-    def make(*entries, extra=()):
-        found = list(extra)
-        for i, entry in enumerate(entries):
-            module = types.ModuleType(f"acc_mod_{i}")
-            module.ds_accelerators = lambda e=entry: [e]
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugins]:
+    """Plugins of which each announces accelerators: ``install(dist=hook or entries)``."""
+
+    def make(**offers: Any) -> Plugins:
+        found = []
+        for dist, offer in offers.items():
+            module = ModuleType(f"selecting_{dist}")
+            vars(module)["ds_accelerators"] = offer if callable(offer) else announcing(offer)
             monkeypatch.setitem(sys.modules, module.__name__, module)
-            found.append(Found(f"acc{i}", BACKENDS, module.__name__, f"ds-acc{i}", "1"))
+            found.append(Found(dist, BACKENDS, module.__name__, f"{dist}-ds", "1.0"))
         return Plugins(found=found)
 
     return make
 
 
-def entry(name, probe=None, priority=0, load="tests_accelerator_fake:Fake"):
-    return AcceleratorEntry(name, "cpu", load, probe, priority)
+def entry(name: str, load: str = "make_vendor", why: str | None = None, priority: int = 0) -> AcceleratorEntry:
+    return AcceleratorEntry(name, "cpu", f"{__name__}:{load}", lambda: why, priority)
 
 
-@pytest.fixture(autouse=True)
-def _module(monkeypatch):
-    module = types.ModuleType("tests_accelerator_fake")
-    module.Fake, module.not_one = Fake, dict
-    monkeypatch.setitem(sys.modules, "tests_accelerator_fake", module)
-
-
-def test_without_devices_it_is_the_cpu(plugins):
-    assert select_accelerator(plugins()).name == "cpu"
-
-
-def test_out_of_tree_beats_in_tree_when_its_probe_agrees(plugins):
-    assert select_accelerator(plugins(entry("fake"))).name == "fake"
-    assert select_accelerator(plugins(entry("fake", probe=lambda: "no such card"))).name == "cpu"
-
-
-def test_priority_then_name(plugins):
-    chosen = select_accelerator(plugins(entry("low"), entry("high", priority=5)))
-    assert type(chosen) is Fake
-    with pytest.raises(
-        AcceleratorError, match=r"one \(ds-acc0\) and two \(ds-acc1\) are both available.*DS_ACCELERATOR=one"
-    ):
-        select_accelerator(plugins(entry("one"), entry("two")))
-
-
-def test_the_variable_names_any_registered_one(plugins, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "FAKE")
-    assert select_accelerator(plugins(entry("other"), entry("fake"))).name == "fake"
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert select_accelerator(plugins(entry("fake"))).name == "cpu"
-
-
-def test_an_unknown_name_lists_what_is_installed_and_why_not(plugins, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cuad")
-    broken = Found("brk", BACKENDS, "no_such_module_acc", "ds-brk", "1")
+def refused(plugins: Plugins) -> str:
     with pytest.raises(AcceleratorError) as caught:
-        select_accelerator(plugins(entry("fake", probe=lambda: "card is on fire"), extra=[broken]))
-    text = str(caught.value)
-    for word in ("cuad", "did you mean 'cuda'", "card is on fire", "cpu (ds-core)", "no_such_module_acc"):
-        assert word in text
+        select_accelerator(plugins)
+    return str(caught.value)
 
 
-def test_a_named_but_unavailable_one_says_why(plugins, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "fake")
-    with pytest.raises(AcceleratorError, match="not available: card is on fire"):
-        select_accelerator(plugins(entry("fake", probe=lambda: "card is on fire")))
+# -- by probing ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_loaded_must_be_an_accelerator(plugins, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "fake")
-    with pytest.raises(AcceleratorError, match="gave a dict"):
-        select_accelerator(plugins(entry("fake", load="tests_accelerator_fake:not_one")))
-    with pytest.raises(AcceleratorError, match="cannot load"):
-        select_accelerator(plugins(entry("fake", load="tests_accelerator_fake:missing")))
-    with pytest.raises(AcceleratorError, match="not an Accelerator"):
-        set_accelerator(3)
+def test_out_of_tree_comes_before_in_tree(install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even before a device of the core's that is available, and with a lower priority than it."""
+    monkeypatch.setattr(probes, "cuda", lambda: None)
+    assert isinstance(select_accelerator(install(vendor=[entry("vendor", priority=-5)])), Vendor)
 
 
-def test_get_and_set_are_process_wide():
-    assert get_accelerator() is get_accelerator()
-    mine = Fake()
-    set_accelerator(mine)
+def test_in_tree_goes_by_priority_and_cpu_is_last(
+    install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = install(vendor=[entry("vendor", why="unplugged")])
+    for name in ("cuda", "xpu", "mps", "privateuse1"):
+        monkeypatch.setattr(probes, name, lambda: "none here")
+    assert select_accelerator(plugins).name == "cpu"
+    for name in ("mps", "xpu", "cuda"):
+        monkeypatch.setattr(probes, name, lambda: None)
+        assert select_accelerator(plugins).name == name
+    names = [e.name for e, _, _ in candidates(plugins)]
+    assert names == ["vendor", "cuda", "xpu", "mps", "privateuse1", "cpu"]
+
+
+def test_the_higher_priority_of_two_plugins_wins(install: Callable[..., Plugins]) -> None:
+    plugins = install(other=[entry("other", "make_nonsense")], vendor=[entry("vendor", priority=1)])
+    assert isinstance(select_accelerator(plugins), Vendor)
+
+
+def test_two_plugins_of_one_priority_are_an_error_that_names_both(
+    install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = install(other=[entry("other")], vendor=[entry("vendor")], third=[entry("third", why="unplugged")])
+    message = refused(plugins)
+    assert "other (other-ds) and vendor (vendor-ds)" in message
+    assert "set DS_ACCELERATOR to other or vendor" in message
+    monkeypatch.setenv("DS_ACCELERATOR", "vendor")
+    assert isinstance(select_accelerator(plugins), Vendor)
+
+
+def test_a_probe_that_fails_is_a_reason(install: Callable[..., Plugins]) -> None:
+    def probe() -> str | None:
+        raise OSError("no driver")
+
+    plugins = install(vendor=[AcceleratorEntry("vendor", "cpu", f"{__name__}:make_vendor", probe)])
+    assert not isinstance(select_accelerator(plugins), Vendor)
+    assert candidates(plugins)[0][2] == "OSError: no driver"
+
+
+def broken_hook() -> Iterable[AcceleratorEntry]:
+    yield entry("vendor")
+    raise OSError("no driver")
+
+
+@pytest.mark.parametrize(("hook", "why"), [(broken_hook, "OSError: no driver"), ([7], "7 is not an AcceleratorEntry")])
+def test_a_broken_plugin_takes_nothing_down_unless_it_is_named(
+    install: Callable[..., Plugins],
+    hook: Any,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plugins = install(vendor=hook)
+    assert not isinstance(select_accelerator(plugins), Vendor)
+    assert why in caplog.text
+    monkeypatch.setenv("DS_ACCELERATOR", "Vendor")
+    message = refused(plugins)
+    assert why in message
+    assert "vendor-ds" in message
+
+
+def test_a_plugin_that_cannot_be_imported_is_fatal_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when it is not, though it bears the name of a device that the core has as well."""
+    plugins = Plugins(found=[Found("cpu", BACKENDS, "nowhere_to_be_found", "hasty-ds", "1.0")])
+    select_accelerator(plugins)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    message = refused(plugins)
+    assert "nowhere_to_be_found" in message
+    assert "hasty-ds" in message
+
+
+# -- by name -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["vendor", "VENDOR", " Vendor "])
+def test_the_name_is_read_without_case(
+    install: Callable[..., Plugins], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", named)
+    plugins = install(vendor=[entry("Vendor", priority=-1)], other=[entry("other", priority=9)])
+    assert isinstance(select_accelerator(plugins), Vendor)
+
+
+def test_an_unknown_name_lists_what_there_is_and_why_not(
+    install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "vendr")
+    message = refused(install(vendor=[entry("vendor", why="unplugged")]))
+    assert "DS_ACCELERATOR=vendr names no installed accelerator; did you mean 'vendor'?" in message
+    assert "vendor (vendor-ds): unplugged" in message
+    assert "cpu (ds-core): available" in message
+    for name in ("cuda", "xpu", "mps", "privateuse1"):
+        assert f"{name} (ds-core): " in message
+
+
+def test_an_unavailable_one_that_is_named_is_an_error_and_never_another(
+    install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "vendor")
+    message = refused(install(vendor=[entry("vendor", why="unplugged")]))
+    assert "vendor (vendor-ds) is not available: unplugged" in message
+    assert "cpu (ds-core): available" in message
+
+
+def test_a_plugin_may_replace_a_device_of_the_core(
+    install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert isinstance(select_accelerator(install(vendor=[entry("cpu")])), Vendor)
+    both = refused(install(vendor=[entry("cpu")], other=[entry("cpu")]))
+    assert "other-ds and vendor-ds" in both
+    assert "plugins.disable" in both
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        ("make_nonsense", "gave a int, not an Accelerator"),
+        ("make_failure", "OSError: libvendor.so is missing"),
+        ("not_there", "cannot load"),
+    ],
+)
+def test_one_that_cannot_be_made_is_an_error(install: Callable[..., Plugins], load: str, words: str) -> None:
+    message = refused(install(vendor=[entry("vendor", load)]))
+    assert "vendor (vendor-ds)" in message
+    assert words in message
+
+
+# -- the process-wide choice ---------------------------------------------------------------------------------
+
+
+def test_the_choice_is_kept_until_it_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    first = get_accelerator()
+    assert isinstance(first, CpuAccelerator)
+    assert ds_core.get_accelerator() is first
+    ds_core.reset()
+    assert get_accelerator() is not first
+
+
+def test_a_runs_own_plugins_choose_again(install: Callable[..., Plugins]) -> None:
+    assert not isinstance(get_accelerator(install()), Vendor)
+    chosen = get_accelerator(install(vendor=[entry("vendor")]))
+    assert isinstance(chosen, Vendor)
+    assert get_accelerator() is chosen
+
+
+def test_what_the_user_set_goes_before_everything(
+    install: Callable[..., Plugins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "nonsense")
+    mine = Vendor()
+    ds_core.set_accelerator(mine)
     assert get_accelerator() is mine
-    reset_accelerator()
-    assert get_accelerator() is not mine
+    assert get_accelerator(install(other=[entry("other")])) is mine
 
 
-def test_choosing_initialises_no_device():
-    code = (
-        "import torch\n"
-        "from ds_core.accelerator import get_accelerator\n"
-        "get_accelerator()\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "import sys; sys.exit(0)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_only_an_accelerator_can_be_set() -> None:
+    with pytest.raises(AcceleratorError, match="pass an instance"):
+        set_accelerator(Vendor)  # type: ignore[arg-type]
+    with pytest.raises(AcceleratorError, match="'cuda' is not an Accelerator"):
+        set_accelerator("cuda")  # type: ignore[arg-type]
+
+
+# -- probes --------------------------------------------------------------------------------------------------
+
+
+def test_probes_of_devices_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched() -> None:
+        raise AssertionError("the probe initialised a device")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", touched)
+    monkeypatch.setattr(torch.xpu, "_lazy_init", touched)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: True)
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n=there: int(n))
+        monkeypatch.setattr(torch.xpu, "device_count", lambda n=there: int(n))
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda n=there: n)
+        for probe in (probes.cuda, probes.xpu, probes.mps):
+            assert (probe() is None) == there
+
+
+def test_probes_of_a_torch_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: False)
+    assert [probe() for probe in (probes.cuda, probes.xpu, probes.mps)] == [
+        "this torch is built without CUDA or ROCm",
+        "this torch is built without XPU",
+        "this torch is built without MPS",
+    ]
+
+
+def test_nothing_is_imported_or_initialised_too_early() -> None:
+    """The package and its declarations load no torch; choosing one initialises no device."""
+    code = """
+import sys
+import ds_core.accelerator, ds_core.accelerator.entries, ds_core.accelerator.probes
+assert "torch" not in sys.modules
+ds_core.get_accelerator()
+import torch
+assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_cores_entries_name_what_exists() -> None:
+    from ds_core.entries import resolve
+
+    for item in ENTRIES:
+        assert callable(resolve(item.load))
+        assert item.probe is None or (isinstance(item.probe, str) and callable(resolve(item.probe)))

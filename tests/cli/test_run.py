@@ -83,7 +83,7 @@ def command(building: ModuleType, tmp_path: Path, *words: str, cwd: Path | None 
     return subprocess.Popen(
         [sys.executable, str(entry / "dscore"), "run", *words],
         cwd=cwd or tmp_path,
-        env=building.clean_environment(PYTHONPATH=str(ROOT)),
+        env=building.clean_environment(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -369,8 +369,27 @@ def test_a_port_can_be_chosen_and_one_in_use_is_named(
         taken = server.getsockname()[1]
         running = command(building, tmp_path, "--master-port", str(taken), str(tmp_path / "script.py"))
         _, err = running.communicate(timeout=60)
-    assert running.returncode == 2
+    assert running.returncode == 1
     assert err.startswith(f"dscore: port {taken} is already in use; choose another with --master-port")
+
+
+@pytest.mark.parametrize("meet", ["--node-rank 0 --master-addr 127.0.0.1 --master-port", "--rdzv-endpoint"])
+def test_a_launcher_that_waits_for_other_machines_can_be_stopped(
+    building: ModuleType, script: Any, tmp_path: Path, meet: str
+) -> None:
+    port = free_port()
+    where = str(port) if meet.endswith("--master-port") else f"127.0.0.1:{port}"
+    running = command(building, tmp_path, "--nnodes", "2", "--nproc", "1", *meet.split(), where, script(""))
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(listens)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, "")
+    assert err == "dscore: stopped by SIGINT; all processes were ended\n"
 
 
 @pytest.mark.parametrize("way", ["static", "endpoint"])

@@ -101,3 +101,40 @@ def _buffers():
 
 def test_weights_and_buffers_are_those_of_rank_0_at_the_start():
     assert run_ranks(2, _buffers) == [[[1.0] * 3, [5.0] * 3]] * 2
+
+
+def _sparse():
+    import torch
+    from torch import nn
+
+    import ds_core
+    from ds_core import comm
+
+    errors = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        net = nn.Embedding(10, 4, sparse=sparse).double()
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        engine, *_ = ds_core.initialize(model=net, config=config)
+        for step in range(2):
+            engine.backward(engine(torch.tensor([step, comm.rank() + 3])).square().sum())
+            engine.step()
+        errors.append(net.weight.detach())
+    return float((errors[0] - errors[1]).abs().max())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sparse_embedding_gradients_train_as_dense_ones(world):
+    assert max(run_ranks(world, _sparse)) == 0
+
+
+def test_the_norm_takes_mixed_dtypes():
+    import torch
+
+    from ds_core.params import squared_norm
+
+    tensors = [torch.ones(3, dtype=d) for d in (torch.float64, torch.float32, torch.bfloat16)]
+    assert squared_norm(tensors).item() == pytest.approx(9)
+    assert squared_norm(tensors).dtype == torch.float64
+    assert squared_norm(tensors[1:]).dtype == torch.float32
+    assert squared_norm([]).item() == 0
