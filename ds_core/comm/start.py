@@ -17,7 +17,15 @@ from typing import Any
 
 from ds_core.errors import CommError, ConfigError, Problem
 
-__all__ = ["DEFAULT_PORT", "Rendezvous", "find_rendezvous", "init_distributed", "is_initialized", "local_rank"]
+__all__ = [
+    "DEFAULT_PORT",
+    "Rendezvous",
+    "find_rendezvous",
+    "init_distributed",
+    "is_initialized",
+    "local_rank",
+    "stop_lone",
+]
 
 log = logging.getLogger("ds_core.comm")
 
@@ -137,6 +145,15 @@ def init_distributed(
         _start_found(where, backend, limit)
     if verbose and dist.get_rank() == 0:
         log.info("process group started: %d ranks over %s", dist.get_world_size(), dist.get_backend())
+
+
+def stop_lone() -> None:
+    """Destroy a process group of one that no launcher asked for, so that the process is as before (tests)."""
+    if is_initialized() and find_rendezvous(os.environ) is None:
+        import torch.distributed as dist
+
+        if dist.get_world_size() == 1:
+            dist.destroy_process_group()
 
 
 def find_rendezvous(
