@@ -46,10 +46,16 @@ class Bucket:
         """Whether every parameter's gradient is there."""
         return self.ready >= len(self.params)
 
+    def settle(self) -> None:
+        """Be ready for a new backward; a reduction that an interrupted one left behind is waited for."""
+        self.ready = 0
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
     @torch.no_grad()
     def launch(self, grads: Sequence[Tensor | None]) -> None:
         """Start reducing `grads` (one per parameter; None counts as zeros)."""
-        self.ready = 0
         self._have = [g is not None for g in grads]
         self._flags.fill_(1.0)
         into, given = [], []
@@ -70,9 +76,7 @@ class Bucket:
 
     def collect(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Wait; then each parameter that any rank had a gradient for, with the reduced gradient (a live view)."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self.settle()
         used = [True] * len(self.params)
         if not all(self._have):
             used = [have or flag > 0 for have, flag in zip(self._have, self._flags.tolist(), strict=True)]

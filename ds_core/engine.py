@@ -339,10 +339,11 @@ class Engine:
         batches = data_iter if data_iter is not None else self._own_batches()
         try:
             loss = self.runner.train(self, iter(batches), self._batch.gas)
-        except StopIteration:
+        except BaseException:  # whatever stopped it, the next batch starts afresh
             self.partitioner.zero_grad()
             self._driven, self._window_driven = False, None
             self._report.drop_loss()
+            self._update_sync()
             raise
         loss = self._mean_over_dp(loss)
         self._report.set_loss(loss)

@@ -271,7 +271,7 @@ class Replicated(Partitioner):
             self._place = {p: b for b in self._buckets for p in b.params}
         self._next = 0
         for bucket in self._buckets:
-            bucket.ready = 0
+            bucket.settle()
 
     def _gradient(self, param: nn.Parameter) -> Tensor | None:
         total = self._by_param[param].total

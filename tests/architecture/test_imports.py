@@ -27,6 +27,7 @@ TORCH_FREE = (
     "ds_core.compose",
     "ds_core.entries",
     "ds_core.errors",
+    "ds_core.filemonitor",
     "ds_core.hookspecs",
     "ds_core.kernels",
     "ds_core.mesh",

@@ -822,3 +822,36 @@ def test_an_external_mpu_is_honoured():
         truth = grads
     total += sum(v for n, v in truth.items() if n.startswith("same"))
     assert answers[0][1] == pytest.approx(math.sqrt(total), rel=1e-12)
+
+
+def _interrupted():
+    """A forward that fails on every rank alike; training goes on as if that batch had not been."""
+    from ds_core import comm
+
+    net = _Squares().double()
+    engine, *_ = start({"gradient_accumulation_steps": 2}, net=net)
+    xs = data(4, seed=comm.rank(), dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="shape"):
+        engine.train_batch(iter([xs[0], torch.ones(2, 9, dtype=torch.float64)]))
+    engine.train_batch(iter(xs[:2]))
+    loss = engine(xs[2])
+    loss.register_hook(lambda g: (_ for _ in ()).throw(ValueError("stop")))
+    with pytest.raises(ValueError, match="stop"):
+        engine.backward(loss)
+    engine.zero_grad()
+    engine.train_batch(iter(xs[2:]))
+    truth = _Squares().double()
+    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
+    world = comm.world_size()
+    for pair in range(2):
+        for rank in range(world):
+            for x in data(4, seed=rank, dtype=torch.float64)[2 * pair : 2 * pair + 2]:
+                (truth(x) / 2 / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(float((p - q).detach().abs().max()) for p, q in zip(truth.parameters(), net.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_interrupted_batch_leaves_nothing_behind(world):
+    assert max(run_ranks(world, _interrupted)) < 1e-12

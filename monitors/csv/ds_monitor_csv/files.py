@@ -6,15 +6,17 @@ of metrics, and a file kept open for each would use up the process's descriptors
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["CSVFiles", "append", "file_stem", "header"]
+from ds_core.filemonitor import append_whole
+from ds_core.monitor import Event
+
+__all__ = ["CSVFiles", "file_stem", "header"]
 
 UNSAFE = re.compile("[/\\\\\x00-\x1f\x7f\ud800-\udfff]")
 """Separators, control characters and halves of surrogate pairs: none of them may reach a file name."""
@@ -38,34 +40,20 @@ def header(name: str) -> bytes:
     return text.getvalue().encode()
 
 
-def append(path: Path, block: bytes) -> None:
-    """Append all of `block` to the file, or, when that fails, nothing of it. Raises OSError."""
-    with path.open("ab", buffering=0) as file:
-        start = file.seek(0, io.SEEK_END)
-        rest = memoryview(block)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                file.truncate(start)
-            raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 class CSVFiles:
     """Rows waiting to be written, by metric, and the files below `directory` that they go to."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.num_rows = 0
+        self.waiting = 0
         self._rows: dict[str, list[str]] = {}
         self._paths: dict[str, Path] = {}
 
-    def add(self, rows: Iterable[tuple[str, int, float]]) -> None:
-        """Take ``(name, step, value)`` rows."""
-        for name, step, value in rows:
+    def add(self, events: Sequence[Event]) -> None:
+        """Take events, a row each."""
+        for name, value, step in events:
             self._rows.setdefault(name, []).append(f"{step},{value!r}\n")
-            self.num_rows += 1
+        self.waiting += len(events)
 
     def write(self) -> None:
         """Append what waits to the files. After an OSError, what could not be written still waits."""
@@ -75,14 +63,14 @@ class CSVFiles:
             if path is None or not path.exists():
                 path, is_new = self._claim(name)
                 block = header(name) + block if is_new else block
-            append(path, block)
+            append_whole(path, block)
             self._paths[name] = path
-            self.num_rows -= len(self._rows.pop(name))
+            self.waiting -= len(self._rows.pop(name))
 
     def drop(self) -> None:
         """Forget what waits."""
         self._rows.clear()
-        self.num_rows = 0
+        self.waiting = 0
 
     def _claim(self, name: str) -> tuple[Path, bool]:
         """The file for `name`, and whether it needs its header.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from ds_core.monitor import Event, MonitorMaster
 from ds_core.testing import MonitorConformance
 
 Row = tuple[str, float, int]
+FullAt = Callable[[int], AbstractContextManager[None]]
 
 
 def read(directory: Path) -> list[Row]:
@@ -30,25 +30,6 @@ def read(directory: Path) -> list[Row]:
     reader = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     reader.Reload()
     return [(tag, e.value, e.step) for tag in reader.Tags()["scalars"] for e in reader.Scalars(tag)]
-
-
-@contextmanager
-def full_at(size: int) -> Iterator[None]:
-    """Every file of this process is full at `size` bytes: a write beyond it is cut short, the next one fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class TestTensorBoardMonitor(MonitorConformance):
@@ -103,24 +84,11 @@ def test_two_monitors_of_one_process_do_not_share_a_file(tmp_path: Path) -> None
     assert sorted(read(tmp_path)) == [(n, v, s) for n, v in (("one", 1.0), ("two", 2.0)) for s in range(3)]
 
 
-def test_numbers_of_other_types(tmp_path: Path) -> None:
-    import numpy
-    import torch
-
+def test_values_are_kept_as_float32(tmp_path: Path) -> None:
     monitor = TensorBoardMonitor(tmp_path)
-    values = [3, True, torch.tensor(0.5), numpy.float32(0.25), 1e300]
-    monitor.write_events([Event("x", value, torch.tensor(i)) for i, value in enumerate(values)])  # type: ignore[arg-type]
+    monitor.write_events([Event("x", value, i) for i, value in enumerate([16777217.0, -1e-46, 1e300])])
     monitor.close()
-    assert read(tmp_path) == [("x", 3.0, 0), ("x", 1.0, 1), ("x", 0.5, 2), ("x", 0.25, 3), ("x", float("inf"), 4)]
-
-
-@pytest.mark.parametrize("value", ["many", None, [1.0], 1j])
-def test_what_is_no_number_is_named_and_nothing_is_taken(tmp_path: Path, value: object) -> None:
-    monitor = TensorBoardMonitor(tmp_path)
-    with pytest.raises(TypeError, match=r"event 'loss': step 2 and value .* must be numbers"):
-        monitor.write_events([Event("loss", 1.0, 1), Event("loss", value, 2)])  # type: ignore[arg-type]
-    monitor.close()
-    assert list(tmp_path.iterdir()) == []
+    assert read(tmp_path) == [("x", 16777216.0, 0), ("x", 0.0, 1), ("x", float("inf"), 2)]
 
 
 def test_a_name_that_is_no_text_does_no_harm(tmp_path: Path) -> None:
@@ -130,23 +98,7 @@ def test_a_name_that_is_no_text_does_no_harm(tmp_path: Path) -> None:
     assert sorted(read(tmp_path)) == [("", 2.0, 1), ("?", 1.0, 1)]
 
 
-# -- buffering -----------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_touched_before_it_is_due(tmp_path: Path) -> None:
-    clock = Clock()
-    monitor = TensorBoardMonitor(tmp_path / "job", flush_events=100, flush_seconds=5.0, clock=clock)
-    monitor.write_events([Event("loss", 1.0, i) for i in range(99)])
-    assert list(tmp_path.iterdir()) == []
-    monitor.write_events([Event("loss", 1.0, 99)])
-    assert len(read(tmp_path / "job")) == 100
-    clock.now += 4.9
-    monitor.write_events([Event("loss", 1.0, 100)])
-    assert len(read(tmp_path / "job")) == 100
-    clock.now += 0.1
-    monitor.write_events([Event("loss", 1.0, 101)])
-    assert len(read(tmp_path / "job")) == 102
-    monitor.close()
+# -- writing --------------------------------------------------------------------------------------------------------
 
 
 def test_it_starts_no_thread(tmp_path: Path) -> None:
@@ -158,29 +110,18 @@ def test_it_starts_no_thread(tmp_path: Path) -> None:
     monitor.close()
 
 
-def test_after_close_writing_is_an_error(tmp_path: Path) -> None:
-    monitor = TensorBoardMonitor(tmp_path)
-    monitor.close()
-    with pytest.raises(ValueError, match="is closed"):
-        monitor.write_events([Event("loss", 1.0, 1)])
-
-
 SCRIPT = """
-import os, sys
+import sys
 from pathlib import Path
 from ds_core.monitor import Event
 from ds_monitor_tensorboard.monitor import TensorBoardMonitor
 monitor = TensorBoardMonitor(Path(sys.argv[1]))
 monitor.write_events([Event("loss", 1.0, 1)])
 assert "torch" not in sys.modules
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def test_a_script_that_ends_without_closing_loses_nothing_and_writes_once(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_closing_loses_nothing_and_needs_no_torch(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=60
@@ -193,7 +134,7 @@ def test_a_script_that_ends_without_closing_loses_nothing_and_writes_once(tmp_pa
 # -- failing -------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_whole_records_and_the_rest_waits(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_whole_records_and_the_rest_waits(tmp_path: Path, full_at: FullAt) -> None:
     monitor = TensorBoardMonitor(tmp_path)
     monitor.write_events([Event("loss", 1.0, 1)])
     with full_at(10), pytest.raises(OSError, match="File too large"):
@@ -211,7 +152,9 @@ def test_a_full_disk_leaves_whole_records_and_the_rest_waits(tmp_path: Path) -> 
     assert read(tmp_path) == [("loss", 1.0, 1), ("loss", 2.0, 2), ("loss", 3.0, 3)]
 
 
-def test_training_goes_on_when_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_goes_on_when_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, full_at: FullAt
+) -> None:
     monitor, other = TensorBoardMonitor(tmp_path / "a", flush_events=4), TensorBoardMonitor(tmp_path / "b")
     master = MonitorMaster([monitor, other])
     weight = 1.0
@@ -230,15 +173,6 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path: Path, caplog: pytest.L
     assert [step for _, _, step in seen] == list(range(len(seen)))
     master.close()
     assert len(read(tmp_path / "b")) == 100
-
-
-def test_closing_on_a_full_disk_raises_once(tmp_path: Path) -> None:
-    monitor = TensorBoardMonitor(tmp_path)
-    monitor.write_events([Event("loss", 1.0, 1)])
-    with full_at(5), pytest.raises(OSError, match="File too large"):
-        monitor.close()
-    monitor.close()
-    assert read(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_made_switches_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
