@@ -202,6 +202,7 @@ class Engine:
         self.partitioner.sync = (
             counted and not self._quiet and not self._coalescing and self.is_gradient_accumulation_boundary()
         )
+        self.partitioner.hold = self._coalescing or bool(self._quiet)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -78,6 +78,9 @@ class Partitioner(ABC):
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
 
+    hold = False
+    """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
+
     @abstractmethod
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """Take over `module`, whose weights are cast and on their device, and make ranks agree on them.
