@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-BATCH, STEPS, BLOCKS = 32, 4, 9
+BATCH, STEPS, BLOCKS = 32, 4, 25
 
 
 def build(layers: int, width: int) -> nn.Module:

@@ -153,21 +153,28 @@ def whole_weights(engine: Any) -> dict[str, Any]:
     """Full weights by name, through what the partitioner would store in a checkpoint."""
     import torch
 
-    pieces: dict[str, Any] = {}
-    for state in engine.partitioner.states(None):
-        kind, _, name = state.name.partition("/")
-        if kind == "module" and name in {i.name for i in engine.ctx.params.values()}:
-            if (state.start, state.stop) != (0, torch.Size(state.shape).numel()):
-                flat = torch.zeros(torch.Size(state.shape).numel(), dtype=torch.float64)
-                flat[state.start : state.stop] = state.tensor.reshape(-1).double()
-                from ds_core import comm
+    from ds_core import comm
 
-                axes = engine.ctx.mesh.replicas(state.held)
-                comm.all_reduce(flat, group=engine.ctx.mesh.group(*axes))
-                pieces[name] = flat.view(state.shape)
-            else:
-                pieces[name] = state.tensor.detach().clone().view(state.shape)
-    return pieces
+    pieces: dict[str, list[Any]] = {}
+    for state in engine.partitioner.states(None):
+        pieces.setdefault(state.name, []).append(state)
+    whole = {}
+    for info in engine.ctx.params.values():
+        mine = pieces.get(f"module/{info.name}", [])
+        # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its shape.
+        group = engine.ctx.mesh.group(*info.replicas)
+        shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group) if group is not None else []
+        shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
+        values, times = torch.zeros(2, shape.numel(), dtype=torch.float64)
+        for piece in mine:
+            values[piece.start : piece.stop] += piece.tensor.detach().reshape(-1).double()
+            times[piece.start : piece.stop] += 1
+        if group is not None:
+            comm.all_reduce(values, group=group)
+            comm.all_reduce(times, group=group)
+        assert bool((times > 0).all()), f"no rank holds all of {info.name}"
+        whole[info.name] = (values / times).view(shape)
+    return whole
 
 
 # -- products of axes --------------------------------------------------------------------------------------------
