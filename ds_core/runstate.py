@@ -39,6 +39,8 @@ def load_run_state(engine: Engine, state: Mapping[str, Any], *, optimizer: bool,
         )
     for counter in COUNTERS:
         setattr(engine, counter, int(state[counter]))
+    # A checkpoint holds no half-summed gradients, and the accumulation steps may be others than they were.
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
     if optimizer:
         if engine.scaler is not None and state["scaler"] is not None:
             engine.scaler.load_state_dict(state["scaler"])

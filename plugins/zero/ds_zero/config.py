@@ -1,0 +1,194 @@
+"""The section ``zero_optimization``: every documented key, with its documented default (torch-free)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from ds_core.config import Section, not_built, option
+
+__all__ = ["LEAF_CLASSES", "LeafModules", "OffloadOptimizer", "OffloadParam", "ZeroConfig"]
+
+LEAF_CLASSES = tuple(
+    f"transformers.models.{name}"
+    for name in (
+        "mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    )
+)
+"""Module classes of transformers whose parts run on some ranks only, so they are gathered whole by default."""
+
+_OFFLOAD = "offload to CPU or NVMe will come with a later version of ds-zero"
+_NVME = "offload to NVMe will come with ds-offload"
+_QUANTISED = "quantised communication will come with a later version of ds-zero"
+_HIERARCHY = "hierarchical partitions (hpZ, MiCS) will come with a later version of ds-zero"
+
+
+class OffloadParam(Section):
+    """Where the parameters of stage 3 rest."""
+
+    device: Literal["none", "cpu", "nvme"] = not_built("none", _OFFLOAD, "Where parameters rest.")
+    nvme_path: str | None = not_built(None, _NVME, "Folder on the NVMe device.")
+    buffer_count: int = not_built(5, _NVME, "Buffers in the pool.")
+    buffer_size: int = not_built(100_000_000, _NVME, "Elements per buffer.")
+    max_in_cpu: int = not_built(1_000_000_000, _NVME, "Elements kept in memory beside NVMe.")
+    pin_memory: bool = not_built(False, _OFFLOAD, "Page-locked buffers.")
+
+
+class OffloadOptimizer(Section):
+    """Where optimizer states rest."""
+
+    device: Literal["none", "cpu", "nvme"] = not_built("none", _OFFLOAD, "Where optimizer states rest.")
+    nvme_path: str | None = not_built(None, _NVME, "Folder on the NVMe device.")
+    buffer_count: int = not_built(4, _NVME, "Buffers in the pool.")
+    pin_memory: bool = not_built(False, _OFFLOAD, "Page-locked buffers.")
+    pipeline_read: bool = not_built(False, _NVME, "Read the next tile while this one is computed.")
+    pipeline_write: bool = not_built(False, _NVME, "Write the last tile while this one is computed.")
+    fast_init: bool = not_built(False, _NVME, "Quick initialisation on NVMe.")
+    ratio: float = not_built(1.0, _OFFLOAD, "Share of the updates that run on the CPU.")
+    super_offload: bool = not_built(False, _OFFLOAD, "Speculative CPU steps on tightly coupled chips.")
+    cpuadam_cores_perc: float = not_built(0.8, _OFFLOAD, "Share of the cores that CPU Adam uses.")
+
+
+class LeafModules(Section):
+    """Modules below which nothing is gathered piecemeal. One name may stand without its list; doubles are dropped."""
+
+    classes: list[str] = option(
+        list(LEAF_CLASSES), "Class names, plain or dotted; modules of these classes and their subclasses."
+    )
+    names: list[str] = option([], "Module names, as named_modules() has them.")
+    name_suffixes: list[str] = option([], "Ends of module names.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        listed = {k: [v] if isinstance(v, str) else v for k, v in data.items()}
+        texts = {k: v for k, v in listed.items() if isinstance(v, list) and all(isinstance(i, str) for i in v)}
+        return {**listed, **{k: list(dict.fromkeys(v)) for k, v in texts.items()}}
+
+
+class ZeroConfig(Section):
+    """What is partitioned over ranks, and how it travels. Sizes are numbers of elements."""
+
+    stage: Literal[0, 1, 2, 3] = option(
+        0, "0: nothing is partitioned, 1: optimizer states, 2: and gradients, 3: and parameters."
+    )
+    # -- gradients
+    contiguous_gradients: bool = option(
+        True, "Copy each gradient into its flat bucket as it is made; false: only when the bucket travels."
+    )
+    reduce_scatter: bool = option(True, "Reduce-scatter gradients; false: reduce them whole.")
+    reduce_bucket_size: int = option(500_000_000, "Elements per reduction; a larger parameter travels alone.", ge=0)
+    use_multi_rank_bucket_allreduce: bool = option(
+        True, "Without reduce_scatter: one all-reduce per bucket; false: one reduction to each owner."
+    )
+    overlap_comm: bool | None = option(
+        None, "Reduce gradients while backward goes on; null: only in stage 3. False: backward waits for each bucket."
+    )
+    ignore_unused_parameters: bool = option(True, "False: a trainable parameter without a gradient is an error.")
+    round_robin_gradients: bool = option(False, "Spread the copying of gradients evenly; it always is, see the README.")
+    # -- weights after the step
+    allgather_partitions: bool = option(True, "All-gather updated weights; false: each rank broadcasts its own.")
+    allgather_bucket_size: int = option(500_000_000, "Elements per all-gather; a larger parameter travels alone.", ge=0)
+    sub_group_size: int = option(
+        1_000_000_000,
+        "The most elements of this rank's states in one flat buffer; a larger parameter has its own.",
+        ge=0,
+    )
+    # -- stage 3
+    prefetch_bucket_size: int = option(
+        50_000_000, "Elements gathered ahead of their use.", ge=0, alias="stage3_prefetch_bucket_size"
+    )
+    param_persistence_threshold: int = option(
+        100_000, "Parameters with fewer elements stay whole.", ge=0, alias="stage3_param_persistence_threshold"
+    )
+    model_persistence_threshold: int = option(
+        sys.maxsize, "The most elements that stay whole.", ge=0, alias="stage3_model_persistence_threshold"
+    )
+    max_live_parameters: int = option(
+        1_000_000_000, "The most gathered elements at a time.", ge=0, alias="stage3_max_live_parameters"
+    )
+    max_reuse_distance: int = option(
+        1_000_000_000,
+        "Keep parameters that are used again within this many elements.",
+        ge=0,
+        alias="stage3_max_reuse_distance",
+    )
+    gather_16bit_weights_on_model_save: bool = option(
+        False,
+        "Allow save_16bit_model in stage 3; it always works, see the README.",
+        old=("stage3_gather_fp16_weights_on_model_save",),
+        alias="stage3_gather_16bit_weights_on_model_save",
+    )
+    module_granularity_threshold: int = option(
+        0,
+        "A module with fewer parameter elements per module below it is gathered whole.",
+        ge=0,
+        alias="stage3_module_granularity_threshold",
+    )
+    use_all_reduce_for_fetch_params: bool = option(
+        False, "Gather by all-reduce of zero-padded buffers.", alias="stage3_use_all_reduce_for_fetch_params"
+    )
+    allgather_sequential: bool = option(False, "Gather one parameter at a time.", alias="stage3_allgather_sequential")
+    memory_efficient_linear: bool = option(
+        True, "Keep no gathered weight for backward; no module does, see the README."
+    )
+    log_trace_cache_warnings: bool = option(False, "Warn when modules run in another order than the last time.")
+    leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered whole.")
+    # -- loading and checks
+    load_from_fp32_weights: bool = option(
+        True, "Load master weights from stored fp32 copies; false: make them from the 16-bit weights."
+    )
+    enable_sanity_checks: bool = option(False, "Compare the weights of all ranks after every step.")
+    # -- later
+    offload_param: OffloadParam | None = option(None, "Where the parameters of stage 3 rest.")
+    offload_optimizer: OffloadOptimizer | None = option(None, "Where optimizer states rest.")
+    cpu_offload: bool | None = not_built(None, _OFFLOAD, "Deprecated: offload_optimizer.", off=(False,))
+    cpu_offload_param: bool | None = not_built(None, _OFFLOAD, "Deprecated: offload_param.", off=(False,))
+    cpu_offload_use_pin_memory: bool | None = not_built(
+        None, _OFFLOAD, "Deprecated: pin_memory of offload_*.", off=(False,)
+    )
+    zenflow: dict[str, Any] | None = not_built(None, "ZenFlow will come with ds-offload")
+    zero_hpz_partition_size: int = not_built(1, _HIERARCHY, "Size of the second partition group.")
+    zero_quantized_weights: bool = not_built(False, _QUANTISED, "Gather quantised weights (qwZ).")
+    zero_quantized_nontrainable_weights: bool = not_built(False, _QUANTISED, "Gather quantised frozen weights.")
+    zero_quantized_gradients: bool = not_built(False, _QUANTISED, "Reduce quantised gradients (qgZ).")
+    zeropp_loco_param: dict[str, Any] | None = not_built(None, _QUANTISED, "Error feedback of qgZ.")
+    mics_shard_size: int = not_built(-1, _HIERARCHY, "Ranks per MiCS group; -1: off.")
+    mics_hierarchical_params_gather: bool = not_built(False, _HIERARCHY, "Gather in two steps.")
+    save_muon_momentum_buffer_in_memory: bool = not_built(False, _NVME, "Keep Muon's momentum out of NVMe.")
+    pipeline_loading_checkpoint: bool = not_built(
+        False, "every rank reads only its own ranges, so there is nothing to pipeline", "Load in a pipeline."
+    )
+    override_module_apply: bool = not_built(
+        True, "Module.apply on partitioned modules will come with ds_zero.Init", "Gather inside Module.apply."
+    )
+    legacy_stage1: bool = not_built(False, "the old stage 1 is not served; leave it out", "The old stage 1.")
+    elastic_checkpoint: bool = not_built(
+        False, "every checkpoint loads at any world size without it; leave it out", "Legacy elastic checkpoints."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_switch(cls, data: Any) -> Any:
+        """The section was once true or false: stage 1 or nothing."""
+        return {"stage": int(data)} if isinstance(data, bool) else data
+
+    @field_validator("leaf_module", mode="before")
+    @classmethod
+    def _no_leaves(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @property
+    def overlap(self) -> bool:
+        """`overlap_comm` with its default worked out."""
+        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+    def bucket_elements(self, world: int) -> int:
+        """The most elements of one flat buffer over `world` ranks together."""
+        return max(1, min(self.reduce_bucket_size, self.allgather_bucket_size, self.sub_group_size * world))

@@ -1,0 +1,228 @@
+"""Stage 3's weights: gathered before they are needed, released when they are not.
+
+[Note: storage] A unit's parameters are views of one buffer whose storage has size 0 while it is released. What
+autograd keeps for backward (the weight, or a transposed view of it) refers to that storage, so it holds no memory and
+is right again once the unit is gathered. A released parameter itself is an empty tensor, so that using it by mistake
+is an error of shapes and not a read of freed memory.
+
+[Note: same order] Gathers are collectives, so ranks must ask for the same units in the same order. Everything here
+follows from the order of modules, which must be the same on all ranks; below a leaf module it may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_zero.trace import Trace
+
+if TYPE_CHECKING:
+    from ds_zero.config import ZeroConfig
+    from ds_zero.flat import FlatBucket
+
+__all__ = ["Gathering", "State", "Unit", "tensors_in"]
+
+log = logging.getLogger("ds_zero")
+
+
+class State(enum.Enum):
+    """Of a unit: released -> gathering -> whole -> released."""
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class Unit:
+    """A bucket whose weights come and go together.
+
+    holders: running modules that need it. wanted: a backward has asked for it and is not through with it.
+    pinned: stays until the pass ends. leaf: of a module below which ranks may differ.
+    """
+
+    def __init__(self, index: int, bucket: FlatBucket, leaf: bool) -> None:
+        self.index, self.bucket, self.leaf = index, bucket, leaf
+        self.size = bucket.layout.total
+        self.state = State.WHOLE
+        self.holders = 0
+        self.wanted = self.pinned = False
+        self.arrived: set[nn.Parameter] = set()
+        self.first_use = -1
+        self._works: list[Any] = []
+        self._bytes = bucket.full.untyped_storage().nbytes()
+        self._empty = [p.data.new_empty(0) for p in bucket.params]
+
+    @torch.no_grad()
+    def start(self, *, by_all_reduce: bool) -> None:
+        """Begin to gather. Collective over the bucket's ranks."""
+        assert self.state is State.RELEASED, self.bucket.names
+        bucket = self.bucket
+        bucket.full.untyped_storage().resize_(self._bytes)
+        if by_all_reduce:
+            bucket.full.zero_()
+            bucket.parts(bucket.full)[bucket.rank].copy_(bucket.part)
+            self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]
+        else:
+            self._works = bucket.spread(bucket.group, gather=True)
+        self.state = State.GATHERING
+
+    def complete(self) -> None:
+        """Wait until it is whole, and give the parameters their values."""
+        assert self.state is State.GATHERING, self.bucket.names
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for param, view in zip(self.bucket.params, self.bucket.views(self.bucket.full), strict=True):
+            param.data = view
+        self.state = State.WHOLE
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.state is State.GATHERING:
+            self.complete()
+        assert self.state is State.WHOLE, self.bucket.names
+        for param, empty in zip(self.bucket.params, self._empty, strict=True):
+            param.data = empty
+        self.bucket.full.untyped_storage().resize_(0)
+        self.state, self.wanted, self.pinned = State.RELEASED, False, False
+        self.arrived.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whole, though nobody needs it now."""
+        return self.state is State.WHOLE and not (self.holders or self.wanted or self.pinned)
+
+
+class Gathering:
+    """Keeps the units that are needed whole; told by hooks what runs.
+
+    live: elements gathered now. peak: the most there were.
+    """
+
+    def __init__(self, section: ZeroConfig, units: Sequence[Unit]) -> None:
+        self.section, self.units = section, list(units)
+        self.sizes = [u.size for u in units]
+        self.live = self.peak = 0
+        self.in_backward = False
+        self._traces = {True: Trace(), False: Trace()}  # by whether gradients are wanted
+        self._trace = self._traces[True]
+        self._opening = False
+        self._clock = self._began = 0  # counts fetches in forwards; its value when the last forward began
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """An outermost forward begins."""
+        self._trace = self._traces[torch.is_grad_enabled()]
+        self._opening = True
+        self._began = self._clock
+        if not self.in_backward and self._trace is self._traces[False]:
+            self._trace.end()
+
+    def close(self) -> None:
+        """An outermost forward is over; without gradients nothing is needed any more."""
+        if self._trace is self._traces[False]:
+            self._trace.end()
+            self._trace = self._traces[True]
+            for unit in self.units:
+                if unit.state is State.GATHERING or unit.idle:
+                    self.release(unit)
+
+    def end_pass(self) -> None:
+        """Backward is over (or given up): release everything."""
+        self.in_backward = False
+        self._traces[True].end()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Release every unit; nothing may be running."""
+        for unit in self.units:
+            unit.holders = 0
+            if unit.state is not State.RELEASED:
+                self.release(unit)
+
+    # -- units -----------------------------------------------------------------------------------------------
+
+    def fetch(self, unit: Unit) -> None:
+        """Make `unit` whole, and start gathering what is expected next."""
+        if not self._trace.visit(unit.index, opening=self._opening) and self.section.log_trace_cache_warnings:
+            log.warning(
+                "stage 3: %s is not what came here in the last pass; nothing is gathered ahead until this pass ends",
+                unit.bucket.names[0],
+            )
+        self._opening = False
+        if not self.in_backward:
+            if unit.first_use < self._began:
+                unit.first_use = self._clock
+            self._clock += 1
+        if unit.state is State.RELEASED:
+            self._make_room(unit)
+            self._start(unit)
+        self._prefetch()
+        if unit.state is State.GATHERING:
+            unit.complete()
+
+    def _start(self, unit: Unit) -> None:
+        unit.start(by_all_reduce=self.section.use_all_reduce_for_fetch_params)
+        self.live += unit.size
+        self.peak = max(self.peak, self.live)
+
+    def _prefetch(self) -> None:
+        """Gather ahead, in the order of the last pass, as far as the limits let it."""
+        budget = self.section.prefetch_bucket_size
+        for index in self._trace.ahead():
+            unit = self.units[index]
+            if unit.state is State.WHOLE:
+                budget -= unit.size
+            elif unit.state is State.RELEASED:
+                if unit.size > budget or self.live + unit.size > self.section.max_live_parameters:
+                    return
+                self._start(unit)
+            if unit.state is State.GATHERING:
+                budget -= unit.size
+            if budget <= 0:
+                return
+
+    def _make_room(self, unit: Unit) -> None:
+        """Before `unit` would go over max_live_parameters, release what was only kept for later."""
+        if self.live + unit.size <= self.section.max_live_parameters:
+            return
+        for other in self.units:
+            if other.idle:
+                self.release(other)
+
+    def drop(self, unit: Unit) -> None:
+        """Nobody needs `unit` now: release it unless it will soon be needed again."""
+        if not unit.idle:
+            return
+        distance = self._trace.distance(unit.index, self.sizes)
+        near = distance is not None and distance <= self.section.max_reuse_distance
+        if not near or self.live > self.section.max_live_parameters:
+            self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Release `unit`, whatever the trace says."""
+        unit.release()
+        self.live -= unit.size
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

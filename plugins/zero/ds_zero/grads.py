@@ -1,0 +1,387 @@
+"""Gradients on their way from backward to the part of the rank that owns them.
+
+Each bucket gathers its gradients in a flat buffer (`_Grads.local`); a full buffer is reduced to its owners while
+backward goes on, and what arrives is added to this rank's part (`_Grads.part`). Buckets travel in one fixed order on
+all ranks.
+
+[Note: flags] At the end of each reduction ranks exchange one byte per parameter ("I had a gradient") and one per
+bucket ("gradients came after it had left", as nested backwards make them: then it travels once more). So a parameter
+that nobody used keeps ``grad=None`` as in one-process torch, and ranks whose control flow differs stay together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.errors import UsageError
+from ds_core.params import GradGroup
+from ds_core.precision import WIRE_DTYPES
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_zero.config import ZeroConfig
+    from ds_zero.flat import FlatBucket
+
+__all__ = ["Reducer"]
+
+IN_FLIGHT = 2
+"""Buckets travelling at a time from stage 2 on: one is being reduced while the next one leaves."""
+
+
+class _Pool:
+    """Flat buffers that are used again, since fresh memory costs more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        free = self._free.get((numel, dtype, device))
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, tensor: Tensor) -> None:
+        self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
+
+    def clear(self) -> None:
+        self._free.clear()
+
+
+class _Grads:
+    """The gradients of one bucket.
+
+    local: this rank's, not reduced yet, laid out as the bucket; filled: which of them it holds. part: what this rank
+    owns of the reduced ones; None: nothing was reduced yet. whole: the buffer that `part` lies in, if any.
+    cast: the part in the dtype of the masters. used: parameters that had a gradient since the last step.
+    """
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        self.bucket = bucket
+        count = len(bucket.params)
+        self.local: Tensor | None = None
+        self.filled = [False] * count
+        self.used = [False] * count
+        self.part: Tensor | None = None
+        self.whole: Tensor | None = None
+        self.cast: Tensor | None = None
+        self.arrived: set[int] = set()
+        self.awaited = count
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self.local = self.part = self.whole = self.cast = None
+
+
+@dataclass(slots=True)
+class _Travelling:
+    """A reduction under way: `out` will hold this rank's part of the sum of `source` over ranks."""
+
+    grads: _Grads
+    works: list[Any]
+    source: Tensor
+    out: Tensor
+
+
+class Reducer:
+    """Takes gradients from backward, reduces them, and gives the optimizer its pieces.
+
+    groups: per replica axes the process group that reductions use.
+    order: which buckets travel after which, asked at the start of each backward; equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        section: ZeroConfig,
+        buckets: Sequence[FlatBucket],
+        groups: Callable[[FlatBucket], Any],
+        order: Callable[[], Sequence[FlatBucket]] | None = None,
+    ) -> None:
+        self.ctx, self.section = ctx, section
+        self._group, self._order = groups, order
+        self._all = {b: _Grads(b) for b in buckets}
+        self._place = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
+        self._queue: list[_Grads] = []
+        self._next = 0
+        self._travelling: deque[_Travelling] = deque()
+        self._pool = _Pool()
+        self._wires: dict[FlatBucket, torch.dtype] = {}
+        self._trainable: list[bool] = []
+        self._hooks: list[Any] = []
+        self.running = False  # a backward that reduces is under way, and somebody will call `finish`
+        self._reduced = False
+        core, world = ctx.config.core, ctx.mesh.size("dp")
+        self._before = 1.0 / world if core.prescale_gradients else 1.0 / core.gradient_predivide_factor
+        self._after = 1.0 if core.prescale_gradients else core.gradient_predivide_factor / world
+        self._keeps = section.stage == 1
+        # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
+        self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
+        self.reducing: Callable[[], bool] = lambda: True
+        self.after: Callable[[nn.Parameter], None] | None = None
+        self._install_hooks()
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    def _install_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._trainable = [p.requires_grad for p in self._place]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._place if p.requires_grad]
+        for grads in self._all.values():
+            grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
+
+    def _on_gradient(self, param: Tensor) -> None:
+        """Runs inside backward when the gradient of `param` is complete for this backward (or a nested one)."""
+        assert isinstance(param, nn.Parameter)
+        grads, index = self._place[param]
+        self._reduced = False
+        reducing = self.reducing()
+        if reducing and not self.running:
+            # A plain loss.backward(): gradients shall be final after it, too.
+            self.start()
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        if self._eager:
+            self._absorb(grads, index)
+        if reducing:
+            grads.arrived.add(index)
+            self._advance()
+        if self.after is not None:
+            self.after(param)
+
+    @torch.no_grad()
+    def _absorb(self, grads: _Grads, index: int) -> None:
+        """Move a parameter's gradient into the flat buffer."""
+        bucket = grads.bucket
+        param = bucket.params[index]
+        grad = param.grad
+        assert grad is not None
+        if grads.local is None:
+            if not self._keeps:
+                self._drain(IN_FLIGHT - 1)
+            grads.local = self._pool.take(bucket.layout.total, self._dtype(bucket), bucket.full.device)
+        view = bucket.view(grads.local, index)
+        if grad.is_sparse:  # of nn.Embedding(sparse=True)
+            grad = grad.to_dense()
+        view.add_(grad) if grads.filled[index] else view.copy_(grad)
+        grads.filled[index] = True
+        param.grad = None
+
+    def begin(self) -> None:
+        """The engine starts a backward and will call `finish` after it."""
+        self._reduced = False
+        if self.reducing():
+            self.start()
+
+    def start(self) -> None:
+        """Prepare for one backward; parameters may have been frozen or thawed since the last."""
+        self.running = True
+        if self._trainable != [p.requires_grad for p in self._place]:
+            self._install_hooks()
+        self._wires = self._wires or {b: self._wire(b) for b in self._all}
+        self._next = 0
+        order = self._order() if self._order is not None else list(self._all)
+        self._queue = [self._all[b] for b in order if self._all[b].awaited]
+        for grads in self._queue:
+            grads.arrived.clear()
+
+    def _wire(self, bucket: FlatBucket) -> torch.dtype:
+        """The dtype in which a bucket travels: the widest that any of its parameters asks for."""
+        special = self.ctx.stash.get(WIRE_DTYPES) or {}
+        wanted = [special.get(p) or self.ctx.precision.wire or p.dtype for p in bucket.params]
+        wire = wanted[0]
+        for dtype in wanted[1:]:
+            wire = torch.promote_types(wire, dtype)
+        return wire
+
+    def _advance(self) -> None:
+        while self._next < len(self._queue) and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited:
+            self._launch(self._queue[self._next])
+            self._next += 1
+
+    # -- reduction -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _launch(self, grads: _Grads) -> None:
+        """Start reducing what the bucket has; parameters without a gradient count as zeros."""
+        bucket = grads.bucket
+        for index, param in enumerate(bucket.params):
+            if param.grad is not None:
+                self._absorb(grads, index)
+        source = grads.local
+        if source is None:
+            source = self._pool.take(bucket.layout.total, self._dtype(bucket), bucket.full.device)
+        for index, filled in enumerate(grads.filled):
+            if filled:
+                grads.used[index] = True
+            else:
+                bucket.view(source, index).zero_()
+        source[sum(bucket.layout.sizes) :].zero_()
+        grads.local, grads.filled = None, [False] * len(bucket.params)
+        wire = self._wires[bucket]
+        if source.dtype != wire and bucket.world > 1:
+            cast = self._pool.take(source.numel(), wire, source.device).copy_(source)
+            self._pool.give(source)
+            source = cast
+        if self._before != 1.0:
+            source.mul_(self._before)
+        self._travelling.append(self._send(grads, source))
+        if not self.section.overlap:
+            self._drain(0)
+
+    def _send(self, grads: _Grads, source: Tensor) -> _Travelling:
+        """Start the reduction. What stage 1 keeps anyway, it reduces in place."""
+        bucket, group = grads.bucket, self._group(grads.bucket)
+        if bucket.world == 1:
+            return _Travelling(grads, [], source, source)
+        parts = bucket.parts(source)
+        mine = parts[bucket.rank]
+        if self.section.reduce_scatter:
+            out = mine if self._keeps else self._pool.take(mine.numel(), mine.dtype, mine.device)
+            works = [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)]
+            return _Travelling(grads, works, source, out)
+        if self.section.use_multi_rank_bucket_allreduce:
+            works = [comm.all_reduce(source, group=group, async_op=True)]
+        else:
+            ranks = torch.distributed.get_process_group_ranks(group)
+            works = [comm.reduce(parts[i], dst=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
+        return _Travelling(grads, works, source, mine)
+
+    def _drain(self, left: int) -> None:
+        """Take in reductions, the oldest first, until at most `left` are under way."""
+        while len(self._travelling) > left:
+            self._take_in(self._travelling.popleft())
+
+    @torch.no_grad()
+    def _take_in(self, done: _Travelling) -> None:
+        """Wait for a reduction and add it to what this rank owns."""
+        for work in done.works:
+            work.wait()
+        grads, out, bucket = done.grads, done.out, done.grads.bucket
+        if self._after != 1.0:
+            out.mul_(self._after)
+        inside = out.data_ptr() == bucket.parts(done.source)[bucket.rank].data_ptr()
+        dtype = self._dtype(bucket)
+        if grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
+            grads.part, grads.whole = out, done.source if inside else None
+        elif grads.part is None:
+            grads.part = self._pool.take(out.numel(), dtype, out.device).copy_(out)
+        else:
+            grads.part.add_(out)
+        if grads.whole is not done.source:
+            self._pool.give(done.source)
+        if not inside and grads.part is not out:
+            self._pool.give(out)
+
+    def _dtype(self, bucket: FlatBucket) -> torch.dtype:
+        """The dtype in which gradients accumulate."""
+        return (self.ctx.precision.accumulate if bucket.full.is_floating_point() else None) or bucket.dtype
+
+    def finish(self) -> None:
+        """Complete the reduction of all gradients; nothing when none is due. Collective."""
+        if not self.reducing() or self._reduced:
+            return
+        if not self.running:
+            self.start()
+        for grads in self._queue[self._next :]:
+            self._launch(grads)
+        for grads in self._agree():
+            self._launch(grads)
+        self._drain(0)
+        self.running, self._reduced = False, True
+        if not self._keeps:
+            self._pool.clear()
+
+    def _agree(self) -> list[_Grads]:
+        """Let ranks know which parameters anybody used; the buckets that must travel again. See [Note: flags]."""
+        by_axes: dict[tuple[str, ...], list[_Grads]] = {}
+        for grads in self._queue:
+            by_axes.setdefault(grads.bucket.axes, []).append(grads)
+        again = []
+        for members in by_axes.values():
+            late = [g.local is not None or any(p.grad is not None for p in g.bucket.params) for g in members]
+            used = [u for g in members for u in g.used]
+            if members[0].bucket.world > 1:
+                flags = torch.tensor(late + used, dtype=torch.uint8, device=members[0].bucket.full.device)
+                comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self._group(members[0].bucket))
+                agreed = [bool(f) for f in flags.tolist()]
+                late, used = agreed[: len(members)], agreed[len(members) :]
+            for grads in members:
+                count = len(grads.used)
+                grads.used, used = used[:count], used[count:]
+            again += [grads for grads, is_late in zip(members, late, strict=True) if is_late]
+        return again
+
+    # -- step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gradients(self) -> list[GradGroup]:
+        """Give every piece its gradient, in the optimizer's dtype, and return them all."""
+        if not self.section.ignore_unused_parameters:
+            self._refuse_unused()
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        for bucket, grads in self._all.items():
+            part = grads.part
+            if part is not None and part.dtype != bucket.master.dtype:
+                if grads.cast is None:
+                    grads.cast = torch.empty_like(bucket.master)
+                part = grads.cast.copy_(part)
+            found = by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), [])
+            for piece in bucket.pieces:
+                piece.master.grad = None
+                if part is not None and grads.used[piece.index] and piece.stop > piece.start:
+                    piece.master.grad = part[piece.within]
+                    found.append(piece.master.grad)
+        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
+
+    def _refuse_unused(self) -> None:
+        unused = [
+            name
+            for bucket, grads in self._all.items()
+            for name, param, used in zip(bucket.names, bucket.params, grads.used, strict=True)
+            if param.requires_grad and not used
+        ]
+        if unused:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise UsageError(
+                f"no rank had a gradient for {', '.join(unused[:5])}{more}, and zero_optimization."
+                "ignore_unused_parameters is false; freeze them, use them, or set it to true"
+            )
+
+    def scale(self, factor: float) -> None:
+        """Multiply what `gradients` gave by `factor`."""
+        grads = [p.master.grad for b in self._all for p in b.pieces if p.master.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def used(self, bucket: FlatBucket) -> bool:
+        """Whether any rank had a gradient for any parameter of `bucket` since the last step."""
+        return bucket in self._all and any(self._all[bucket].used)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._reduced = False
+        for bucket, grads in self._all.items():
+            for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
+                if tensor is not None and self._keeps:
+                    self._pool.give(tensor)
+            grads.drop()
+            grads.filled = [False] * len(bucket.params)
+            grads.used = [False] * len(bucket.params)
+            for piece in bucket.pieces:
+                piece.master.grad = None
+                piece.param.grad = None
+
+    def detach(self) -> None:
+        """Remove hooks and free buffers."""
+        self._drain(0)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._pool.clear()
+        for grads in self._all.values():
+            grads.drop()

@@ -1,0 +1,197 @@
+"""The section and the declaration: every documented key, default, alias and old spelling."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ds_zero.config import LEAF_CLASSES, ZeroConfig
+from pydantic import ValidationError
+from torch import nn
+
+from ds_core.testing import PluginConformance, run_ranks
+
+OFFLOAD: dict[str, Any] = {"device": "cpu"}
+DEFAULTS: dict[str, Any] = {
+    "stage": 0,
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 500_000_000,
+    "use_multi_rank_bucket_allreduce": True,
+    "allgather_partitions": True,
+    "allgather_bucket_size": 500_000_000,
+    "overlap_comm": None,
+    "load_from_fp32_weights": True,
+    "elastic_checkpoint": False,
+    "offload_param": None,
+    "offload_optimizer": None,
+    "zenflow": None,
+    "sub_group_size": 1_000_000_000,
+    "cpu_offload": None,
+    "cpu_offload_param": None,
+    "cpu_offload_use_pin_memory": None,
+    "prefetch_bucket_size": 50_000_000,
+    "param_persistence_threshold": 100_000,
+    "model_persistence_threshold": sys.maxsize,
+    "max_live_parameters": 1_000_000_000,
+    "max_reuse_distance": 1_000_000_000,
+    "gather_16bit_weights_on_model_save": False,
+    "module_granularity_threshold": 0,
+    "use_all_reduce_for_fetch_params": False,
+    "allgather_sequential": False,
+    "ignore_unused_parameters": True,
+    "legacy_stage1": False,
+    "round_robin_gradients": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "zeropp_loco_param": None,
+    "mics_shard_size": -1,
+    "mics_hierarchical_params_gather": False,
+    "memory_efficient_linear": True,
+    "pipeline_loading_checkpoint": False,
+    "override_module_apply": True,
+    "log_trace_cache_warnings": False,
+    "enable_sanity_checks": False,
+    "save_muon_momentum_buffer_in_memory": False,
+    "leaf_module": {"classes": list(LEAF_CLASSES), "names": [], "name_suffixes": []},
+}
+LATER: list[dict[str, Any]] = [
+    {"offload_param": OFFLOAD},
+    {"offload_optimizer": OFFLOAD},
+    {"offload_optimizer": {"ratio": 0.5}},
+    {"cpu_offload": True},
+    {"cpu_offload_param": True},
+    {"cpu_offload_use_pin_memory": True},
+    {"zenflow": {}},
+    {"zero_hpz_partition_size": 8},
+    {"zero_quantized_weights": True},
+    {"zero_quantized_nontrainable_weights": True},
+    {"zero_quantized_gradients": True},
+    {"zeropp_loco_param": {"err_beta": 0.8}},
+    {"mics_shard_size": 8},
+    {"mics_hierarchical_params_gather": True},
+    {"save_muon_momentum_buffer_in_memory": True},
+    {"pipeline_loading_checkpoint": True},
+    {"override_module_apply": False},
+    {"legacy_stage1": True},
+    {"elastic_checkpoint": True},
+]
+
+
+class TestPlugin(PluginConformance):
+    entry_point = "ds_zero.plugin"
+    section = "zero_optimization"
+    good_config: ClassVar[Any] = {"stage": 2, "reduce_bucket_size": 5e8, "overlap_comm": True}
+    bad_configs: ClassVar[Any] = [
+        {"stage": 4},
+        {"stage": True},
+        {"stage": 1.5},
+        {"stgae": 1},
+        {"grad_hooks": True},
+        {"reduce_bucket_size": -1},
+        {"prefetch_bucket_size": 0.5},
+        {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2},
+        {"max_live_parameters": -1},
+        {"leaf_module": {"names": 3}},
+        {"leaf_module": {"class": "x"}},
+        {"aio": {}},
+        *LATER,
+    ]
+
+
+def test_defaults_are_the_documented_ones_and_no_key_is_missing() -> None:
+    assert ZeroConfig().model_dump() == DEFAULTS
+
+
+@pytest.mark.parametrize("given", LATER)
+def test_what_comes_later_says_so(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"ds_not_built|will come|leave it out|nothing to pipeline"):
+        ZeroConfig.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "module_granularity_threshold",
+    ],
+)
+def test_the_long_names_of_stage_3(name: str) -> None:
+    for spelling in (name, f"stage3_{name}"):
+        assert getattr(ZeroConfig.model_validate({spelling: 7.0}), name) == 7
+
+
+def test_old_spellings() -> None:
+    with pytest.warns(FutureWarning, match="stage3_gather_fp16_weights_on_model_save"):
+        config = ZeroConfig.model_validate({"stage3_gather_fp16_weights_on_model_save": True})
+    assert config.gather_16bit_weights_on_model_save
+    assert ZeroConfig.model_validate(True).stage == 1
+    assert ZeroConfig.model_validate(False).stage == 0
+    assert ZeroConfig.model_validate({"offload_param": {"device": "none"}, "cpu_offload": False}).stage == 0
+
+
+def test_one_leaf_may_stand_without_a_list_and_doubles_go() -> None:
+    leaf = ZeroConfig.model_validate({"leaf_module": {"names": "a.b", "name_suffixes": ["x", "y", "x"]}}).leaf_module
+    assert leaf.names == ["a.b"]
+    assert leaf.name_suffixes == ["x", "y"]
+
+
+def check_optimizers() -> dict[str, str]:
+    """What ZeRO says to optimizers that nobody has declared, or that need whole tensors."""
+    import ds_core
+    from ds_core.errors import UsageError
+
+    told = {}
+    for allowed in (False, True):
+        try:
+            engine, *_ = ds_core.initialize(
+                model=nn.Linear(3, 3),
+                optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+                config={
+                    "train_batch_size": 1,
+                    "zero_optimization": {"stage": 1},
+                    "zero_allow_untested_optimizer": allowed,
+                },
+            )
+            engine.destroy()
+            told[str(allowed)] = ""
+        except UsageError as error:
+            told[str(allowed)] = str(error)
+    return told
+
+
+def test_undeclared_optimizers_need_permission() -> None:
+    (told,) = run_ranks(1, check_optimizers)
+    assert "zero_allow_untested_optimizer" in told["False"]
+    assert told["True"] == ""
+
+
+@pytest.mark.parametrize("grain", ["tensor", "matrix"])
+def test_optimizers_that_need_whole_tensors_are_refused(grain: str) -> None:
+    from types import SimpleNamespace
+
+    from ds_zero.stage12 import Stage12
+
+    from ds_core.errors import UsageError
+
+    partitioner = Stage12(SimpleNamespace(grain=grain), ZeroConfig(stage=1))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"needs each {grain} whole"):
+        partitioner.attach(nn.Linear(2, 2), [])
+
+
+def test_stage_0_leaves_the_partitioner_to_others() -> None:
+    from types import SimpleNamespace
+
+    from ds_zero.plugin import ds_partitioner
+
+    for section in (None, ZeroConfig()):
+        ctx: Any = SimpleNamespace(config=SimpleNamespace(section={"zero_optimization": section}.get))
+        assert ds_partitioner(ctx) is None

@@ -1,0 +1,351 @@
+"""Every key of the section has its effect, seen from outside: collectives, buffers, errors, memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_core.testing import run_ranks
+
+D = 8
+WEIGHTS, BIAS = D * D, D
+PARAMS = 3 * (WEIGHTS + BIAS)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(D, D) for _ in range(3))
+        self.seen: list[Any] = []
+        self.look: Any = None
+
+    def forward(self, x: Tensor, order: str = "abc") -> Tensor:
+        for name in order:
+            x = torch.tanh(getattr(self, name)(x))
+            if name == "b" and self.look is not None:
+                if x.requires_grad:
+                    x.register_hook(lambda _: self.seen.append(self.look()))
+                else:
+                    self.seen.append(self.look())
+        return x.square().mean()
+
+
+def start(stage: int, section: dict[str, Any], **config: Any) -> Any:
+    import ds_core
+
+    torch.manual_seed(0)
+    engine, *_ = ds_core.initialize(
+        model=Net(),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "comms_logger": {"enabled": True},
+            "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, **section},
+            **config,
+        },
+    )
+    return engine
+
+
+def data(step: int) -> Tensor:
+    from ds_core import comm
+
+    return torch.randn(4, D, generator=torch.Generator().manual_seed(10 * step + comm.rank()))
+
+
+def step(engine: Any, number: int = 0, **kwargs: Any) -> float:
+    loss = engine(data(number), **kwargs)
+    engine.backward(loss)
+    engine.step()
+    value: float = loss.item()
+    return value
+
+
+def sent() -> dict[str, list[int]]:
+    """Operation -> the sizes, in fp32 elements, of what was sent since the last call; scalars left out."""
+    from ds_core.comm import log
+
+    assert log.active is not None
+    found: dict[str, list[int]] = {}
+    for row in log.active.rows():
+        if row.bytes >= 4 * D:
+            found.setdefault(row.op, []).extend([row.bytes // 4] * row.count)
+    log.active.clear()
+    return found
+
+
+def one_step(stage: int, section: dict[str, Any]) -> dict[str, list[int]]:
+    engine = start(stage, section)
+    step(engine)
+    sent()
+    step(engine, 1)
+    found = sent()
+    engine.destroy()
+    return found
+
+
+SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"
+WIRES: list[tuple[int, dict[str, Any], dict[str, list[int]]]] = [
+    (1, {}, {SCATTER: [PARAMS], GATHER: [PARAMS]}),
+    (2, {}, {SCATTER: [PARAMS], GATHER: [PARAMS]}),
+    (2, {"reduce_bucket_size": 80}, {SCATTER: [80, 72, 64], GATHER: [80, 72, 64]}),
+    (2, {"reduce_bucket_size": 0}, {SCATTER: [8, 64] * 3, GATHER: [8, 64] * 3}),
+    (2, {"allgather_bucket_size": 144}, {SCATTER: [144, 72], GATHER: [144, 72]}),
+    (2, {"sub_group_size": 36}, {SCATTER: [72] * 3, GATHER: [72] * 3}),
+    (2, {"reduce_scatter": False}, {"all_reduce": [PARAMS], GATHER: [PARAMS]}),
+    (
+        2,
+        {"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False},
+        {"reduce": [PARAMS // 2] * 2, GATHER: [PARAMS]},
+    ),
+    (2, {"allgather_partitions": False}, {SCATTER: [PARAMS], "broadcast": [PARAMS // 2] * 2}),
+    # Stage 3: gathered for forward and for backward; what is used again soon is kept in between.
+    (3, {"max_reuse_distance": 0}, {SCATTER: [72] * 3, GATHER: [72] * 5}),
+    (3, {}, {SCATTER: [72] * 3, GATHER: [72] * 3}),
+    (3, {"max_reuse_distance": 71}, {SCATTER: [72] * 3, GATHER: [72] * 5}),
+    (3, {"max_reuse_distance": 144}, {SCATTER: [72] * 3, GATHER: [72] * 4}),
+    (3, {"allgather_sequential": True}, {SCATTER: [8, 64] * 3, GATHER: [8, 64] * 3}),
+    (3, {"use_all_reduce_for_fetch_params": True}, {SCATTER: [72] * 3, "all_reduce": [72] * 3}),
+    (3, {"param_persistence_threshold": 9}, {SCATTER: [24] + [64] * 3, GATHER: [24] + [64] * 3}),
+    (
+        3,
+        {"param_persistence_threshold": 9, "model_persistence_threshold": 10},
+        {SCATTER: [8, 64, 72, 72], GATHER: [8, 64, 72, 72]},
+    ),
+    (3, {"module_granularity_threshold": 100}, {SCATTER: [PARAMS], GATHER: [PARAMS]}),
+    (3, {"leaf_module": {"classes": "Net"}}, {SCATTER: [PARAMS], GATHER: [PARAMS]}),
+    (3, {"leaf_module": {"names": ["", "a", "a"]}}, {SCATTER: [PARAMS], GATHER: [PARAMS]}),
+]
+
+
+@pytest.mark.parametrize(("stage", "section", "expected"), WIRES)
+def test_what_travels(stage: int, section: dict[str, Any], expected: dict[str, list[int]]) -> None:
+    for found in run_ranks(2, one_step, stage, section):
+        assert {op: sorted(sizes) for op, sizes in found.items()} == {o: sorted(s) for o, s in expected.items()}
+
+
+def look_in_backward(stage: int, section: dict[str, Any], what: str) -> Any:
+    """What `what` is when backward has come through c and stands before b."""
+    engine = start(stage, section, comms_logger={"enabled": False})
+    reducer, model = engine.partitioner.reducer, engine.module
+    model.look = {
+        "travelling": lambda: len(reducer._travelling),
+        "copied": lambda: model.c.weight.grad is None,
+        "states": lambda: [u.state.value for u in engine.partitioner.units],
+        "kept": lambda: [u.bucket.full.untyped_storage().nbytes() for u in engine.partitioner.units],
+    }[what]
+    for number in range(2):
+        step(engine, number)
+    seen = model.seen[-1]
+    peak = engine.partitioner.gathering.peak if stage == 3 else 0
+    engine.destroy()
+    return {"seen": seen, "peak": peak}
+
+
+def looked(stage: int, section: dict[str, Any], what: str) -> Any:
+    first, second = run_ranks(2, look_in_backward, stage, section, what)
+    assert first == second
+    return first["seen"]
+
+
+def test_overlap_comm() -> None:
+    small = {"reduce_bucket_size": 72}
+    assert looked(2, {**small, "overlap_comm": True}, "travelling") == 1
+    assert looked(2, {**small, "overlap_comm": False}, "travelling") == 0
+    assert looked(2, small, "travelling") == 0, "off by default below stage 3"
+    assert looked(3, {}, "travelling") == 1, "on by default in stage 3"
+
+
+def test_contiguous_gradients() -> None:
+    assert looked(2, {"contiguous_gradients": True}, "copied") is True
+    assert looked(2, {"contiguous_gradients": False}, "copied") is False
+
+
+def test_prefetch_bucket_size() -> None:
+    drop = {"max_reuse_distance": 0}
+    # Backward has come through c; with room for one unit, b was gathered meanwhile.
+    assert looked(3, {**drop, "prefetch_bucket_size": 0}, "states")[1] == "released"
+    assert looked(3, {**drop, "prefetch_bucket_size": 72}, "states")[1] != "released"
+    tight = {**drop, "prefetch_bucket_size": 72, "max_live_parameters": 72}
+    assert looked(3, tight, "states")[1] == "released"
+
+
+def test_max_live_parameters() -> None:
+    for limit, peak in ((72, 72), (144, 144), (10**9, PARAMS)):
+        section = {"max_live_parameters": limit}
+        assert {a["peak"] for a in run_ranks(2, look_in_backward, 3, section, "states")} == {peak}
+
+
+@pytest.mark.parametrize("efficient", [True, False])
+def test_memory_efficient_linear_keeps_no_gathered_weight(efficient: bool) -> None:
+    section = {"memory_efficient_linear": efficient, "max_reuse_distance": 0, "prefetch_bucket_size": 0}
+    kept = looked(3, section, "kept")
+    assert kept[0] == 0
+    assert kept[2] == 0
+
+
+def check_unused(allowed: bool) -> str:
+    from ds_core.errors import UsageError
+
+    engine = start(2, {"ignore_unused_parameters": allowed})
+    try:
+        step(engine, order="ac")
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_ignore_unused_parameters() -> None:
+    assert run_ranks(2, check_unused, True) == ["", ""]
+    for told in run_ranks(2, check_unused, False):
+        assert "b.weight" in told
+        assert "ignore_unused_parameters" in told
+
+
+def check_parts(section: dict[str, Any]) -> list[int]:
+    engine = start(2, {**section, "reduce_bucket_size": 72})
+    parts = [b.part.numel() for b in engine.partitioner.buckets]
+    engine.destroy()
+    return parts
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_round_robin_gradients_every_rank_copies_as_much(spread: bool) -> None:
+    first, second = run_ranks(2, check_parts, {"round_robin_gradients": spread})
+    assert first == second == [36, 36, 36]
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def listen(section: dict[str, Any]) -> list[str]:
+    listener = Listener()
+    log = logging.getLogger("ds_zero")
+    log.addHandler(listener)
+    engine = start(3, section)
+    for number, order in enumerate(("abc", "abc", "acb", "acb")):
+        step(engine, number, order=order)
+    engine.destroy()
+    log.removeHandler(listener)
+    return listener.told
+
+
+def test_log_trace_cache_warnings() -> None:
+    assert run_ranks(2, listen, {}) == [[], []]
+    for told in run_ranks(2, listen, {"log_trace_cache_warnings": True}):
+        assert len(told) == 1, "one warning, in the step whose order changed"
+        assert "c." in told[0]
+
+
+def test_leaf_modules_that_match_nothing_are_warned_of() -> None:
+    leaf = {"classes": ["Nit"], "names": ["a"], "name_suffixes": ["b", "zz"]}
+    for told in run_ranks(2, listen, {"leaf_module": leaf}):
+        assert len(told) == 2
+        assert "'Nit'" in told[0]
+        assert "'zz'" in told[1]
+
+
+def check_sanity(stage: int, checks: bool) -> str:
+    from ds_core import comm
+    from ds_core.errors import DSError
+
+    engine = start(stage, {"enable_sanity_checks": checks, "param_persistence_threshold": 9})
+    step(engine)
+    bucket = engine.partitioner.buckets[0]
+    owner = bucket.spread
+    try:
+        if comm.rank() == 1:  # a rank whose memory goes bad
+
+            def spread(group: Any, **how: Any) -> Any:
+                for work in owner(group, **how):
+                    work.wait()
+                bucket.full[0] += 1
+                return []
+
+            bucket.spread = spread
+        step(engine, 1)
+    except DSError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_enable_sanity_checks(stage: int) -> None:
+    assert run_ranks(2, check_sanity, stage, False) == ["", ""]
+    for told in run_ranks(2, check_sanity, stage, True):
+        assert "weights differ between ranks" in told
+
+
+def check_coalesced(stage: int) -> dict[str, Any]:
+    engine = start(stage, {})
+    step(engine)
+    sent()
+    with engine.coalesce_grad_reduction():
+        for number in range(3):
+            engine.backward(engine(data(number)))
+        inside = sent().get(SCATTER, [])
+    outside = sent().get(SCATTER, [])
+    engine.step()
+    engine.destroy()
+    return {"inside": len(inside), "outside": sum(outside)}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_coalesced_backwards_travel_once(stage: int) -> None:
+    for found in run_ranks(2, check_coalesced, stage):
+        assert found == {"inside": 0, "outside": PARAMS}
+
+
+def trained(section: dict[str, Any] | None, config: dict[str, Any], gas: int) -> dict[str, Tensor]:
+    from ds_core.testing.partitioner import whole_weights
+
+    config = {**config, "gradient_accumulation_steps": gas, "comms_logger": {"enabled": False}}
+    engine = start(0 if section is None else 3, section or {}, **config)
+    for number in range(3):
+        for micro in range(gas):
+            loss = engine(data(10 * number + micro).to(next(engine.module.buffers(), torch.zeros(1)).dtype))
+            engine.backward(loss, allreduce_gradients=micro > 0 or gas == 1)
+            engine.step()
+    found: dict[str, Tensor] = whole_weights(engine)
+    engine.destroy()
+    return found
+
+
+def compare(config: dict[str, Any], gas: int) -> float:
+    truth = trained(None, config, gas)
+    worst = 0.0
+    for stage in (1, 2, 3):
+        ours = trained({"stage": stage, "reduce_bucket_size": 80}, config, gas)
+        worst = max(worst, *(float((ours[n] - t).abs().max()) for n, t in truth.items()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("config", "tolerance"),
+    [
+        ({"communication_data_type": "bf16"}, 2e-3),
+        ({"communication_data_type": "fp32", "gradient_clipping": 0.1}, 1e-6),
+        ({"gradient_allreduce_op": "sum"}, 1e-6),
+        ({"prescale_gradients": True}, 1e-6),
+        ({"gradient_predivide_factor": 2.0}, 1e-6),
+        ({"managed_gradient_accumulation": False, "gradient_clipping": 0.1}, 1e-6),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, 1e-2),
+    ],
+)
+@pytest.mark.parametrize("gas", [1, 2])
+def test_the_core_s_reduction_keys_mean_the_same(config: dict[str, Any], tolerance: float, gas: int) -> None:
+    assert max(run_ranks(2, compare, config, gas)) < tolerance

@@ -1,0 +1,43 @@
+"""The arithmetic of flat buffers, for any sizes and world."""
+
+from __future__ import annotations
+
+import itertools
+
+from ds_zero.layout import Layout, pack
+from hypothesis import given
+from hypothesis import strategies as st
+
+SIZES = st.lists(st.integers(0, 50), max_size=12)
+
+
+@given(SIZES, st.integers(1, 9))
+def test_every_element_belongs_to_exactly_one_rank(sizes: list[int], world: int) -> None:
+    layout = Layout.of(sizes, world)
+    assert layout.total == layout.part * world >= sum(sizes)
+    for index, size in enumerate(sizes):
+        spans = [layout.span(index, rank) for rank in range(world)]
+        owned = [i for s in spans for i in range(s.start, s.stop)]
+        assert owned == list(range(size))
+        for rank, span in enumerate(spans):
+            if span.stop > span.start:
+                assert rank * layout.part + span.at == layout.offsets[index] + span.start
+                assert span.at + span.stop - span.start <= layout.part
+
+
+@given(SIZES, st.integers(1, 9))
+def test_parts_are_equal_and_padding_is_small(sizes: list[int], world: int) -> None:
+    layout = Layout.of(sizes, world)
+    assert layout.total - sum(sizes) < 2 * world
+    if world == 1:
+        assert layout.total == sum(sizes)
+
+
+@given(SIZES, st.integers(1, 100))
+def test_runs_hold_everything_in_order_and_keep_to_the_capacity(sizes: list[int], capacity: int) -> None:
+    runs = pack(sizes, capacity)
+    assert [i for run in runs for i in run] == list(range(len(sizes)))
+    for run in runs:
+        assert len(run) == 1 or sum(sizes[i] for i in run) <= capacity
+    for before, after in itertools.pairwise(runs):
+        assert sum(sizes[i] for i in before) + sizes[after[0]] > capacity
