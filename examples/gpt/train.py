@@ -71,14 +71,15 @@ def main() -> None:
     if engine.global_rank == 0:
         if last == args.steps:
             print(f"\n--- what it writes after {last} steps ---\n{model.eval().write(b'The ', 300)}\n---")
-        print(f"loss {loss.item():.3f} after {last} steps; see {plot(args.run)}", flush=True)
+        print(f"loss {loss.item():.3f} after {last} steps; see {plot(engine, args.run)}", flush=True)
 
 
-def plot(run: Path) -> Path:
+def plot(engine: ds_core.Engine, run: Path) -> Path:
     """Draw the loss that the CSV monitor wrote."""
     from matplotlib.figure import Figure
 
-    with open(run / "Train_Samples_train_loss.csv", newline="") as file:
+    written = engine.config.section("csv_monitor").directory()
+    with open(written / "Train_Samples_train_loss.csv", newline="") as file:
         points = [(int(row[0]), float(row[1])) for row in list(csv.reader(file))[1:]]
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()

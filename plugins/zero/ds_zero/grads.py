@@ -363,8 +363,9 @@ class Reducer:
         return bucket in self._all and any(self._all[bucket].used)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self._reduced = False
+        """Drop all gradients, those of a backward that failed half-way too."""
+        self._drain(0)
+        self.running = self._reduced = False
         for bucket, grads in self._all.items():
             for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
                 if tensor is not None and self._keeps:

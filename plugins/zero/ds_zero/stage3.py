@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Stage3"]
 
+DESCRIBED = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
+"""The documented attributes of a partitioned parameter."""
+
 
 class Stage3(ZeroPartitioner):
     """Parameters live as parts; see the module's docstring."""
@@ -141,13 +144,16 @@ class Stage3(ZeroPartitioner):
                 unit.start(by_all_reduce=False)
             if unit.state is State.GATHERING:
                 unit.complete()
+            for param in unit.bucket.params:
+                for name in DESCRIBED:
+                    delattr(param, name)
         for group in self._groups.values():
             torch.distributed.destroy_process_group(group)
         self._groups.clear()
 
 
 def _describe(param: Any, unit: Unit, piece: Piece) -> None:
-    """The documented attributes of a partitioned parameter."""
+    """Set the attributes that `DESCRIBED` names."""
     param.ds_id = unit.bucket.names[piece.index]
     param.ds_shape = torch.Size(piece.shape)
     param.ds_numel = param.ds_shape.numel()

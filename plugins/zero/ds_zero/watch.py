@@ -72,8 +72,11 @@ class Watch:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         gathering = self._gathering
-        if not self._stack and not gathering.in_backward:
-            gathering.open()
+        if not self._stack:
+            if gathering.in_backward and torch._C._current_graph_task_id() == -1:
+                gathering.end_pass()  # that backward failed half-way
+            if not gathering.in_backward:
+                gathering.open()
         units = list(self._units[module])
         self._stack.append((module, units))
         for unit in units:

@@ -214,7 +214,7 @@ def build(name: str, section: dict[str, Any] | None, gas: int = 1) -> Any:
     return engine
 
 
-def train(engine: Any, steps: int = 4, gas: int = 1, *, direct: bool = False) -> list[float]:
+def train(engine: Any, steps: int = 3, gas: int = 1, *, direct: bool = False) -> list[float]:
     from ds_core import comm
 
     losses = []
@@ -246,7 +246,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def truth_of(name: str, gas: int, world: int, steps: int = 4) -> tuple[list[list[float]], dict[str, Tensor]]:
+def truth_of(name: str, gas: int, world: int, steps: int = 3) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Plain torch in one process on the data of all ranks: each rank's losses, and the weights."""
     torch.manual_seed(0)
     model = ZOO[name]().double()
@@ -315,6 +315,18 @@ def check_misuse_and_detours() -> None:
         engine(torch.zeros(4, D + 1, dtype=torch.float64), 0)
     assert not engine.partitioner.watch._stack
     train(engine, 1)
+
+    # A backward that fails half-way, on all ranks.
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    x = data(7, rank)
+    x.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        engine(x, 0).square().mean().backward()
+    engine.zero_grad()
+    train(engine, 2, direct=True)
+    x = data(9, rank)
 
     # A weight taken out of the model and used by hand is an error, not a wrong number.
     weight = model.mid.weight
