@@ -81,7 +81,7 @@ def initialize(
     if core.log_level:
         log.setLevel(core.log_level.upper())
     told = (core.steps_per_print, core.dump_state, core.comms_logger.enabled, core.memory_breakdown)
-    if any(told) or core.wall_clock_breakdown:
+    if any(told) or core.wall_clock_breakdown or core.log_level:
         _show_log()
 
     # What each rank can work out alone, before it talks.
@@ -326,22 +326,34 @@ def _attach(
     make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
     if make is None:
         return None
+    if not any(len(g["params"]) for g in groups):
+        raise UsageError(
+            "there is nothing to train: model_parameters is empty (or a used-up generator), or all are frozen"
+        )
     built = make(groups)
     if not isinstance(built, Optimizer):
         raise UsageError(f"the optimizer function returned {type(built).__name__}, not a torch.optim.Optimizer")
+    given = {id(p) for g in groups for p in g["params"]}
+    if any(id(p) not in given for g in built.param_groups for p in g["params"]):
+        raise UsageError(
+            "the optimizer function made an optimizer of other tensors than it was given; it must use its argument, "
+            "which may hold fp32 masters or partitions of the parameters"
+        )
     return built
 
 
 def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
     """`given` (parameters, (name, parameter) pairs or group dicts) as group dicts, each parameter once."""
     items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    if isinstance(given, (dict, torch.Tensor)):
+        raise UsageError(f"model_parameters is one {type(given).__name__}; give a list of parameters or of group dicts")
     if items and isinstance(items[0], dict):
         groups = [
-            {**g, "params": list(g["params"]) if not isinstance(g["params"], torch.Tensor) else [g["params"]]}
+            {**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else _unnamed(g["params"])}
             for g in items
         ]
     else:
-        groups = [{"params": [p[1] if isinstance(p, tuple) else p for p in items]}]
+        groups = [{"params": _unnamed(items)}]
     seen: set[int] = set()
     for index, group in enumerate(groups):
         for param in group["params"]:
@@ -352,6 +364,11 @@ def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
                 )
             seen.add(id(param))
     return groups
+
+
+def _unnamed(items: Iterable[Any]) -> list[Any]:
+    """Parameters, out of parameters or (name, parameter) pairs."""
+    return [p[1] if isinstance(p, tuple) else p for p in items]
 
 
 def _make_scheduler(given: Any, optimizer: Optimizer | None, chosen: Composition) -> Any:

@@ -32,23 +32,23 @@ class Bucket:
         self, params: Sequence[nn.Parameter], dtype: torch.dtype, group: Any, before: float, after: float
     ) -> None:
         self.params = list(params)
-        self.ready = 0
+        self.arrived: set[Tensor] = set()
         self._group, self._before, self._after = group, before, after
         sizes = [p.numel() for p in params]
         self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=params[0].device)
         *pieces, self._flags = self._flat.split([*sizes, len(sizes)])
-        self._views = [v.view(p.shape) for v, p in zip(pieces, params, strict=True)]
+        self._views = [_shaped_like(p, v) for p, v in zip(params, pieces, strict=True)]
         self._have: list[bool] = []
         self._work: Any = None
 
     @property
     def complete(self) -> bool:
         """Whether every parameter's gradient is there."""
-        return self.ready >= len(self.params)
+        return len(self.arrived) >= len(self.params)
 
     def settle(self) -> None:
         """Be ready for a new backward; a reduction that an interrupted one left behind is waited for."""
-        self.ready = 0
+        self.arrived.clear()
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -83,6 +83,14 @@ class Bucket:
         if self._after != 1.0:
             self._flat.mul_(self._after)
         return ((p, v) for p, v, u in zip(self.params, self._views, used, strict=True) if u)
+
+
+def _shaped_like(param: nn.Parameter, flat: Tensor) -> Tensor:
+    """`flat` as a tensor of the parameter's shape *and strides*: fused optimizers index memory, not dimensions."""
+    dense = sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1 == param.numel()
+    if param.is_contiguous() or not dense:
+        return flat.view(param.shape)
+    return flat.as_strided(param.shape, param.stride(), flat.storage_offset())
 
 
 def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:

@@ -103,6 +103,8 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         skip, self._skip = self._skip, 0
+        if self.position > skip:  # the last pass was left early
+            self.epoch += 1
         self.position = skip
         # Its own generator keeps torch's global one, and so a resumed run, untouched by how often a loader starts.
         self._generator.manual_seed(self.seed + self.epoch)
@@ -115,7 +117,7 @@ class DistributedLoader:
         batches = iter(self._loader)
         if self._iterable:
             for _ in range(skip):
-                next(batches)
+                next(batches, None)
         for batch in batches:
             self.position += 1
             yield batch

@@ -89,7 +89,8 @@ class Engine:
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
         self._distributed = ctx.mesh.size("dp") > 1 or partitioner.partitions_gradients
-        self._parameter_count = sum(p.numel() for p in ctx.params)
+        self._num_optimized = sum(len(g["params"]) for g in self._groups())
+        self.serial = STATE.next_serial()
         self._update_sync()
         STATE.engines.add(self)
 
@@ -163,7 +164,7 @@ class Engine:
         self._driven = True
         factor = (self.scaler.scale if self.scaler is not None else 1.0) / gas
         root = loss * factor if factor != 1.0 else loss
-        self._report.loss(loss)
+        self._report.loss(loss if gas == self._batch.gas else loss.detach() * self._batch.gas)
         if not self._distributed and self._timers is None:
             root.backward(retain_graph=retain_graph)
             return
@@ -275,8 +276,9 @@ class Engine:
                 )
             if self._window_driven and self._batch.gas > 1:
                 raise UsageError(
-                    "this accumulation window mixes engine.backward(loss) and loss.backward(); use one of "
-                    "the two between two steps"
+                    "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window had "
+                    "one. A window that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip "
+                    "its step() too"
                 )
         self._window_driven = self._driven
         self._driven = self._loss_was_scaled = False
@@ -284,6 +286,12 @@ class Engine:
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """One optimizer step over gradients that all micro-batches have contributed to."""
         report = self._report
+        if sum(len(g["params"]) for g in self._groups()) != self._num_optimized:
+            raise UsageError(
+                "parameters were added to the optimizer after initialize, which neither reduces nor clips "
+                "them; give all "
+                "groups to initialize (frozen parameters may be unfrozen later)"
+            )
         report.step_begin(self.global_steps)
         with report.phase("step"):
             self.partitioner.sync = True
@@ -324,6 +332,12 @@ class Engine:
         if not set_to_none:
             raise UsageError("zero_grad(set_to_none=False) is not supported: gradients are dropped, which costs less")
         self.partitioner.zero_grad()
+        self._forget_window()
+
+    def _forget_window(self) -> None:
+        self._driven = self._loss_was_scaled = False
+        self._window_driven = None
+        self._report.drop_loss()
 
     # -- whole batches ---------------------------------------------------------------------------------------
 
@@ -342,8 +356,7 @@ class Engine:
             loss = self.runner.train(self, iter(batches), self._batch.gas)
         except BaseException:  # whatever stopped it, the next batch starts afresh
             self.partitioner.zero_grad()
-            self._driven, self._window_driven = False, None
-            self._report.drop_loss()
+            self._forget_window()
             self._update_sync()
             raise
         loss = self._mean_over_dp(loss)
@@ -371,7 +384,7 @@ class Engine:
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
-        was_training = self.module.training
+        modes = [(m, m.training) for m in self.module.modules()]
         self.module.eval()
         try:
             loss, outputs = self.runner.evaluate(
@@ -381,7 +394,8 @@ class Engine:
                 return_logits=return_logits or not compute_loss,
             )
         finally:
-            self.module.train(was_training)
+            for module, mode in modes:
+                module.training = mode
         if not compute_loss:
             return outputs
         if loss is not None and reduce_output == "avg" and bcast_loss:
@@ -466,7 +480,7 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
-        return [float(g["lr"]) for g in self._groups()]
+        return [float(g.get("lr", 0.0)) for g in self._groups()]
 
     def get_mom(self) -> list[Any]:
         """Momentum (or betas) of each parameter group."""
@@ -568,6 +582,8 @@ class Engine:
     def load_run_state(self, state: Mapping[str, Any], *, optimizer: bool = True, scheduler: bool = True) -> None:
         """The reverse of `run_state`; `optimizer` and `scheduler` say whether those parts are taken too."""
         load_run_state(self, state, optimizer=optimizer, scheduler=scheduler)
+        self.partitioner.zero_grad()
+        self._forget_window()
         self._train_iterator = None
         self._update_sync()
 

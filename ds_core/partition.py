@@ -159,9 +159,11 @@ class Replicated(Partitioner):
         self._place: dict[nn.Parameter, Bucket] = {}
         self._next = 0
         self._running = False  # a backward that reduces is under way, and somebody will call `finish`
+        self._twice = False  # a gradient has arrived in parts, so nothing is reduced before backward ends
         self._reduced = False  # all gradients are reduced
         self._trainable: list[bool] = []
         self._hooks: list[Any] = []
+        self._refresh: Any = None
         self._module: nn.Module | None = None
         self._alone: list[_Slot] = []  # on this rank only, though dp has others
         self._plain = True  # the optimizer updates the module's own parameters
@@ -184,7 +186,16 @@ class Replicated(Partitioner):
         if self.ctx.mesh.size("dp") > 1:
             self._alone = [s for s in self._slots if not self._replicas(s)]
         self._install_hooks()
+        if not self._plain:
+            self._refresh = module.register_load_state_dict_post_hook(lambda *_: self._masters_from_weights())
         return out
+
+    @torch.no_grad()
+    def _masters_from_weights(self) -> None:
+        """After a load_state_dict of the user's; the next step would publish the old weights otherwise."""
+        for slot in self._slots:
+            if slot.master is not slot.param:
+                slot.master.copy_(slot.param)
 
     def _install_hooks(self) -> None:
         for hook in self._hooks:
@@ -254,8 +265,12 @@ class Replicated(Partitioner):
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         assert self._buckets is not None
         if (bucket := self._place.get(param)) is not None:  # type: ignore[call-overload]
-            bucket.ready += 1
-        while self._next < len(self._buckets) and self._buckets[self._next].complete:
+            # [Note: gradients that arrive twice] Re-entrant recomputation runs a backward inside the backward, so a
+            # shared weight's hook fires for each. A bucket on its way has then missed a part: all are sent again at
+            # the end, and from now on none is sent earlier (every rank runs the same program, so all decide alike).
+            self._twice |= param in bucket.arrived
+            bucket.arrived.add(param)
+        while not self._twice and self._next < len(self._buckets) and self._buckets[self._next].complete:
             self._launch(self._buckets[self._next])
             self._next += 1
 
@@ -290,6 +305,10 @@ class Replicated(Partitioner):
         if not self._running:
             self._start()
         assert self._buckets is not None
+        if self._twice and self._next:
+            for bucket in self._buckets:
+                bucket.settle()
+            self._next = 0
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         self._running = False
@@ -357,6 +376,10 @@ class Replicated(Partitioner):
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
         self._reduced = False
+        if self._running:  # a backward broke off
+            self._running = False
+            for bucket in self._buckets or ():
+                bucket.settle()
         for slot in self._slots:
             slot.param.grad = None
         if not self._plain or self.ctx.precision.accumulate is not None:
@@ -430,6 +453,8 @@ class Replicated(Partitioner):
                     if scalar
                     else slot.master.device
                 )
+                if value.shape == slot.master.shape:  # with the master's strides, which fused optimizers go by
+                    value = torch.empty_like(slot.master, dtype=value.dtype, device="cpu").copy_(value)
                 state[key] = value.to(device)
 
     def detach(self) -> None:
@@ -437,6 +462,8 @@ class Replicated(Partitioner):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._refresh is not None:
+            self._refresh.remove()
         for slot in self._slots:
             slot.total = slot.master_grad = None
         self._buckets, self._place = [], {}

@@ -19,10 +19,16 @@ __all__ = ["STATE", "ProcessState", "reset", "tell_once"]
 
 @dataclass
 class ProcessState:
-    """engines: those alive. told: messages that need saying only once."""
+    """engines: those alive. made: how many there were. told: messages that need saying only once."""
 
     engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
+    made: int = 0
     told: set[str] = field(default_factory=set)
+
+    def next_serial(self) -> int:
+        """Numbers engines, so that all ranks can walk through them in one order."""
+        self.made += 1
+        return self.made
 
 
 STATE = ProcessState()
@@ -43,7 +49,7 @@ def tell_once(logger: logging.Logger, level: int, message: str, *arguments: Any)
 
 def reset() -> None:
     """Destroy live engines and forget the accelerator, the comms log and what plugins were discovered."""
-    for engine in list(STATE.engines):
+    for engine in sorted(STATE.engines, key=lambda e: e.serial):
         engine.destroy()
     STATE.engines.clear()
     STATE.told.clear()

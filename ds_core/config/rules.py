@@ -20,6 +20,9 @@ def cross_problems(raw: dict[str, Any]) -> list[Problem]:
         why = f"{' and '.join(on)} are switched on together, and exclude each other"
         problems.append(Problem(f"{on[1]}.enabled", why, f"keep one of {', '.join(on)}"))
     problems += _param_dtype(raw, on[0] if on else None)
+    if raw.get("prescale_gradients") is True and raw.get("gradient_predivide_factor", 1) != 1:
+        why = "has no effect when prescale_gradients divides by all ranks beforehand"
+        problems.append(Problem("gradient_predivide_factor", why, "leave one of the two out"))
     if isinstance(raw.get("fp16"), dict) and raw["fp16"].get("clip") is not None and "gradient_clipping" in raw:
         problems.append(
             Problem(

@@ -123,3 +123,11 @@ def test_errors_name_the_numbers():
         DistributedLoader([1], 0)
     with pytest.raises(UsageError, match="is empty"):
         next(iter(RepeatingLoader([])))
+
+
+def test_a_pass_left_early_is_followed_by_the_next_epoch():
+    loader = DistributedLoader(list(range(12)), 3)
+    first = next(iter(loader)).tolist()
+    second = next(iter(loader)).tolist()
+    assert loader.epoch == 1
+    assert first != second
