@@ -7,6 +7,7 @@ clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -89,6 +90,7 @@ class Engine:
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
         self._distributed = ctx.mesh.size("dp") > 1 or partitioner.partitions_gradients
+        self._schedule_needs = _required(lr_scheduler.step) if lr_scheduler is not None else ()
         self._num_optimized = sum(len(g["params"]) for g in self._groups())
         self.serial = STATE.next_serial()
         self._update_sync()
@@ -291,6 +293,11 @@ class Engine:
                 "parameters were added to the optimizer after initialize, which neither reduces nor clips "
                 "them; give all "
                 "groups to initialize (frozen parameters may be unfrozen later)"
+            )
+        if missing := [n for n in self._schedule_needs if n not in (lr_kwargs or {})]:
+            raise UsageError(
+                f"the schedule's step needs {', '.join(missing)}; give it with "
+                f"engine.step(lr_kwargs={{{missing[0]!r}: ...}})"
             )
         report.step_begin(self.global_steps)
         with report.phase("step"):
@@ -593,3 +600,13 @@ class Engine:
             STATE.engines.discard(self)
             self._report.close()
             self.partitioner.detach()
+
+
+def _required(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the arguments that `function` cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in named)

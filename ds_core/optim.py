@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw"]
 
 PLANNED_OPTIMIZERS = ("Lamb", "Lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+UNUSABLE = {
+    "lbfgs": "needs a closure that runs the model again, which the engine's step cannot give",
+    "sparseadam": "takes sparse gradients only, and the engine makes them dense",
+}
 _FLOAT = (float, int)
 
 
@@ -104,6 +108,8 @@ def choose(
     section = getattr(config.core, kind)
     if section is None or section.type is None:
         return None, []
+    if kind == "optimizer" and (why := UNUSABLE.get(section.type.lower())):
+        return None, [Problem("optimizer.type", f"{section.type!r} {why}", "use another, such as AdamW")]
     hook = "ds_optimizers" if kind == "optimizer" else "ds_schedulers"
     offers = plugins.named(hook, kind)
     answer = offers.get(section.type.lower())

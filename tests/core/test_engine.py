@@ -1022,3 +1022,23 @@ def test_model_parameters_in_any_usual_shape():
     for wrong in ({"params": []}, next(model().parameters())):
         with pytest.raises(UsageError, match="give a list"):
             start(model_parameters=wrong)
+
+
+def test_a_schedule_that_needs_a_metric_is_given_one_or_says_so():
+    config = {"scheduler": {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5}}}
+    engine, *_ = start(config)
+    for _ in range(3):
+        engine.backward(engine(data(1)[0]).sum())
+        engine.step(lr_kwargs={"metrics": 1.0})
+    assert engine.get_lr()[0] < 0.1
+    before = [p.clone() for p in engine.module.parameters()]
+    engine.backward(engine(data(1)[0]).sum())
+    with pytest.raises(UsageError, match="needs metrics"):
+        engine.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "sparseadam"])
+def test_optimizers_that_cannot_work_are_refused_at_once(name):
+    with pytest.raises(ConfigError, match=r"optimizer\.type"):
+        start({"optimizer": {"type": name}})
