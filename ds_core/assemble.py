@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -394,10 +394,3 @@ def _make_loader(ctx: Context, dataset: Any, collate_fn: Any) -> DistributedLoad
         drop_last=ctx.config.core.dataloader_drop_last,
         collate_fn=collate_fn,
     )
-
-
-def iterate(loader: Any) -> Iterator[Any]:
-    """An endless iterator over `loader`."""
-    from ds_core.data import RepeatingLoader
-
-    return iter(RepeatingLoader(loader))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ds_core.config import Section
 from ds_core.config.known import BUILT_SCHEDULES
 from ds_core.entries import OptimizerEntry, SchedulerEntry, resolve
-from ds_core.errors import ConfigError, PluginError, Problem, nearest
+from ds_core.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -237,8 +237,3 @@ def _fused_devices() -> list[str]:
         return list(_get_fused_kernels_supported_devices())
     except ImportError:
         return ["cpu", "cuda"]
-
-
-def same_type(name: str) -> PluginError:
-    """The error for an object that is neither an optimizer nor a function that makes one."""
-    return PluginError(f"optimizer must be a torch.optim.Optimizer or a function of the parameters, not {name}")

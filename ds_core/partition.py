@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.mesh import Mesh
 
-__all__ = ["Partitioner", "Replicated", "StateSource", "StateTensor"]
+__all__ = ["Partitioner", "Replicated", "StateSource", "StateTensor", "broadcast_from_first"]
 
 log = logging.getLogger("ds_core.partition")
 
@@ -235,15 +236,7 @@ class Replicated(Partitioner):
         everywhere = mesh.replicas(())
         tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
         tensors += [(everywhere, b.data) for b in module.buffers()]
-        batches: dict[tuple[Any, ...], list[Tensor]] = {}
-        for axes, tensor in tensors:
-            if axes and tensor.numel():
-                batches.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor)
-        for (axes, _, _), members in batches.items():
-            flat = torch.cat([t.reshape(-1) for t in members])
-            comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
-            for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
+        broadcast_from_first(mesh, tensors)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -467,6 +460,19 @@ class Replicated(Partitioner):
         for slot in self._slots:
             slot.total = slot.master_grad = None
         self._buckets, self._place = [], {}
+
+
+def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:
+    """Give each of `tensors`, in place, the values of the first rank along its axes. Collective; one call per kind."""
+    batches: dict[tuple[Any, ...], list[Tensor]] = {}
+    for axes, tensor in tensors:
+        if axes and tensor.numel():
+            batches.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor)
+    for (axes, _, _), members in batches.items():
+        flat = torch.cat([t.reshape(-1) for t in members])
+        comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
+        for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
 
 
 def _read(source: StateSource, name: str, like: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
-from ds_core.partition import Partitioner, StateSource, StateTensor
+from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece
 from ds_zero.grads import Reducer
@@ -73,15 +73,7 @@ class ZeroPartitioner(Partitioner):
         mesh = self.ctx.mesh
         tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters() if p not in self.pieces]
         tensors += [(mesh.replicas(()), b.data) for b in module.buffers()]
-        batches: dict[tuple[Any, ...], list[Tensor]] = {}
-        for axes, tensor in tensors:
-            if axes and tensor.numel():
-                batches.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor)
-        for (axes, _, _), members in batches.items():
-            flat = torch.cat([t.reshape(-1) for t in members])
-            comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
-            for tensor, values in zip(members, flat.split([t.numel() for t in members]), strict=True):
-                tensor.copy_(values.view_as(tensor))
+        broadcast_from_first(mesh, tensors)
 
     @property
     def reducer(self) -> Reducer:
