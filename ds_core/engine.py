@@ -339,6 +339,8 @@ class Engine:
         if not set_to_none:
             raise UsageError("zero_grad(set_to_none=False) is not supported: gradients are dropped, which costs less")
         self.partitioner.zero_grad()
+        for param in self.module.parameters():  # those that the optimizer does not have
+            param.grad = None
         self._forget_window()
 
     def _forget_window(self) -> None:
@@ -471,7 +473,13 @@ class Engine:
         self._set_batch(with_train_batch_size(self._batch, train_batch_size, self.ctx.mesh.size("dp")))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch; accumulation steps stay."""
+        """Change the micro-batch, and with it the batch; accumulation steps stay.
+
+        The engine's own loader follows from its next iteration on (`train_batch` starts one at once).
+        """
+        if self.training_dataloader is not None:
+            self.training_dataloader.set_batch_size(micro_batch_size)
+            self._train_iterator = None
         self._set_batch(with_micro_batch_size(self._batch, micro_batch_size, self.ctx.mesh.size("dp")))
 
     def _set_batch(self, batch: Batch) -> None:

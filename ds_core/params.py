@@ -76,6 +76,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(())
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     dtypes = {t.dtype for t in tensors}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes == {wide}:
