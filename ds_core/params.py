@@ -114,8 +114,7 @@ class GradNorm:
         for group in groups:
             sums[self._mesh.expand(group.axes)] += self._kernel(group.tensors).to(device, torch.float64)
         for key, value in sums.items():
-            if (process_group := self._mesh.group(*key)) is not None:
-                comm.all_reduce(value, group=process_group)
+            comm.all_reduce(value, group=self._mesh.group(*key))
             total += value
         if self._must_agree and self._mesh.world_size > 1:
             # MAX does not carry NaN everywhere, so a non-finite total travels as inf.
