@@ -9,13 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_core.checkpoint.background import wait
     from ds_core.checkpoint.export import clone_tensors_for_torch_save, save_16bit_model
     from ds_core.checkpoint.loading import load
     from ds_core.checkpoint.saving import save
 
-__all__ = ["clone_tensors_for_torch_save", "load", "save", "save_16bit_model"]
+__all__ = ["clone_tensors_for_torch_save", "load", "save", "save_16bit_model", "wait"]
 
-_HOME = {"clone_tensors_for_torch_save": "export", "load": "loading", "save": "saving", "save_16bit_model": "export"}
+_HOME = {
+    "clone_tensors_for_torch_save": "export",
+    "load": "loading",
+    "save": "saving",
+    "save_16bit_model": "export",
+    "wait": "background",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -90,10 +90,13 @@ class PlainPartitioner(Partitioner):
         return {self.ctx.params[p].held for p in self.masters} | {()}
 
     def states(self, optimizer: torch.optim.Optimizer | None) -> Iterator[StateTensor]:
-        """Whole tensors under their names; the first of equal replicas stores them."""
+        """Whole tensors under their names; equal replicas share the writing, but buffers are the first rank's."""
+        mesh = self.ctx.mesh
         for name, tensor, held in self._named(optimizer):
-            first = all(self.ctx.mesh.coord[a] == 0 for a in self.ctx.mesh.expand(self.ctx.mesh.names) if a not in held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, first)
+            copies = tuple(a for a in mesh.expand(mesh.names) if a not in held)
+            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, True, copies)
+        for name, buffer in self.module.named_buffers():
+            yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), (), mesh.rank == 0)
 
     def _named(self, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
         for name, param in self.module.named_parameters():
@@ -104,14 +107,12 @@ class PlainPartitioner(Partitioner):
                 yield f"master/{name}", master.data, held
             for key, value in optimizer.state.get(master, {}).items() if optimizer is not None else ():
                 yield f"optimizer/{key}/{name}", value, held
-        for name, buffer in self.module.named_buffers():
-            yield f"module/{name}", buffer, ()
 
     @torch.no_grad()
     def load_states(self, source: StateSource, optimizer: torch.optim.Optimizer | None, *, strict: bool = True) -> None:
         """The reverse; moments are made as they are read."""
         params = {self.ctx.params[p].name: p for p in self.module.parameters()}
-        tensors = {name: tensor for name, tensor, _ in self._named(None)}
+        tensors = {state.name: state.tensor for state in self.states(None)}
         for name in source.names():
             kind, _, rest = name.partition("/")
             value = source.read(name).view(source.shape(name))
