@@ -200,7 +200,9 @@ def _write_shards(folder: Path, shards: list[list[Item]], saved: Saved, left_out
 
 
 def _item(saved: Saved, name: str, wanted: torch.dtype | None) -> Item:
-    state = saved.best(name) if wanted == torch.float32 else f"module/{name}"
+    state = f"module/{name}"
+    if wanted not in (None, DTYPES[saved.source.dtype(state)]):
+        state = saved.best(name)
     kind = DTYPES[saved.source.dtype(state)]
     target = wanted if wanted is not None and kind.is_floating_point else kind
     shape = saved.source.shape(state)
