@@ -73,7 +73,7 @@ class StateSource(Protocol):
         """The whole state's shape."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
+        """The range [start, stop) of the row-major flattened state, as a new 1-d CPU tensor."""
 
 
 class Partitioner(ABC):
