@@ -29,6 +29,7 @@ from ds_core.errors import ConfigError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
+from ds_core.optim import torch_grain
 from ds_core.params import collect_params
 from ds_core.partition import Partitioner, Replicated
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
@@ -275,14 +276,21 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
 
 
 def _grain(optimizer: Any, chosen: Composition) -> Grain | None:
-    """What the optimizer needs whole: as its entry declares, also for a user's object of a class that has an entry."""
+    """What the optimizer needs whole; also for an object or class of the user's that is torch's or a plugin's own."""
     if optimizer is None:
         entry = chosen.optimizer.entry if chosen.optimizer is not None else None
         return entry.grain if isinstance(entry, OptimizerEntry) else "element"
-    if not isinstance(optimizer, Optimizer):
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(cls, Optimizer):
         return None
-    answer = chosen.plugins.named("ds_optimizers", "optimizer").get(type(optimizer).__name__.lower())
-    return answer.value.grain if answer is not None and isinstance(answer.value, OptimizerEntry) else None
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return torch_grain(cls)
+    answer = chosen.plugins.named("ds_optimizers", "optimizer").get(cls.__name__.lower())
+    entry = answer.value if answer is not None else None
+    # The name alone says little: anybody may call a class "Adam".
+    if isinstance(entry, OptimizerEntry) and entry.load.split(":")[0].split(".")[0] == cls.__module__.split(".")[0]:
+        return entry.grain
+    return None
 
 
 def _check_vocabulary(size: int | None, ctx: Context) -> None:
@@ -320,7 +328,8 @@ def _attach(
         for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
                 if before is not after and before in optimizer.state:
-                    optimizer.state[after] = optimizer.state.pop(before)
+                    if kept := partitioner.adopt(before, optimizer.state.pop(before)):
+                        optimizer.state[after] = kept
             group["params"] = new["params"]
         return optimizer
     groups = partitioner.attach(model, _param_groups(model, model_parameters))
