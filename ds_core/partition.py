@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,6 +42,7 @@ class StateTensor:
     name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
     shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
     held: axes on which ranks hold different states under this name. store: whether this rank writes it.
+    read: gives its values where `tensor` itself may be empty, as it rests in a `StateStore` that gives memory back.
     """
 
     name: str
@@ -51,6 +52,11 @@ class StateTensor:
     stop: int
     held: tuple[str, ...]
     store: bool
+    read: Callable[[], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The piece's values, wherever they rest."""
+        return self.tensor if self.read is None else self.read()
 
 
 class StateSource(Protocol):
@@ -70,7 +76,7 @@ class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
     The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
-    boundary's backward; then `gradients`, `scale`, (the optimizer's step), `publish`, `zero_grad`.
+    boundary's backward; then `gradients`, `scale`, `step`, `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -104,6 +110,10 @@ class Partitioner(ABC):
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply what `gradients` gave by `factor`, in place."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let `optimizer` update its tensors from their gradients; in several steps where not all are in memory."""
+        optimizer.step()
 
     @abstractmethod
     def publish(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,15 +46,16 @@ def states(
                 yield StateTensor(f"module/{piece.name}", bucket.part[piece.within], *place, keep)
             if piece.stop == piece.start:
                 continue
-            if bucket.master is not bucket.part:
-                yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
+            if bucket.upcast:
+                master = piece.master.data
+                yield StateTensor(f"master/{piece.name}", master, *place, store, _reader(bucket, master))
             state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     continue
                 name = f"optimizer/{key}/{piece.name}"
                 if value.shape == piece.master.shape:
-                    yield StateTensor(name, value, *place, store)
+                    yield StateTensor(name, value, *place, store, _reader(bucket, value))
                 elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
                     yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
                 else:
@@ -62,6 +64,12 @@ def states(
                         f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of one "
                         "value per element, or of one value alone"
                     )
+
+
+def _reader(bucket: FlatBucket, tensor: Tensor) -> Callable[[], Tensor] | None:
+    """How to read an optimizer's tensor that may not be in memory; None when it always is."""
+    home = bucket.home.masters
+    return functools.partial(home.read, tensor) if home is not None and bucket.away else None
 
 
 @torch.no_grad()
@@ -91,15 +99,16 @@ def load(
                 bucket.part[piece.within].copy_(_range(source, f"module/{piece.name}", piece))
         if bucket.master is bucket.part:
             continue
-        bucket.master.copy_(bucket.part)
-        for piece in bucket.pieces:
-            if from_fp32 and f"master/{piece.name}" in known:
-                piece.master.data.copy_(_range(source, f"master/{piece.name}", piece))
+        with bucket.present():
+            bucket.master.copy_(bucket.part)
+            for piece in bucket.pieces:
+                if bucket.upcast and from_fp32 and f"master/{piece.name}" in known:
+                    piece.master.data.copy_(_range(source, f"master/{piece.name}", piece))
     if optimizer is not None:
-        _load_optimizer([p for b in buckets for p in b.pieces], source, optimizer)
+        _load_optimizer(buckets, source, optimizer)
 
 
-def _load_optimizer(pieces: Iterable[Piece], source: StateSource, optimizer: Optimizer) -> None:
+def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimizer: Optimizer) -> None:
     by_param: dict[str, list[tuple[str, str]]] = {}
     for name in source.names():
         kind, _, rest = name.partition("/")
@@ -109,10 +118,13 @@ def _load_optimizer(pieces: Iterable[Piece], source: StateSource, optimizer: Opt
     counters = _counters(by_param, source)
     on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
     mine = {p for g in optimizer.param_groups for p in g["params"]}
-    for piece in pieces:
+    for bucket, piece in ((b, p) for b in buckets for p in b.pieces):
         if piece.master not in mine:
             continue
         saved = by_param.get(piece.name, [])
+        store = bucket.home.masters if bucket.away else None
+        if store is not None:
+            store.drop([v for v in optimizer.state.get(piece.master, {}).values() if isinstance(v, Tensor)])
         if not saved or piece.stop == piece.start:  # its state had not begun when the checkpoint was saved
             optimizer.state.pop(piece.master, None)
             continue
@@ -124,7 +136,10 @@ def _load_optimizer(pieces: Iterable[Piece], source: StateSource, optimizer: Opt
                 kept = old.device if isinstance(old, Tensor) else device if on_device else torch.device("cpu")
                 state[key] = source.read(name).view(()).to(kept)
             else:
-                state[key] = _range(source, name, piece).to(device)
+                value = _range(source, name, piece)
+                state[key] = value.to(device) if store is None else value.clone()
+                if store is not None:
+                    store.stow([state[key]])
 
 
 def _counters(by_param: dict[str, list[tuple[str, str]]], source: StateSource) -> set[str]:
