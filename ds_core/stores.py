@@ -2,7 +2,8 @@
 at import).
 
 [Note: identity] A tensor stays the same object for its whole life, so optimizers and views may hold it. A store that
-gives memory back empties the tensor's storage (``untyped_storage().resize_(0)``) and fills it again later.
+gives memory back empties the tensor's storage (``untyped_storage().resize_(0)``) and fills it again later. Torch
+refuses that once the storage was shared with numpy.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class ZeroPartitioner(Partitioner):
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
         self.partitions_gradients = section.stage > 1
-        self.offload = Offload(ctx, section)
+        self.offload: Offload
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
         self._module: nn.Module | None = None
@@ -46,6 +46,7 @@ class ZeroPartitioner(Partitioner):
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """See `Partitioner.attach`."""
         _check_grain(self.ctx)
+        self.offload = Offload(self.ctx, self.section)
         self._module = module
         mine = [p for group in groups for p in group["params"]]
         for param in mine:

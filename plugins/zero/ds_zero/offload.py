@@ -179,13 +179,15 @@ def tiled_step(optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
 
     While one bucket is updated the next one is fetched; weights are rounded while their masters are present.
     """
-    tiles = [b for b in buckets if b.away]
-    grads = {p.master: p.master.grad for b in tiles for p in b.pieces if p.master.grad is not None}
+    grads = {p.master: p.master.grad for b in buckets if b.away for p in b.pieces if p.master.grad is not None}
     for master in grads:
         master.grad = None
-    if not grads or any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+    here = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    if here or not grads:
         optimizer.step()
-    tiles = [b for b in tiles if any(p.master in grads for p in b.pieces)]
+    for master in here:
+        master.grad = None
+    tiles = [b for b in buckets if any(p.master in grads for p in b.pieces)]
     kept = _settings(optimizer)
     for index, tile in enumerate(tiles):
         store = tile.home.masters

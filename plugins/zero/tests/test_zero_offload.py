@@ -22,7 +22,9 @@ class _Some(PartitionerConformance):
 
     @pytest.mark.parametrize("world", [1, 2, 4])
     @pytest.mark.parametrize("how", ["manual", "direct"])
-    @pytest.mark.parametrize("name", ["plain-fp32-clip", "partly-used", "groups", "bf16", "shared", "frozen-accumulate"])
+    @pytest.mark.parametrize(
+        "name", ["plain-fp32-clip", "partly-used", "groups", "bf16", "shared", "frozen-accumulate"]
+    )
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
         leaf = {"leaf_module": {"classes": "_Net"}} if name == "partly-used" else {}
         self.config = {"zero_optimization": {**self.config["zero_optimization"], **leaf}}  # type: ignore[misc]
