@@ -18,17 +18,28 @@ class _Some(PartitionerConformance):
     """The kit, with the cases that offload can touch."""
 
     __test__ = False
-    names: ClassVar[tuple[str, ...]] = ()
 
-    @pytest.mark.parametrize("world", [1, 2, 4])
-    @pytest.mark.parametrize("how", ["manual", "direct"])
     @pytest.mark.parametrize(
-        "name", ["plain-fp32-clip", "partly-used", "groups", "bf16", "shared", "frozen-accumulate"]
+        ("name", "how", "world"),
+        [
+            ("plain-fp32-clip", "manual", 1),
+            ("bf16", "direct", 1),
+            ("shared", "direct", 2),
+            ("frozen-accumulate", "manual", 2),
+            ("bf16", "manual", 2),
+            ("unused", "train_batch", 2),
+            ("partly-used", "manual", 4),
+            ("groups", "direct", 4),
+        ],
     )
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
         leaf = {"leaf_module": {"classes": "_Net"}} if name == "partly-used" else {}
         self.config = {"zero_optimization": {**self.config["zero_optimization"], **leaf}}  # type: ignore[misc]
         super().test_trains_as_one_process(name, how, world)
+
+    @pytest.mark.parametrize(("name", "clip"), [("ep2", 0.05), ("pp2-tp2", 0.05), ("pp2-ep2", 0.0)])
+    def test_products_of_axes(self, name: str, clip: float) -> None:
+        super().test_products_of_axes(name, clip)
 
 
 class TestStage1(_Some):
@@ -46,3 +57,16 @@ class TestStage2(_Some):
 class TestStage3(_Some):
     __test__ = True
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": ALL3}
+
+
+class TestStage3InParts(_Some):
+    """Some masters on the device, some on the host; on 4 ranks with axes, some parameters are of one rank only."""
+
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {
+            **ALL3,
+            "offload_optimizer": {**CPU, "ratio": 0.5},
+            "use_all_reduce_for_fetch_params": True,
+        }
+    }
