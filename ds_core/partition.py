@@ -41,8 +41,10 @@ class StateTensor:
 
     name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
     shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
-    held: axes on which ranks hold different states under this name. store: whether this rank writes it.
-    read: gives its values where `tensor` itself may be empty, as it rests in a `StateStore` that gives memory back.
+    held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
+    it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
+    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
+    gives memory back.
     """
 
     name: str
@@ -52,11 +54,12 @@ class StateTensor:
     stop: int
     held: tuple[str, ...]
     store: bool
-    read: Callable[[], Tensor] | None = None
+    copies: tuple[str, ...] = ()
+    read: Callable[[Tensor], Tensor] | None = None
 
     def values(self) -> Tensor:
-        """The piece's values, wherever they rest."""
-        return self.tensor if self.read is None else self.read()
+        """The values of `tensor`, wherever they rest."""
+        return self.tensor if self.read is None else self.read(self.tensor)
 
 
 class StateSource(Protocol):
@@ -397,20 +400,22 @@ class Replicated(Partitioner):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; of equal replicas the first stores."""
+        """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
         assert self._module is not None
+        mesh = self.ctx.mesh
         for name, tensor, held in self._tensors(optimizer):
-            store = all(self.ctx.mesh.coord[a] == 0 for a in self.ctx.mesh.expand(self.ctx.mesh.names) if a not in held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, store)
+            copies = tuple(a for a in mesh.expand(mesh.names) if a not in held)
+            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, True, copies)
+        persistent = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers():
+            if name in persistent:
+                shape = tuple(buffer.shape)
+                yield StateTensor(f"module/{name}", buffer, shape, 0, buffer.numel(), (), mesh.rank == 0)
 
     def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, tuple[str, ...]]]:
         assert self._module is not None
         for name, param in self._module.named_parameters():
             yield f"module/{name}", param.data, self.ctx.params[param].held
-        persistent = self._module.state_dict(keep_vars=True)
-        for name, buffer in self._module.named_buffers():
-            if name in persistent:
-                yield f"module/{name}", buffer, ()
         for slot in self._slots:
             if slot.master is not slot.param:
                 yield f"master/{slot.name}", slot.master.data, slot.held
@@ -422,9 +427,9 @@ class Replicated(Partitioner):
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         known = set(source.names())
-        for name, tensor, _ in self._tensors(None):
-            if name.startswith("module/") and (strict or name in known):
-                tensor.copy_(_read(source, name, tensor))
+        for state in self.states(None):
+            if state.name.startswith("module/") and (strict or state.name in known):
+                state.tensor.copy_(_read(source, state.name, state.tensor))
         for slot in self._slots:
             if slot.master is not slot.param:
                 name = f"master/{slot.name}"

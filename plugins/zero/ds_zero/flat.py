@@ -97,11 +97,11 @@ class FlatBucket:
     def _master(self, mine: Tensor, wanted: torch.dtype | None) -> Tensor:
         """What the optimizer updates, made from this rank's part of `full`."""
         dtype = wanted if wanted is not None and mine.is_floating_point() else mine.dtype
-        store = self.home.masters if mine.is_floating_point() else None
+        store = self.home.masters if self.trains else None
         if store is not None and not (self.part_rests and store.resident and dtype == mine.dtype):
             self.master_rests = True
             return store.place(mine, dtype)
-        if store is None and self.part_rests and mine.is_floating_point():
+        if store is None and self.part_rests and self.trains:
             return mine.to(dtype, copy=True)
         return self.part if dtype == mine.dtype else self.part.to(dtype)
 
@@ -128,9 +128,14 @@ class FlatBucket:
         return self.full.dtype
 
     @property
+    def trains(self) -> bool:
+        """Whether its parameters are of a kind that can have gradients."""
+        return self.full.is_floating_point() or self.full.is_complex()
+
+    @property
     def host_steps(self) -> bool:
         """Whether the optimizer updates this bucket on the host, so that reduced gradients go there."""
-        return self.home.masters is not None and self.full.is_floating_point()
+        return self.home.masters is not None and self.trains
 
     @property
     def away(self) -> bool:

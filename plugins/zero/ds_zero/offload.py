@@ -79,11 +79,11 @@ class Offload:
             return lambda param: ON_DEVICE
         stays = Home(None, self.param, self.transfers)
         goes = Home(self.optimizer, self.param, self.transfers)
-        floating = [p for p in reversed(params) if p.is_floating_point()]
-        wanted = self.ratio * sum(p.numel() for p in floating)
+        trained = [p for p in reversed(params) if p.is_floating_point() or p.is_complex()]
+        wanted = self.ratio * sum(p.numel() for p in trained)
         chosen: set[nn.Parameter] = set()
         taken = 0
-        for param in floating:
+        for param in trained:
             if taken + param.numel() / 2 > wanted:
                 break
             chosen.add(param)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +29,16 @@ def states(
         """Whether this rank is the first along all axes but these."""
         return all(ctx.mesh.coord[a] == 0 for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
+    def others(*but: str) -> tuple[str, ...]:
+        """The axes along which ranks hold the same as this one, so that they can share the writing."""
+        return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
+
     parted = {p for b in buckets if b.share is Share.PART for p in b.params}
     for name, param in module.named_parameters():
         if param not in parted:
             held = ctx.params[param].held
-            yield StateTensor(f"module/{name}", param.data, tuple(param.shape), 0, param.numel(), held, first(*held))
+            shape = tuple(param.shape)
+            yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, True, others(*held))
     for name, buffer in _persistent_buffers(module):
         yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), (), first())
     for bucket in buckets:
@@ -47,15 +51,14 @@ def states(
             if piece.stop == piece.start:
                 continue
             if bucket.upcast:
-                master = piece.master.data
-                yield StateTensor(f"master/{piece.name}", master, *place, store, _reader(bucket, master))
+                yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=_reader(bucket))
             state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     continue
                 name = f"optimizer/{key}/{piece.name}"
                 if value.shape == piece.master.shape:
-                    yield StateTensor(name, value, *place, store, _reader(bucket, value))
+                    yield StateTensor(name, value, *place, store, read=_reader(bucket))
                 elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
                     yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
                 else:
@@ -66,10 +69,9 @@ def states(
                     )
 
 
-def _reader(bucket: FlatBucket, tensor: Tensor) -> Callable[[], Tensor] | None:
-    """How to read an optimizer's tensor that may not be in memory; None when it always is."""
-    home = bucket.home.masters
-    return functools.partial(home.read, tensor) if home is not None and bucket.away else None
+def _reader(bucket: FlatBucket) -> Callable[[Tensor], Tensor] | None:
+    """How to read the optimizer's tensors, which may not be in memory; None when they always are."""
+    return bucket.home.masters.read if bucket.home.masters is not None and bucket.away else None
 
 
 @torch.no_grad()
@@ -123,10 +125,10 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
             continue
         saved = by_param.get(piece.name, [])
         store = bucket.home.masters if bucket.away else None
-        if store is not None:
-            store.drop([v for v in optimizer.state.get(piece.master, {}).values() if isinstance(v, Tensor)])
         if not saved or piece.stop == piece.start:  # its state had not begun when the checkpoint was saved
-            optimizer.state.pop(piece.master, None)
+            gone = optimizer.state.pop(piece.master, {})
+            if store is not None:
+                store.drop([v for v in gone.values() if isinstance(v, Tensor)])
             continue
         state: dict[str, Any] = optimizer.state[piece.master]
         for key, name in saved:
@@ -137,9 +139,13 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
                 state[key] = source.read(name).view(()).to(kept)
             else:
                 value = _range(source, name, piece)
-                state[key] = value.to(device) if store is None else value.clone()
-                if store is not None:
-                    store.stow([state[key]])
+                if store is None:
+                    state[key] = value.to(device)
+                    continue
+                if isinstance(old := state.get(key), Tensor):
+                    store.drop([old])
+                state[key] = value.clone()
+                store.stow([state[key]])
 
 
 def _counters(by_param: dict[str, list[tuple[str, str]]], source: StateSource) -> set[str]:
