@@ -28,4 +28,4 @@ def test_gpt_trains_with_everything_offloaded(tmp_path: Path) -> None:
     assert found is not None, done.stdout
     assert 4.0 < float(found[1]) < 5.6  # ln 256 is 5.55
     assert "what it writes" in done.stdout
-    assert (tmp_path / "run" / "latest").read_text() == "global_step2"
+    assert (tmp_path / "run" / "latest").read_text().split()[0] == "global_step2"
