@@ -24,8 +24,9 @@ from ds_zero.offload import ON_DEVICE, Home
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
+    from ds_zero.regroup import WholeTensors
 
-__all__ = ["FlatBucket", "Piece", "Share", "make_buckets"]
+__all__ = ["FlatBucket", "Piece", "Share", "make_buckets", "needs_whole"]
 
 
 class Share(enum.Enum):
@@ -62,6 +63,7 @@ class FlatBucket:
 
     full: the buffer, of which parameters are views. part: this rank's part of it. master: what the optimizer updates:
     the part itself, or its copy in the dtype of master weights, or where masters rest. axes, held: see `ParamInfo`.
+    whole: set where the optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class FlatBucket:
         self.master_rests = False
         self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.part
         self.pieces = [self._piece(i) for i in range(len(self.params))]
+        self.whole: WholeTensors | None = None
         if self.away:
             assert home.masters is not None
             home.masters.stow([self.master])
@@ -135,7 +138,7 @@ class FlatBucket:
     @property
     def host_steps(self) -> bool:
         """Whether the optimizer updates this bucket on the host, so that reduced gradients go there."""
-        return self.home.masters is not None and self.trains
+        return self.home.masters is not None and self.trains and self.whole is None
 
     @property
     def away(self) -> bool:
@@ -166,6 +169,11 @@ class FlatBucket:
         """Whether any parameter requires a gradient now."""
         return any(p.requires_grad for p in self.params)
 
+    @property
+    def optimized(self) -> list[Piece]:
+        """One piece per parameter, whose `master` is what this rank's optimizer updates."""
+        return self.pieces if self.whole is None else self.whole.pieces
+
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Parameter `index` in a buffer that is laid out as this bucket."""
         begin = self.layout.offsets[index]
@@ -181,12 +189,25 @@ class FlatBucket:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Write the master weights, which are in memory, into the part; see `Transfers.to_device`."""
-        if self.master_rests and not self.part_rests:
+        """Write the master weights, which are in memory, into the part; see `Transfers.to_device`.
+
+        Collective where the optimizer updates whole tensors.
+        """
+        if self.whole is not None:
+            self.whole.round()
+        elif self.master_rests and not self.part_rests:
             assert self.home.transfers is not None
             self.home.transfers.to_device(self.part, self.master)
         elif self.master is not self.part:
             self.part.copy_(self.master)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the master weights from the part: the reverse of `round`, and collective where that is."""
+        if self.whole is not None:
+            self.whole.refresh()
+        elif self.master is not self.part:
+            self.master.copy_(self.part)
 
     @torch.no_grad()
     def _own(self) -> Tensor:
@@ -213,6 +234,11 @@ class FlatBucket:
         return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
 
 
+def needs_whole(ctx: Context) -> bool:
+    """Whether the optimizer must see whole tensors: it says so, or nobody has said that elements are enough."""
+    return ctx.grain != "element"
+
+
 def make_buckets(
     params: Sequence[nn.Parameter],
     ctx: Context,
@@ -228,6 +254,7 @@ def make_buckets(
     parameters have buckets of their own, which do not
     travel until they are thawed. home: where each parameter's states rest.
     """
+    masters = masters and not needs_whole(ctx)
     kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for param in reversed(params):
         info = ctx.params[param]

@@ -46,9 +46,12 @@ ON_DEVICE = Home()
 
 
 class Offload:
-    """What the config offloads. optimizer, param: the stores, None: not offloaded."""
+    """What the config offloads. optimizer, param: the stores, None: not offloaded.
 
-    def __init__(self, ctx: Context, section: ZeroConfig) -> None:
+    whole: the optimizer is given whole tensors (`ds_zero.regroup`).
+    """
+
+    def __init__(self, ctx: Context, section: ZeroConfig, *, whole: bool) -> None:
         wanted = section.offload_optimizer
         self.ratio = wanted.ratio if wanted is not None else 1.0
         self.optimizer = open_store(ctx, wanted.device, wanted.options) if wanted is not None and wanted.on else None
@@ -59,6 +62,12 @@ class Offload:
             raise UsageError(
                 f"zero_optimization.offload_param.device: {weights.device!r} does not keep states in memory, as the "
                 "weights that are gathered must be; use cpu"
+            )
+        if self.optimizer is not None and not self.optimizer.resident and whole:
+            assert wanted is not None
+            raise UsageError(
+                f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep states in memory, which "
+                "serves optimizers that look at single elements, as Adam does; with this one use cpu"
             )
         store = self.optimizer or self.param
         self.transfers = Transfers(ctx, store) if store is not None else None

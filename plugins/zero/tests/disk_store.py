@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_core.config import Section
-from ds_core.entries import StateStoreEntry
+from ds_core.entries import OptimizerEntry, StateStoreEntry
 from ds_core.stores import StateStore, away
 
 
@@ -23,6 +23,23 @@ def ds_config() -> type[Section]:
 
 def ds_state_stores() -> Mapping[str, StateStoreEntry]:
     return dict.fromkeys(("nvme", "disk"), StateStoreEntry(f"{__name__}:DiskStore"))
+
+
+def ds_optimizers() -> Mapping[str, OptimizerEntry]:
+    return {"Counting": OptimizerEntry(f"{__name__}:make_counting")}
+
+
+def make_counting(groups: Any, lr: float = 0.1) -> Any:
+    """SGD that counts its steps where a step in tiles would count each tile."""
+    import torch
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["calls"] = group.get("calls", 0) + 1
+            return super().step(closure)
+
+    return Counting(groups, lr=lr)
 
 
 class DiskStore(StateStore):

@@ -61,6 +61,8 @@ def make(zero: dict[str, Any], folder: Path | None = None, *, dtype: str = "floa
     if folder is not None:
         config |= {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(folder)}}
     optimizer = more.pop("optimizer", None)
+    if "optimizer_section" in more:
+        config["optimizer"] = more.pop("optimizer_section")
     engine, *_ = ds_core.initialize(
         model=model, model_parameters=more.pop("model_parameters", None), optimizer=optimizer, config=config | more
     )
@@ -132,6 +134,52 @@ def difference(
 )
 def test_offload_changes_no_bit(stage: int, offload: dict[str, Any], dtype: str, gas: int, world: int) -> None:
     assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas) == [0.0] * world
+
+
+def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
+    """With an optimizer that is given whole tensors: whether weights are the same, and masters on the host's."""
+    found = []
+    for offload in ({}, ALL if zero["stage"] == 3 else STATES):
+        engine = make(
+            {**zero, **offload},
+            dtype=dtype,
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01),
+            zero_allow_untested_optimizer=True,
+            zero_force_ds_cpu_optimizer=False,
+        )
+        steps(engine, range(3))
+        found.append(whole(engine))
+        masters = [p.master for b in engine.partitioner.buckets if b.whole for p in b.whole.pieces if p.stop]
+        weights = {b.full.untyped_storage()._cdata for b in engine.partitioner.buckets}
+        weights |= {b.part.untyped_storage()._cdata for b in engine.partitioner.buckets}
+        apart = bool(masters) and all(m.untyped_storage()._cdata not in weights for m in masters)
+        engine.destroy()
+    return all(torch.equal(found[0][n], found[1][n]) for n in found[0]), apart
+
+
+@pytest.mark.parametrize(("stage", "dtype", "world"), [(1, "float32", 2), (2, "bfloat16", 4), (3, "float32", 4)])
+def test_whole_tensors_are_offloaded_too(stage: int, dtype: str, world: int) -> None:
+    assert run_ranks(world, undeclared, {"stage": stage}, dtype) == [(True, True)] * world
+
+
+def undeclared_on_disk(folder: Path) -> str:
+    from ds_core.errors import UsageError
+
+    try:
+        make(
+            {"stage": 3, **DISK},
+            folder,
+            optimizer=torch.optim.AdamW,
+            zero_allow_untested_optimizer=True,
+            zero_force_ds_cpu_optimizer=False,
+        )
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_whole_tensors_need_a_store_that_stays_in_memory(tmp_path: Path) -> None:
+    assert "does not keep states in memory" in run_ranks(1, undeclared_on_disk, tmp_path)[0]
 
 
 def accumulated(accumulate: str) -> list[bool]:
@@ -236,19 +284,7 @@ def counting(folder: Path) -> str:
     """An optimizer that counts its steps in its groups would count tiles."""
     from ds_core.errors import UsageError
 
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                group["calls"] = group.get("calls", 0) + 1
-            return super().step(closure)
-
-    engine = make(
-        {"stage": 3, "offload_optimizer": {"device": "disk"}},
-        folder,
-        optimizer=lambda groups: Counting(groups, lr=0.1),
-        zero_allow_untested_optimizer=True,
-        zero_force_ds_cpu_optimizer=False,
-    )
+    engine = make({"stage": 3, "offload_optimizer": {"device": "disk"}}, folder, optimizer_section={"type": "Counting"})
     try:
         steps(engine, range(1))
     except UsageError as error:
