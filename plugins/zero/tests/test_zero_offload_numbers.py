@@ -169,7 +169,7 @@ def undeclared_on_disk(folder: Path) -> str:
         make(
             {"stage": 3, **DISK},
             folder,
-            optimizer=torch.optim.AdamW,
+            optimizer=lambda groups: torch.optim.AdamW(groups),
             zero_allow_untested_optimizer=True,
             zero_force_ds_cpu_optimizer=False,
         )
