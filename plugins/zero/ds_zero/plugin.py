@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.errors import Problem
     from ds_core.partition import Partitioner
+    from ds_core.plugins import Plugins
 
-__all__ = ["ds_config", "ds_partitioner"]
+__all__ = ["ds_check", "ds_config", "ds_partitioner"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -18,6 +22,15 @@ def ds_config() -> type[BaseModel]:
     from ds_zero.config import ZeroConfig
 
     return ZeroConfig
+
+
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
+    """Offload that the stage does not have, and stores that nobody offers."""
+    from ds_zero.config import ZeroConfig
+    from ds_zero.rules import offload_problems
+
+    section = config.section("zero_optimization")
+    return offload_problems(section, plugins) if isinstance(section, ZeroConfig) else ()
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:
