@@ -192,3 +192,7 @@ class ZeroConfig(Section):
     def bucket_elements(self, world: int) -> int:
         """The most elements of one flat buffer over `world` ranks together."""
         return max(1, min(self.reduce_bucket_size, self.allgather_bucket_size, self.sub_group_size * world))
+
+    def unit_elements(self, world: int) -> int:
+        """The most elements that stage 3 gathers at once, but for larger parameters."""
+        return 1 if self.allgather_sequential else self.bucket_elements(world)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_zero.layout import Layout, pack
+from ds_zero.layout import Layout, arrange
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -162,13 +162,10 @@ def make_buckets(
     parameters have buckets of their own, which do not
     travel until they are thawed.
     """
-    kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    for param in reversed(params):
+
+    def kind(param: nn.Parameter) -> tuple[Any, ...]:
         info = ctx.params[param]
-        kinds.setdefault((info.replicas, info.held, param.dtype, param.device, param.requires_grad), []).append(param)
-    buckets = []
-    for (axes, *_), members in kinds.items():
-        for run in pack([p.numel() for p in members], capacity(ctx.mesh.size(*axes))):
-            chosen = [members[i] for i in run]
-            buckets.append(FlatBucket(chosen, [ctx.params[p] for p in chosen], ctx, share, masters))
-    return buckets
+        return info.replicas, info.held, param.dtype, param.device, param.requires_grad
+
+    runs = arrange(params, kind, lambda key: capacity(ctx.mesh.size(*key[0])))
+    return [FlatBucket(run, [ctx.params[p] for p in run], ctx, share, masters) for run in runs]
