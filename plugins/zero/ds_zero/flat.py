@@ -128,6 +128,10 @@ class FlatBucket:
         """The parts of all ranks in such a buffer."""
         return flat.view(self.world, self.layout.part).unbind()
 
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's part of such a buffer."""
+        return flat.narrow(0, self.rank * self.layout.part, self.layout.part)
+
     @torch.no_grad()
     def round(self) -> None:
         """Write the master weights into the part."""

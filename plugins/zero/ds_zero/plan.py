@@ -326,7 +326,7 @@ def recommend(needs: Sequence[Need], device: int, host: int | None, ranks_per_ho
     equal = [n for n in fitting if cost(n)[0] == level and n.sent <= sent * 1.01]
     best = min(equal, key=lambda n: (n.stage == 3, n.device.peak))
     reason = f"{_name(best)}: {memory(best)}; of what fits it offloads least and then sends least"
-    cheaper = [n for n in needs if n not in fitting and cost(n) < (level, sent)]
+    cheaper = [n for n in needs if n not in fitting and (cost(n)[0] < level or n.sent * 1.01 < sent)]
     if cheaper:
         nearest = min(cheaper, key=lambda n: n.device.peak)
         reason += f" ({_name(nearest)} would need {memory(nearest)})"

@@ -1,8 +1,11 @@
-"""What this distribution offers to ds_core: the section ``zero_optimization`` and its partitioner (torch-free)."""
+"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, ``dscore plan`` (torch-free)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from ds_core.entries import CommandEntry
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -10,7 +13,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.partition import Partitioner
 
-__all__ = ["ds_config", "ds_partitioner"]
+__all__ = ["ds_commands", "ds_config", "ds_partitioner"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -18,6 +21,12 @@ def ds_config() -> type[BaseModel]:
     from ds_zero.config import ZeroConfig
 
     return ZeroConfig
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore plan``."""
+    text = "Predict what each rank holds and sends under every stage of ZeRO, and recommend one."
+    return {"plan": CommandEntry("ds_zero.plan_command:plan", text)}
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:
