@@ -8,6 +8,7 @@ the next `save`, `load` or `wait`, on all ranks; the end of the process waits fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -40,6 +41,10 @@ ORPHAN_SECONDS = 60.0
 _HostCopies = dict[tuple[Any, ...], Tensor]
 
 
+class _Elsewhere(CheckpointError):
+    """This rank gave up because another did, which knows why."""
+
+
 @dataclasses.dataclass(slots=True)
 class _InFlight:
     thread: threading.Thread
@@ -67,10 +72,12 @@ def wait(engine: Checkpointed) -> None:
     flight.thread.join()
 
     def work() -> None:
-        if flight.error is not None:
+        if flight.error is not None and not isinstance(flight.error, _Elsewhere):
             raise flight.error
 
-    on_every_rank(flight.action, work)
+    _, elsewhere = on_every_rank(flight.action, work, lambda _: flight.error is not None)
+    if any(elsewhere):
+        raise CheckpointError(f"{flight.action}: {flight.error or 'rank 0 gave up'}")
 
 
 def _snapshot(ctx: Context, prepared: Prepared) -> Prepared:
@@ -110,12 +117,12 @@ def _run(flight: _InFlight, prepared: Prepared, job: Job) -> None:
 
 def _write_and_commit(prepared: Prepared, job: Job) -> None:
     try:
-        report = {"report": write(prepared, job)}
+        _leave_report(job.temporary, prepared.rank, {"report": write(prepared, job)})
     except Exception as error:
-        if job.temporary.is_dir():
-            _leave_report(job.temporary, prepared.rank, {"error": tell(error)})
+        if not job.temporary.is_dir():
+            raise _Elsewhere("another rank could not write its files") from error
+        _give_up(prepared.rank, job.temporary, tell(error))
         raise
-    _leave_report(job.temporary, prepared.rank, report)
     if prepared.rank != 0:
         return
     try:
@@ -125,6 +132,16 @@ def _write_and_commit(prepared: Prepared, job: Job) -> None:
         files.discard(job.temporary)
         raise
     publish(job)
+
+
+def _give_up(rank: int, folder: Path, text: str) -> None:
+    """Let rank 0 know. Where no report can be left (the disk is full), the directory goes, which tells it as well."""
+    if rank != 0:
+        with contextlib.suppress(OSError):
+            _leave_report(folder, rank, {"error": text})
+            return
+    with contextlib.suppress(OSError):
+        files.discard(folder)
 
 
 def _report_path(folder: Path, rank: int) -> Path:
@@ -147,8 +164,10 @@ def _reports(folder: Path, world_size: int) -> list[Any]:
                 reports[rank] = json.loads(path.read_bytes())
                 path.unlink()
                 if "error" in reports[rank]:
-                    raise CheckpointError(f"rank {rank}: {reports[rank]['error']}")
+                    raise _Elsewhere(f"rank {rank}: {reports[rank]['error']}")
         if len(reports) < world_size:
+            if not folder.is_dir():
+                raise _Elsewhere("another rank could not write its files")
             if ended is None and not threading.main_thread().is_alive():
                 ended = time.monotonic()
             if ended is not None and time.monotonic() - ended > ORPHAN_SECONDS:

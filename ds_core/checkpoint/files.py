@@ -110,11 +110,13 @@ def discard(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    if not _DEBRIS.fullmatch(path.name):
-        renamed = path.with_name(_temporary_name(path.name.removeprefix(_ASIDE)))
-        os.replace(path, renamed)
-        path = renamed
-    shutil.rmtree(path, ignore_errors=True)
+    # Debris too: whoever still writes into it must find it gone, or would keep it from being removed.
+    tag = path.name.removeprefix(_ASIDE)
+    if _DEBRIS.fullmatch(path.name):
+        tag = path.name.removeprefix(".tmp-").rpartition("-")[0]
+    renamed = path.with_name(_temporary_name(tag))
+    os.replace(path, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def put_in_place(temporary: Path, final: Path) -> None:

@@ -121,7 +121,8 @@ class Manifest:
     """All of a checkpoint but its tensors.
 
     save_id: drawn anew for each save, and also in every file's metadata. files: all but the manifest. shared: further
-    names of module tensors that several modules share. excluded: weights left out on purpose. module_extra: module
+    names of module tensors that several modules share. excluded: weights left out on purpose. frozen: parameters that
+    were not trained. module_extra: module
     name -> the rank whose local file has its extra state. run, client: as `ds_core.checkpoint.values` encodes them.
     """
 
@@ -138,6 +139,7 @@ class Manifest:
     states: tuple[State, ...]
     shared: dict[str, str]
     excluded: tuple[str, ...]
+    frozen: tuple[str, ...]
     module_extra: dict[str, int]
     run: Any
     client: Any
@@ -224,6 +226,7 @@ def _manifest(data: _Fields, *, sealed: bool) -> Manifest:
         states=states,
         shared=data.mapping("shared", str),
         excluded=tuple(data.items("excluded", str)),
+        frozen=tuple(data.items("frozen", str)) if sealed else (),
         module_extra=extra,
         run=data.get("run", object),
         client=data.get("client", object),

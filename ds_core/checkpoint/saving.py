@@ -119,6 +119,7 @@ def _prepare(
         pieces=pieces,
         coord=dict(ctx.mesh.coord),
         excluded=excluded,
+        frozen=[info.name for param, info in ctx.params.items() if not param.requires_grad],
         shared=shared_names(engine.module),
         extra=list(extra_modules(engine.module)),
         local=encode(_local_values(engine), "rank", local, own=True),

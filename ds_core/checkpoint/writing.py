@@ -49,6 +49,7 @@ class Prepared:
     pieces: list[StateTensor]
     coord: dict[str, int]
     excluded: list[str]
+    frozen: list[str]
     shared: dict[str, str]
     extra: list[str]
     local: Any
@@ -94,6 +95,7 @@ def write(prepared: Prepared, job: Job) -> dict[str, Any]:
         "files": {name: [mark.size, mark.checksum] for name, mark in marks.items()},
         "states": rows,
         "excluded": prepared.excluded,
+        "frozen": prepared.frozen,
         "shared": prepared.shared,
         "extra": prepared.extra,
     }
@@ -112,6 +114,7 @@ def commit(prepared: Prepared, job: Job, written: list[dict[str, Any]]) -> None:
         states=merge(row for report in written for row in report["states"]),
         shared={alias: name for report in written for alias, name in report["shared"].items()},
         excluded=tuple(sorted({name for report in written for name in report["excluded"]})),
+        frozen=tuple(sorted({name for report in written for name in report["frozen"]})),
         module_extra={name: rank for rank, r in reversed(list(enumerate(written))) for name in r["extra"]},
         **prepared.head,
     )

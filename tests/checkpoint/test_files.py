@@ -37,7 +37,7 @@ from ds_core.errors import CheckpointError
 MANIFEST = Manifest(
     save_id="ab", tag="t", step=3, world_size=1, mesh={"dp": 1}, versions={"torch": "2"}, plugins={}, config={"a": 1},
     optimizer=None, files={local_file(0): Mark(10, "a"), "rank00000.safetensors": Mark(7, "b")}, shared={"b": "a"},
-    excluded=("module/z",),
+    excluded=("module/z",), frozen=("f",),
     module_extra={"m": 0}, run={}, client={},
     states=(State("module/w", {"tp": 1}, (2, 3), "F32", (Chunk("rank00000.safetensors", "module/w", 0, 6),)),),
 )  # fmt: skip
@@ -111,11 +111,13 @@ def test_every_changed_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
 
 def test_version_1_is_read(tmp_path: Path) -> None:
     data = json.loads(render_manifest(MANIFEST))
-    del data["checksum"]
+    del data["checksum"], data["frozen"]
     data |= {"version": 1, "files": {name: {"size": entry["size"]} for name, entry in data["files"].items()}}
     (tmp_path / "manifest.json").write_text(json.dumps(data))
     old = parse_manifest(tmp_path / "manifest.json")
-    assert old == dataclasses.replace(MANIFEST, files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()})
+    assert old == dataclasses.replace(
+        MANIFEST, frozen=(), files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()}
+    )
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"], ids=lambda t: repr(t[:4]))
