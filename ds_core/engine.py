@@ -83,9 +83,11 @@ class Engine:
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
-        kernel_dtype = next((str(p.dtype).removeprefix("torch.") for p in ctx.params), "float32")
         self._global_norm = GradNorm(
-            ctx.mesh, partitioner.axes(), ctx.kernels.get("squared_norm", ctx.accelerator.device_type, kernel_dtype)
+            ctx.mesh,
+            partitioner.axes(),
+            lambda device, dtype: ctx.kernels.get("squared_norm", device, str(dtype).removeprefix("torch.")),
+            like=[p for g in self._groups() for p in g["params"]],
         )
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
@@ -316,7 +318,7 @@ class Engine:
                 clip = self._clip / (self._norm + 1e-6) if self._clip and not overflow else 1.0
                 if (factor := unscale * min(1.0, clip)) != 1.0:
                     self.partitioner.scale(factor)
-                self.optimizer.step()  # type: ignore[union-attr]
+                self.partitioner.step(self.optimizer)  # type: ignore[arg-type]
                 self.partitioner.publish()
             else:
                 self.skipped_steps += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +43,8 @@ class StateTensor:
     shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
     held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
     it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
+    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
+    gives memory back.
     """
 
     name: str
@@ -53,6 +55,11 @@ class StateTensor:
     held: tuple[str, ...]
     store: bool
     copies: tuple[str, ...] = ()
+    read: Callable[[Tensor], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The values of `tensor`, wherever they rest."""
+        return self.tensor if self.read is None else self.read(self.tensor)
 
 
 class StateSource(Protocol):
@@ -72,7 +79,7 @@ class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
     The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
-    boundary's backward; then `gradients`, `scale`, (the optimizer's step), `publish`, `zero_grad`.
+    boundary's backward; then `gradients`, `scale`, `step`, `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -106,6 +113,10 @@ class Partitioner(ABC):
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply what `gradients` gave by `factor`, in place."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let `optimizer` update its tensors from their gradients; in several steps where not all are in memory."""
+        optimizer.step()
 
     @abstractmethod
     def publish(self) -> None:

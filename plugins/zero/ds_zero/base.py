@@ -16,6 +16,7 @@ from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_f
 from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece
 from ds_zero.grads import Reducer
+from ds_zero.offload import Offload, tiled_step
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -34,6 +35,7 @@ class ZeroPartitioner(Partitioner):
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
         self.partitions_gradients = section.stage > 1
+        self.offload: Offload
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
         self._module: nn.Module | None = None
@@ -44,6 +46,7 @@ class ZeroPartitioner(Partitioner):
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """See `Partitioner.attach`."""
         _check_grain(self.ctx)
+        self.offload = Offload(self.ctx, self.section)
         self._module = module
         mine = [p for group in groups for p in group["params"]]
         for param in mine:
@@ -103,15 +106,29 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.zero_grad`."""
         self.reducer.zero_grad()
 
+    def step(self, optimizer: Optimizer) -> None:
+        """See `Partitioner.step`."""
+        if any(b.away for b in self.buckets):
+            tiled_step(optimizer, self.buckets)
+        else:
+            optimizer.step()
+
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
         return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
+
+    def _round(self, buckets: Iterable[FlatBucket]) -> None:
+        """Write masters into parts; those that are away were written when they were updated."""
+        self.offload.settle()
+        for bucket in buckets:
+            if not bucket.away:
+                bucket.round()
+        self.offload.settle()
 
     def _spread(self, buckets: Iterable[FlatBucket]) -> None:
         """Give every rank the weights that their owners have just written."""
         works = []
         for bucket in buckets:
-            bucket.round()
             works += bucket.spread(bucket.group, gather=self.section.allgather_partitions)
         for work in works:
             work.wait()
@@ -141,6 +158,7 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.load_states`."""
         assert self._module is not None
         from_fp32 = self.section.load_from_fp32_weights
+        self.offload.settle()
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
 
     def detach(self) -> None:

@@ -187,14 +187,16 @@ class _Memory:
 
 
 def reduction(
-    queue: Sequence[DryBucket], arrivals: Sequence[nn.Parameter], wires: Wires, passes: int
+    queue: Sequence[DryBucket], arrivals: Sequence[nn.Parameter], wires: Wires, passes: int, waits: bool
 ) -> tuple[int, int]:
     """The bytes that flat gradient buffers take: the most at a time, and between backward and step.
 
     queue: buckets in the order in which they travel. arrivals: their parameters, in the order in which gradients come.
-    passes: backwards that reduce, before one step.
+    passes: backwards that reduce, before one step. waits: others come before, whose gradients stay with the rank.
     """
     reducer = _DryReducer(queue, wires)
+    if waits:
+        reducer.collect(arrivals)
     for _ in range(min(passes, 2)):  # the second one adds to what there is; so do all others
         reducer.backward(arrivals)
     return reducer.memory.peak, reducer.memory.live
@@ -209,16 +211,26 @@ class _DryReducer:
         self._local: set[DryBucket] = set()
         self._parts: set[DryBucket] = set()
         self._travelling: deque[DryBucket] = deque()
+        self._waiting: set[nn.Parameter] = set()  # in param.grad
+
+    def collect(self, arrivals: Sequence[nn.Parameter]) -> None:
+        """Gradients come, and none travels."""
+        for param in arrivals:
+            self._take(param)
+
+    def _take(self, param: nn.Parameter) -> None:
+        if self.wires.eager:
+            self._absorb(self._place[param])
+        elif param not in self._waiting:
+            self._waiting.add(param)
+            self.memory.add(param.numel() * param.element_size())
 
     def backward(self, arrivals: Sequence[nn.Parameter]) -> None:
         arrived: Counter[DryBucket] = Counter()
         upcoming = 0
         for param in arrivals:
             bucket = self._place[param]
-            if self.wires.eager:
-                self._absorb(bucket)
-            else:
-                self.memory.add(param.numel() * param.element_size())
+            self._take(param)
             arrived[bucket] += 1
             while upcoming < len(self.queue) and arrived[self.queue[upcoming]] == len(self.queue[upcoming].params):
                 self._launch(self.queue[upcoming])
@@ -238,8 +250,9 @@ class _DryReducer:
         wires, memory = self.wires, self.memory
         self._absorb(bucket)
         self._local.discard(bucket)
-        if not wires.eager:
-            memory.live -= sum(p.numel() for p in bucket.params) * bucket.dtype.itemsize
+        for param in self._waiting.intersection(bucket.params):
+            self._waiting.discard(param)
+            memory.live -= param.numel() * param.element_size()
         wire, total = wires.wire(bucket), bucket.layout.total
         if wires.world > 1:
             if wire != wires.grad(bucket):

@@ -65,7 +65,7 @@ class Unit:
         assert self.state is State.RELEASED, self.bucket.names
         bucket = self.bucket
         bucket.full.untyped_storage().resize_(self._bytes)
-        if by_all_reduce:
+        if by_all_reduce and bucket.world > 1:
             bucket.full.zero_()
             bucket.own(bucket.full).copy_(bucket.part)
             self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]

@@ -57,7 +57,8 @@ class _Grads:
 
     local: this rank's, not reduced yet, laid out as the bucket; filled: which of them it holds. part: what this rank
     owns of the reduced ones; None: nothing was reduced yet. whole: the buffer that `part` lies in, if any.
-    cast: the part in the dtype of the masters. used: parameters that had a gradient since the last step.
+    cast: the part in the dtype of the masters. host: memory for the part where the optimizer's step is the host's.
+    used: parameters that had a gradient since the last step.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -69,8 +70,18 @@ class _Grads:
         self.part: Tensor | None = None
         self.whole: Tensor | None = None
         self.cast: Tensor | None = None
+        self.host: Tensor | None = None
         self.arrived: set[int] = set()
         self.awaited = count
+
+    def land(self, out: Tensor, accumulate: torch.dtype | None) -> None:
+        """Start adding the device's `out` to the part, which is on the host; in the masters' dtype, if any will do."""
+        home, first = self.bucket.home, self.part is None
+        assert home.masters is not None and home.transfers is not None
+        if self.host is None:
+            self.host = home.masters.buffer(out.numel(), accumulate or self.bucket.master.dtype)
+        self.part = self.host
+        home.transfers.to_host(self.part, out, add=not first)
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -265,7 +276,9 @@ class Reducer:
             out.mul_(self._after)
         inside = out.data_ptr() == bucket.own(done.source).data_ptr()
         dtype = self._dtype(bucket)
-        if grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
+        if bucket.host_steps:
+            grads.land(out, self.ctx.precision.accumulate)
+        elif grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
             grads.part, grads.whole = out, done.source if inside else None
         elif grads.part is None:
             grads.part = self._pool.take(out.numel(), dtype, out.device).copy_(out)
@@ -275,6 +288,11 @@ class Reducer:
             self._pool.give(done.source)
         if not inside and grads.part is not out:
             self._pool.give(out)
+
+    def _settle(self) -> None:
+        """Wait for what is on its way to the host."""
+        for transfers in {b.home.transfers for b in self._all if b.home.transfers is not None}:
+            transfers.settle()
 
     def _dtype(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which gradients accumulate."""
@@ -291,6 +309,7 @@ class Reducer:
         for grads in self._agree():
             self._launch(grads)
         self._drain(0)
+        self._settle()
         self.running, self._reduced = False, True
         if not self._keeps:
             self._pool.clear()
@@ -364,10 +383,11 @@ class Reducer:
     def zero_grad(self) -> None:
         """Drop all gradients, those of a backward that failed half-way too."""
         self._drain(0)
+        self._settle()
         self.running = self._reduced = False
         for bucket, grads in self._all.items():
             for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
-                if tensor is not None and self._keeps:
+                if tensor is not None and tensor is not grads.host and self._keeps:
                     self._pool.give(tensor)
             grads.drop()
             grads.filled = [False] * len(bucket.params)
@@ -379,6 +399,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove hooks and free buffers."""
         self._drain(0)
+        self._settle()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

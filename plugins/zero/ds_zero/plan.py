@@ -70,7 +70,7 @@ class Kinds:
     @property
     def peak(self) -> int:
         """The most at a time."""
-        return self.resting + max(self.cast, self.buckets + self.gathered)
+        return self.resting + max(self.cast, self.buckets + self.gathered)  # step, backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,14 @@ class Laid:
     units: list[DryUnit]
 
 
-def lay_out(module: nn.Module, section: ZeroConfig, world: int) -> Laid:
-    """The buckets in which `section.stage` (1 to 3) would lay the parameters of `module` over `world` ranks."""
+def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_away: bool = False) -> Laid:
+    """The buckets in which `section.stage` (1 to 3) would lay the parameters of `module` over `world` ranks.
+
+    weights_away: they rest on the host, so that even a single rank gathers.
+    """
     everything = list(module.parameters())
     trained = [p for p in everything if p.requires_grad]
-    if section.stage < 3 or world == 1:
+    if section.stage < 3 or (world == 1 and not weights_away):
         buckets = list(_dry(trained, section.bucket_elements(world), world, whole=True, trained=True))
         return Laid(buckets, [p for p in everything if not p.requires_grad], [], [])
     small = persistent(everything, section)
@@ -134,39 +137,57 @@ def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload =
     """
     if section.stage == 0:
         return _replicated(module, run)
-    laid = lay_out(module, section, run.world)
     away, weights_away = offload is not Offload.NONE, offload is Offload.ALL
+    laid = lay_out(module, section, run.world, weights_away)
     trained = [b for b in laid.buckets if b.trained]
-    grad, master = partial(_grad, run.precision), partial(_master, run.precision)
     wires = _wires(module, section, run, away)
-    passes = run.gas if section.stage > 1 else 1
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
-    flat_peak, flat_resting = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes)
+    passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
+    flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
     parts = sum(b.layout.part * b.dtype.itemsize for b in laid.buckets if not b.whole)
     weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.whole) + _bytes(laid.loose)
-    # Where weights rest on the host in the masters' dtype, they are the masters.
-    copied = [b for b in trained if (away and not (weights_away and not b.whole)) or master(b) != b.dtype]
-    held = Kinds(
-        gradients=sum(b.layout.part * grad(b).itemsize for b in trained) if away else flat_resting,
-        masters=sum(b.layout.part * master(b).itemsize for b in copied),
-        states=sum(run.states * _owned(b.layout, rank) * master(b).itemsize for b in trained),
-        cast=sum(b.layout.part * master(b).itemsize for b in trained if grad(b) != master(b)),
+    device = Kinds(
+        parameters=weights + (0 if weights_away else parts),
+        gradients=kept,
+        buckets=flat_peak - kept,
+        gathered=_gathered_bytes(laid.units, gathered),
     )
-    temporary = {
-        "buckets": flat_peak - (0 if away else flat_resting),
-        "gathered": _gathered_bytes(laid.units, gathered),
-    }
-    on_device = Kinds(parameters=weights + (0 if weights_away else parts), **temporary)
-    on_host = Kinds(parameters=parts if weights_away else 0)
+    host = Kinds(parameters=parts if weights_away else 0)
+    states = _optimized(trained, run, offload, rank)
     if away:
-        on_host = _join(on_host, held)
+        # Two buffers that copies between device and host go through in turn.
+        through = 2 * max((b.layout.part * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0)
+        host = _join(host, states, Kinds(gradients=_on_host(trained, run.precision), buckets=through))
     else:
-        on_device = _join(on_device, held)
-    return Need(section.stage, offload, on_device, on_host, *_traffic(laid, section, run, offload, wires.wire))
+        device = _join(device, states)
+    return Need(section.stage, offload, device, host, *_traffic(laid, section, run, offload, wires.wire))
 
 
-def _join(one: Kinds, other: Kinds) -> Kinds:
-    return Kinds(*(getattr(one, name) + getattr(other, name) for name in Kinds.__dataclass_fields__))
+def _optimized(trained: Sequence[DryBucket], run: Run, offload: Offload, rank: int) -> Kinds:
+    """Masters, the optimizer's states, and gradients in the masters' dtype."""
+    masters = states = cast = 0
+    for bucket in trained:
+        size, own = bucket.layout.part, _master(run.precision, bucket)
+        # On the host, masters are copies but of weights that rest there too in the masters' dtype.
+        beside = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.whole)
+        masters += size * own.itemsize if beside or own != bucket.dtype else 0
+        states += run.states * _owned(bucket.layout, rank) * own.itemsize
+        grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run.precision, bucket)
+        cast += size * own.itemsize if grad != own else 0
+    return Kinds(masters=masters, states=states, cast=cast)
+
+
+def _host_grad(precision: Precision, bucket: DryBucket) -> torch.dtype:
+    """The dtype in which gradients are added on the host."""
+    return precision.accumulate or _master(precision, bucket)
+
+
+def _on_host(trained: Sequence[DryBucket], precision: Precision) -> int:
+    return sum(b.layout.part * _host_grad(precision, b).itemsize for b in trained)
+
+
+def _join(*kinds: Kinds) -> Kinds:
+    return Kinds(*(sum(getattr(k, name) for k in kinds) for name in Kinds.__dataclass_fields__))
 
 
 def _bytes(params: Iterable[nn.Parameter]) -> int:
@@ -243,7 +264,9 @@ def _traffic(
                 gathered += part * others
                 sent += part * others * bucket.dtype.itemsize
             if offload is not Offload.NONE:
-                link += part * (times * _grad(run.precision, bucket).itemsize + bucket.dtype.itemsize)
+                link += part * times * wire(bucket).itemsize
+                if bucket.whole or offload is not Offload.ALL:
+                    link += part * bucket.dtype.itemsize
     factor = run.gas * (2 if section.use_all_reduce_for_fetch_params else 1)
     for unit in laid.units:
         part, count = unit.dry.layout.part, unit.gathers

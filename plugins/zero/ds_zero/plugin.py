@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.entries import CommandEntry
@@ -10,10 +10,13 @@ from ds_core.entries import CommandEntry
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.errors import Problem
     from ds_core.partition import Partitioner
+    from ds_core.plugins import Plugins
 
-__all__ = ["ds_commands", "ds_config", "ds_partitioner"]
+__all__ = ["ds_check", "ds_commands", "ds_config", "ds_partitioner"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -27,6 +30,15 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore plan``."""
     text = "Predict what each rank holds and sends under every stage of ZeRO, and recommend one."
     return {"plan": CommandEntry("ds_zero.plan_command:plan", text)}
+
+
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
+    """Offload that the stage does not have, and stores that nobody offers."""
+    from ds_zero.config import ZeroConfig
+    from ds_zero.rules import offload_problems
+
+    section = config.section("zero_optimization")
+    return offload_problems(section, plugins) if isinstance(section, ZeroConfig) else ()
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:

@@ -22,6 +22,8 @@ from ds_zero.units import Gatherer, gatherers, members, persistent
 from ds_zero.watch import Watch
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
 
@@ -45,13 +47,16 @@ class Stage3(ZeroPartitioner):
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         trained = set(params)
-        shared_out = [p for p in module.parameters() if self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1]
+        leaves = self.offload.param is not None  # weights that are released rest elsewhere, so one rank has use for it
+        shared_out = [p for p in module.parameters() if leaves or self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1]
         small = persistent(shared_out, self.section)
         parted = {p for p in shared_out if p not in small}
         self._gatherers = gatherers(module, parted, self.section)
-        whole = make_buckets([p for p in params if p not in parted], self.ctx, self.section.bucket_elements)
+        home = self.offload.homes(params)
+        stay = [p for p in params if p not in parted]
+        whole = make_buckets(stay, self.ctx, self.section.bucket_elements, home=home)
         for gatherer, chosen, mine in members(self._gatherers, trained):
-            for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine):
+            for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine, home=home):
                 self._add_unit(bucket, gatherer.leaf, mine)
         return whole + [u.bucket for u in self.units]
 
@@ -108,14 +113,18 @@ class Stage3(ZeroPartitioner):
         self.watch.end()
         self.gathering.end_pass()
 
+    def step(self, optimizer: Optimizer) -> None:
+        """See `Partitioner.step`; it may write weights, which no gather may be reading."""
+        self.gathering.release_all()
+        super().step(optimizer)
+
     @torch.no_grad()
     def publish(self) -> None:
         """See `Partitioner.publish`; only what is whole travels."""
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.reducer.used(b)]
         whole = [b for b in changed if b.share is Share.WHOLE]
-        for bucket in changed:
-            bucket.round()
+        self._round(changed)
         self._spread(whole)
         if self.section.enable_sanity_checks:
             self._check_equal(whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,15 +50,15 @@ def states(
                 yield StateTensor(f"module/{piece.name}", bucket.part[piece.within], *place, keep)
             if piece.stop == piece.start:
                 continue
-            if bucket.master is not bucket.part:
-                yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
+            if bucket.upcast:
+                yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=_reader(bucket))
             state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     continue
                 name = f"optimizer/{key}/{piece.name}"
                 if value.shape == piece.master.shape:
-                    yield StateTensor(name, value, *place, store)
+                    yield StateTensor(name, value, *place, store, read=_reader(bucket))
                 elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
                     yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
                 else:
@@ -67,6 +67,11 @@ def states(
                         f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of one "
                         "value per element, or of one value alone"
                     )
+
+
+def _reader(bucket: FlatBucket) -> Callable[[Tensor], Tensor] | None:
+    """How to read the optimizer's tensors, which may not be in memory; None when they always are."""
+    return bucket.home.masters.read if bucket.home.masters is not None and bucket.away else None
 
 
 @torch.no_grad()
@@ -96,15 +101,16 @@ def load(
                 bucket.part[piece.within].copy_(_range(source, f"module/{piece.name}", piece))
         if bucket.master is bucket.part:
             continue
-        bucket.master.copy_(bucket.part)
-        for piece in bucket.pieces:
-            if from_fp32 and f"master/{piece.name}" in known:
-                piece.master.data.copy_(_range(source, f"master/{piece.name}", piece))
+        with bucket.present():
+            bucket.master.copy_(bucket.part)
+            for piece in bucket.pieces:
+                if bucket.upcast and from_fp32 and f"master/{piece.name}" in known:
+                    piece.master.data.copy_(_range(source, f"master/{piece.name}", piece))
     if optimizer is not None:
-        _load_optimizer([p for b in buckets for p in b.pieces], source, optimizer)
+        _load_optimizer(buckets, source, optimizer)
 
 
-def _load_optimizer(pieces: Iterable[Piece], source: StateSource, optimizer: Optimizer) -> None:
+def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimizer: Optimizer) -> None:
     by_param: dict[str, list[tuple[str, str]]] = {}
     for name in source.names():
         kind, _, rest = name.partition("/")
@@ -114,12 +120,15 @@ def _load_optimizer(pieces: Iterable[Piece], source: StateSource, optimizer: Opt
     counters = _counters(by_param, source)
     on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
     mine = {p for g in optimizer.param_groups for p in g["params"]}
-    for piece in pieces:
+    for bucket, piece in ((b, p) for b in buckets for p in b.pieces):
         if piece.master not in mine:
             continue
         saved = by_param.get(piece.name, [])
+        store = bucket.home.masters if bucket.away else None
         if not saved or piece.stop == piece.start:  # its state had not begun when the checkpoint was saved
-            optimizer.state.pop(piece.master, None)
+            gone = optimizer.state.pop(piece.master, {})
+            if store is not None:
+                store.drop([v for v in gone.values() if isinstance(v, Tensor)])
             continue
         state: dict[str, Any] = optimizer.state[piece.master]
         for key, name in saved:
@@ -129,7 +138,14 @@ def _load_optimizer(pieces: Iterable[Piece], source: StateSource, optimizer: Opt
                 kept = old.device if isinstance(old, Tensor) else device if on_device else torch.device("cpu")
                 state[key] = source.read(name).view(()).to(kept)
             else:
-                state[key] = _range(source, name, piece).to(device)
+                value = _range(source, name, piece)
+                if store is None:
+                    state[key] = value.to(device)
+                    continue
+                if isinstance(old := state.get(key), Tensor):
+                    store.drop([old])
+                state[key] = value.clone()
+                store.stow([state[key]])
 
 
 def _counters(by_param: dict[str, list[tuple[str, str]]], source: StateSource) -> set[str]:

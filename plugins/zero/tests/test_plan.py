@@ -115,16 +115,19 @@ class Case:
     section: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     options: dict[str, bool] = field(default_factory=dict)
+    offload: Offload = Offload.NONE
 
     @property
     def config(self) -> dict[str, Any]:
         modes = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 1}}}
+        keys = {Offload.NONE: (), Offload.OPTIMIZER: ("optimizer",), Offload.ALL: ("optimizer", "param")}[self.offload]
+        places = {f"offload_{key}": {"device": "cpu"} for key in keys}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.gas,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "comms_logger": {"enabled": True},
-            "zero_optimization": {"stage": self.stage, "param_persistence_threshold": 40, **self.section},
+            "zero_optimization": {"stage": self.stage, "param_persistence_threshold": 40, **places, **self.section},
             **modes[self.mode],
             **self.extra,
         }
@@ -132,21 +135,25 @@ class Case:
 
 CASES = [
     *(Case(stage, mode, gas) for stage in (0, 1, 2, 3) for mode, gas in (("fp32", 1), ("bf16", 3))),
-    *(Case(stage, "fp16", options={"tied": True, "frozen": True}) for stage in (1, 3)),
+    Case(1, "fp16", options={"tied": True, "frozen": True}),
+    Case(3, "fp16", 1, {"max_reuse_distance": 0}, options={"tied": True, "frozen": True}),
     *(Case(s, "bf16", 2, {"reduce_bucket_size": 5000, "overlap_comm": True}) for s in (1, 3)),
     *(Case(s, "bf16", 2, {"contiguous_gradients": False, "allgather_bucket_size": 4000}) for s in (2, 3)),
-    *(Case(s, "bf16", 2, extra={"data_types": {"grad_accum_dtype": "fp32"}}) for s in (0, 1, 2, 3)),
+    *(Case(s, "bf16", 2, extra={"data_types": {"grad_accum_dtype": "fp32"}}) for s in (0, 1, 3)),
     *(Case(s, "bf16", extra={"communication_data_type": "fp32"}) for s in (0, 2)),
-    Case(2, section={"reduce_scatter": False}),
+    Case(2, section={"reduce_scatter": False, "allgather_partitions": False}),
     Case(2, section={"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False}),
-    Case(2, section={"allgather_partitions": False}),
-    Case(3, section={"max_reuse_distance": 0, "prefetch_bucket_size": 0}),
     Case(3, section={"max_reuse_distance": 7000, "prefetch_bucket_size": 3500}),
     Case(3, section={"max_live_parameters": 7000}),
     Case(3, section={"allgather_sequential": True, "use_all_reduce_for_fetch_params": True}),
     Case(3, section={"leaf_module": {"classes": "Block"}, "param_persistence_threshold": 0}),
-    Case(3, section={"max_reuse_distance": 0}, options={"tied": True, "frozen": True}),
+    *(Case(s, "bf16", gas, offload=Offload.OPTIMIZER) for s, gas in ((1, 1), (1, 3), (2, 3))),
+    Case(1, gas=3, section={"contiguous_gradients": False}, offload=Offload.OPTIMIZER),
+    Case(2, "bf16", extra={"data_types": {"grad_accum_dtype": "bf16"}}, offload=Offload.OPTIMIZER),
+    Case(3, "bf16", 3, {"max_reuse_distance": 0}, options={"frozen": True}, offload=Offload.ALL),
+    Case(3, offload=Offload.ALL),
 ]
+FEW = CASES[:8]  # each stage with its defaults
 
 
 def train(case: Case) -> dict[str, int]:
@@ -207,24 +214,32 @@ def foretold(case: Case, world: int, rank: int) -> Need:
     cast_module(model, precision)
     section = chosen.section("zero_optimization")
     assert isinstance(section, ZeroConfig)
-    return predict(model, section, Run(world, precision, 2, case.gas), rank=rank)
+    return predict(model, section, Run(world, precision, 2, case.gas), case.offload, rank)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_is_held_and_sent(world: int) -> None:
-    numbers = [i for i, c in enumerate(CASES) if world == 2 or c.section == c.extra == {}]
+    numbers = list(range(len(CASES if world == 2 else FEW)))
     for rank, rows in enumerate(run_ranks(world, train_all, numbers, timeout=150)):
         for number, found in zip(numbers, rows, strict=True):
             case = CASES[number]
             need = foretold(case, world, rank)
-            kinds = {k: getattr(need.device, k) for k in ("parameters", "masters", "states", "gradients")}
-            kinds |= {"sent": need.sent, "gathered": need.device.gathered}
+
+            def total(kind: str, need: Need = need) -> int:  # here the host is the device
+                found: int = getattr(need.device, kind) + getattr(need.host, kind)
+                return found
+
+            kinds = {k: total(k) for k in ("parameters", "masters", "states", "gradients", "gathered")}
+            kinds["sent"] = need.sent
+            flat, through = total("gradients") + total("buckets"), need.host.buckets
+            if through:  # the copies' buffers may still be one short of the largest, and lie among the rest
+                assert kinds["gradients"] <= found["gradients"] <= kinds["gradients"] + through, case
+                found["gradients"] = kinds["gradients"]
             assert {k: found.get(k, 0) for k in kinds} == kinds, case
-            flat = need.device.gradients + need.device.buckets
             if world > 2:  # there gloo needs memory of its own
-                assert found["flat"] >= 0.95 * flat, case
+                assert found["flat"] >= 0.95 * flat - through, case
             else:
-                assert 0.95 * flat <= found["flat"] <= flat + SLACK, case
+                assert 0.95 * flat - through <= found["flat"] <= flat + SLACK, case
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------
@@ -249,15 +264,13 @@ def test_the_formulas_of_the_readme() -> None:
     for stage, expected in each.items():
         need = needs[stage, Offload.NONE]
         assert need.device.resting == count * expected
-        assert (
-            need.reduced + need.gathered == 2 * count * share
-        )  # all of stage 3 stays gathered from forward to backward
+        assert need.reduced + need.gathered == 2 * count * share  # stage 3 keeps weights from forward to backward
         host = needs[stage, Offload.OPTIMIZER]
-        assert host.host.resting == count * 14 / world
-        assert host.device.resting == count * (2 / world if stage == 3 else 2)
+        assert host.host.resting == count * 16 / world
+        assert host.device.resting == count * {1: 4, 2: 2, 3: 2 / world}[stage]  # stage 1 keeps its one bucket
         assert host.link == count * 4 / world
     assert needs[3, Offload.ALL].device.resting == 0
-    assert needs[3, Offload.ALL].host.resting == count * 16 / world
+    assert needs[3, Offload.ALL].host.resting == count * 18 / world
     again = section.model_copy(update={"stage": 3, "max_reuse_distance": 0, "prefetch_bucket_size": 0})
     need = predict(chain(), again, RUN)
     assert need.reduced == count * share
