@@ -49,6 +49,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")] = False,
 ) -> None:
     """Predict what each rank holds and sends under every stage and offload, and recommend one."""
+    from ds_core.cli.show import say_error
     from ds_core.precision import cast_module, make_precision
     from ds_zero import plan as planning
     from ds_zero.config import ZeroConfig
@@ -62,6 +63,9 @@ def plan(
     states = optimizer_states if optimizer_states is not None else _states(chosen)
     run = planning.Run(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1)
     needs = planning.plan(module, section, run)
+    grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
+    if grain != "element":
+        say_error(f"the config's optimizer needs each {grain} whole; what that holds and sends besides is not counted")
     advice = None
     if device_memory is not None:
         room = parse_amount(device_memory, "--device-memory")

@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 from ds_core.cli.app import make_app
 from ds_core.compose import compose
+from ds_core.entries import OptimizerEntry
+from ds_core.optim import Choice
 from ds_core.precision import Precision, cast_module, make_precision
 from ds_core.testing import run_ranks
 
@@ -371,6 +373,14 @@ def test_json_holds_bytes_and_the_config_counts() -> None:
     assert (row["sent"], row["device_peak"]) == (need.sent, need.device.peak)
     fp32 = json.loads(dscore("--world", "2", "--model", "mine_to_plan:build", "--dtype", "fp32", "--json").output)
     assert next(r for r in fp32["choices"] if r["stage"] == 2)["device"]["masters"] == 0
+
+
+def test_optimizers_that_need_more_than_pieces_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = OptimizerEntry("torch.optim:AdamW", grain="tensor")
+    monkeypatch.setattr("ds_core.compose.choose", lambda kind, *_: (Choice(kind, {}, entry), []))
+    done = dscore("--world", "8", "--params", "1M")
+    assert done.exit_code == 0
+    assert "needs each tensor whole" in done.output + done.stderr
 
 
 @pytest.mark.parametrize(
