@@ -233,6 +233,10 @@ class ZeroConfig(Section):
         """The most elements of one flat buffer over `world` ranks together."""
         return max(1, min(self.reduce_bucket_size, self.allgather_bucket_size, self.sub_group_size * world))
 
+    def unit_elements(self, world: int) -> int:
+        """The most elements that stage 3 gathers at once, but for larger parameters."""
+        return 1 if self.allgather_sequential else self.bucket_elements(world)
+
 
 def _warn(text: str) -> None:
     warnings.warn(text, FutureWarning, stacklevel=3)

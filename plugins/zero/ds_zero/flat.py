@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.stores import away
-from ds_zero.layout import Layout, pack
+from ds_zero.layout import Layout, arrange
 from ds_zero.offload import ON_DEVICE, Home
 
 if TYPE_CHECKING:
@@ -187,6 +187,10 @@ class FlatBucket:
         """The parts of all ranks in such a buffer."""
         return flat.view(self.world, self.layout.part).unbind()
 
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's part of such a buffer."""
+        return flat.narrow(0, self.rank * self.layout.part, self.layout.part)
+
     @torch.no_grad()
     def round(self) -> None:
         """Write the master weights, which are in memory, into the part; see `Transfers.to_device`.
@@ -215,7 +219,7 @@ class FlatBucket:
         if not self.part_rests:
             return self.part
         assert self.home.transfers is not None
-        mine = self.parts(self.full)[self.rank]
+        mine = self.own(self.full)
         self.home.transfers.to_device(mine, self.part)
         return mine
 
@@ -255,15 +259,10 @@ def make_buckets(
     travel until they are thawed. home: where each parameter's states rest.
     """
     masters = masters and not needs_whole(ctx)
-    kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    for param in reversed(params):
+
+    def kind(param: nn.Parameter) -> tuple[Any, ...]:
         info = ctx.params[param]
-        rests = home(param)
-        kind = (info.replicas, info.held, param.dtype, param.device, param.requires_grad, rests)
-        kinds.setdefault(kind, []).append(param)
-    buckets = []
-    for (axes, *_, rests), members in kinds.items():
-        for run in pack([p.numel() for p in members], capacity(ctx.mesh.size(*axes))):
-            chosen = [members[i] for i in run]
-            buckets.append(FlatBucket(chosen, [ctx.params[p] for p in chosen], ctx, share, masters, rests))
-    return buckets
+        return info.replicas, info.held, param.dtype, param.device, param.requires_grad, home(param)
+
+    runs = arrange(params, kind, lambda key: capacity(ctx.mesh.size(*key[0])))
+    return [FlatBucket(run, [ctx.params[p] for p in run], ctx, share, masters, home(run[0])) for run in runs]

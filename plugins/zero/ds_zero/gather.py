@@ -67,7 +67,7 @@ class Unit:
         bucket.full.untyped_storage().resize_(self._bytes)
         if by_all_reduce and bucket.world > 1:
             bucket.full.zero_()
-            bucket.parts(bucket.full)[bucket.rank].copy_(bucket.part)
+            bucket.own(bucket.full).copy_(bucket.part)
             self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]
         else:
             self._works = bucket.spread(bucket.group, gather=True)

@@ -249,8 +249,7 @@ class Reducer:
         bucket, group = grads.bucket, self._group(grads.bucket)
         if bucket.world == 1:
             return _Travelling(grads, [], source, source)
-        parts = bucket.parts(source)
-        mine = parts[bucket.rank]
+        mine = bucket.own(source)
         if self.section.reduce_scatter:
             out = mine if self._keeps else self._pool.take(mine.numel(), mine.dtype, mine.device)
             works = [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)]
@@ -258,7 +257,7 @@ class Reducer:
         if self.section.use_multi_rank_bucket_allreduce:
             works = [comm.all_reduce(source, group=group, async_op=True)]
         else:
-            ranks = torch.distributed.get_process_group_ranks(group)
+            ranks, parts = torch.distributed.get_process_group_ranks(group), bucket.parts(source)
             works = [comm.reduce(parts[i], dst=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
         return _Travelling(grads, works, source, mine)
 
@@ -275,7 +274,7 @@ class Reducer:
         grads, out, bucket = done.grads, done.out, done.grads.bucket
         if self._after != 1.0:
             out.mul_(self._after)
-        inside = out.data_ptr() == bucket.parts(done.source)[bucket.rank].data_ptr()
+        inside = out.data_ptr() == bucket.own(done.source).data_ptr()
         dtype = self._dtype(bucket)
         if bucket.host_steps:
             grads.land(out, self.ctx.precision.accumulate)

@@ -1,9 +1,11 @@
-"""What this distribution offers to ds_core: the section ``zero_optimization`` and its partitioner (torch-free)."""
+"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, ``dscore plan`` (torch-free)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from ds_core.entries import CommandEntry
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_config", "ds_partitioner"]
+__all__ = ["ds_check", "ds_commands", "ds_config", "ds_partitioner"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -22,6 +24,12 @@ def ds_config() -> type[BaseModel]:
     from ds_zero.config import ZeroConfig
 
     return ZeroConfig
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore plan``."""
+    text = "Predict what each rank holds and sends under every stage of ZeRO, and recommend one."
+    return {"plan": CommandEntry("ds_zero.plan_command:plan", text)}
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:

@@ -18,7 +18,7 @@ from ds_zero.base import ZeroPartitioner
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
 from ds_zero.grads import Reducer
-from ds_zero.units import Gatherer, gatherers, persistent
+from ds_zero.units import Gatherer, gatherers, members, persistent
 from ds_zero.watch import Watch
 
 if TYPE_CHECKING:
@@ -55,21 +55,14 @@ class Stage3(ZeroPartitioner):
         home = self.offload.homes(params)
         stay = [p for p in params if p not in parted]
         whole = make_buckets(stay, self.ctx, self.section.bucket_elements, home=home)
-        taken: set[nn.Parameter] = set()
-        for gatherer in self._gatherers:
-            own = [p for p in gatherer.params if p not in taken]
-            taken.update(own)
-            for chosen, mine in (
-                ([p for p in own if p in trained], True),
-                ([p for p in own if p not in trained], False),
-            ):
-                for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine, home=home):
-                    self._add_unit(bucket, gatherer.leaf, mine)
+        for gatherer, chosen, mine in members(self._gatherers, trained):
+            for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine, home=home):
+                self._add_unit(bucket, gatherer.leaf, mine)
         return whole + [u.bucket for u in self.units]
 
     def _capacity(self, world: int) -> int:
         """The most elements of a unit: all of its module's, unless the config wants parameters one at a time."""
-        return 1 if self.section.allgather_sequential else self.section.bucket_elements(world)
+        return self.section.unit_elements(world)
 
     def _add_unit(self, bucket: FlatBucket, leaf: bool, trained: bool) -> None:
         unit = Unit(len(self.units), bucket, leaf)
