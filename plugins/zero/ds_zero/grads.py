@@ -358,6 +358,21 @@ class Reducer:
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    def grads(self, bucket: FlatBucket) -> _Grads | None:
+        """The gradients of `bucket`; None where its elements cannot have any."""
+        return self._all.get(bucket)
+
+    @property
+    def share(self) -> float:
+        """What the sum of a gradient over its replicas is multiplied by: one over the size of dp."""
+        return self._before * self._after
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether there is any gradient on this rank, reduced or not."""
+        found = any(any(g.used) or any(g.filled) for g in self._all.values())
+        return found or any(p.grad is not None for p in self._place)
+
     def used(self, bucket: FlatBucket) -> bool:
         """Whether any rank had a gradient for any parameter of `bucket` since the last step."""
         return bucket in self._all and any(self._all[bucket].used)

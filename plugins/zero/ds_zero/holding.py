@@ -1,0 +1,107 @@
+"""What this rank holds of one parameter, told in the core's terms: see `ds_core.holding` and `ds_core.access`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_core.holding import Holding
+from ds_zero.flat import FlatBucket, Piece, Share
+
+if TYPE_CHECKING:
+    from ds_zero.base import ZeroPartitioner
+    from ds_zero.grads import _Grads
+
+__all__ = ["PieceHolding"]
+
+
+class PieceHolding(Holding):
+    """A piece of a parameter, in its bucket."""
+
+    def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
+        mesh, axes = partitioner.ctx.mesh, bucket.axes
+        self._partitioner, self._bucket, self._piece = partitioner, bucket, piece
+        self.name, self.shape, self.param, self.updated = piece.name, piece.shape, piece.param, piece.master
+        self.group, self.ranks, self.index = bucket.group, mesh.ranks(*axes), bucket.rank
+        spans = (bucket.layout.span(piece.index, rank) for rank in range(bucket.world))
+        self.ranges = [(s.start, s.stop) for s in spans]
+        self.partitions_weights = partitioner.section.stage == 3
+        self.local = bucket.share is Share.PART
+        self.device = bucket.full.device
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """See `Holding.read`."""
+        return self._partitioner.parking.view(tensor.detach())
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """See `Holding.write`."""
+        self.read(tensor).copy_(values.view(tensor.shape))
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    def round(self) -> Tensor:
+        """See `Holding.round`."""
+        mine = self.read(self._bucket.part)[self._piece.within]
+        if self._bucket.master is not self._bucket.part:
+            mine.copy_(self.read(self.updated))
+        return mine
+
+    def renew(self, weight: Tensor) -> None:
+        """See `Holding.renew`."""
+        full = self._partitioner.whole_now(self._bucket)
+        if full is not None:
+            self._bucket.view(self.read(full), self._piece.index).copy_(weight)
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    @property
+    def _grads(self) -> _Grads | None:
+        return self._partitioner.reducer.grads(self._bucket)
+
+    @property
+    def window_open(self) -> bool:
+        """See `Holding.window_open`."""
+        return self._partitioner.reducer.any_gradient
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """See `Holding.grad_dtype`."""
+        accumulate = self._partitioner.ctx.precision.accumulate
+        return accumulate if accumulate is not None and self._bucket.full.is_floating_point() else self._bucket.dtype
+
+    def reduced(self) -> Tensor | None:
+        """See `Holding.reduced`."""
+        grads = self._grads
+        if grads is None or grads.part is None or not grads.used[self._piece.index]:
+            return None
+        return self.read(grads.part)[self._piece.within]
+
+    @property
+    def has_pending(self) -> bool:
+        """See `Holding.has_pending`."""
+        grads = self._grads
+        return grads is not None and (grads.filled[self._piece.index] or self.param.grad is not None)
+
+    def pending(self) -> Tensor | None:
+        """See `Holding.pending`."""
+        grads = self._grads
+        if grads is None or not self.has_pending:
+            return None
+        total = torch.zeros(self.numel, dtype=self.grad_dtype, device=self.device)
+        if grads.filled[self._piece.index] and grads.local is not None:
+            total.add_(self._bucket.view(self.read(grads.local), self._piece.index).reshape(-1))
+        if (grad := self.param.grad) is not None:
+            total.add_((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
+        return total.mul_(self._partitioner.reducer.share)
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `Holding.set_grad`."""
+        grads, index = self._grads, self._piece.index
+        assert grads is not None, self.name
+        if grads.part is None:  # nothing was reduced yet; what will be is added to it
+            grads.part = torch.zeros(self._bucket.layout.part, dtype=self.grad_dtype, device=self.device)
+        grads.used[index], grads.filled[index] = True, False
+        self.param.grad = None
+        self.read(grads.part)[self._piece.within].copy_(values)
