@@ -1,5 +1,7 @@
-"""ZeRO for ds_core: model states partitioned over the ranks that would hold the same ones. Nothing loads torch before
-it is used (PEP 562)."""
+"""ZeRO for ds_core: model states partitioned over the ranks that would hold the same ones.
+
+``import ds_zero`` loads no torch; names load on first use (PEP 562).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_core.access import (
+    from ds_zero.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
@@ -22,27 +24,8 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
+    from ds_zero.moved import OffloadDeviceEnum, OffloadStateTypeEnum
     from ds_zero.offstates import get_state_devices
-    from ds_zero.park import OffloadDeviceEnum, OffloadStateTypeEnum
-
-_WHERE = {
-    "OffloadDeviceEnum": "ds_zero.park",
-    "OffloadStateTypeEnum": "ds_zero.park",
-    "get_state_devices": "ds_zero.offstates",
-    "safe_get_full_fp32_param": "ds_core.access",
-    "safe_get_full_grad": "ds_core.access",
-    "safe_get_full_optimizer_state": "ds_core.access",
-    "safe_get_local_fp32_param": "ds_core.access",
-    "safe_get_local_grad": "ds_core.access",
-    "safe_get_local_optimizer_state": "ds_core.access",
-    "safe_set_full_fp32_param": "ds_core.access",
-    "safe_set_full_grad": "ds_core.access",
-    "safe_set_full_optimizer_state": "ds_core.access",
-    "safe_set_local_fp32_param": "ds_core.access",
-    "safe_set_local_grad": "ds_core.access",
-    "safe_set_local_optimizer_state": "ds_core.access",
-    "safe_update_full_grad_vectorized": "ds_core.access",
-}
 
 __all__ = [
     "OffloadDeviceEnum",
@@ -63,11 +46,19 @@ __all__ = [
     "safe_update_full_grad_vectorized",
 ]
 
+_HOME = {
+    "OffloadDeviceEnum": "moved",
+    "OffloadStateTypeEnum": "moved",
+    "get_state_devices": "offstates",
+    **{name: "access" for name in __all__ if name.startswith("safe_")},
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'ds_zero' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_WHERE[name]), name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
     return value
 
 

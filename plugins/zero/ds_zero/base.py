@@ -17,8 +17,8 @@ from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece
 from ds_zero.grads import Reducer
 from ds_zero.holding import PieceHolding
+from ds_zero.moved import BACKWARD, Moved
 from ds_zero.offstates import offload_states, reload_states
-from ds_zero.park import BACKWARD, Parking
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,7 +42,7 @@ class ZeroPartitioner(Partitioner):
         self.partitions_gradients = section.stage > 1
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
-        self.parking = Parking(ctx.accelerator)
+        self.moved = Moved(ctx.accelerator)
         self._holdings: dict[nn.Parameter, PieceHolding] = {}
         self._module: nn.Module | None = None
         self._reducer: Reducer | None = None
@@ -99,17 +99,17 @@ class ZeroPartitioner(Partitioner):
 
     def begin(self) -> None:
         """See `Partitioner.begin`."""
-        self.parking.refuse("backward", BACKWARD)
+        self.moved.refuse("backward", BACKWARD)
         self.reducer.begin()
 
     def finish(self) -> None:
         """See `Partitioner.finish`."""
-        self.parking.refuse("reducing gradients", BACKWARD)
+        self.moved.refuse("reducing gradients", BACKWARD)
         self.reducer.finish()
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
-        self.parking.refuse("step")
+        self.moved.refuse("step")
         return self.reducer.gradients()
 
     def scale(self, factor: float) -> None:
@@ -152,13 +152,13 @@ class ZeroPartitioner(Partitioner):
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
         """See `Partitioner.states`; weights that are whole are stored by the first rank, pieces by their owners."""
         assert self._module is not None
-        self.parking.refuse("saving states")
+        self.moved.refuse("saving states")
         return states.states(self.ctx, self._module, self.buckets, optimizer)
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         assert self._module is not None
-        self.parking.refuse("loading states")
+        self.moved.refuse("loading states")
         from_fp32 = self.section.load_from_fp32_weights
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
 
@@ -182,7 +182,7 @@ class ZeroPartitioner(Partitioner):
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""
-        self.parking.restore(non_blocking=False)
+        self.moved.bring_back(non_blocking=False)
         if self._reducer is not None:
             self._reducer.detach()
 

@@ -33,7 +33,7 @@ class PieceHolding(Holding):
 
     def read(self, tensor: Tensor) -> Tensor:
         """See `Holding.read`."""
-        return self._partitioner.parking.view(tensor.detach())
+        return self._partitioner.moved.view(tensor.detach())
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """See `Holding.write`."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_core.errors import UsageError
 from ds_core.process import STATE
 from ds_zero.flat import Share
-from ds_zero.park import BACKWARD, FORWARD, OffloadDeviceEnum, OffloadStateTypeEnum
+from ds_zero.moved import BACKWARD, FORWARD, OffloadDeviceEnum, OffloadStateTypeEnum
 
 if TYPE_CHECKING:
     from ds_core.engine import Engine
@@ -39,26 +39,26 @@ def offload_states(
         raise ValueError(f"offload_states(device={OffloadDeviceEnum(device).value!r}): states can only go to 'cpu'")
     chosen = list(OffloadStateTypeEnum) if include is None else [OffloadStateTypeEnum(kind) for kind in include]
     partitioner = _stage3(engine)
-    partitioner.release_for_parking()
-    parking = partitioner.parking
+    partitioner.release_for_moving()
+    moved = partitioner.moved
     for kind in sorted(set(chosen), key=list(OffloadStateTypeEnum).index):
         tensors = list(_tensors(partitioner, engine.optimizer, kind))
         if kind is OffloadStateTypeEnum.hp_params:
             weights = {t.untyped_storage()._cdata for t in _weights(partitioner)}
             tensors = [t for t in tensors if t.untyped_storage()._cdata not in weights]
-        parking.park(kind, tensors, pin=pin_memory, non_blocking=non_blocking)
-    if parking.kinds & FORWARD:
+        moved.move_out(kind, tensors, pin=pin_memory, non_blocking=non_blocking)
+    if moved.kinds & FORWARD:
         parted = {p for b in partitioner.buckets if b.share is Share.PART for p in b.params}
-        parking.hide(p for p in engine.module.parameters() if p not in parted)
-    if parking.kinds & BACKWARD:
+        moved.hide(p for p in engine.module.parameters() if p not in parted)
+    if moved.kinds & BACKWARD:
         for param in engine.module.parameters():
             torch.autograd.graph.increment_version(param)
-    parking.guard(engine.module, engine.optimizer)
+    moved.guard(engine.module, engine.optimizer)
 
 
 def reload_states(engine: Engine, non_blocking: bool = False) -> None:
     """Bring back what `offload_states` moved; nothing when nothing was."""
-    _stage3(engine).parking.restore(non_blocking=non_blocking)
+    _stage3(engine).moved.bring_back(non_blocking=non_blocking)
 
 
 def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | str) -> set[torch.device]:
@@ -72,7 +72,7 @@ def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | s
     partitioner: Any = engine.partitioner if engine is not None else None
     if engine is None or "offload_states" not in partitioner.methods:
         raise UsageError("get_state_devices: no live engine under ZeRO has this model; give the engine itself")
-    view = partitioner.parking.view
+    view = partitioner.moved.view
     return {view(t).device for t in _tensors(partitioner, engine.optimizer, kind)}
 
 
@@ -93,7 +93,7 @@ def _weights(partitioner: ZeroPartitioner) -> Iterator[Tensor]:
         yield bucket.part
     for param in partitioner.module.parameters():
         if param not in parted:
-            yield partitioner.parking.shown(param)
+            yield partitioner.moved.shown(param)
 
 
 def _tensors(partitioner: ZeroPartitioner, optimizer: Any, kind: OffloadStateTypeEnum) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from ds_zero.base import ZeroPartitioner
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
 from ds_zero.grads import Reducer
-from ds_zero.park import BACKWARD
+from ds_zero.moved import BACKWARD
 from ds_zero.units import Gatherer, gatherers, persistent
 from ds_zero.watch import Watch
 
@@ -107,7 +107,7 @@ class Stage3(ZeroPartitioner):
 
     def _backward_began(self) -> None:
         """The first hook of a backward runs, in its outermost graph: whoever started it, it will be finished."""
-        self.parking.refuse("backward", BACKWARD)
+        self.moved.refuse("backward", BACKWARD)
         if self.reducer.reducing() and not self.reducer.running:
             self.reducer.start()
             torch.autograd.Variable._execution_engine.queue_callback(self.reducer.finish)
@@ -139,7 +139,7 @@ class Stage3(ZeroPartitioner):
         """See `ZeroPartitioner._updates`."""
         return bucket not in self._untrained
 
-    def release_for_parking(self) -> None:
+    def release_for_moving(self) -> None:
         """Release every unit, so that weights are where they rest. UsageError while modules run or are gathered."""
         if torch._C._current_graph_task_id() != -1 or any(u.holders for u in self.units):
             raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")

@@ -1,8 +1,9 @@
 """States of stage 3 moved to host memory between two phases of a program, and back: `offload_states`.
 
-[Note: parking] A parked tensor stays the same object, since optimizers, parameters and views hold it; only its storage
+[Note: moved states] A moved tensor stays the same object, since optimizers, parameters and views hold it; only its
+storage
 is emptied (``resize_(0)``), which gives the device's memory back, and its bytes wait in host memory. Nothing may touch
-it then, for that would be a read of freed memory: `Parking.refuse` stands at every door, and graphs that were made
+it then, for that would be a read of freed memory: `Moved.refuse` stands at every door, and graphs that were made
 before are made unusable through the version counters of the parameters.
 """
 
@@ -21,7 +22,7 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "Parking"]
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "Moved"]
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -47,7 +48,7 @@ BACKWARD = FORWARD | {OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contig
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
+class _Copy:
     """storage: emptied. host: its bytes."""
 
     storage: torch.UntypedStorage
@@ -56,25 +57,25 @@ class _Parked:
     device: torch.device
 
 
-class Parking:
+class Moved:
     """The storages of one engine that are in host memory now, and the hooks that stand guard until they are back."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._parked: dict[int, _Parked] = {}
+        self._copies: dict[int, _Copy] = {}
         self._event: Any = None
         self._guards: list[Any] = []
         self._shown: list[tuple[nn.Parameter, Tensor]] = []  # parameters that are empty for now, and what they are else
 
     @property
     def kinds(self) -> set[OffloadStateTypeEnum]:
-        """The groups of which something is parked."""
-        return {p.kind for p in self._parked.values()}
+        """The groups of which something is moved."""
+        return {p.kind for p in self._copies.values()}
 
     # -- out and back ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def park(self, kind: OffloadStateTypeEnum, tensors: Iterable[Tensor], *, pin: bool, non_blocking: bool) -> None:
+    def move_out(self, kind: OffloadStateTypeEnum, tensors: Iterable[Tensor], *, pin: bool, non_blocking: bool) -> None:
         """Move the storages of `tensors` to the host; those that are there, or empty, are left as they are."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -85,20 +86,20 @@ class Parking:
             host.copy_(_bytes(storage, tensor.device), non_blocking=non_blocking)
             # Work that is queued behind the copy may get this memory, on the same queue: not before the copy is done.
             storage.resize_(0)
-            self._parked[storage._cdata] = _Parked(storage, host, kind, tensor.device)
+            self._copies[storage._cdata] = _Copy(storage, host, kind, tensor.device)
         self._event = self._accelerator.new_event()
         self._event.record()
         if not non_blocking:
             self._settle()
 
     @torch.no_grad()
-    def restore(self, *, non_blocking: bool) -> None:
+    def bring_back(self, *, non_blocking: bool) -> None:
         """Bring everything back."""
         self._settle()
-        for parked in self._parked.values():
-            parked.storage.resize_(parked.host.numel())
-            _bytes(parked.storage, parked.device).copy_(parked.host, non_blocking=non_blocking)
-        self._parked.clear()
+        for copy in self._copies.values():
+            copy.storage.resize_(copy.host.numel())
+            _bytes(copy.storage, copy.device).copy_(copy.host, non_blocking=non_blocking)
+        self._copies.clear()
         for param, data in self._shown:
             param.data = data
         self._shown.clear()
@@ -109,7 +110,7 @@ class Parking:
             self._accelerator.synchronize()
 
     def hide(self, params: Iterable[nn.Parameter]) -> None:
-        """Let parameters that are parked be empty, so that using one is an error of shapes, until `restore`."""
+        """Let parameters that are moved be empty, so that using one is an error of shapes, until `bring_back`."""
         for param in params:
             if param.numel():
                 self._shown.append((param, param.data))
@@ -123,12 +124,12 @@ class Parking:
     # -- looking ---------------------------------------------------------------------------------------------
 
     def view(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or where it is parked the same view of its host copy; writes to that come back with it."""
-        if not self._parked or (parked := self._parked.get(tensor.untyped_storage()._cdata)) is None:
+        """`tensor`, or where it is moved the same view of its host copy; writes to that come back with it."""
+        if not self._copies or (copy := self._copies.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
         self._settle()
-        size = parked.host.numel() // tensor.itemsize * tensor.itemsize
-        flat = parked.host[:size].view(tensor.dtype)
+        size = copy.host.numel() // tensor.itemsize * tensor.itemsize
+        flat = copy.host[:size].view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def shown(self, param: nn.Parameter) -> Tensor:
@@ -138,8 +139,8 @@ class Parking:
     # -- guarding --------------------------------------------------------------------------------------------
 
     def guard(self, module: nn.Module, optimizer: Any) -> None:
-        """Refuse forwards and optimizer steps that would touch what is parked, until `restore`."""
-        if self._guards or not self._parked:
+        """Refuse forwards and optimizer steps that would touch what is moved, until `bring_back`."""
+        if self._guards or not self._copies:
             return
         for part in module.modules():
             self._guards.append(part.register_forward_pre_hook(self._before_forward, prepend=True))
@@ -150,8 +151,8 @@ class Parking:
         self.refuse("forward", BACKWARD if torch.is_grad_enabled() else FORWARD)
 
     def refuse(self, what: str, kinds: frozenset[OffloadStateTypeEnum] | None = None) -> None:
-        """Raise UsageError when anything (of `kinds`) is parked."""
-        if self._parked and (away := self.kinds if kinds is None else self.kinds & kinds):
+        """Raise UsageError when anything (of `kinds`) is moved."""
+        if self._copies and (away := self.kinds if kinds is None else self.kinds & kinds):
             names = ", ".join(sorted(k.value for k in away))
             raise UsageError(f"{what} needs {names}, moved to the host by offload_states(); call reload_states() first")
 
