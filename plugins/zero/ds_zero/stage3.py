@@ -141,9 +141,11 @@ class Stage3(ZeroPartitioner):
 
     def release_for_moving(self) -> None:
         """Release every unit, so that weights are where they rest. UsageError while modules run or are gathered."""
-        if torch._C._current_graph_task_id() != -1 or any(u.holders for u in self.units):
+        busy = self.watch.running or torch._C._current_graph_task_id() != -1
+        if not busy:
+            self.gathering.release_all()
+        if busy or any(u.state is not State.RELEASED for u in self.units):
             raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
-        self.gathering.release_all()
 
     def whole_now(self, bucket: FlatBucket) -> Tensor | None:
         """See `ZeroPartitioner.whole_now`."""
