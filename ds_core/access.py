@@ -31,7 +31,7 @@ from ds_core.process import STATE
 from ds_core.whole import WHEN, agree_kind, flags, no_state, owner, put_together, states_of, whole_grads
 
 if TYPE_CHECKING:
-    from ds_core.holding import Holding
+    from ds_core.holding import Holding, Ranges
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -63,7 +63,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     held, _ = found
-    return put_together([held], [held.read(held.updated).reshape(-1)])[0]
+    return _master(held)
 
 
 @torch.no_grad()
@@ -86,19 +86,20 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     kind = agree_kind(held, optimizer, optim_state_key)
     if kind.value is not None:
         return torch.tensor(kind.value, dtype=kind.dtype, device=held.device)
-    start, stop = held.range
+    start, stop = held.updated_ranges[held.index]
     mine = states_of(held, optimizer).get(optim_state_key)
     if kind.whole:  # not one value per element: who has all of the parameter has it
         first = owner(held)
         out = torch.empty(kind.shape, dtype=kind.dtype, device=held.device)
-        if held.index == first or held.replicated:
+        copied = held.copied(held.updated_ranges)
+        if held.index == first or copied:
             assert isinstance(mine, Tensor)
             out.copy_(held.read(mine))
-        if not held.replicated:
+        if not copied:
             comm.broadcast(out, src=held.ranks[first], group=held.group)
         return out
     piece = held.read(mine).reshape(-1) if isinstance(mine, Tensor) and stop > start else _nothing(held, kind.dtype)
-    return put_together([held], [piece])[0]
+    return put_together([held], [piece], [held.updated_ranges])[0]
 
 
 @torch.no_grad()
@@ -109,10 +110,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     held, _ = _found(param, "safe_set_full_fp32_param")
     _check_shape("safe_set_full_fp32_param", held, value, held.shape)
-    held.write(held.updated, _mine(held, value).to(held.updated.dtype))
-    rounded = _weight_follows(held)
-    if not held.replicated:
-        held.renew(put_together([held], [rounded])[0])
+    held.write(held.updated, _mine(held, value, held.updated_ranges).to(held.updated.dtype))
+    _refuse_old_graphs(held)
+    held.set_weight(_master(held))
 
 
 @torch.no_grad()
@@ -126,7 +126,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     _check_trainable("safe_set_full_grad", held)
     if not any(f[-1] for f in flags([held])):
         raise UsageError(f"safe_set_full_grad: parameter {held.name!r} has no gradient now; {WHEN}")
-    held.set_grad(_mine(held, value).to(held.grad_dtype))
+    held.set_grad(_mine(held, value, held.ranges).to(held.grad_dtype))
 
 
 @torch.no_grad()
@@ -143,13 +143,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         "safe_set_full_optimizer_state", held, value, () if single else kind.shape if kind.whole else held.shape
     )
     if optim_state_key not in (states := states_of(held, optimizer)):
-        if held.replicated:
-            _from_first(held, value)
-        return
+        return  # it is another rank's
     if single or kind.whole:
-        piece = _from_first(held, value) if held.replicated else value
+        piece = _from_first(held, value) if held.copied(held.updated_ranges) else value
     else:
-        piece = _mine(held, value)
+        piece = _mine(held, value, held.updated_ranges)
     _put(held, optimizer, states, optim_state_key, piece)
 
 
@@ -184,7 +182,7 @@ def _update(helds: Sequence[Holding], update_func: Callable[[Tensor, nn.Paramete
                 "return the new gradient"
             )
         _check_shape("safe_update_full_grad_vectorized", held, new, held.shape)
-        held.set_grad(_mine(held, new).to(held.grad_dtype))
+        held.set_grad(_mine(held, new, held.ranges).to(held.grad_dtype))
 
 
 # -- what this rank holds -------------------------------------------------------------------------------------
@@ -227,6 +225,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     (a small one) is refused.
     """
     held, _ = _local_found(param, "safe_set_local_fp32_param", value)
+    if held.ranges != held.updated_ranges:
+        raise UsageError(
+            f"safe_set_local_fp32_param: the optimizer updates parameter {held.name!r} whole on one rank, and others "
+            "hold parts of the weight; use safe_set_full_fp32_param"
+        )
     if not held.local and len(held.ranks) > 1:
         raise UsageError(
             f"safe_set_local_fp32_param: parameter {held.name!r} is whole on every rank (it is below "
@@ -234,9 +237,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             "set that threshold to 0"
         )
     held.write(held.updated, value.reshape(-1).to(held.updated.dtype))
-    rounded = _weight_follows(held)
-    if len(held.ranks) == 1:
-        held.renew(rounded.view(held.shape))
+    _refuse_old_graphs(held)
+    held.round()
 
 
 @torch.no_grad()
@@ -309,7 +311,7 @@ def _local(param: Tensor, who: str) -> tuple[Holding, Any] | None:
 def _local_found(param: Tensor, who: str, value: Tensor) -> tuple[Holding, Any]:
     found = _local(param, who) or _found(param, who)
     held = found[0]
-    start, stop = held.range
+    start, stop = (held.ranges if who == "safe_set_local_grad" else held.updated_ranges)[held.index]
     if value.numel() != stop - start:
         raise UsageError(
             f"{who}: this rank holds {stop - start} elements of parameter {held.name!r} (whole shape {held.shape}), "
@@ -334,12 +336,15 @@ def _check_trainable(who: str, held: Holding) -> None:
 # -- values ---------------------------------------------------------------------------------------------------
 
 
-def _mine(held: Holding, value: Tensor) -> Tensor:
-    """This rank's range of a whole `value`, flat; where ranks hold copies, the first rank's value counts."""
-    if held.replicated:
+def _master(held: Holding) -> Tensor:
+    return put_together([held], [held.read(held.updated).reshape(-1)], [held.updated_ranges])[0]
+
+
+def _mine(held: Holding, value: Tensor, ranges: Ranges) -> Tensor:
+    """What of a whole `value` is this rank's, flat; where ranks hold copies, the first rank's value counts."""
+    if held.copied(ranges):
         return _from_first(held, value).reshape(-1)
-    start, stop = held.range
-    return value.detach().reshape(-1)[start:stop]
+    return value.detach().reshape(-1)[slice(*ranges[held.index])]
 
 
 def _from_first(held: Holding, value: Tensor) -> Tensor:
@@ -348,10 +353,9 @@ def _from_first(held: Holding, value: Tensor) -> Tensor:
     return value
 
 
-def _weight_follows(held: Holding) -> Tensor:
-    """Write this rank's range of the weight from the master. A graph that has used the old weight is now refused."""
+def _refuse_old_graphs(held: Holding) -> None:
+    """The weight changes: a graph that has used the old one can no longer go backward, and says so."""
     torch.autograd.graph.increment_version(held.param)
-    return held.round()
 
 
 def _nothing(held: Holding, dtype: torch.dtype) -> Tensor:
@@ -365,7 +369,7 @@ def _copy(held: Holding, piece: Tensor) -> Tensor:
 def _local_state(held: Holding, optimizer: Any, key: str) -> Any:
     states = states_of(held, optimizer)
     if key not in states:
-        start, stop = held.range
+        start, stop = held.updated_ranges[held.index]
         where = " (this rank holds none of its elements)" if start == stop else ""
         raise ValueError(no_state(held, key, sorted(states)) + where)
     return states[key]

@@ -16,16 +16,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-__all__ = ["Holding"]
+__all__ = ["Holding", "Ranges"]
+
+Ranges = Sequence[tuple[int, int]]
 
 
 class Holding(ABC):
-    """This rank's range of the states of one parameter that an optimizer updates.
+    """This rank's ranges of the states of one parameter that an optimizer updates.
 
-    name, shape: the parameter's, whole. param: the module's parameter. updated: what the optimizer updates for it; as
-    many elements as this rank's range. group: the ranks that hold its other ranges, or copies; ranges: per rank of the
-    group, in its order, [start, stop). partitions_weights: whether the partitioner lets weights, too, live in such
-    ranges; local: whether this one does. device: where whole tensors shall be, and where collectives take them.
+    name, shape: the parameter's, whole. param: the module's parameter. updated: what the optimizer updates for it here.
+    group, ranks: who holds its other ranges, or copies. ranges: per rank of the group, in its order, [start, stop) of
+    the gradient, and of the weight where that is `local`; updated_ranges: of the master weight and the optimizer's
+    states. index: this rank's place. partitions_weights: whether the partitioner lets weights live in ranges; local:
+    whether this one does. device: where whole tensors shall be, and where collectives take them.
     """
 
     name: str
@@ -34,26 +37,21 @@ class Holding(ABC):
     updated: nn.Parameter
     group: ProcessGroup
     ranks: Sequence[int]
-    ranges: Sequence[tuple[int, int]]
+    ranges: Ranges
+    updated_ranges: Ranges
     index: int
     partitions_weights: bool
     local: bool
     device: torch.device
 
     @property
-    def range(self) -> tuple[int, int]:
-        """What is this rank's."""
-        return self.ranges[self.index]
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank of the group holds all of it."""
-        return all(r == (0, self.numel) for r in self.ranges)
-
-    @property
     def numel(self) -> int:
         """Elements of the whole parameter (a partitioned one may be empty now)."""
         return torch.Size(self.shape).numel()
+
+    def copied(self, ranges: Ranges) -> bool:
+        """Whether `ranges` say that every rank holds everything."""
+        return all(r == (0, self.numel) for r in ranges)
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of a tensor that the optimizer updates or keeps, wherever they are; not to be written to."""
@@ -66,12 +64,12 @@ class Holding(ABC):
     # -- weights ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def round(self) -> Tensor:
-        """Write this rank's range of the weight from `updated`; gives it, flat, in the weight's dtype."""
+    def round(self) -> None:
+        """Write this rank's range of the weight from `updated`, whose range it is, too."""
 
     @abstractmethod
-    def renew(self, weight: Tensor) -> None:
-        """Write the whole `weight` (of `shape`, in the weight's dtype) to wherever it is whole on this rank now."""
+    def set_weight(self, master: Tensor) -> None:
+        """Write the weight, rounded from the whole `master`, in this rank's range and wherever it is whole here now."""
 
     # -- gradients -------------------------------------------------------------------------------------------
 

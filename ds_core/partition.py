@@ -489,18 +489,18 @@ class _Copy(Holding):
         self._owner, self._slot = owner, slot
         self.name, self.shape, self.param, self.updated = slot.name, tuple(slot.param.shape), slot.param, slot.master
         self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
-        self.ranges = [(0, slot.param.numel())] * len(self.ranks)
+        self.ranges = self.updated_ranges = [(0, slot.param.numel())] * len(self.ranks)
         self.device = slot.param.device
         self._lone = len(self.ranks) == 1
 
-    def round(self) -> Tensor:
+    def round(self) -> None:
         """See `Holding.round`."""
         if self.updated is not self.param:
             self.param.copy_(self.updated)
-        return self.param.detach().reshape(-1)
 
-    def renew(self, weight: Tensor) -> None:
-        """See `Holding.renew`; `round` has written it already."""
+    def set_weight(self, master: Tensor) -> None:
+        """See `Holding.set_weight`."""
+        self.param.copy_(master)
 
     @property
     def window_open(self) -> bool:

@@ -13,7 +13,7 @@ from ds_core import comm
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_core.holding import Holding
+    from ds_core.holding import Holding, Ranges
 
 __all__ = ["WHEN", "Kind", "agree_kind", "flags", "no_state", "owner", "put_together", "states_of", "whole_grads"]
 
@@ -21,8 +21,9 @@ WHEN = "gradients are there from backward until step: call it after engine.backw
 
 
 def owner(held: Holding) -> int:
-    """The place in the group of the rank that has most of the parameter."""
-    return max(range(len(held.ranges)), key=lambda i: held.ranges[i][1] - held.ranges[i][0])
+    """The place in the group of the rank that updates most of the parameter."""
+    ranges = held.updated_ranges
+    return max(range(len(ranges)), key=lambda i: ranges[i][1] - ranges[i][0])
 
 
 def _batches(helds: Sequence[Holding]) -> Iterable[list[int]]:
@@ -33,33 +34,36 @@ def _batches(helds: Sequence[Holding]) -> Iterable[list[int]]:
     return found.values()
 
 
-def put_together(helds: Sequence[Holding], pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The whole tensors of which ranks hold `pieces`; each owner broadcasts all its pieces of one dtype at once."""
+def put_together(helds: Sequence[Holding], pieces: Sequence[Tensor], ranges: Sequence[Ranges]) -> list[Tensor]:
+    """The whole tensors of which ranks hold `pieces`, in `ranges`; each owner broadcasts all of one dtype at once."""
     out = [torch.empty(h.shape, dtype=p.dtype, device=h.device) for h, p in zip(helds, pieces, strict=True)]
     for batch in _batches(helds):
         for dtype in dict.fromkeys(pieces[i].dtype for i in batch):
-            _fill([(helds[i], pieces[i], out[i].view(-1)) for i in batch if pieces[i].dtype == dtype])
+            same = [i for i in batch if pieces[i].dtype == dtype]
+            _fill(helds[batch[0]], [(ranges[i], pieces[i], out[i].view(-1)) for i in same], dtype)
     return out
 
 
-def _fill(jobs: Sequence[tuple[Holding, Tensor, Tensor]]) -> None:
-    """Fill the last of each (holding, piece, whole flat tensor); all share a group and a dtype."""
-    for held, piece, whole in jobs:
-        if held.replicated:
+def _fill(here: Holding, jobs: Sequence[tuple[Ranges, Tensor, Tensor]], dtype: torch.dtype) -> None:
+    """Fill the last of each (ranges, piece, whole flat tensor) over the group of `here`."""
+    shared = []
+    for ranges, piece, whole in jobs:
+        if all(r == (0, whole.numel()) for r in ranges):
             whole.copy_(piece)
-    jobs = [job for job in jobs if not job[0].replicated]
-    if not jobs:
+        else:
+            shared.append((ranges, piece, whole))
+    if not shared:
         return
-    here, like, _ = jobs[0]
     for index, rank in enumerate(here.ranks):
-        sizes = [held.ranges[index][1] - held.ranges[index][0] for held, _, _ in jobs]
-        sent = torch.empty(sum(sizes), dtype=like.dtype, device=here.device)
-        for (_, piece, _), part in zip(jobs, sent.split(sizes), strict=True):
-            if index == here.index:
+        sizes = [ranges[index][1] - ranges[index][0] for ranges, _, _ in shared]
+        sent = torch.empty(sum(sizes), dtype=dtype, device=here.device)
+        parts = sent.split(sizes)
+        if index == here.index:
+            for (_, piece, _), part in zip(shared, parts, strict=True):
                 part.copy_(piece)
         comm.broadcast(sent, src=rank, group=here.group)
-        for (held, _, whole), part in zip(jobs, sent.split(sizes), strict=True):
-            whole[slice(*held.ranges[index])].copy_(part)
+        for (ranges, _, whole), part in zip(shared, parts, strict=True):
+            whole[slice(*ranges[index])].copy_(part)
 
 
 def flags(helds: Sequence[Holding]) -> list[tuple[bool, bool, bool]]:
@@ -81,12 +85,12 @@ def whole_grads(helds: Sequence[Holding], needed: str = "") -> list[Tensor | Non
         raise UsageError(f"{needed}: there are no gradients now; {WHEN}")
     out: list[Tensor | None] = [None] * len(helds)
     places = [i for i, f in enumerate(found) if f[0]]
-    pieces = []
-    for held in (helds[i] for i in places):
+    pieces, reduced = [], [helds[i] for i in places]
+    for held in reduced:
         piece = held.reduced()
-        start, stop = held.range
+        start, stop = held.ranges[held.index]
         pieces.append(torch.zeros(stop - start, dtype=held.grad_dtype, device=held.device) if piece is None else piece)
-    for place, whole in zip(places, put_together([helds[i] for i in places], pieces), strict=True):
+    for place, whole in zip(places, put_together(reduced, pieces, [h.ranges for h in reduced]), strict=True):
         out[place] = whole
     for batch in _batches(helds):
         waiting = [i for i in batch if found[i][1]]
@@ -145,7 +149,7 @@ def agree_kind(held: Holding, optimizer: Any, key: str) -> Kind:
     if key not in keys:
         raise ValueError(no_state(held, key, keys))
     dtype, shape, value, whole = next(rank[key] for rank in everyone if key in rank)
-    if whole and held.ranges[owner(held)] != (0, held.numel):
+    if whole and held.updated_ranges[owner(held)] != (0, held.numel):
         raise UsageError(
             f"optimizer state {key!r} of parameter {held.name!r} has shape {tuple(shape)} on one rank; where several "
             "ranks hold parts of a parameter, only states of one value per element, or of one value, can be whole"

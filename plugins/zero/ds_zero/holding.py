@@ -26,7 +26,7 @@ class PieceHolding(Holding):
         self.name, self.shape, self.param, self.updated = piece.name, piece.shape, piece.param, piece.master
         self.group, self.ranks, self.index = bucket.group, mesh.ranks(*axes), bucket.rank
         spans = (bucket.layout.span(piece.index, rank) for rank in range(bucket.world))
-        self.ranges = [(s.start, s.stop) for s in spans]
+        self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
         self.partitions_weights = partitioner.section.stage == 3
         self.local = bucket.share is Share.PART
         self.device = bucket.full.device
@@ -41,18 +41,22 @@ class PieceHolding(Holding):
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def round(self) -> Tensor:
+    def round(self) -> None:
         """See `Holding.round`."""
-        mine = self.read(self._bucket.part)[self._piece.within]
         if self._bucket.master is not self._bucket.part:
-            mine.copy_(self.read(self.updated))
-        return mine
+            self._resting.copy_(self.read(self.updated))
 
-    def renew(self, weight: Tensor) -> None:
-        """See `Holding.renew`."""
+    def set_weight(self, master: Tensor) -> None:
+        """See `Holding.set_weight`."""
+        self._resting.copy_(master.reshape(-1)[slice(*self.ranges[self.index])])
         full = self._partitioner.whole_now(self._bucket)
         if full is not None:
-            self._bucket.view(self.read(full), self._piece.index).copy_(weight)
+            self._bucket.view(self.read(full), self._piece.index).copy_(master)
+
+    @property
+    def _resting(self) -> Tensor:
+        """This rank's range of the weight, as it rests."""
+        return self.read(self._bucket.part)[self._piece.within]
 
     # -- gradients -------------------------------------------------------------------------------------------
 
