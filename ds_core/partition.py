@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["Partitioner", "Replicated", "StateSource", "StateTensor", "broadcast_from_first"]
+__all__ = [
+    "Partitioner",
+    "Replicated",
+    "StateSource",
+    "StateTensor",
+    "broadcast_from_first",
+    "saved_optimizer_states",
+    "set_optimizer_state",
+]
 
 log = logging.getLogger("ds_core.partition")
 
@@ -66,7 +74,7 @@ class StateSource(Protocol):
         """The whole state's shape."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
+        """The range [start, stop) of the row-major flattened state, as a new 1-d CPU tensor."""
 
 
 class Partitioner(ABC):
@@ -95,6 +103,13 @@ class Partitioner(ABC):
         groups: optimizer parameter groups over the module's parameters. Returns the same groups with the tensors
         that the optimizer is to update in the place of the parameters. Collective.
         """
+
+    def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of the `state` that a user's optimizer already had for `param` when it was attached.
+
+        It becomes the state of what the optimizer updates in its place; empty: none.
+        """
+        return dict(state)
 
     def begin(self) -> None:  # noqa: B027
         """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
@@ -432,35 +447,11 @@ class Replicated(Partitioner):
                 name = f"master/{slot.name}"
                 slot.master.data.copy_(_read(source, name, slot.master) if name in known else slot.param.data)
         if optimizer is not None:
-            self._load_optimizer(source, optimizer)
-
-    def _load_optimizer(self, source: StateSource, optimizer: Optimizer) -> None:
-        by_param: dict[str, list[tuple[str, str]]] = {}
-        for name in source.names():
-            kind, _, rest = name.partition("/")
-            if kind == "optimizer":
-                key, _, param = rest.partition("/")
-                by_param.setdefault(param, []).append((key, name))
-        for slot in self._slots:
-            if slot.name not in by_param:  # its state had not begun when the checkpoint was saved
-                optimizer.state.pop(slot.master, None)
-                continue
-            state: dict[str, Any] = optimizer.state[slot.master]
-            for key, name in by_param[slot.name]:
-                value = source.read(name).view(source.shape(name))
-                # A step counter stays on the CPU unless the optimizer has put it on the device (fused, capturable).
-                scalar = value.dim() == 0 and slot.master.dim() != 0
-                old = state.get(key)
-                device = (
-                    old.device
-                    if isinstance(old, Tensor)
-                    else _counter_device(optimizer, slot.master)
-                    if scalar
-                    else slot.master.device
-                )
-                if value.shape == slot.master.shape:  # with the master's strides, which fused optimizers go by
-                    value = torch.empty_like(slot.master, dtype=value.dtype, device="cpu").copy_(value)
-                state[key] = value.to(device)
+            saved = saved_optimizer_states(source)
+            for slot in self._slots:
+                names = saved.get(slot.name, {})
+                values = {key: source.read(name).view(source.shape(name)) for key, name in names.items()}
+                set_optimizer_state(optimizer, slot.master, values)
 
     def locate(self, param: nn.Parameter) -> Holding | None:
         """See `Partitioner.locate`."""
@@ -575,6 +566,33 @@ def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
     return source.read(name).view(shape)
 
 
-def _counter_device(optimizer: Optimizer, master: Tensor) -> torch.device:
-    on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-    return master.device if on_device else torch.device("cpu")
+def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:
+    """``{parameter: {key: name in source}}`` of all optimizer states that a checkpoint has."""
+    found: dict[str, dict[str, str]] = {}
+    for name in source.names():
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            key, _, param = rest.partition("/")
+            found.setdefault(param, {})[key] = name
+    return found
+
+
+def set_optimizer_state(optimizer: Optimizer, master: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Make `values`, CPU tensors by key, the state of `master`. None at all: its state has not begun."""
+    if not values:
+        optimizer.state.pop(master, None)
+        return
+    state: dict[str, Any] = optimizer.state[master]
+    for key, value in values.items():
+        old = state.get(key)
+        if isinstance(old, Tensor):
+            device = old.device
+        elif value.dim() == 0 and (master.dim() != 0 or key == "step"):
+            # A counter stays on the CPU unless the optimizer has put it on the device.
+            on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+            device = master.device if on_device else torch.device("cpu")
+        else:
+            device = master.device
+        if value.shape == master.shape and not master.is_contiguous():  # fused optimizers go by strides
+            value = torch.empty_like(master, dtype=value.dtype, device="cpu").copy_(value)
+        state[key] = value.to(device)

@@ -228,6 +228,8 @@ def _check_run(engine: Checkpointed, manifest: Manifest, run: Any, want: _Want) 
             f"the checkpoint has {saved} optimizer groups, this run {here}; use the same groups, or "
             "load_optimizer_states=False"
         )
+    elif manifest.optimizer.startswith("deepspeed:"):
+        log.info("the optimizer's states are those of DeepSpeed's %s", manifest.optimizer.partition(":")[2])
     elif manifest.optimizer != class_name(optimizer):
         log.warning(
             "the checkpoint's optimizer states are of %s, this run has %s; load_optimizer_states=False starts afresh",
@@ -304,7 +306,7 @@ def _apply(engine: Checkpointed, plan: _Plan, want: _Want) -> None:
         set_optimizer_values(optimizer, plan.local["optimizer"])
     engine.load_run_state(plan.run, optimizer=optimizer is not None, scheduler=want.scheduler)
     _load_plugins(engine, plan.local["plugins"])
-    if plan.own_local:
+    if plan.own_local and plan.local["random"] is not None:  # None: imported from another program
         rng.restore(plan.local["random"], engine.ctx.accelerator)
     else:
         log.debug("rank %d is new: it keeps its random state and takes rank 0's plugin states", comm.rank())

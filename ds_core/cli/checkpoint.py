@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_core.cli.show import show_json, show_table
+from ds_core.cli.show import say_error, show_json, show_table
 
 if TYPE_CHECKING:
     from ds_core.checkpoint.offline import Saved
@@ -25,6 +25,7 @@ def make_app() -> typer.Typer:
     app = typer.Typer(help="Inspect, verify, compare, export and prune checkpoints.", no_args_is_help=True)
     for command in (inspect, verify, export, diff, prune):
         app.command(command.__name__)(command)
+    app.command("import")(import_)
     return app
 
 
@@ -99,6 +100,20 @@ def export(
         )
     for path in paths:
         typer.echo(str(path))
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(help="DeepSpeed's checkpoint, safetensors, or a torch state dict.")],
+    output: Annotated[Path, typer.Argument(help="Folder of checkpoints to write into; its `latest` will name it.")],
+    tag: Annotated[str | None, typer.Option("--tag", help="The name to give it; default: as in SOURCE.")] = None,
+) -> None:
+    """Make a checkpoint out of other files; `engine.load_checkpoint` resumes it at any stage and world size."""
+    from ds_core.checkpoint.importing import import_checkpoint
+
+    path, missing = import_checkpoint(source, output, tag)
+    typer.echo(str(path))
+    for text in missing:
+        say_error(text)
 
 
 def diff(

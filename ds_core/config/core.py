@@ -257,7 +257,7 @@ class CoreConfig(Section):
     # -- what is built by name
     optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")
-    zero_allow_untested_optimizer: bool = option(False, "Let ZeRO run an optimizer that is not on its list.")
+    zero_allow_untested_optimizer: bool = option(False, "Let ZeRO run an optimizer that nobody has declared.")
     zero_force_ds_cpu_optimizer: bool = option(True, "Let ZeRO refuse a user's optimizer with offload.")
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "How checkpoints are saved and loaded.")
     kernels: dict[str, Annotated[str, Field(min_length=1)]] = option(

@@ -18,15 +18,19 @@ __all__ = ["PieceHolding"]
 
 
 class PieceHolding(Holding):
-    """A piece of a parameter, in its bucket."""
+    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (`ds_zero.regroup`)."""
 
     def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
         mesh, axes = partitioner.ctx.mesh, bucket.axes
         self._partitioner, self._bucket, self._piece = partitioner, bucket, piece
-        self.name, self.shape, self.param, self.updated = piece.name, piece.shape, piece.param, piece.master
+        self.name, self.shape, self.param = piece.name, piece.shape, piece.param
+        self.updated = partitioner.pieces[piece.param].master
         self.group, self.ranks, self.index = bucket.group, mesh.ranks(*axes), bucket.rank
         spans = (bucket.layout.span(piece.index, rank) for rank in range(bucket.world))
         self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
+        if bucket.whole is not None:
+            owner, everything = bucket.whole.owners[piece.index], (0, self.numel)
+            self.updated_ranges = [everything if rank == owner else (0, 0) for rank in range(bucket.world)]
         self.partitions_weights = partitioner.section.stage == 3
         self.local = bucket.share is Share.PART
         self.device = bucket.full.device
@@ -43,8 +47,8 @@ class PieceHolding(Holding):
 
     def round(self) -> None:
         """See `Holding.round`."""
-        if self._bucket.master is not self._bucket.part:
-            self._resting.copy_(self.read(self.updated))
+        if self._bucket.master is not self._bucket.part or self._bucket.whole is not None:
+            self._resting.copy_(self.read(self.updated).reshape(-1))
 
     def set_weight(self, master: Tensor) -> None:
         """See `Holding.set_weight`."""

@@ -102,7 +102,7 @@ def _tensors(partitioner: ZeroPartitioner, optimizer: Any, kind: OffloadStateTyp
         states = optimizer.state.values() if optimizer is not None else ()
         found: Iterable[Tensor | None] = (v for s in states for v in s.values() if isinstance(v, Tensor))
     elif kind is OffloadStateTypeEnum.hp_params:
-        found = (b.master for b in partitioner.buckets)
+        found = (p.master for b in partitioner.buckets for p in b.optimized)
     elif kind is OffloadStateTypeEnum.lp_params:
         found = _weights(partitioner)
     else:
