@@ -592,3 +592,70 @@ def axes(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_held_on_an_axis(stage: int, world: int) -> None:
     assert run_ranks(world, axes, stage) == [[]] * world
+
+
+def whole_tensors(stage: int) -> dict[str, float]:
+    """Adafactor updates whole tensors, on one rank each, and keeps states of rows and of columns."""
+    import ds_core
+    from ds_core import access, comm
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "Adafactor", "params": {"lr": 0.05}},
+    }
+    if stage:
+        small = {"reduce_bucket_size": 100, "param_persistence_threshold": 6}
+        config["zero_optimization"] = {"stage": stage, **small}
+    case = Case()
+    truth = Truth(case, comm.world_size())
+    truth.optimizer = torch.optim.Adafactor(list(truth.masters.values()), lr=0.05)
+    engine, *_ = ds_core.initialize(model=build(case, seed=comm.rank()), config=config)
+    errors: dict[str, float] = {}
+    for step in range(3):
+        backward(engine, case, step, 0)
+        truth.backward(step, 0)
+        check_grads(errors, engine, truth, str(step))
+        for n, p in engine.module.named_parameters():
+            if step == 1:
+                value = new_value(n, "grad", truth.params[n])
+                access.safe_set_full_grad(p, value)
+                truth.params[n].grad = value
+        engine.step()
+        truth.step()
+        for n, p in engine.module.named_parameters():
+            for key, old in truth.state(n).items():
+                found = access.safe_get_full_optimizer_state(p, key)
+                assert found is not None
+                errors[f"{n} {key} {step}"] = far(found, old)
+                if step == 0:
+                    value = old + 2 if key == "step" else new_value(n, key, old)
+                    access.safe_set_full_optimizer_state(p, value, key)
+                    old.copy_(value)
+            master = access.safe_get_full_fp32_param(p)
+            assert master is not None
+            errors[f"{n} master {step}"] = far(master, truth.masters[n].detach())
+            value = new_value(n, "master", truth.masters[n].detach())
+            access.safe_set_full_fp32_param(p, value)
+            truth.masters[n].data.copy_(value)
+            if stage == 3 and comm.world_size() > 1:
+                mine = access.safe_get_local_fp32_param(p)
+                assert mine is not None
+                assert mine.numel() in (0, value.numel())
+                held = engine.partitioner.locate(p)
+                if held.local and held.ranges == held.updated_ranges:  # its owner has the weight whole, too
+                    continue
+                with pytest.raises(RuntimeError, match=r"whole on (one|every) rank"):
+                    access.safe_set_local_fp32_param(p, mine)
+        if stage == 3:
+            engine.offload_states()
+            engine.reload_states()
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_of_whole_tensors(stage: int, world: int) -> None:
+    for errors in run_ranks(world, whole_tensors, stage):
+        assert {k: v for k, v in errors.items() if v > 1e-12} == {}
