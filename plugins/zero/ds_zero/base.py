@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
@@ -16,13 +16,17 @@ from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_f
 from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece, needs_whole
 from ds_zero.grads import Reducer
+from ds_zero.holding import PieceHolding
+from ds_zero.moved import BACKWARD, Moved
 from ds_zero.offload import Offload, tiled_step
+from ds_zero.offstates import offload_states, reload_states
 from ds_zero.regroup import regroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.holding import Holding
     from ds_zero.config import ZeroConfig
 
 __all__ = ["ZeroPartitioner"]
@@ -33,12 +37,16 @@ ParamGroups = list[dict[str, Any]]
 class ZeroPartitioner(Partitioner):
     """Flat buckets over each parameter's replicas; the stages differ in what of a bucket stays whole."""
 
+    methods: Mapping[str, Callable[..., Any]] = {"offload_states": offload_states, "reload_states": reload_states}
+
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
         self.partitions_gradients = section.stage > 1
         self.offload: Offload
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
+        self.moved = Moved(ctx.accelerator)
+        self._holdings: dict[nn.Parameter, PieceHolding] = {}
         self._module: nn.Module | None = None
         self._reducer: Reducer | None = None
 
@@ -83,6 +91,12 @@ class ZeroPartitioner(Partitioner):
         broadcast_from_first(mesh, tensors)
 
     @property
+    def module(self) -> nn.Module:
+        """What was attached."""
+        assert self._module is not None
+        return self._module
+
+    @property
     def reducer(self) -> Reducer:
         """Who takes gradients; there once a module is attached."""
         assert self._reducer is not None
@@ -92,14 +106,17 @@ class ZeroPartitioner(Partitioner):
 
     def begin(self) -> None:
         """See `Partitioner.begin`."""
+        self.moved.refuse("backward", BACKWARD)
         self.reducer.begin()
 
     def finish(self) -> None:
         """See `Partitioner.finish`."""
+        self.moved.refuse("reducing gradients", BACKWARD)
         self.reducer.finish()
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
+        self.moved.refuse("step")
         return self.reducer.gradients()
 
     def scale(self, factor: float) -> None:
@@ -160,17 +177,38 @@ class ZeroPartitioner(Partitioner):
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
         """See `Partitioner.states`; weights that are whole are stored by the first rank, pieces by their owners."""
         assert self._module is not None
+        self.moved.refuse("saving states")
         return states.states(self.ctx, self._module, self.buckets, optimizer)
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         assert self._module is not None
+        self.moved.refuse("loading states")
         from_fp32 = self.section.load_from_fp32_weights
         self.offload.settle()
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
 
+    # -- access ----------------------------------------------------------------------------------------------
+
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """See `Partitioner.locate`."""
+        if not self._holdings:
+            self._holdings = {
+                p.param: PieceHolding(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)
+            }
+        return self._holdings.get(param)
+
+    def _updates(self, bucket: FlatBucket) -> bool:
+        """Whether the optimizer updates the parameters of `bucket`."""
+        return True
+
+    def whole_now(self, bucket: FlatBucket) -> Tensor | None:
+        """The buffer in which the weights of `bucket` are whole on this rank now, if they are."""
+        return bucket.full
+
     def detach(self) -> None:
         """See `Partitioner.detach`."""
+        self.moved.bring_back(non_blocking=False)
         if self._reducer is not None:
             self._reducer.detach()
 

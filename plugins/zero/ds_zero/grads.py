@@ -78,10 +78,26 @@ class _Grads:
         """Start adding the device's `out` to the part, which is on the host; in the masters' dtype, if any will do."""
         home, first = self.bucket.home, self.part is None
         assert home.masters is not None and home.transfers is not None
-        if self.host is None:
-            self.host = home.masters.buffer(out.numel(), accumulate or self.bucket.master.dtype)
-        self.part = self.host
+        if first:
+            self._take_host(accumulate)
+        assert self.part is not None
         home.transfers.to_host(self.part, out, add=not first)
+
+    def _take_host(self, accumulate: torch.dtype | None) -> None:
+        store = self.bucket.home.masters
+        assert store is not None
+        if self.host is None:
+            self.host = store.buffer(self.bucket.layout.part, accumulate or self.bucket.master.dtype)
+        self.part = self.host
+
+    def begin_part(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
+        """Begin the part with zeros, before anything was reduced; what will be is added to it."""
+        if self.bucket.host_steps:
+            self._take_host(accumulate)
+            assert self.part is not None
+            self.part.zero_()
+        else:
+            self.part = torch.zeros(self.bucket.layout.part, dtype=dtype, device=self.bucket.full.device)
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -382,6 +398,21 @@ class Reducer:
         grads = [p.master.grad for b in self._all for p in b.optimized if p.master.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
+
+    def grads(self, bucket: FlatBucket) -> _Grads | None:
+        """The gradients of `bucket`; None where its elements cannot have any."""
+        return self._all.get(bucket)
+
+    @property
+    def share(self) -> float:
+        """What the sum of a gradient over its replicas is multiplied by: one over the size of dp."""
+        return self._before * self._after
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether there is any gradient on this rank, reduced or not."""
+        found = any(any(g.used) or any(g.filled) for g in self._all.values())
+        return found or any(p.grad is not None for p in self._place)
 
     def used(self, bucket: FlatBucket) -> bool:
         """Whether any rank had a gradient for any parameter of `bucket` since the last step."""

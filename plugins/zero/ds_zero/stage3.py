@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.errors import DSError
+from ds_core.errors import DSError, UsageError
 from ds_zero.base import ZeroPartitioner
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
 from ds_zero.grads import Reducer
+from ds_zero.moved import BACKWARD
 from ds_zero.units import Gatherer, gatherers, members, persistent
 from ds_zero.watch import Watch
 
@@ -104,6 +105,7 @@ class Stage3(ZeroPartitioner):
 
     def _backward_began(self) -> None:
         """The first hook of a backward runs, in its outermost graph: whoever started it, it will be finished."""
+        self.moved.refuse("backward", BACKWARD)
         if self.reducer.reducing() and not self.reducer.running:
             self.reducer.start()
             torch.autograd.Variable._execution_engine.queue_callback(self.reducer.finish)
@@ -134,6 +136,27 @@ class Stage3(ZeroPartitioner):
         for unit in self.units:
             if unit.state is not State.RELEASED or unit.bucket.full.untyped_storage().nbytes():
                 raise DSError(f"rank {self.ctx.rank}: {unit.bucket.names[0]!r} is still gathered after the step")
+
+    def _updates(self, bucket: FlatBucket) -> bool:
+        """See `ZeroPartitioner._updates`."""
+        return bucket not in self._untrained
+
+    def release_for_moving(self) -> None:
+        """Release every unit, so that weights are where they rest. UsageError while modules run or are gathered."""
+        busy = self.watch.running or torch._C._current_graph_task_id() != -1
+        if not busy:
+            self.gathering.release_all()
+        if busy or any(u.state is not State.RELEASED for u in self.units):
+            raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
+
+    def whole_now(self, bucket: FlatBucket) -> Tensor | None:
+        """See `ZeroPartitioner.whole_now`."""
+        unit = next((u for u in self.units if u.bucket is bucket), None)
+        if unit is None:
+            return bucket.full
+        if unit.state is State.GATHERING:
+            unit.complete()
+        return None if unit.state is State.RELEASED else bucket.full
 
     def detach(self) -> None:
         """Make the module whole again, on every rank, and remove the hooks. Collective."""

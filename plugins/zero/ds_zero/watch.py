@@ -179,6 +179,11 @@ class Watch:
         if unit.state is State.WHOLE:
             self._gathering.drop(unit)
 
+    @property
+    def running(self) -> bool:
+        """Whether a watched module's forward is under way."""
+        return bool(self._stack)
+
     def end(self) -> None:
         """Nothing runs any more."""
         self._stack.clear()
