@@ -16,12 +16,15 @@ from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_f
 from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece
 from ds_zero.grads import Reducer
+from ds_zero.manners import unteach
+from ds_zero.parked import prepare, restore
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
+    from ds_zero.gather import Unit
 
 __all__ = ["ZeroPartitioner"]
 
@@ -36,7 +39,12 @@ class ZeroPartitioner(Partitioner):
         self.partitions_gradients = section.stage > 1
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
+        self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
+        self.unit_of: dict[nn.Parameter, Unit] = {}
+        self.places: dict[nn.Parameter, int] = {}
+        self.entered: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
+        self._load_hooks: list[Any] = []
         self._reducer: Reducer | None = None
 
     # -- set-up ----------------------------------------------------------------------------------------------
@@ -53,12 +61,51 @@ class ZeroPartitioner(Partitioner):
                     "model; pass parameters of the model given to initialize (after any transform they must still be "
                     "in it)"
                 )
+        prepare(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
         self.pieces = {p.param: p for b in self.buckets for p in b.pieces}
+        self.bucket_of = {p: b for b in self.buckets for p in b.params}
+        self.places = {p: i for i, p in enumerate(self.ctx.params)}
+        restore(module)
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
         self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
+        self._settle_in(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
+
+    def _settle_in(self, module: nn.Module) -> None:
+        """Take over what `ds_zero.Init` has taught the modules, and let masters follow ``load_state_dict``."""
+        for part in module.modules():
+            unteach(part)
+            if any(p in self.bucket_of for p in part._parameters.values() if p is not None):
+                self._load_hooks.append(part.register_load_state_dict_post_hook(self._follow))
+
+    def _follow(self, module: nn.Module, keys: Any) -> None:
+        """Weights were loaded into `module`; the next step would publish the old ones otherwise."""
+        for param in module._parameters.values():
+            if param is not None and (bucket := self.bucket_of.get(param)) is not None:
+                bucket.follow(param)
+
+    # -- weights whole for a while, see `homes` ----------------------------------------------------------------
+
+    def keep(self, unit: Unit) -> None:
+        """Make `unit` whole until `unkeep`."""
+        raise NotImplementedError
+
+    def unkeep(self, unit: Unit) -> None:
+        """The reverse of `keep`."""
+        raise NotImplementedError
+
+    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """`module` uses `param`, which another module owns. Only stage 3 needs to know."""
+
+    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """The reverse of `add_external`."""
+
+    engine_methods = ("empty_partition_cache",)
+
+    def empty_partition_cache(self) -> None:
+        """Release weights that were gathered ahead or kept for later."""
 
     @abstractmethod
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
@@ -147,6 +194,9 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.detach`."""
         if self._reducer is not None:
             self._reducer.detach()
+        for hook in self._load_hooks:
+            hook.remove()
+        self._load_hooks.clear()
 
 
 def _check_grain(ctx: Context) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_zero.layout import Layout, pack
+from ds_zero.parked import take_over
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -87,10 +88,14 @@ class FlatBucket:
     def _flatten(self, source: int) -> Tensor:
         """Move the parameters into one buffer and give every rank the weights of global rank `source`."""
         full = torch.zeros(self.layout.total, dtype=self.params[0].dtype, device=self.params[0].device)
+        ranks = torch.distributed.get_process_group_ranks(self.group) if self.world > 1 else []
+        agreed = True
         for param, view in zip(self.params, self.views(full), strict=True):
-            view.copy_(param)
+            taken = take_over(param, ranks)
+            view.copy_(param if taken is None else taken[0])
             param.data = view
-        if self.world > 1:
+            agreed = agreed and taken is not None and taken[1]
+        if self.world > 1 and not agreed:
             comm.broadcast(full, src=source, group=self.group)
         return full
 
@@ -128,6 +133,28 @@ class FlatBucket:
         """Write the master weights into the part."""
         if self.master is not self.part:
             self.part.copy_(self.master)
+
+    @torch.no_grad()
+    def write(self, index: int, whole: Tensor) -> None:
+        """Make `whole`, the same on all ranks, the weight of parameter `index`: its part, and its master.
+
+        The parameter itself, where it is whole, must have it already.
+        """
+        piece = self.pieces[index]
+        mine = whole.reshape(-1)[piece.start : piece.stop]
+        if self.share is Share.PART:
+            self.part[piece.within].copy_(mine)
+        if self.master is not self.part:
+            piece.master.data.copy_(mine)
+
+    @torch.no_grad()
+    def follow(self, param: nn.Parameter) -> None:
+        """The weight of `param`, which is whole on every rank, was written: its master follows where they differ."""
+        if self.master is self.part or self.share is Share.PART:
+            return
+        piece = next(p for p in self.pieces if p.param is param)
+        now = self.part[piece.within]
+        piece.master.data.copy_(torch.where(piece.master.data.to(now.dtype) == now, piece.master.data, now))
 
     def spread(self, group: Any, *, gather: bool) -> list[Any]:
         """Start giving every rank all parts, straight into `full`; the works under way.
