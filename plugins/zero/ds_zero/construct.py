@@ -30,7 +30,7 @@ from ds_core.accelerator import get_accelerator
 from ds_core.errors import AcceleratorError, ConfigError, UsageError
 from ds_zero.homes import engine_of
 from ds_zero.manners import teach
-from ds_zero.parked import Place, park, parked
+from ds_zero.parked import Place, cast, fill_alias, park, parked
 from ds_zero.touch import Touching
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Init:
     ) -> None:
         self._enabled = enabled
         self._pending: dict[nn.Module, None] = {}
+        self._parked: list[nn.Parameter] = []
         self._handles: list[Any] = []
         if not enabled:
             return
@@ -141,6 +142,7 @@ class Init:
                 outer._pending.update(self._pending)  # still under construction
             self._pending.clear()
             self._touching.__exit__(kind or sys.exc_info()[0], error, trace)
+            self._cast()
 
     # -- construction ----------------------------------------------------------------------------------------
 
@@ -149,6 +151,8 @@ class Init:
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         if self._mine():
+            if parked(param) is None:
+                fill_alias(param)
             self._pending[module] = None
             self._finish()
 
@@ -181,7 +185,13 @@ class Init:
             params = _materialise(module)
         for param in params:
             park(param, self._place)
+        self._parked += params
         teach(module, apply=self._apply, engine=False)
+
+    def _cast(self) -> None:
+        for param in self._parked:
+            cast(param)
+        self._parked.clear()
 
     def _convert(self, module: nn.Module) -> None:
         """Partition a model that exists."""
@@ -190,6 +200,7 @@ class Init:
             if any(p is not None and engine_of(p) is not None for p in part._parameters.values()):
                 raise UsageError("ds_zero.Init: this module is already in an engine")
             self._park(part)
+        self._cast()
 
 
 def _to_park(param: nn.Parameter | None) -> bool:

@@ -15,6 +15,7 @@ from ds_core.errors import UsageError
 from ds_core.process import STATE
 from ds_zero.external import register_external_parameter
 from ds_zero.homes import Home, homes_of
+from ds_zero.parked import quietly
 
 __all__ = ["GatheredParameters", "empty_partition_cache", "is_zero_param", "unwrap_model_for_generation"]
 
@@ -54,6 +55,7 @@ class GatheredParameters:
                 if home.param not in own:
                     register_external_parameter(fwd_module, home.param)
 
+    @quietly
     def __enter__(self) -> None:
         homes = homes_of(self._params)
         for home in homes:
@@ -70,6 +72,7 @@ class GatheredParameters:
             if self._modifier is None and home.checks:
                 self._before[home.param] = home.param.detach().clone()
 
+    @quietly
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -83,7 +86,7 @@ class GatheredParameters:
                     home.put_back(home.source(self._modifier))
         finally:
             for home in written:
-                with contextlib.suppress(RuntimeError), torch.no_grad():
+                with contextlib.suppress(RuntimeError):
                     home.param.copy_(self._before[home.param])
             self._before.clear()
             for home in homes:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import STATE
-from ds_zero.parked import Parked, check_untouched, park, parked
+from ds_zero.parked import Parked, check_untouched, park, parked, quietly
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
@@ -164,7 +164,7 @@ class _Parked(Home):
     def apart(self) -> bool:
         return True
 
-    @torch.no_grad()
+    @quietly
     def hold(self) -> None:
         here = self._here
         if not here.holds:
@@ -172,24 +172,26 @@ class _Parked(Home):
             self.param.data = here.gather().to(self.param.dtype)
         here.holds += 1
 
+    @quietly
     def put_back(self, source: int) -> None:
         self._check()
         park(self.param, self._here.place, source)
 
+    @quietly
     def settle(self) -> None:
         park(self.param, self._here.place)  # the constructor that wrote to it may have given it another shape
         self.let_go()
 
-    @torch.no_grad()
+    @quietly
     def let_go(self) -> None:
         here = self._here
         here.holds -= 1
         if not here.holds:
-            self.param.data = here.empty.to(self.param.dtype)
+            self.param.data = here.blank(self.param.dtype)
         elif not self.param.numel():  # put back, but somebody else still wants it
             self.param.data = here.gather().to(self.param.dtype)
 
-    @torch.no_grad()
+    @quietly
     def assign(self, value: Tensor) -> None:
         self.param.data = value.to(self.device, self.param.dtype, copy=True)
         park(self.param, self._here.place)
@@ -245,11 +247,12 @@ class _Managed(Home):
     def apart(self) -> bool:
         return self._unit is not None
 
+    @quietly
     def hold(self) -> None:
         if self._unit is not None:
             self._zero.keep(self._unit)
 
-    @torch.no_grad()
+    @quietly
     def put_back(self, source: int) -> None:
         self._check()
         group, data = self.group, self.param.data
@@ -267,11 +270,12 @@ class _Managed(Home):
             comm.broadcast(view, src=source, group=group)
         self._bucket.write(self._piece.index, view)
 
+    @quietly
     def let_go(self) -> None:
         if self._unit is not None:
             self._zero.unkeep(self._unit)
 
-    @torch.no_grad()
+    @quietly
     def assign(self, value: Tensor) -> None:
         group = self.group
         value = value.to(self.device, self.param.dtype, copy=True).contiguous()

@@ -2,14 +2,20 @@
 
 A parked parameter is an empty tensor; its weight lies in equal parts on the ranks of one group, each parameter by
 itself. The partitioner of the engine that comes later takes the parts over, one bucket at a time.
+
+[Note: bits] Plain code builds a model in fp32 and casts it when it is done, and constructors may work on a weight
+several times. So a weight is parked in the dtype it was built in, and cast when the construction is over.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +27,30 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Parked", "Place", "check_untouched", "park", "parked", "prepare", "restore", "take_over", "unpark"]
+__all__ = [
+    "Parked",
+    "Place",
+    "check_untouched",
+    "cast",
+    "fill_alias",
+    "park",
+    "parked",
+    "prepare",
+    "quietly",
+    "restore",
+    "take_over",
+    "unpark",
+]
 
 log = logging.getLogger("ds_zero")
 
 DESCRIBED = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
 """The documented attributes of a partitioned parameter."""
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _SERIAL = itertools.count()
+_BLANKS: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +72,17 @@ class Place:
     checks: bool = False
 
 
+def quietly(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` without gradients, and unseen by torch function modes: ours (see `touch`) and others'."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
+
+
 class Parked:
     """The weight of one parameter, in parts.
 
@@ -62,6 +95,7 @@ class Parked:
         self.part: Tensor | None = None
         self.holds = 0
         self.entered = False
+        self._storage: torch.UntypedStorage | None = None
 
     @property
     def elements(self) -> int:
@@ -92,10 +126,12 @@ class Parked:
             comm.all_gather_into_tensor(whole, part, group=self.place.group)
         return whole[:numel].view(self.shape)
 
-    @property
-    def empty(self) -> Tensor:
-        """What a parameter holds while its weight is parked."""
-        return torch.empty(0, dtype=self.dtype, device=self.place.device)
+    def blank(self, dtype: torch.dtype | None = None) -> Tensor:
+        """What a parameter holds while its weight is parked: an empty tensor of its own."""
+        blank = torch.empty(0, dtype=dtype or self.dtype, device=self.place.device)
+        self._storage = blank.untyped_storage()
+        _BLANKS[self._storage._cdata] = self
+        return blank
 
 
 def parked(param: Any) -> Parked | None:
@@ -104,29 +140,59 @@ def parked(param: Any) -> Parked | None:
     return found if isinstance(found, Parked) else None
 
 
-@torch.no_grad()
+@quietly
+def fill_alias(tensor: Tensor) -> None:
+    """Give a tensor that was made of an empty parameter, unseen (``nn.Parameter(linear.weight)``), the weight's values.
+
+    Collective when it is one.
+    """
+    if tensor.dim() == 1 and not tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
+        here = _BLANKS.get(tensor.untyped_storage()._cdata)
+        if here is not None:
+            tensor.data = here.gather().to(tensor.dtype)
+
+
+@quietly
 def park(param: nn.Parameter, place: Place, source: int | None = None) -> None:
     """Keep only this rank's part of the weight in `param`; `source` (a global rank of the group) wins. Collective.
 
     A parameter on the meta device keeps its shape and has no value yet.
     """
     old = parked(param)
-    dtype = param.dtype if place.dtype is None or not param.is_floating_point() else place.dtype
-    here = Parked(place, param.shape, dtype, next(_SERIAL)) if old is None else old
-    here.shape, here.dtype = param.shape, dtype
+    here = Parked(place, param.shape, param.dtype, next(_SERIAL)) if old is None else old
+    here.shape, here.dtype = param.shape, param.dtype
     if not param.is_meta:
-        flat = param.data.to(place.device, dtype).contiguous().reshape(-1)
+        flat = param.data.to(place.device).contiguous().reshape(-1)
         if len(place.ranks) > 1 and flat.numel():
             comm.broadcast(flat, src=place.ranks[0] if source is None else source, group=place.group)
         here.split(flat)
-        param.data = here.empty
+        param.data = here.blank()
     else:
-        _replace_meta(param, here.empty)
+        _replace_meta(param, here.blank())
+    _tag(param, here)
+
+
+def _tag(param: Any, here: Parked) -> None:
     tagged: Any = param
     tagged._ds_parked = here
     tagged.ds_id = f"init.{here.serial}"
     tagged.ds_shape, tagged.ds_numel = here.shape, here.shape.numel()
-    tagged.ds_tensor = here.part if here.part is not None else here.empty
+    tagged.ds_tensor = here.part if here.part is not None else here.blank()
+
+
+@quietly
+def cast(param: nn.Parameter) -> None:
+    """Bring a parked weight to the dtype that its place wants. Only when its construction is over: see [Note: bits]."""
+    here = parked(param)
+    if here is None or here.place.dtype in (None, here.dtype) or not here.dtype.is_floating_point:
+        return
+    assert here.place.dtype is not None
+    here.dtype = here.place.dtype
+    if here.part is not None:
+        part = here.part.to(here.dtype)
+        here.part = get_accelerator().pin(part) if here.place.pin else part
+    param.data = here.blank()
+    _tag(param, here)
 
 
 def _replace_meta(param: nn.Parameter, data: Tensor) -> None:
@@ -143,6 +209,7 @@ def unpark(param: nn.Parameter) -> None:
             delattr(param, name)
 
 
+@quietly
 def check_untouched(param: nn.Parameter, here: Parked, name: str = "") -> None:
     """Somebody who assigns ``param.data`` while the weight is parked would not be heard."""
     if not here.holds and param.numel():
@@ -153,13 +220,14 @@ def check_untouched(param: nn.Parameter, here: Parked, name: str = "") -> None:
         )
 
 
+@quietly
 def ghost(param: nn.Parameter, here: Parked) -> None:
     """Let `param` have its shape without memory, for those who lay it out."""
     if not here.holds:
-        param.data = torch.empty(1, dtype=param.dtype, device=param.device).expand(here.shape)
+        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(here.shape)
 
 
-@torch.no_grad()
+@quietly
 def take_over(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | None:
     """The whole weight of a parked parameter, which then is not parked any more, and whether all `ranks` got the same.
 
@@ -210,6 +278,7 @@ def prepare(module: nn.Module, ctx: Context) -> None:
         )
 
 
+@quietly
 def restore(module: nn.Module) -> None:
     """Make all parked parameters of `module` whole. Collective."""
     for param in module.parameters():

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_core import comm
 from ds_zero.homes import Home, home_of
+from ds_zero.parked import fill_alias, quietly
 
 __all__ = ["Touching", "touching"]
 
@@ -87,7 +88,13 @@ class Touching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        away = [h for p in _params((args, kwargs)) if (h := home_of(p)) is not None and h.away]
+        away = []
+        for tensor in _tensors((args, kwargs)):
+            home = home_of(tensor)
+            if home is None:
+                fill_alias(tensor)
+            elif home.away:
+                away.append(home)
         if not away or func in _INDIFFERENT:
             return func(*args, **kwargs)
         if func in _SHAPE:
@@ -114,12 +121,14 @@ class Touching(TorchFunctionMode):
                 now.let_go() if now.entered else now.settle()
 
 
+@quietly
 def _in_use(param: nn.Parameter) -> bool:
     """Whether anybody but the parameter refers to its memory (the question itself makes one more)."""
     storage = param.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
 
+@quietly
 def _agree(homes: list[Home], flags: list[bool]) -> list[bool]:
     """A view that lives on one rank counts on all of the ranks that share the parameters."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -136,13 +145,13 @@ def _agree(homes: list[Home], flags: list[bool]) -> list[bool]:
     return agreed
 
 
-def _params(value: Any) -> Iterator[nn.Parameter]:
-    """The parameters in arguments, which may lie in lists, tuples and dicts."""
-    if isinstance(value, nn.Parameter):
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments, which may lie in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _params(item)
+            yield from _tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _params(item)
+            yield from _tensors(item)
