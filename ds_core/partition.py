@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,6 +78,9 @@ class Partitioner(ABC):
 
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
+
+    methods: Mapping[str, Callable[..., Any]] = {}
+    """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine."""
 
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece
+from ds_zero.gathered import empty_partition_cache
 from ds_zero.grads import Reducer
 from ds_zero.manners import unteach
 from ds_zero.parked import prepare, restore
@@ -33,6 +34,8 @@ ParamGroups = list[dict[str, Any]]
 
 class ZeroPartitioner(Partitioner):
     """Flat buckets over each parameter's replicas; the stages differ in what of a bucket stays whole."""
+
+    methods: Mapping[str, Callable[..., Any]] = {"empty_partition_cache": empty_partition_cache}
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
@@ -102,9 +105,7 @@ class ZeroPartitioner(Partitioner):
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """The reverse of `add_external`."""
 
-    engine_methods = ("empty_partition_cache",)
-
-    def empty_partition_cache(self) -> None:
+    def release_idle(self) -> None:
         """Release weights that were gathered ahead or kept for later."""
 
     @abstractmethod

@@ -123,7 +123,7 @@ def is_zero_param(param: Any) -> bool:
 
 def empty_partition_cache(engine: Any) -> None:
     """Release weights that `engine` has gathered ahead or kept for later; nothing in stages 0 to 2."""
-    release = getattr(engine.partitioner, "empty_partition_cache", None)
+    release = getattr(engine.partitioner, "release_idle", None)
     if release is not None:
         release()
 

@@ -268,7 +268,6 @@ def prepare(module: nn.Module, ctx: Context) -> None:
                 info.name,
                 list(info.held),
             )
-        ghost(param, here)
     if lacking:
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise UsageError(
@@ -276,6 +275,9 @@ def prepare(module: nn.Module, ctx: Context) -> None:
             "reset_parameters. Load weights (load_state_dict), or write them inside "
             "ds_zero.GatheredParameters(..., modifier_rank=0), before initialize"
         )
+    for param in ctx.params:
+        if (here := parked(param)) is not None:
+            ghost(param, here)
 
 
 @quietly

@@ -127,8 +127,8 @@ class Stage3(ZeroPartitioner):
                 f"{tuple(param.shape)} belongs to no module that was given to initialize"
             )
 
-    def empty_partition_cache(self) -> None:
-        """See `ZeroPartitioner.empty_partition_cache`."""
+    def release_idle(self) -> None:
+        """See `ZeroPartitioner.release_idle`."""
         self.gathering.release_idle()
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.overrides import _len_torch_function_stack
 import ds_zero
 from ds_core.errors import UsageError
 from ds_core.testing import run_ranks
+from ds_zero.parked import quietly
 
 D = 6
 
@@ -156,3 +157,301 @@ def test_equals_plain_construction(world: int, name: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_other_stages_take_the_model_too(stage: int) -> None:
     run_ranks(2, compare, stage, "bfloat16", {})
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+WIDE, DEEP = 64, 6
+
+
+@quietly  # or looking would be touching
+def live_bytes() -> int:
+    """Bytes of every storage that a tensor object refers to."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor):
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Wide(nn.Module):
+    def __init__(self, looked: Callable[[], None], attached: bool) -> None:
+        super().__init__()
+        made = []
+        for _ in range(DEEP):
+            made.append(nn.Linear(WIDE, WIDE, bias=False))
+            looked()
+        self.layers = nn.ModuleList(made)
+        if attached:
+            for layer in self.layers:
+                nn.init.zeros_(layer.weight)
+                looked()
+        self.apply(self.start)
+        looked()
+
+    def start(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_()
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def measure() -> None:
+    """Peaks in elements of one layer: while building, and while `initialize` takes the parts over."""
+    import ds_core
+    from ds_core import comm
+    from ds_zero.gather import Unit
+
+    layer, before, peak = WIDE * WIDE * 4, live_bytes(), 0
+
+    def look() -> None:
+        nonlocal peak
+        peak = max(peak, live_bytes() - before)
+
+    with ds_zero.Init():
+        model = Wide(look, attached=True)
+        look()
+    share = DEEP / comm.world_size()
+    assert peak / layer <= share + 2.1, peak / layer
+    assert (live_bytes() - before) / layer <= share + 0.1
+    made = Unit.__init__
+
+    def seen(self: Unit, *args: Any) -> None:
+        made(self, *args)
+        look()  # when a unit is whole
+
+    peak = 0
+    Unit.__init__ = seen  # type: ignore[method-assign]
+    try:
+        engine, *_ = ds_core.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "zero_optimization": {"stage": 3, "param_persistence_threshold": 0},
+            },
+        )
+    finally:
+        Unit.__init__ = made  # type: ignore[method-assign]
+    assert 0 < peak / layer <= share + 2.1, peak / layer
+    assert (live_bytes() - before) / layer <= share + 0.1
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_peak_memory_is_near_one_module_and_the_parts(world: int) -> None:
+    run_ranks(world, measure)
+
+
+# -- devices, dtypes, places -------------------------------------------------------------------------------------
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.own = nn.Linear(D, D), nn.Parameter(torch.empty(D, D))
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x: Tensor, step: int = 0) -> Any:
+        return self.norm(self.lin(x) @ self.own)
+
+
+def check_meta() -> None:
+    import ds_core
+    from ds_core import comm
+
+    torch.manual_seed(0)
+    plain = NoReset()
+    torch.manual_seed(comm.rank())
+    with ds_zero.Init(), torch.device("meta"):
+        model = NoReset()
+    own = model.own
+    assert own is model.own and own.ds_shape == (D, D) and own.numel() == 0
+    assert not any(b.is_meta for b in model.buffers())
+    with pytest.raises(UsageError, match=r"own: built on the meta device.*load_state_dict"):
+        ds_core.initialize(model=model, config=config())
+    with ds_zero.GatheredParameters(model):
+        assert torch.equal(model.lin.weight, plain.lin.weight)  # as reset_parameters of the plain one
+        assert bool(model.own.isnan().all())
+    # As from_pretrained does: rank 0 alone has the values, one weight after the other.
+    for name, param in model.named_parameters():
+        with ds_zero.GatheredParameters(param, modifier_rank=0):
+            if comm.rank() == 0:
+                with torch.no_grad():
+                    param.copy_(torch.full(param.shape, float(len(name))))
+    engine, *_ = ds_core.initialize(model=model, config=config())
+    with ds_zero.GatheredParameters(engine.module):
+        assert all(bool((p == len(n)).all()) for n, p in model.named_parameters())
+    engine.destroy()
+
+    with ds_zero.Init(), torch.device("meta"):
+        model = NoReset()
+    values = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in plain.state_dict().items()}
+    comm_values = {n: t.clone() for n, t in values.items()}
+    for tensor in comm_values.values():
+        comm.broadcast(tensor, src=0)
+    model.load_state_dict(values if comm.rank() == 0 else {n: torch.zeros_like(t) for n, t in values.items()})
+    with ds_zero.GatheredParameters(model):
+        assert all(torch.equal(p, comm_values[n]) for n, p in model.named_parameters())
+
+
+def test_meta_device() -> None:
+    run_ranks(2, check_meta)
+
+
+def check_places() -> None:
+    import torch.distributed as dist
+
+    from ds_core import comm
+
+    rank = comm.rank()
+    existing = nn.Linear(D, D)
+    nn.init.constant_(existing.weight, rank)
+    ds_zero.Init(module=existing, dtype=torch.bfloat16)
+    assert existing.weight.dtype == existing.weight.ds_tensor.dtype == torch.bfloat16
+    assert existing.weight.ds_numel == D * D and existing.weight.ds_tensor.numel() == D * D // 2
+    with ds_zero.GatheredParameters(existing):
+        assert bool((existing.weight == 0).all())
+
+    pairs = [dist.new_group([0]), dist.new_group([1])]
+    with ds_zero.Init(data_parallel_group=pairs[rank], remote_device="cpu", pin_memory=True):
+        alone = nn.Linear(D, D)
+    assert alone.weight.ds_tensor.numel() == D * D
+
+    class Mpu:
+        def get_data_parallel_group(self) -> Any:
+            return pairs[rank]
+
+    with ds_zero.Init(mpu=Mpu()):
+        alone = nn.Linear(D, D)
+    assert alone.weight.ds_tensor.numel() == D * D
+    with pytest.raises(UsageError, match=rf"rank {rank} is not in data_parallel_group, which has \[{1 - rank}\]"):
+        ds_zero.Init(data_parallel_group=pairs[1 - rank]).__enter__()
+
+
+def test_places_and_dtypes() -> None:
+    run_ranks(2, check_places)
+
+
+def check_other_replicas() -> None:
+    """Parameters that differ over an axis: parked over all ranks, partitioned over the ranks that share them."""
+    import ds_core
+    from ds_core import comm
+    from ds_core.testing.partitioner import whole_weights
+
+    fake = {"fake_axes": {"axes": {"ep": 2}}, "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]}}
+    section = {**config(param_persistence_threshold=0), **fake}
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with ds_zero.Init(enabled=enabled):
+            model = nn.ModuleDict({"held_ep": nn.Linear(D, D), "shared": nn.Linear(D, D)})
+        engine, *_ = ds_core.initialize(model=model, config=section)
+        for step in range(2):
+            x = inputs(step, comm.rank(), torch.float32)
+            engine.backward(model["shared"](torch.tanh(model["held_ep"](x))).square().mean())
+            engine.step()
+        found.append(whole_weights(engine))
+        engine.destroy()
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def test_parameters_that_fewer_ranks_share_are_partitioned_anew() -> None:
+    run_ranks(4, check_other_replicas)
+
+
+# -- what it leaves behind, and misuse ---------------------------------------------------------------------------
+
+
+def test_nothing_is_left_behind() -> None:
+    hooks = (torch_module._global_parameter_registration_hooks, torch_module._global_module_registration_hooks)
+    before = [dict(h) for h in hooks], nn.Linear.__init__, nn.Module.apply, _len_torch_function_stack()
+    with pytest.raises(ZeroDivisionError), ds_zero.Init():
+        first = nn.Linear(D, D)
+        broken = nn.Linear(D, D)
+        raise ZeroDivisionError
+    assert ds_zero.is_zero_param(first.weight)
+    assert not ds_zero.is_zero_param(broken.weight)
+    other: list[nn.Module] = []
+    with ds_zero.Init():
+        thread = threading.Thread(target=lambda: other.append(nn.Linear(D, D)))
+        thread.start()
+        thread.join()
+        with ds_zero.Init(enabled=False):
+            inner = nn.Linear(D, D)
+        with ds_zero.Init(dtype=torch.bfloat16):
+            nested = nn.Linear(D, D)
+        outer = nn.Linear(D, D)
+    assert not ds_zero.is_zero_param(other[0].weight)
+    assert ds_zero.is_zero_param(inner.weight)
+    assert (nested.weight.dtype, outer.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert before == ([dict(h) for h in hooks], nn.Linear.__init__, nn.Module.apply, _len_torch_function_stack())
+    assert nn.Linear(D, D).weight.shape == (D, D)
+    with ds_zero.Init(enabled=False):
+        assert nn.Linear(D, D).weight.shape == (D, D)
+
+
+class Within(nn.Module):
+    """Begins the context inside a constructor: what is under construction is its own business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with ds_zero.Init():
+            self.lin, self.own = nn.Linear(D, D), nn.Parameter(torch.ones(D))
+            self.lazy = nn.LazyLinear(3)
+        self.own.data.mul_(3.0)
+
+
+def test_a_module_under_construction_stays_whole() -> None:
+    model = Within()
+    assert ds_zero.is_zero_param(model.lin.weight)
+    assert torch.equal(model.own, torch.full((D,), 3.0))
+    assert not ds_zero.is_zero_param(model.lazy.weight)
+
+
+def test_a_model_without_an_engine_says_so() -> None:
+    with ds_zero.Init():
+        model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        assert model(torch.ones(2, D)).shape == (2, D)  # constructors may look at shapes
+    with pytest.raises(UsageError, match=r"Linear: its weights were partitioned by ds_zero.Init; give the model to"):
+        model(torch.ones(2, D))
+    with pytest.raises(UsageError, match=r"state_dict\(\): parameter '0.weight' is partitioned"):
+        model.state_dict()
+    with ds_zero.GatheredParameters(model):
+        assert model.state_dict()["0.weight"].shape == (D, D)
+        assert model(torch.ones(2, D)).shape == (2, D)
+    model[0].weight.data = torch.ones(D, D)
+    with pytest.raises(UsageError, match=r"was given data of shape \(6, 6\) while it is partitioned"):
+        ds_zero.GatheredParameters(model).__enter__()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float64}, "dtype is torch.float64; use torch.float16"),
+    ({"remote_device": "nvme"}, "NVMe will come with ds-offload; use 'cpu'"),
+    ({"remote_device": "gpu"}, "remote_device is 'gpu'; use 'cpu'"),
+    ({"zero_param_parallel_group": object()}, "hierarchical partitions"),
+    ({"zero_quantized_weights": True}, "quantised communication"),
+    ({"zero_quantized_nontrainable_weights": True}, "quantised communication"),
+    ({"config": config(), "config_dict_or_path": config()}, "are both given; give one"),
+    ({"config_dict_or_path": config(dtype="bfloat16"), "dtype": torch.float16}, "trains in torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, ValueError), match=message):
+        ds_zero.Init(**arguments)
+    ds_zero.Init(enabled=False, **arguments)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_config_below_stage_3_partitions_nothing(stage: int) -> None:
+    with ds_zero.Init(config_dict_or_path=config(stage)):
+        assert not ds_zero.is_zero_param(nn.Linear(D, D).weight)
