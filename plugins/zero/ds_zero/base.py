@@ -17,7 +17,7 @@ from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece
 from ds_zero.gathered import empty_partition_cache
 from ds_zero.grads import Reducer
-from ds_zero.manners import unteach
+from ds_zero.manners import teach, unteach
 from ds_zero.parked import prepare, restore
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class ZeroPartitioner(Partitioner):
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
 
     def _settle_in(self, module: nn.Module) -> None:
-        """Take over what `ds_zero.Init` has taught the modules, and let masters follow ``load_state_dict``."""
+        """Take over from `ds_zero.Init`, and let masters follow ``load_state_dict``."""
         for part in module.modules():
-            unteach(part)
+            teach(part, apply=self.section.stage == 3 and self.section.override_module_apply, engine=True)
             if any(p in self.bucket_of for p in part._parameters.values() if p is not None):
                 self._load_hooks.append(part.register_load_state_dict_post_hook(self._follow))
 
@@ -195,6 +195,8 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.detach`."""
         if self._reducer is not None:
             self._reducer.detach()
+        for part in self._module.modules() if self._module is not None else ():
+            unteach(part)
         for hook in self._load_hooks:
             hook.remove()
         self._load_hooks.clear()

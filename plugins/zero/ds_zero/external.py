@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ds_core.errors import UsageError
+from ds_core.process import STATE
 from ds_zero.homes import engine_of
 
 __all__ = ["externals", "register_external_parameter", "unregister_external_parameter"]
@@ -23,7 +24,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     _check(module, parameter)
     owner = engine_of(parameter)
-    if owner is None and engine_of_module(module) is not None:
+    if owner is None and in_engine(module):
         raise UsageError(
             f"register_external_parameter: the parameter of shape {tuple(parameter.shape)} belongs to no module that "
             "was given to initialize"
@@ -56,9 +57,9 @@ def externals(module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def engine_of_module(module: nn.Module) -> Any:
-    """The live ZeRO partitioner whose model `module` is part of, if any."""
-    return next((o[0] for p in module.parameters() if (o := engine_of(p)) is not None), None)
+def in_engine(module: nn.Module) -> bool:
+    """Whether `module` is part of a live engine's model."""
+    return any(module is m for e in STATE.engines for m in e.module.modules())
 
 
 def _check(module: Any, parameter: Any) -> None:

@@ -100,8 +100,10 @@ def _load(
     for name, param in module._parameters.items():
         home, key = home_of(param), prefix + name
         value = state_dict.get(key)
-        if home is None or not home.apart or home.entered or not isinstance(value, torch.Tensor) or value is param:
+        if home is None or home.entered or not isinstance(value, torch.Tensor) or value is param:
             continue
+        if not home.apart and not local_metadata.get("assign_to_params_buffers"):
+            continue  # whole on every rank: torch's own copy will do
         if value.shape != home.shape:
             errors.append(
                 f"size mismatch for {key}: its shape is {tuple(home.shape)} in the model and {tuple(value.shape)} in "

@@ -21,7 +21,6 @@ from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
 from ds_zero.grads import Reducer
 from ds_zero.leaves import leaf_flag, mark_leaf
-from ds_zero.manners import teach, unteach
 from ds_zero.parked import unpark
 from ds_zero.units import Gatherer, gatherers, persistent
 from ds_zero.watch import Watch
@@ -85,14 +84,15 @@ class Stage3(ZeroPartitioner):
 
     def attach(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """See `Partitioner.attach`."""
+        for part in module.modules():
+            for param in externals(part):
+                self._check_external(part, param)
         out = super().attach(module, groups)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         self.gathering = Gathering(self.section, self.units)
         self.watch = Watch(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
         for part in module.modules():
-            teach(part, apply=self.section.override_module_apply, engine=True)
             for param in externals(part):
-                self._check_external(part, param)
                 self.watch.add_external(part, param)
         self.reducer.after = self.watch.on_gradient
         for bucket in self.buckets:
@@ -210,7 +210,6 @@ class Stage3(ZeroPartitioner):
             if unit.state is State.GATHERING:
                 unit.complete()
         for part in self._module.modules():
-            unteach(part)
             if part in self._leaves:
                 mark_leaf(part, False)
         for param in self.pieces:

@@ -8,16 +8,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import ds_zero
 import pytest
 import torch
+from ds_zero.parked import quietly
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _len_torch_function_stack
 
-import ds_zero
 from ds_core.errors import UsageError
 from ds_core.testing import run_ranks
-from ds_zero.parked import quietly
 
 D = 6
 
@@ -204,9 +204,10 @@ class Wide(nn.Module):
 
 def measure() -> None:
     """Peaks in elements of one layer: while building, and while `initialize` takes the parts over."""
+    from ds_zero.gather import Unit
+
     import ds_core
     from ds_core import comm
-    from ds_zero.gather import Unit
 
     layer, before, peak = WIDE * WIDE * 4, live_bytes(), 0
 
