@@ -153,13 +153,12 @@ class Init:
         if self._mine():
             if parked(param) is None:
                 fill_alias(param)
-            self._pending[module] = None
             self._finish()
+            self._pending[module] = None  # only now: the parameter is not in its place yet
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if not self._mine():
             return
-        self._pending[module] = None  # for its `apply`, even if it has no parameters of its own
         for part in child.modules() if child is not None else ():
             if any(_to_park(p) for p in part._parameters.values()):
                 self._pending[part] = None

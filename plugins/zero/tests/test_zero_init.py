@@ -417,6 +417,18 @@ def test_a_module_under_construction_stays_whole() -> None:
     assert not ds_zero.is_zero_param(model.lazy.weight)
 
 
+def test_weights_that_are_replaced_are_partitioned_too() -> None:
+    """As loaders do that build on the meta device and then put one whole parameter after the other in its place."""
+    with ds_zero.Init():
+        model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+        for layer in model:
+            for name, value in (("weight", torch.ones(D, D)), ("bias", torch.ones(D))):
+                setattr(layer, name, nn.Parameter(value))
+    assert all(ds_zero.is_zero_param(p) for p in model.parameters())
+    with ds_zero.GatheredParameters(model):
+        assert all(bool((p == 1).all()) for p in model.parameters())
+
+
 def test_a_model_without_an_engine_says_so() -> None:
     with ds_zero.Init():
         model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
