@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -162,7 +164,7 @@ def test_other_stages_take_the_model_too(stage: int) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
-WIDE, DEEP = 64, 6
+WIDE, DEEP = 64, 9
 
 
 @quietly  # or looking would be touching
@@ -219,7 +221,9 @@ def measure() -> None:
         model = Wide(look, attached=True)
         look()
     share = DEEP / comm.world_size()
-    assert peak / layer <= share + 2.1, peak / layer
+    # The last finished, the one that begins, and what the thread that sends may still hold of the one before.
+    allowed = share + 3.1
+    assert peak / layer <= allowed < DEEP, peak / layer
     assert (live_bytes() - before) / layer <= share + 0.1
     made = Unit.__init__
 
@@ -240,7 +244,7 @@ def measure() -> None:
         )
     finally:
         Unit.__init__ = made  # type: ignore[method-assign]
-    assert 0 < peak / layer <= share + 2.1, peak / layer
+    assert 0 < peak / layer <= allowed, peak / layer
     assert (live_bytes() - before) / layer <= share + 0.1
     engine.destroy()
 
@@ -468,3 +472,11 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_a_config_below_stage_3_partitions_nothing(stage: int) -> None:
     with ds_zero.Init(config_dict_or_path=config(stage)):
         assert not ds_zero.is_zero_param(nn.Linear(D, D).weight)
+
+
+def test_the_package_loads_no_torch() -> None:
+    code = "import sys, ds_zero; assert set(ds_zero.__all__) <= set(dir(ds_zero)); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="has no attribute 'MiCS_Init'"):
+        ds_zero.MiCS_Init  # noqa: B018
+    assert all(callable(getattr(ds_zero, name)) for name in ds_zero.__all__)
