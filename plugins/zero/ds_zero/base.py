@@ -14,11 +14,12 @@ from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
-from ds_zero.flat import FlatBucket, Piece
+from ds_zero.flat import FlatBucket, Piece, needs_whole
 from ds_zero.gathered import empty_partition_cache
 from ds_zero.grads import Reducer
 from ds_zero.manners import teach, unteach
 from ds_zero.parked import prepare, restore
+from ds_zero.regroup import regroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -66,7 +67,10 @@ class ZeroPartitioner(Partitioner):
                 )
         prepare(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
-        self.pieces = {p.param: p for b in self.buckets for p in b.pieces}
+        if needs_whole(self.ctx):
+            trained = set(mine)
+            regroup(self.ctx, [b for b in self.buckets if b.params[0] in trained])
+        self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
         self.places = {p: i for i, p in enumerate(self.ctx.params)}
         restore(module)
@@ -113,7 +117,7 @@ class ZeroPartitioner(Partitioner):
         """The buckets of `params` (of the optimizer), and of any other that is partitioned."""
 
     def _make_reducer(self) -> Reducer:
-        trained = [b for b in self.buckets if b.full.is_floating_point() or b.full.is_complex()]
+        trained = [b for b in self.buckets if b.trains]
         return Reducer(self.ctx, self.section, trained, lambda b: b.group)
 
     def _broadcast_rest(self, module: nn.Module) -> None:
@@ -180,6 +184,10 @@ class ZeroPartitioner(Partitioner):
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
+    def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Partitioner.adopt`."""
+        return states.adopt(self.pieces[param], state, whole=needs_whole(self.ctx))
+
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
         """See `Partitioner.states`; weights that are whole are stored by the first rank, pieces by their owners."""
         assert self._module is not None
@@ -203,15 +211,12 @@ class ZeroPartitioner(Partitioner):
 
 
 def _check_grain(ctx: Context) -> None:
-    """Flat pieces serve optimizers whose arithmetic sees single elements."""
-    if ctx.grain in ("tensor", "matrix"):
-        raise UsageError(
-            f"zero_optimization: this optimizer needs each {ctx.grain} whole, and ZeRO cuts parameters at any element; "
-            "use an element-wise optimizer (Adam, AdamW, SGD, Lion, Adagrad), or stage 0"
-        )
+    """An optimizer that nobody knows is served whole tensors, but not without being asked for."""
     if ctx.grain is None and not ctx.config.core.zero_allow_untested_optimizer:
         raise UsageError(
-            "zero_optimization: nobody has declared that this optimizer works on single elements, as flat pieces of "
-            "parameters need it; if it does (no norms of whole tensors, no matrices), set "
-            '"zero_allow_untested_optimizer": true'
+            "zero_optimization: nobody has declared what this optimizer's arithmetic looks at. Set "
+            '"zero_allow_untested_optimizer": true, and each parameter is updated whole by one rank, which is right '
+            "for any optimizer that looks at one parameter at a time. Or use one that is known, by its name in the "
+            "config or as an object of torch's class: Adam, AdamW, SGD and other element-wise ones can be cheaper, "
+            "since every rank updates an equal part of each parameter"
         )

@@ -22,8 +22,9 @@ from ds_zero.parked import take_over
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
+    from ds_zero.regroup import WholeTensors
 
-__all__ = ["FlatBucket", "Piece", "Share", "make_buckets"]
+__all__ = ["FlatBucket", "Piece", "Share", "make_buckets", "needs_whole"]
 
 
 class Share(enum.Enum):
@@ -59,7 +60,8 @@ class FlatBucket:
     """Parameters of one dtype, device and replica group, one after the other in a flat buffer.
 
     full: the buffer, of which parameters are views. part: this rank's part of it. master: what the optimizer updates:
-    the part itself, or its copy in the dtype of master weights. axes, held: see `ParamInfo`.
+    the part itself, or its copy in the dtype of master weights. axes, held: see `ParamInfo`. whole: set where the
+    optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class FlatBucket:
         separate = wanted is not None and self.full.is_floating_point() and wanted != self.full.dtype
         self.master = self.part.to(wanted) if separate else self.part
         self.pieces = [self._piece(i) for i in range(len(self.params))]
+        self.whole: WholeTensors | None = None
 
     @torch.no_grad()
     def _flatten(self, source: int) -> Tensor:
@@ -111,9 +114,19 @@ class FlatBucket:
         return self.full.dtype
 
     @property
+    def trains(self) -> bool:
+        """Whether its parameters are of a kind that can have gradients."""
+        return self.full.is_floating_point() or self.full.is_complex()
+
+    @property
     def trainable(self) -> bool:
         """Whether any parameter requires a gradient now."""
         return any(p.requires_grad for p in self.params)
+
+    @property
+    def optimized(self) -> list[Piece]:
+        """One piece per parameter, whose `master` is what this rank's optimizer updates."""
+        return self.pieces if self.whole is None else self.whole.pieces
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Parameter `index` in a buffer that is laid out as this bucket."""
@@ -130,8 +143,10 @@ class FlatBucket:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Write the master weights into the part."""
-        if self.master is not self.part:
+        """Write the master weights into the part. Collective where the optimizer updates whole tensors."""
+        if self.whole is not None:
+            self.whole.round()
+        elif self.master is not self.part:
             self.part.copy_(self.master)
 
     @torch.no_grad()
@@ -140,21 +155,28 @@ class FlatBucket:
 
         The parameter itself, where it is whole, must have it already.
         """
-        piece = self.pieces[index]
-        mine = whole.reshape(-1)[piece.start : piece.stop]
+        flat, piece, owned = whole.reshape(-1), self.pieces[index], self.optimized[index]
         if self.share is Share.PART:
-            self.part[piece.within].copy_(mine)
-        if self.master is not self.part:
-            piece.master.data.copy_(mine)
+            self.part[piece.within].copy_(flat[piece.start : piece.stop])
+        owned.master.data.view(-1).copy_(flat[owned.start : owned.stop])
 
     @torch.no_grad()
     def follow(self, param: nn.Parameter) -> None:
         """The weight of `param`, which is whole on every rank, was written: its master follows where they differ."""
-        if self.master is self.part or self.share is Share.PART:
+        if self.share is Share.PART:
             return
-        piece = next(p for p in self.pieces if p.param is param)
-        now = self.part[piece.within]
-        piece.master.data.copy_(torch.where(piece.master.data.to(now.dtype) == now, piece.master.data, now))
+        index = next(i for i, p in enumerate(self.params) if p is param)
+        owned = self.optimized[index]
+        master, now = owned.master.data.view(-1), self.view(self.full, index).reshape(-1)[owned.start : owned.stop]
+        master.copy_(torch.where(master.to(now.dtype) == now, master, now))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the master weights from the part: the reverse of `round`, and collective where that is."""
+        if self.whole is not None:
+            self.whole.refresh()
+        elif self.master is not self.part:
+            self.master.copy_(self.part)
 
     def spread(self, group: Any, *, gather: bool) -> list[Any]:
         """Start giving every rank all parts, straight into `full`; the works under way.
@@ -168,6 +190,11 @@ class FlatBucket:
         ranks = torch.distributed.get_process_group_ranks(group)
         parts = self.parts(self.full)
         return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
+
+
+def needs_whole(ctx: Context) -> bool:
+    """Whether the optimizer must see whole tensors: it says so, or nobody has said that elements are enough."""
+    return ctx.grain != "element"
 
 
 def make_buckets(
@@ -184,6 +211,7 @@ def make_buckets(
     parameters have buckets of their own, which do not
     travel until they are thawed.
     """
+    masters = masters and not needs_whole(ctx)
     kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for param in reversed(params):
         info = ctx.params[param]

@@ -326,6 +326,13 @@ class Reducer:
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for bucket, grads in self._all.items():
             part = grads.part
+            if bucket.whole is not None:
+                if part is not None and any(grads.used):
+                    found = by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), [])
+                    found += bucket.whole.gradients(part, grads.used)
+                if not self._keeps:
+                    grads.part = None  # whatever of it the optimizer needs, its gradients refer to
+                continue
             if part is not None and part.dtype != bucket.master.dtype:
                 if grads.cast is None:
                     grads.cast = torch.empty_like(bucket.master)
@@ -354,7 +361,7 @@ class Reducer:
 
     def scale(self, factor: float) -> None:
         """Multiply what `gradients` gave by `factor`."""
-        grads = [p.master.grad for b in self._all for p in b.pieces if p.master.grad is not None]
+        grads = [p.master.grad for b in self._all for p in b.optimized if p.master.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
@@ -373,7 +380,7 @@ class Reducer:
             grads.drop()
             grads.filled = [False] * len(bucket.params)
             grads.used = [False] * len(bucket.params)
-            for piece in bucket.pieces:
+            for piece in bucket.optimized:
                 piece.master.grad = None
                 piece.param.grad = None
 

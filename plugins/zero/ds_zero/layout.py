@@ -57,6 +57,11 @@ class Layout:
         stop = max(min(low + self.part - begin, self.sizes[index]), start)
         return Span(start, stop, begin + start - low if stop > start else 0)
 
+    def ranks(self, index: int) -> range:
+        """The ranks whose parts hold elements of tensor `index`."""
+        begin, size = self.offsets[index], self.sizes[index]
+        return range(begin // self.part, (begin + size - 1) // self.part + 1) if size else range(0)
+
 
 def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Cut ``range(len(sizes))`` into runs of at most `capacity` elements; a larger tensor is a run of its own."""

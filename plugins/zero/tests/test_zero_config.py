@@ -173,19 +173,6 @@ def test_undeclared_optimizers_need_permission() -> None:
     assert told["True"] == ""
 
 
-@pytest.mark.parametrize("grain", ["tensor", "matrix"])
-def test_optimizers_that_need_whole_tensors_are_refused(grain: str) -> None:
-    from types import SimpleNamespace
-
-    from ds_zero.stage12 import Stage12
-
-    from ds_core.errors import UsageError
-
-    partitioner = Stage12(SimpleNamespace(grain=grain), ZeroConfig(stage=1))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=f"needs each {grain} whole"):
-        partitioner.attach(nn.Linear(2, 2), [])
-
-
 def test_stage_0_leaves_the_partitioner_to_others() -> None:
     from types import SimpleNamespace
 

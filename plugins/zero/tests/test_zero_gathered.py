@@ -30,7 +30,9 @@ class Net(nn.Module):
         return self.norm(self.frozen(self.b(torch.tanh(self.a(x))))) * self.small.sum()
 
 
-def start(stage: int, dtype: str = "float32", model: nn.Module | None = None, **section: Any) -> Any:
+def start(
+    stage: int, dtype: str = "float32", model: nn.Module | None = None, optimizer: str = "SGD", **section: Any
+) -> Any:
     import ds_core
 
     torch.manual_seed(0)
@@ -40,7 +42,7 @@ def start(stage: int, dtype: str = "float32", model: nn.Module | None = None, **
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.0,
             "bf16": {"enabled": dtype == "bfloat16"},
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "optimizer": {"type": optimizer, "params": {"lr": 0.1}},
             "zero_optimization": {"stage": stage, "param_persistence_threshold": 3, **section},
         },
     )
@@ -70,11 +72,11 @@ def settled(engine: Any) -> None:
         assert engine.partitioner.gathering.live == 0
 
 
-def check_writes(stage: int, dtype: str) -> None:
+def check_writes(stage: int, dtype: str, optimizer: str) -> None:
     """What a rank wrote is the weight everywhere, and stays it when a step with lr 0 publishes the masters."""
     from ds_core import comm
 
-    engine = start(stage, dtype)
+    engine = start(stage, dtype, optimizer=optimizer)
     step(engine)
     last = comm.world_size() - 1
     before = weights(engine)
@@ -103,7 +105,13 @@ def check_writes(stage: int, dtype: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_writes_reach_every_rank_and_the_masters(stage: int, world: int) -> None:
-    run_ranks(world, check_writes, stage, "bfloat16" if world < 4 else "float32")
+    run_ranks(world, check_writes, stage, "bfloat16" if world < 4 else "float32", "SGD")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_writes_reach_masters_that_are_whole_tensors(stage: int, dtype: str) -> None:
+    run_ranks(2, check_writes, stage, dtype, "Adafactor")
 
 
 def check_reads() -> None:
