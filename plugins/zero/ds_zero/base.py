@@ -15,11 +15,14 @@ from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece, needs_whole
+from ds_zero.gathered import empty_partition_cache
 from ds_zero.grads import Reducer
 from ds_zero.holding import PieceHolding
+from ds_zero.manners import teach, unteach
 from ds_zero.moved import BACKWARD, Moved
 from ds_zero.offload import Offload, tiled_step
 from ds_zero.offstates import offload_states, reload_states
+from ds_zero.parked import prepare, restore
 from ds_zero.regroup import regroup
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.holding import Holding
     from ds_zero.config import ZeroConfig
+    from ds_zero.gather import Unit
 
 __all__ = ["ZeroPartitioner"]
 
@@ -37,7 +41,11 @@ ParamGroups = list[dict[str, Any]]
 class ZeroPartitioner(Partitioner):
     """Flat buckets over each parameter's replicas; the stages differ in what of a bucket stays whole."""
 
-    methods: Mapping[str, Callable[..., Any]] = {"offload_states": offload_states, "reload_states": reload_states}
+    methods: Mapping[str, Callable[..., Any]] = {
+        "empty_partition_cache": empty_partition_cache,
+        "offload_states": offload_states,
+        "reload_states": reload_states,
+    }
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
@@ -47,7 +55,12 @@ class ZeroPartitioner(Partitioner):
         self.pieces: dict[nn.Parameter, Piece] = {}
         self.moved = Moved(ctx.accelerator)
         self._holdings: dict[nn.Parameter, PieceHolding] = {}
+        self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
+        self.unit_of: dict[nn.Parameter, Unit] = {}
+        self.places: dict[nn.Parameter, int] = {}
+        self.entered: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
+        self._load_hooks: list[Any] = []
         self._reducer: Reducer | None = None
 
     # -- set-up ----------------------------------------------------------------------------------------------
@@ -65,15 +78,52 @@ class ZeroPartitioner(Partitioner):
                     "model; pass parameters of the model given to initialize (after any transform they must still be "
                     "in it)"
                 )
+        prepare(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
         if needs_whole(self.ctx):
             trained = set(mine)
             regroup(self.ctx, [b for b in self.buckets if b.params[0] in trained])
         self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
+        self.bucket_of = {p: b for b in self.buckets for p in b.params}
+        self.places = {p: i for i, p in enumerate(self.ctx.params)}
+        restore(module)
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
         self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
+        self._settle_in(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
+
+    def _settle_in(self, module: nn.Module) -> None:
+        """Take over from `ds_zero.Init`, and let masters follow ``load_state_dict``."""
+        for part in module.modules():
+            teach(part, apply=self.section.stage == 3 and self.section.override_module_apply, engine=True)
+            if any(p in self.bucket_of for p in part._parameters.values() if p is not None):
+                self._load_hooks.append(part.register_load_state_dict_post_hook(self._follow))
+
+    def _follow(self, module: nn.Module, keys: Any) -> None:
+        """Weights were loaded into `module`; the next step would publish the old ones otherwise."""
+        for param in module._parameters.values():
+            if param is not None and (bucket := self.bucket_of.get(param)) is not None:
+                bucket.follow(param)
+
+    # -- weights whole for a while, see `homes` ----------------------------------------------------------------
+
+    def keep(self, unit: Unit) -> None:
+        """Make `unit` whole until `unkeep`."""
+        raise NotImplementedError
+
+    def unkeep(self, unit: Unit) -> None:
+        """The reverse of `keep`."""
+        raise NotImplementedError
+
+    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """`module` uses `param`, which another module owns. Only stage 3 needs to know."""
+
+    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """The reverse of `add_external`."""
+
+    def release_idle(self) -> None:
+        """Release weights that were gathered ahead or kept for later."""
 
     @abstractmethod
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
@@ -211,6 +261,11 @@ class ZeroPartitioner(Partitioner):
         self.moved.bring_back(non_blocking=False)
         if self._reducer is not None:
             self._reducer.detach()
+        for part in self._module.modules() if self._module is not None else ():
+            unteach(part)
+        for hook in self._load_hooks:
+            hook.remove()
+        self._load_hooks.clear()
 
 
 def _check_grain(ctx: Context) -> None:

@@ -20,6 +20,7 @@ from ds_core import comm
 from ds_core.stores import away
 from ds_zero.layout import Layout, arrange
 from ds_zero.offload import ON_DEVICE, Home
+from ds_zero.parked import take_over
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -112,10 +113,14 @@ class FlatBucket:
     def _flatten(self, source: int) -> Tensor:
         """Move the parameters into one buffer and give every rank the weights of global rank `source`."""
         full = torch.zeros(self.layout.total, dtype=self.params[0].dtype, device=self.params[0].device)
+        ranks = torch.distributed.get_process_group_ranks(self.group) if self.world > 1 else []
+        agreed = True
         for param, view in zip(self.params, self.views(full), strict=True):
-            view.copy_(param)
+            taken = take_over(param, ranks)
+            view.copy_(param if taken is None else taken[0])
             param.data = view
-        if self.world > 1:
+            agreed = agreed and taken is not None and taken[1]
+        if self.world > 1 and not agreed:
             comm.broadcast(full, src=source, group=self.group)
         return full
 
@@ -204,6 +209,37 @@ class FlatBucket:
             self.home.transfers.to_device(self.part, self.master)
         elif self.master is not self.part:
             self.part.copy_(self.master)
+
+    @torch.no_grad()
+    def write(self, index: int, whole: Tensor) -> None:
+        """Make `whole`, the same on all ranks, the weight of parameter `index`: its part, and its master.
+
+        The parameter itself, where it is whole, must have it already.
+        """
+        flat, piece, owned = whole.reshape(-1), self.pieces[index], self.optimized[index]
+        self._settle()
+        if self.share is Share.PART:
+            self.part[piece.within].copy_(flat[piece.start : piece.stop])
+        with self.present():
+            owned.master.data.view(-1).copy_(flat[owned.start : owned.stop])
+
+    @torch.no_grad()
+    def follow(self, param: nn.Parameter) -> None:
+        """The weight of `param`, which is whole on every rank, was written: its master follows where they differ."""
+        if self.share is Share.PART:
+            return
+        index = next(i for i, p in enumerate(self.params) if p is param)
+        owned = self.optimized[index]
+        self._settle()
+        with self.present():
+            master = owned.master.data.view(-1)
+            now = self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
+            master.copy_(torch.where(master.to(now.dtype) == now, master, now))
+
+    def _settle(self) -> None:
+        """Wait for copies to and from the host that are under way."""
+        if self.home.transfers is not None:
+            self.home.transfers.settle()
 
     @torch.no_grad()
     def refresh(self) -> None:
