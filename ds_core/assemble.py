@@ -63,7 +63,8 @@ def initialize(
     """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
 
     args: parsed arguments, whose ``deepspeed_config`` may name the config file. model: any module; it is moved to the
-    accelerator. optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
+    accelerator; its attribute ``ds_sections`` (section -> keys), if any, fills in what the config leaves out.
+    optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
     model_parameters: parameters or group dicts; default the model's trainable ones. training_data: a dataset; gives
     the dataloader. lr_scheduler: an object with ``step`` and state, or a function ``optimizer -> scheduler``.
     mpu: an external model-parallel unit. config: dict, file path or base64 text (config_params is its old name).
@@ -75,7 +76,7 @@ def initialize(
         raise UsageError("initialize needs a model")
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    chosen = compose(_config_source(args, config, config_params))
+    chosen = compose(_config_source(args, config, config_params), getattr(model, "ds_sections", None))
     _check_arguments(args, optimizer, chosen)
     core = chosen.config.core
     if core.log_level:

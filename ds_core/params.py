@@ -76,6 +76,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(())
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     dtypes = {t.dtype for t in tensors}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes == {wide}:
@@ -113,8 +114,7 @@ class GradNorm:
         for group in groups:
             sums[self._mesh.expand(group.axes)] += self._kernel(group.tensors).to(device, torch.float64)
         for key, value in sums.items():
-            if (process_group := self._mesh.group(*key)) is not None:
-                comm.all_reduce(value, group=process_group)
+            comm.all_reduce(value, group=self._mesh.group(*key))
             total += value
         if self._must_agree and self._mesh.world_size > 1:
             # MAX does not carry NaN everywhere, so a non-finite total travels as inf.

@@ -41,7 +41,8 @@ class StateTensor:
 
     name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
     shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
-    held: axes on which ranks hold different states under this name. store: whether this rank writes it.
+    held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
+    it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class StateTensor:
     stop: int
     held: tuple[str, ...]
     store: bool
+    copies: tuple[str, ...] = ()
 
 
 class StateSource(Protocol):
@@ -387,20 +389,22 @@ class Replicated(Partitioner):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; of equal replicas the first stores."""
+        """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
         assert self._module is not None
+        mesh = self.ctx.mesh
         for name, tensor, held in self._tensors(optimizer):
-            store = all(self.ctx.mesh.coord[a] == 0 for a in self.ctx.mesh.expand(self.ctx.mesh.names) if a not in held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, store)
+            copies = tuple(a for a in mesh.expand(mesh.names) if a not in held)
+            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, True, copies)
+        persistent = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers():
+            if name in persistent:
+                shape = tuple(buffer.shape)
+                yield StateTensor(f"module/{name}", buffer, shape, 0, buffer.numel(), (), mesh.rank == 0)
 
     def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, tuple[str, ...]]]:
         assert self._module is not None
         for name, param in self._module.named_parameters():
             yield f"module/{name}", param.data, self.ctx.params[param].held
-        persistent = self._module.state_dict(keep_vars=True)
-        for name, buffer in self._module.named_buffers():
-            if name in persistent:
-                yield f"module/{name}", buffer, ()
         for slot in self._slots:
             if slot.master is not slot.param:
                 yield f"master/{slot.name}", slot.master.data, slot.held
@@ -412,9 +416,9 @@ class Replicated(Partitioner):
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         known = set(source.names())
-        for name, tensor, _ in self._tensors(None):
-            if name.startswith("module/") and (strict or name in known):
-                tensor.copy_(_read(source, name, tensor))
+        for state in self.states(None):
+            if state.name.startswith("module/") and (strict or state.name in known):
+                state.tensor.copy_(_read(source, state.name, state.tensor))
         for slot in self._slots:
             if slot.master is not slot.param:
                 name = f"master/{slot.name}"

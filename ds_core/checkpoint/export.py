@@ -85,7 +85,7 @@ def _pieces(engine: Checkpointed, exclude_frozen: bool) -> tuple[dict[str, State
     mine = [
         p
         for p in engine.partitioner.states(None)
-        if p.store and p.name.startswith("module/") and p.name not in left_out
+        if p.store and engine.ctx.mesh.index(*p.copies) == 0 and p.name.startswith("module/") and p.name not in left_out
     ]
     for piece in mine:
         check_tensor(piece.tensor, f"state {piece.name!r}")

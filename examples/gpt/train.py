@@ -48,10 +48,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT()
     engine, _, loader, _ = ds_core.initialize(args=args, model=model, training_data=Text(model.context))
-    if (args.run / "latest").exists():
-        engine.load_checkpoint(args.run)
-        if engine.global_rank == 0:
-            print(f"resumed from step {engine.global_steps}", flush=True)
+    path, _ = engine.load_checkpoint(args.run, missing_ok=True)
+    if path is not None and engine.global_rank == 0:
+        print(f"resumed from step {engine.global_steps}", flush=True)
 
     last = min(args.steps, args.stop_after or args.steps)
     if engine.global_steps >= last:

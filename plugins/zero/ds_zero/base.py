@@ -65,7 +65,7 @@ class ZeroPartitioner(Partitioner):
         """The buckets of `params` (of the optimizer), and of any other that is partitioned."""
 
     def _make_reducer(self) -> Reducer:
-        trained = [b for b in self.buckets if b.full.is_floating_point() or b.full.is_complex()]
+        trained = [b for b in self.buckets if b.trains]
         return Reducer(self.ctx, self.section, trained, lambda b: b.group)
 
     def _broadcast_rest(self, module: nn.Module) -> None:

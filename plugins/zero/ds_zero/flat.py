@@ -106,6 +106,11 @@ class FlatBucket:
         return self.full.dtype
 
     @property
+    def trains(self) -> bool:
+        """Whether its parameters are of a kind that can have gradients."""
+        return self.full.is_floating_point() or self.full.is_complex()
+
+    @property
     def trainable(self) -> bool:
         """Whether any parameter requires a gradient now."""
         return any(p.requires_grad for p in self.params)

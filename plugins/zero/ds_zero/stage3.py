@@ -87,14 +87,14 @@ class Stage3(ZeroPartitioner):
 
     def _make_reducer(self) -> Reducer:
         self._groups = _own_groups(self.ctx, {b.axes for b in self.buckets if b.world > 1})
-        trained = [b for b in self.buckets if b.full.is_floating_point() and b not in self._untrained]
+        trained = [b for b in self.buckets if b.trains and b not in self._untrained]
         return Reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; what stays whole comes last."""
         used = sorted(self.units, key=lambda u: -u.first_use)
         parted = [u.bucket for u in used if u.bucket not in self._untrained]
-        whole = [b for b in self.buckets if b.share is Share.WHOLE and b.full.is_floating_point()]
+        whole = [b for b in self.buckets if b.share is Share.WHOLE and b.trains]
         return parted + whole
 
     # -- backward and step -----------------------------------------------------------------------------------

@@ -29,11 +29,16 @@ def states(
         """Whether this rank is the first along all axes but these."""
         return all(ctx.mesh.coord[a] == 0 for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
+    def others(*but: str) -> tuple[str, ...]:
+        """The axes along which ranks hold the same as this one, so that they can share the writing."""
+        return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
+
     parted = {p for b in buckets if b.share is Share.PART for p in b.params}
     for name, param in module.named_parameters():
         if param not in parted:
             held = ctx.params[param].held
-            yield StateTensor(f"module/{name}", param.data, tuple(param.shape), 0, param.numel(), held, first(*held))
+            shape = tuple(param.shape)
+            yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, True, others(*held))
     for name, buffer in _persistent_buffers(module):
         yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), (), first())
     for bucket in buckets:
