@@ -188,8 +188,12 @@ class Processes:
             port = probe.getsockname()[1]
         common = {
             **os.environ,
-            **{"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-            **{"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": cache},
+            "WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": cache,
         }
         command, pipe = [python, __file__, *sys.argv[1:], "--child"], subprocess.PIPE
         errors = [tempfile.TemporaryFile("w+") for _ in range(nproc)]  # noqa: SIM115

@@ -14,14 +14,15 @@ from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
+from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece
-from ds_zero.grads import Reducer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
+    from ds_zero.grads import Reducer
 
 __all__ = ["ZeroPartitioner"]
 
@@ -66,7 +67,7 @@ class ZeroPartitioner(Partitioner):
 
     def _make_reducer(self) -> Reducer:
         trained = [b for b in self.buckets if b.trains]
-        return Reducer(self.ctx, self.section, trained, lambda b: b.group)
+        return make_reducer(self.ctx, self.section, trained, lambda b: b.group)
 
     def _broadcast_rest(self, module: nn.Module) -> None:
         """Give every rank the parameters that are in no bucket, and the buffers, of the first of its replicas."""

@@ -15,15 +15,16 @@ from torch import nn
 from ds_core import comm
 from ds_core.errors import DSError
 from ds_zero.base import ZeroPartitioner
+from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
-from ds_zero.grads import Reducer
 from ds_zero.units import Gatherer, gatherers, persistent
 from ds_zero.watch import Watch
 
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
+    from ds_zero.grads import Reducer
 
 __all__ = ["Stage3"]
 
@@ -49,7 +50,8 @@ class Stage3(ZeroPartitioner):
         small = persistent(shared_out, self.section)
         parted = {p for p in shared_out if p not in small}
         self._gatherers = gatherers(module, parted, self.section)
-        whole = make_buckets([p for p in params if p not in parted], self.ctx, self.section.bucket_elements)
+        stay = [p for p in params if p not in parted]
+        whole = make_buckets(stay, self.ctx, self.section.bucket_elements, brief=True)
         taken: set[nn.Parameter] = set()
         for gatherer in self._gatherers:
             own = [p for p in gatherer.params if p not in taken]
@@ -88,7 +90,7 @@ class Stage3(ZeroPartitioner):
     def _make_reducer(self) -> Reducer:
         self._groups = _own_groups(self.ctx, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
-        return Reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
+        return make_reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; what stays whole comes last."""
