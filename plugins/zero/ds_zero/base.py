@@ -14,9 +14,9 @@ from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
+from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, needs_whole
 from ds_zero.gathered import empty_partition_cache
-from ds_zero.grads import Reducer
 from ds_zero.holding import PieceHolding
 from ds_zero.manners import teach, unteach
 from ds_zero.moved import BACKWARD, Moved
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ds_core.holding import Holding
     from ds_zero.config import ZeroConfig
     from ds_zero.gather import Unit
+    from ds_zero.grads import Reducer
 
 __all__ = ["ZeroPartitioner"]
 
@@ -131,7 +132,7 @@ class ZeroPartitioner(Partitioner):
 
     def _make_reducer(self) -> Reducer:
         trained = [b for b in self.buckets if b.trains]
-        return Reducer(self.ctx, self.section, trained, lambda b: b.group)
+        return make_reducer(self.ctx, self.section, trained, lambda b: b.group)
 
     def _broadcast_rest(self, module: nn.Module) -> None:
         """Give every rank the parameters that are in no bucket, and the buffers, of the first of its replicas."""

@@ -36,17 +36,25 @@ IN_FLIGHT = 2
 
 
 class _Pool:
-    """Flat buffers that are used again, since fresh memory costs more than the copy into it."""
+    """Flat buffers that are used again, since fresh memory costs more than the copy into it.
 
-    def __init__(self) -> None:
-        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+    most: how many may lie free, the oldest go first; None: any number.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._free: list[Tensor] = []
+        self._most = most
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free.get((numel, dtype, device))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+        for place, tensor in enumerate(self._free):
+            if (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, device):
+                return self._free.pop(place)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, tensor: Tensor) -> None:
-        self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
+        self._free.append(tensor)
+        if self._most is not None and len(self._free) > self._most:
+            del self._free[0]
 
     def clear(self) -> None:
         self._free.clear()
@@ -119,7 +127,10 @@ class Reducer:
 
     groups: per replica axes the process group that reductions use.
     order: which buckets travel after which, asked at the start of each backward; equal on all ranks.
+    direct: what is in ``param.grad`` is reduced as it is.
     """
+
+    direct = False
 
     def __init__(
         self,
@@ -136,7 +147,6 @@ class Reducer:
         self._queue: list[_Grads] = []
         self._next = 0
         self._travelling: deque[_Travelling] = deque()
-        self._pool = _Pool()
         self._wires: dict[FlatBucket, torch.dtype] = {}
         self._trainable: list[bool] = []
         self._hooks: list[Any] = []
@@ -146,6 +156,7 @@ class Reducer:
         self._before = 1.0 / world if core.prescale_gradients else 1.0 / core.gradient_predivide_factor
         self._after = 1.0 if core.prescale_gradients else core.gradient_predivide_factor / world
         self._keeps = section.stage == 1
+        self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
         self.reducing: Callable[[], bool] = lambda: True

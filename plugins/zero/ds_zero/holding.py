@@ -101,6 +101,10 @@ class PieceHolding(Holding):
     def reduced(self) -> Tensor | None:
         """See `Holding.reduced`."""
         grads = self._grads
+        if grads is not None and self._partitioner.reducer.direct:
+            if self.param.grad is not None and (self.param.grad.is_sparse or not self.param.grad.is_contiguous()):
+                self.param.grad = self.param.grad.to_dense().contiguous()  # whoever asks may write
+            return None if self.param.grad is None else self.read(self.param.grad).view(-1)
         if grads is None or grads.part is None or not grads.used[self._piece.index]:
             return None
         return self.read(grads.part)[self._piece.within]
@@ -109,6 +113,8 @@ class PieceHolding(Holding):
     def has_pending(self) -> bool:
         """See `Holding.has_pending`."""
         grads = self._grads
+        if self._partitioner.reducer.direct:
+            return False
         return grads is not None and (grads.filled[self._piece.index] or self.param.grad is not None)
 
     def pending(self) -> Tensor | None:
@@ -127,6 +133,14 @@ class PieceHolding(Holding):
         """See `Holding.set_grad`."""
         grads, index = self._grads, self._piece.index
         assert grads is not None, self.name
+        if self._partitioner.reducer.direct:
+            if (grad := self.reduced()) is not None:
+                grad.copy_(values)
+                return
+            hidden, values = self.param.data, values.to(self._bucket.dtype, copy=True).view(self.shape)
+            self.param.data = values  # while weights are away it is empty, and its gradient must have its shape
+            self.param.grad, self.param.data = values, hidden
+            return
         if grads.part is None:  # nothing was reduced yet; what will be is added to it
             grads.begin_part(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
         grads.used[index], grads.filled[index] = True, False

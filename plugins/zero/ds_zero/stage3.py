@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_zero.base import ZeroPartitioner
+from ds_zero.direct import make_reducer
 from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
-from ds_zero.grads import Reducer
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.moved import BACKWARD
 from ds_zero.parked import unpark
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.partition import StateSource
     from ds_zero.config import ZeroConfig
+    from ds_zero.grads import Reducer
 
 __all__ = ["Stage3"]
 
@@ -62,7 +63,7 @@ class Stage3(ZeroPartitioner):
                 mark_leaf(gatherer.module, True)
         home = self.offload.homes(params)
         stay = [p for p in params if p not in parted]
-        whole = make_buckets(stay, self.ctx, self.section.bucket_elements, home=home)
+        whole = make_buckets(stay, self.ctx, self.section.bucket_elements, home=home, brief=True)
         for gatherer, chosen, mine in members(self._gatherers, trained):
             for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine, home=home):
                 self._add_unit(bucket, gatherer.leaf, mine)
@@ -146,7 +147,7 @@ class Stage3(ZeroPartitioner):
     def _make_reducer(self) -> Reducer:
         self._groups = _own_groups(self.ctx, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
-        return Reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
+        return make_reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; what stays whole comes last."""
