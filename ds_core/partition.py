@@ -386,7 +386,7 @@ class Replicated(Partitioner):
                 continue
             if slot.master_grad is None:
                 slot.master_grad = torch.empty_like(slot.master)
-            slot.master_grad.copy_(grad)
+            slot.master_grad.copy_(grad.to_dense() if grad.is_sparse else grad)
             slot.master.grad = slot.master_grad
 
     def scale(self, factor: float) -> None:
