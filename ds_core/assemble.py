@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
+from ds_core.comm import guard
 from ds_core.compose import Composition, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
@@ -105,6 +106,7 @@ def initialize(
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     ctx.grain = _grain(optimizer, chosen)
     comm.check_ranks_agree(_fingerprint(ctx))
+    guard.configure(core.comms_guard)
     if world_size > 1:
         mesh.build_groups()
 

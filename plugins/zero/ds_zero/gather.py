@@ -68,6 +68,7 @@ class Unit:
         if by_all_reduce:
             bucket.full.zero_()
             bucket.parts(bucket.full)[bucket.rank].copy_(bucket.part)
+            comm.label(bucket.about_weights)
             self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]
         else:
             self._works = bucket.spread(bucket.group, gather=True)

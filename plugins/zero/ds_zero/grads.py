@@ -240,6 +240,7 @@ class Reducer:
             return _Travelling(grads, [], source, source)
         parts = bucket.parts(source)
         mine = parts[bucket.rank]
+        comm.label(bucket.about_gradients)
         if self.section.reduce_scatter:
             out = mine if self._keeps else self._pool.take(mine.numel(), mine.dtype, mine.device)
             works = [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)]
@@ -307,6 +308,7 @@ class Reducer:
             used = [u for g in members for u in g.used]
             if members[0].bucket.world > 1:
                 flags = torch.tensor(late + used, dtype=torch.uint8, device=members[0].bucket.full.device)
+                comm.label("flags of gradients, at the end of backward")
                 comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self._group(members[0].bucket))
                 agreed = [bool(f) for f in flags.tolist()]
                 late, used = agreed[: len(members)], agreed[len(members) :]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from ds_core import comm
 from ds_zero.gather import Gathering, State, Unit, tensors_in
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class Watch:
         self._gathering, self._unit_of, self._backward_began = gathering, unit_of, backward_began
         self._units = {g.module: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
         self._stack: list[tuple[nn.Module, list[Unit]]] = []
+        self._names = {g.module: g.name for g in modules}
+        self._behind: nn.Module | None = None  # the last module that backward came to
+        comm.watch_place(self.place)
         self._hooks: list[Any] = []
         self._owners: list[nn.Module] = []
         for module in self._units:
@@ -67,6 +71,13 @@ class Watch:
             if any(p in unit_of for p in module.parameters(recurse=False)):
                 module._parameters = _SeenParams(module._parameters, self._on_read)
                 self._owners.append(module)
+
+    def place(self) -> str:
+        """What runs now, for messages; asked from another thread."""
+        if self._gathering.in_backward and self._behind is not None:
+            return f"in backward of module {self._names[self._behind]!r}"
+        running = [module for module, _ in list(self._stack)]
+        return f"in forward of module {self._names[running[-1]]!r}" if running else ""
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -154,6 +165,7 @@ class Watch:
         if not gathering.in_backward:
             gathering.in_backward = True
             self._backward_began()
+        self._behind = module
         for unit in self._units[module]:
             unit.wanted = True
             gathering.fetch(unit)
