@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
-from ds_core.comm.verdict import Line, Position, judge
+from ds_core.comm.verdict import Line, Place, Position, judge
 from ds_core.errors import CommError
 
 __all__ = ["EXIT_CODE", "Guard", "configure", "label", "reset", "watch_place"]
@@ -57,7 +57,7 @@ def label(text: str) -> None:
         active.local.label = text
 
 
-def watch_place(place: Callable[[], str]) -> None:
+def watch_place(place: Callable[[], Place]) -> None:
     """Let the guard ask the bound method `place`, from its own thread, what this rank is doing (held weakly)."""
     if active is not None:
         active.places.append(WeakMethod(place))
@@ -126,7 +126,7 @@ class Guard:
         self.patience, self.rank, self.size = patience, rank, size
         self.local = threading.local()
         self.waiting: dict[int, _Call] = {}
-        self.places: list[WeakMethod[Callable[[], str]]] = []
+        self.places: list[WeakMethod[Callable[[], Place]]] = []
         self._store = store
         self._lines: WeakKeyDictionary[Any, _Line] = WeakKeyDictionary()
         self._marks: dict[tuple[str, str, int, Any], int] = {}
@@ -244,14 +244,14 @@ class Guard:
         }
         self._beat += 1
         wait = (call.line.name, call.number) if call is not None else None
-        return Position(self.rank, self._beat, lines, wait, "" if ended else self._where(), ended)
+        places = tuple(place() for ref in self.places if (place := ref()) is not None)
+        return Position(self.rank, self._beat, lines, wait, "" if ended else self._where(), places, ended)
 
     def _where(self) -> str:
-        """What this rank does, as those who know say, and the user's line."""
-        places = [place() for ref in self.places if (place := ref()) is not None]
+        """The user's line that the program is at."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         lines = [f"{os.path.basename(f.f_code.co_filename)}:{n}" for f, n in traceback.walk_stack(main) if _users(f)]
-        return ", ".join([p for p in places if p] + ([f"at {lines[0]}"] if lines else []))
+        return lines[0] if lines else ""
 
     def _publish(self, call: _Call) -> None:
         if not self._key:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Found", "Line", "Position", "judge"]
+__all__ = ["Found", "Line", "Place", "Position", "judge"]
 
 SHOWN = 8
 MEND = (
@@ -25,18 +25,31 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """What a part of the program (one engine's hooks) does now. text: for people, may be "".
+
+    passes: how many times it has gone through the model. trail: what it has run in this one, in order.
+    """
+
+    text: str
+    passes: int = 0
+    trail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """Where a rank stands that waits, or has ended.
 
     beat: grows with each publication. lines: by group name. wait: (group, number) of what it waits for.
-    place: where in the program. ended: how, "" for a rank that waits.
+    at: the user's line. places: of each watched part. ended: how, "" for a rank that waits.
     """
 
     rank: int
     beat: int
     lines: Mapping[str, Line]
     wait: tuple[str, int] | None
-    place: str = ""
+    at: str = ""
+    places: tuple[Place, ...] = ()
     ended: str = ""
 
     @property
@@ -55,10 +68,9 @@ class Position:
             name: Line(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
             for name, v in data["lines"].items()
         }
-        wait = data["wait"]
-        return cls(
-            data["rank"], data["beat"], lines, (wait[0], wait[1]) if wait else None, data["place"], data["ended"]
-        )
+        places = tuple(Place(p["text"], p["passes"], tuple(p["trail"])) for p in data["places"])
+        wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
+        return cls(data["rank"], data["beat"], lines, wait, data["at"], places, data["ended"])
 
     def waits_for(self) -> str:
         """A description of what it waits for."""
@@ -107,6 +119,7 @@ def _tell_difference(
     for digest, ranks in by_digest.items():
         first = positions[ranks[0]]
         lines.append(f"  {_ranks(ranks)}: {texts[number, digest]}{_where(first)}")
+    lines += _parting([positions[ranks[0]] for ranks in by_digest.values()])
     return "\n".join([*lines, MEND])
 
 
@@ -129,6 +142,7 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Found | None:
         )
     if len(dead) > SHOWN:
         lines.append(f"  and {len(dead) - SHOWN} more")
+    lines += _parting([waiting[rank] for rank in dead])
     lines += [f"  rank {p.rank} has ended ({p.ended})" for p in positions.values() if p.ended]
     return Found("\n".join([*lines, MEND]), False, dead)
 
@@ -145,8 +159,25 @@ def _missing(position: Position, positions: Mapping[int, Position]) -> set[int]:
     return {r for r in position.lines[name].members if r not in positions or not made(r)}
 
 
+def _parting(positions: Sequence[Position]) -> list[str]:
+    """Where the ways of the first position and of another part: the modules that they ran."""
+    for first, other in ((positions[0], p) for p in positions[1:]):
+        for mine, theirs in zip(first.places, other.places, strict=False):
+            if mine.passes != theirs.passes:
+                return [
+                    f"  rank {first.rank} has gone through the model {mine.passes} times, rank {other.rank} "
+                    f"{theirs.passes} times"
+                ]
+            for index, (a, b) in enumerate(zip(mine.trail, theirs.trail, strict=False)):
+                if a != b:
+                    after = f"after {mine.trail[index - 1]}" if index else "at first"
+                    return [f"  {after}, rank {first.rank} came to {a}, and rank {other.rank} to {b}"]
+    return []
+
+
 def _where(position: Position) -> str:
-    return f", {position.place}" if position.place else ""
+    parts = [p.text for p in position.places if p.text] + ([f"at {position.at}"] if position.at else [])
+    return "".join(f", {part}" for part in parts)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from ds_core import comm
+from ds_core.comm.verdict import Place
 from ds_zero.gather import Gathering, State, Unit, tensors_in
 
 if TYPE_CHECKING:
@@ -72,12 +73,14 @@ class Watch:
                 module._parameters = _SeenParams(module._parameters, self._on_read)
                 self._owners.append(module)
 
-    def place(self) -> str:
+    def place(self) -> Place:
         """What runs now, for messages; asked from another thread."""
-        if self._gathering.in_backward and self._behind is not None:
-            return f"in backward of module {self._names[self._behind]!r}"
+        gathering = self._gathering
         running = [module for module, _ in list(self._stack)]
-        return f"in forward of module {self._names[running[-1]]!r}" if running else ""
+        text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
+        if gathering.in_backward and self._behind is not None:
+            text = f"in backward of module {self._names[self._behind]!r}"
+        return Place(text, gathering.passes, gathering.trail())
 
     # -- forward ---------------------------------------------------------------------------------------------
 
