@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +28,15 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["Partitioner", "Replicated", "StateSource", "StateTensor", "broadcast_from_first"]
+__all__ = [
+    "Partitioner",
+    "Replicated",
+    "StateSource",
+    "StateTensor",
+    "broadcast_from_first",
+    "saved_optimizer_states",
+    "set_optimizer_state",
+]
 
 log = logging.getLogger("ds_core.partition")
 
@@ -41,7 +49,10 @@ class StateTensor:
 
     name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
     shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
-    held: axes on which ranks hold different states under this name. store: whether this rank writes it.
+    held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
+    it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
+    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
+    gives memory back.
     """
 
     name: str
@@ -51,6 +62,12 @@ class StateTensor:
     stop: int
     held: tuple[str, ...]
     store: bool
+    copies: tuple[str, ...] = ()
+    read: Callable[[Tensor], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The values of `tensor`, wherever they rest."""
+        return self.tensor if self.read is None else self.read(self.tensor)
 
 
 class StateSource(Protocol):
@@ -63,14 +80,14 @@ class StateSource(Protocol):
         """The whole state's shape."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
+        """The range [start, stop) of the row-major flattened state, as a new 1-d CPU tensor."""
 
 
 class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
     The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
-    boundary's backward; then `gradients`, `scale`, (the optimizer's step), `publish`, `zero_grad`.
+    boundary's backward; then `gradients`, `scale`, `step`, `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -90,6 +107,13 @@ class Partitioner(ABC):
         that the optimizer is to update in the place of the parameters. Collective.
         """
 
+    def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of the `state` that a user's optimizer already had for `param` when it was attached.
+
+        It becomes the state of what the optimizer updates in its place; empty: none.
+        """
+        return dict(state)
+
     def begin(self) -> None:  # noqa: B027
         """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
 
@@ -104,6 +128,10 @@ class Partitioner(ABC):
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply what `gradients` gave by `factor`, in place."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let `optimizer` update its tensors from their gradients; in several steps where not all are in memory."""
+        optimizer.step()
 
     @abstractmethod
     def publish(self) -> None:
@@ -387,20 +415,22 @@ class Replicated(Partitioner):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; of equal replicas the first stores."""
+        """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
         assert self._module is not None
+        mesh = self.ctx.mesh
         for name, tensor, held in self._tensors(optimizer):
-            store = all(self.ctx.mesh.coord[a] == 0 for a in self.ctx.mesh.expand(self.ctx.mesh.names) if a not in held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, store)
+            copies = tuple(a for a in mesh.expand(mesh.names) if a not in held)
+            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, True, copies)
+        persistent = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers():
+            if name in persistent:
+                shape = tuple(buffer.shape)
+                yield StateTensor(f"module/{name}", buffer, shape, 0, buffer.numel(), (), mesh.rank == 0)
 
     def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, tuple[str, ...]]]:
         assert self._module is not None
         for name, param in self._module.named_parameters():
             yield f"module/{name}", param.data, self.ctx.params[param].held
-        persistent = self._module.state_dict(keep_vars=True)
-        for name, buffer in self._module.named_buffers():
-            if name in persistent:
-                yield f"module/{name}", buffer, ()
         for slot in self._slots:
             if slot.master is not slot.param:
                 yield f"master/{slot.name}", slot.master.data, slot.held
@@ -412,43 +442,19 @@ class Replicated(Partitioner):
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         known = set(source.names())
-        for name, tensor, _ in self._tensors(None):
-            if name.startswith("module/") and (strict or name in known):
-                tensor.copy_(_read(source, name, tensor))
+        for state in self.states(None):
+            if state.name.startswith("module/") and (strict or state.name in known):
+                state.tensor.copy_(_read(source, state.name, state.tensor))
         for slot in self._slots:
             if slot.master is not slot.param:
                 name = f"master/{slot.name}"
                 slot.master.data.copy_(_read(source, name, slot.master) if name in known else slot.param.data)
         if optimizer is not None:
-            self._load_optimizer(source, optimizer)
-
-    def _load_optimizer(self, source: StateSource, optimizer: Optimizer) -> None:
-        by_param: dict[str, list[tuple[str, str]]] = {}
-        for name in source.names():
-            kind, _, rest = name.partition("/")
-            if kind == "optimizer":
-                key, _, param = rest.partition("/")
-                by_param.setdefault(param, []).append((key, name))
-        for slot in self._slots:
-            if slot.name not in by_param:  # its state had not begun when the checkpoint was saved
-                optimizer.state.pop(slot.master, None)
-                continue
-            state: dict[str, Any] = optimizer.state[slot.master]
-            for key, name in by_param[slot.name]:
-                value = source.read(name).view(source.shape(name))
-                # A step counter stays on the CPU unless the optimizer has put it on the device (fused, capturable).
-                scalar = value.dim() == 0 and slot.master.dim() != 0
-                old = state.get(key)
-                device = (
-                    old.device
-                    if isinstance(old, Tensor)
-                    else _counter_device(optimizer, slot.master)
-                    if scalar
-                    else slot.master.device
-                )
-                if value.shape == slot.master.shape:  # with the master's strides, which fused optimizers go by
-                    value = torch.empty_like(slot.master, dtype=value.dtype, device="cpu").copy_(value)
-                state[key] = value.to(device)
+            saved = saved_optimizer_states(source)
+            for slot in self._slots:
+                names = saved.get(slot.name, {})
+                values = {key: source.read(name).view(source.shape(name)) for key, name in names.items()}
+                set_optimizer_state(optimizer, slot.master, values)
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""
@@ -485,6 +491,33 @@ def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
     return source.read(name).view(shape)
 
 
-def _counter_device(optimizer: Optimizer, master: Tensor) -> torch.device:
-    on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-    return master.device if on_device else torch.device("cpu")
+def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:
+    """``{parameter: {key: name in source}}`` of all optimizer states that a checkpoint has."""
+    found: dict[str, dict[str, str]] = {}
+    for name in source.names():
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            key, _, param = rest.partition("/")
+            found.setdefault(param, {})[key] = name
+    return found
+
+
+def set_optimizer_state(optimizer: Optimizer, master: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Make `values`, CPU tensors by key, the state of `master`. None at all: its state has not begun."""
+    if not values:
+        optimizer.state.pop(master, None)
+        return
+    state: dict[str, Any] = optimizer.state[master]
+    for key, value in values.items():
+        old = state.get(key)
+        if isinstance(old, Tensor):
+            device = old.device
+        elif value.dim() == 0 and (master.dim() != 0 or key == "step"):
+            # A counter stays on the CPU unless the optimizer has put it on the device.
+            on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+            device = master.device if on_device else torch.device("cpu")
+        else:
+            device = master.device
+        if value.shape == master.shape and not master.is_contiguous():  # fused optimizers go by strides
+            value = torch.empty_like(master, dtype=value.dtype, device="cpu").copy_(value)
+        state[key] = value.to(device)

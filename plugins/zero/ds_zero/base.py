@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,10 @@ from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
-from ds_zero.flat import FlatBucket, Piece
+from ds_zero.flat import FlatBucket, Piece, needs_whole
 from ds_zero.grads import Reducer
+from ds_zero.offload import Offload, tiled_step
+from ds_zero.regroup import regroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -34,6 +36,7 @@ class ZeroPartitioner(Partitioner):
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
         self.partitions_gradients = section.stage > 1
+        self.offload: Offload
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
         self._module: nn.Module | None = None
@@ -44,6 +47,7 @@ class ZeroPartitioner(Partitioner):
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """See `Partitioner.attach`."""
         _check_grain(self.ctx)
+        self.offload = Offload(self.ctx, self.section, whole=needs_whole(self.ctx))
         self._module = module
         mine = [p for group in groups for p in group["params"]]
         for param in mine:
@@ -54,7 +58,10 @@ class ZeroPartitioner(Partitioner):
                     "in it)"
                 )
         self.buckets = self._lay_out(module, mine)
-        self.pieces = {p.param: p for b in self.buckets for p in b.pieces}
+        if needs_whole(self.ctx):
+            trained = set(mine)
+            regroup(self.ctx, [b for b in self.buckets if b.params[0] in trained])
+        self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
         self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
@@ -65,7 +72,7 @@ class ZeroPartitioner(Partitioner):
         """The buckets of `params` (of the optimizer), and of any other that is partitioned."""
 
     def _make_reducer(self) -> Reducer:
-        trained = [b for b in self.buckets if b.full.is_floating_point() or b.full.is_complex()]
+        trained = [b for b in self.buckets if b.trains]
         return Reducer(self.ctx, self.section, trained, lambda b: b.group)
 
     def _broadcast_rest(self, module: nn.Module) -> None:
@@ -103,15 +110,29 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.zero_grad`."""
         self.reducer.zero_grad()
 
+    def step(self, optimizer: Optimizer) -> None:
+        """See `Partitioner.step`."""
+        if any(b.away for b in self.buckets):
+            tiled_step(optimizer, self.buckets)
+        else:
+            optimizer.step()
+
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
         return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
+
+    def _round(self, buckets: Iterable[FlatBucket]) -> None:
+        """Write masters into parts; those that are away were written when they were updated."""
+        self.offload.settle()
+        for bucket in buckets:
+            if not bucket.away:
+                bucket.round()
+        self.offload.settle()
 
     def _spread(self, buckets: Iterable[FlatBucket]) -> None:
         """Give every rank the weights that their owners have just written."""
         works = []
         for bucket in buckets:
-            bucket.round()
             works += bucket.spread(bucket.group, gather=self.section.allgather_partitions)
         for work in works:
             work.wait()
@@ -132,6 +153,10 @@ class ZeroPartitioner(Partitioner):
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
+    def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Partitioner.adopt`."""
+        return states.adopt(self.pieces[param], state, whole=needs_whole(self.ctx))
+
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
         """See `Partitioner.states`; weights that are whole are stored by the first rank, pieces by their owners."""
         assert self._module is not None
@@ -141,6 +166,7 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.load_states`."""
         assert self._module is not None
         from_fp32 = self.section.load_from_fp32_weights
+        self.offload.settle()
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
 
     def detach(self) -> None:
@@ -150,15 +176,12 @@ class ZeroPartitioner(Partitioner):
 
 
 def _check_grain(ctx: Context) -> None:
-    """Flat pieces serve optimizers whose arithmetic sees single elements."""
-    if ctx.grain in ("tensor", "matrix"):
-        raise UsageError(
-            f"zero_optimization: this optimizer needs each {ctx.grain} whole, and ZeRO cuts parameters at any element; "
-            "use an element-wise optimizer (Adam, AdamW, SGD, Lion, Adagrad), or stage 0"
-        )
+    """An optimizer that nobody knows is served whole tensors, but not without being asked for."""
     if ctx.grain is None and not ctx.config.core.zero_allow_untested_optimizer:
         raise UsageError(
-            "zero_optimization: nobody has declared that this optimizer works on single elements, as flat pieces of "
-            "parameters need it; if it does (no norms of whole tensors, no matrices), set "
-            '"zero_allow_untested_optimizer": true'
+            "zero_optimization: nobody has declared what this optimizer's arithmetic looks at. Set "
+            '"zero_allow_untested_optimizer": true, and each parameter is updated whole by one rank, which is right '
+            "for any optimizer that looks at one parameter at a time. Or use one that is known, by its name in the "
+            "config or as an object of torch's class: Adam, AdamW, SGD and other element-wise ones can be cheaper, "
+            "since every rank updates an equal part of each parameter"
         )

@@ -65,9 +65,9 @@ class Unit:
         assert self.state is State.RELEASED, self.bucket.names
         bucket = self.bucket
         bucket.full.untyped_storage().resize_(self._bytes)
-        if by_all_reduce:
+        if by_all_reduce and bucket.world > 1:
             bucket.full.zero_()
-            bucket.parts(bucket.full)[bucket.rank].copy_(bucket.part)
+            bucket.own(bucket.full).copy_(bucket.part)
             comm.label(bucket.about_weights)
             self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]
         else:

@@ -57,7 +57,8 @@ class _Grads:
 
     local: this rank's, not reduced yet, laid out as the bucket; filled: which of them it holds. part: what this rank
     owns of the reduced ones; None: nothing was reduced yet. whole: the buffer that `part` lies in, if any.
-    cast: the part in the dtype of the masters. used: parameters that had a gradient since the last step.
+    cast: the part in the dtype of the masters. host: memory for the part where the optimizer's step is the host's.
+    used: parameters that had a gradient since the last step.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -69,8 +70,18 @@ class _Grads:
         self.part: Tensor | None = None
         self.whole: Tensor | None = None
         self.cast: Tensor | None = None
+        self.host: Tensor | None = None
         self.arrived: set[int] = set()
         self.awaited = count
+
+    def land(self, out: Tensor, accumulate: torch.dtype | None) -> None:
+        """Start adding the device's `out` to the part, which is on the host; in the masters' dtype, if any will do."""
+        home, first = self.bucket.home, self.part is None
+        assert home.masters is not None and home.transfers is not None
+        if self.host is None:
+            self.host = home.masters.buffer(out.numel(), accumulate or self.bucket.master.dtype)
+        self.part = self.host
+        home.transfers.to_host(self.part, out, add=not first)
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -238,8 +249,7 @@ class Reducer:
         bucket, group = grads.bucket, self._group(grads.bucket)
         if bucket.world == 1:
             return _Travelling(grads, [], source, source)
-        parts = bucket.parts(source)
-        mine = parts[bucket.rank]
+        mine = bucket.own(source)
         comm.label(bucket.about_gradients)
         if self.section.reduce_scatter:
             out = mine if self._keeps else self._pool.take(mine.numel(), mine.dtype, mine.device)
@@ -248,7 +258,7 @@ class Reducer:
         if self.section.use_multi_rank_bucket_allreduce:
             works = [comm.all_reduce(source, group=group, async_op=True)]
         else:
-            ranks = torch.distributed.get_process_group_ranks(group)
+            ranks, parts = torch.distributed.get_process_group_ranks(group), bucket.parts(source)
             works = [comm.reduce(parts[i], dst=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
         return _Travelling(grads, works, source, mine)
 
@@ -265,9 +275,11 @@ class Reducer:
         grads, out, bucket = done.grads, done.out, done.grads.bucket
         if self._after != 1.0:
             out.mul_(self._after)
-        inside = out.data_ptr() == bucket.parts(done.source)[bucket.rank].data_ptr()
+        inside = out.data_ptr() == bucket.own(done.source).data_ptr()
         dtype = self._dtype(bucket)
-        if grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
+        if bucket.host_steps:
+            grads.land(out, self.ctx.precision.accumulate)
+        elif grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
             grads.part, grads.whole = out, done.source if inside else None
         elif grads.part is None:
             grads.part = self._pool.take(out.numel(), dtype, out.device).copy_(out)
@@ -277,6 +289,11 @@ class Reducer:
             self._pool.give(done.source)
         if not inside and grads.part is not out:
             self._pool.give(out)
+
+    def _settle(self) -> None:
+        """Wait for what is on its way to the host."""
+        for transfers in {b.home.transfers for b in self._all if b.home.transfers is not None}:
+            transfers.settle()
 
     def _dtype(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which gradients accumulate."""
@@ -293,6 +310,7 @@ class Reducer:
         for grads in self._agree():
             self._launch(grads)
         self._drain(0)
+        self._settle()
         self.running, self._reduced = False, True
         if not self._keeps:
             self._pool.clear()
@@ -328,6 +346,13 @@ class Reducer:
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         for bucket, grads in self._all.items():
             part = grads.part
+            if bucket.whole is not None:
+                if part is not None and any(grads.used):
+                    found = by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), [])
+                    found += bucket.whole.gradients(part, grads.used)
+                if not self._keeps:
+                    grads.part = None  # whatever of it the optimizer needs, its gradients refer to
+                continue
             if part is not None and part.dtype != bucket.master.dtype:
                 if grads.cast is None:
                     grads.cast = torch.empty_like(bucket.master)
@@ -356,7 +381,7 @@ class Reducer:
 
     def scale(self, factor: float) -> None:
         """Multiply what `gradients` gave by `factor`."""
-        grads = [p.master.grad for b in self._all for p in b.pieces if p.master.grad is not None]
+        grads = [p.master.grad for b in self._all for p in b.optimized if p.master.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
@@ -367,21 +392,23 @@ class Reducer:
     def zero_grad(self) -> None:
         """Drop all gradients, those of a backward that failed half-way too."""
         self._drain(0)
+        self._settle()
         self.running = self._reduced = False
         for bucket, grads in self._all.items():
             for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
-                if tensor is not None and self._keeps:
+                if tensor is not None and tensor is not grads.host and self._keeps:
                     self._pool.give(tensor)
             grads.drop()
             grads.filled = [False] * len(bucket.params)
             grads.used = [False] * len(bucket.params)
-            for piece in bucket.pieces:
+            for piece in bucket.optimized:
                 piece.master.grad = None
                 piece.param.grad = None
 
     def detach(self) -> None:
         """Remove hooks and free buffers."""
         self._drain(0)
+        self._settle()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -18,10 +18,12 @@ from ds_zero.base import ZeroPartitioner
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
 from ds_zero.grads import Reducer
-from ds_zero.units import Gatherer, gatherers, persistent
+from ds_zero.units import Gatherer, gatherers, members, persistent
 from ds_zero.watch import Watch
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
 
@@ -45,26 +47,22 @@ class Stage3(ZeroPartitioner):
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         trained = set(params)
-        shared_out = [p for p in module.parameters() if self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1]
+        leaves = self.offload.param is not None  # weights that are released rest elsewhere, so one rank has use for it
+        shared_out = [p for p in module.parameters() if leaves or self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1]
         small = persistent(shared_out, self.section)
         parted = {p for p in shared_out if p not in small}
         self._gatherers = gatherers(module, parted, self.section)
-        whole = make_buckets([p for p in params if p not in parted], self.ctx, self.section.bucket_elements)
-        taken: set[nn.Parameter] = set()
-        for gatherer in self._gatherers:
-            own = [p for p in gatherer.params if p not in taken]
-            taken.update(own)
-            for chosen, mine in (
-                ([p for p in own if p in trained], True),
-                ([p for p in own if p not in trained], False),
-            ):
-                for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine):
-                    self._add_unit(bucket, gatherer.leaf, mine)
+        home = self.offload.homes(params)
+        stay = [p for p in params if p not in parted]
+        whole = make_buckets(stay, self.ctx, self.section.bucket_elements, home=home)
+        for gatherer, chosen, mine in members(self._gatherers, trained):
+            for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine, home=home):
+                self._add_unit(bucket, gatherer.leaf, mine)
         return whole + [u.bucket for u in self.units]
 
     def _capacity(self, world: int) -> int:
         """The most elements of a unit: all of its module's, unless the config wants parameters one at a time."""
-        return 1 if self.section.allgather_sequential else self.section.bucket_elements(world)
+        return self.section.unit_elements(world)
 
     def _add_unit(self, bucket: FlatBucket, leaf: bool, trained: bool) -> None:
         unit = Unit(len(self.units), bucket, leaf)
@@ -87,14 +85,14 @@ class Stage3(ZeroPartitioner):
 
     def _make_reducer(self) -> Reducer:
         self._groups = _own_groups(self.ctx, {b.axes for b in self.buckets if b.world > 1})
-        trained = [b for b in self.buckets if b.full.is_floating_point() and b not in self._untrained]
+        trained = [b for b in self.buckets if b.trains and b not in self._untrained]
         return Reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; what stays whole comes last."""
         used = sorted(self.units, key=lambda u: -u.first_use)
         parted = [u.bucket for u in used if u.bucket not in self._untrained]
-        whole = [b for b in self.buckets if b.share is Share.WHOLE and b.full.is_floating_point()]
+        whole = [b for b in self.buckets if b.share is Share.WHOLE and b.trains]
         return parted + whole
 
     # -- backward and step -----------------------------------------------------------------------------------
@@ -115,14 +113,18 @@ class Stage3(ZeroPartitioner):
         self.watch.end()
         self.gathering.end_pass()
 
+    def step(self, optimizer: Optimizer) -> None:
+        """See `Partitioner.step`; it may write weights, which no gather may be reading."""
+        self.gathering.release_all()
+        super().step(optimizer)
+
     @torch.no_grad()
     def publish(self) -> None:
         """See `Partitioner.publish`; only what is whole travels."""
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.reducer.used(b)]
         whole = [b for b in changed if b.share is Share.WHOLE]
-        for bucket in changed:
-            bucket.round()
+        self._round(changed)
         self._spread(whole)
         if self.section.enable_sanity_checks:
             self._check_equal(whole)

@@ -14,7 +14,7 @@ from ds_zero.config import LEAF_CLASSES
 if TYPE_CHECKING:
     from ds_zero.config import LeafModules, ZeroConfig
 
-__all__ = ["Gatherer", "find_leaves", "gatherers", "persistent"]
+__all__ = ["Gatherer", "find_leaves", "gatherers", "members", "persistent"]
 
 log = logging.getLogger("ds_zero")
 
@@ -45,6 +45,18 @@ def gatherers(root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConf
     """The modules to watch, in the order of the tree; none below a leaf, none without partitioned parameters."""
     leaves = find_leaves(root, section.leaf_module)
     return list(_walk("", root, partitioned, leaves, section.module_granularity_threshold, set()))
+
+
+def members(
+    modules: Sequence[Gatherer], trained: set[nn.Parameter]
+) -> Iterator[tuple[Gatherer, list[nn.Parameter], bool]]:
+    """What each module's own units hold: its parameters that no earlier module has; True: those of the optimizer."""
+    taken: set[nn.Parameter] = set()
+    for gatherer in modules:
+        own = [p for p in gatherer.params if p not in taken]
+        taken.update(own)
+        yield gatherer, [p for p in own if p in trained], True
+        yield gatherer, [p for p in own if p not in trained], False
 
 
 def _walk(
