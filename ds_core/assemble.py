@@ -34,6 +34,7 @@ from ds_core.optim import torch_grain
 from ds_core.params import collect_params
 from ds_core.partition import Partitioner, Replicated
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
+from ds_core.process import make_free
 from ds_core.report import Reporter
 from ds_core.runner import Runner, Sequential
 
@@ -113,6 +114,7 @@ def initialize(
         mesh.build_groups()
 
     # The model.
+    make_free(model)
     accelerator.set_device(accelerator.local_index())
     for transform in sorted(
         (t for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value), key=lambda t: t.phase

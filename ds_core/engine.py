@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from ds_core.data import DistributedLoader
 from ds_core.errors import UsageError
 from ds_core.params import GradNorm
 from ds_core.precision import LossScaler, autocast_context, cast_floats
-from ds_core.process import STATE
+from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
 from ds_core.runstate import load_run_state, run_state
 
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 log = logging.getLogger("ds_core.engine")
+
+MIXED = (
+    "gradients of one accumulation window came both from engine.backward(loss), which divides by "
+    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the two between two "
+    "steps, or add the losses up and call engine.backward once (engine.zero_grad() drops what has come)"
+)
 
 
 class Engine:
@@ -97,6 +104,7 @@ class Engine:
         self.serial = STATE.next_serial()
         self._update_sync()
         STATE.engines.add(self)
+        STATE.taken[partitioner] = Taken(weakref.ref(self), weakref.ref(self.module))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "module":
@@ -165,19 +173,25 @@ class Engine:
                 "use one of the two between two steps, since they divide by gradient_accumulation_steps at "
                 "different times"
             )
+        if self.partitioner.strayed and self._batch.gas > 1:
+            raise UsageError(MIXED)
         self._driven = True
         factor = (self.scaler.scale if self.scaler is not None else 1.0) / gas
         root = loss * factor if factor != 1.0 else loss
         self._report.loss(loss if gas == self._batch.gas else loss.detach() * self._batch.gas)
-        if not self._distributed and self._timers is None:
-            root.backward(retain_graph=retain_graph)
-            return
-        with self._report.phase("backward"):
-            self.partitioner.begin()
-            with self._report.phase("backward_inner"):
+        outer, STATE.driver = STATE.driver, self.partitioner
+        try:
+            if not self._distributed and self._timers is None:
                 root.backward(retain_graph=retain_graph)
-            with self._report.phase("backward_allreduce"):
-                self.partitioner.finish()
+                return
+            with self._report.phase("backward"):
+                self.partitioner.begin()
+                with self._report.phase("backward_inner"):
+                    root.backward(retain_graph=retain_graph)
+                with self._report.phase("backward_allreduce"):
+                    self.partitioner.finish()
+        finally:
+            STATE.driver = outer
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -272,19 +286,23 @@ class Engine:
 
     def _note_window(self) -> None:
         """Work out who drove this micro-batch's backward, and refuse what cannot give a right gradient."""
+        partitioner, several = self.partitioner, self._batch.gas > 1
+        if several and partitioner.strayed and (self._driven or partitioner.joined):
+            raise UsageError(MIXED)
         if not self._driven:
             if self.scaler is not None and not self._loss_was_scaled:
                 raise UsageError(
                     "loss.backward() was called without the loss scale that fp16 needs; write "
                     "engine.scale(loss).backward(), or engine.backward(loss)"
                 )
-            if self._window_driven and self._batch.gas > 1:
+            if self._window_driven and several and not partitioner.joined:
                 raise UsageError(
                     "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window had "
                     "one. A window that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip "
                     "its step() too"
                 )
-        self._window_driven = self._driven
+        # A joint loss that another engine's backward took was divided there.
+        self._window_driven = self._driven or (several and partitioner.joined)
         self._driven = self._loss_was_scaled = False
 
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
@@ -329,7 +347,7 @@ class Engine:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self._batch.train
-        self._window_driven = None
+        self._forget_origins()
         report.step_end(self)
 
     def was_step_applied(self) -> bool:
@@ -347,8 +365,13 @@ class Engine:
 
     def _forget_window(self) -> None:
         self._driven = self._loss_was_scaled = False
-        self._window_driven = None
+        self._forget_origins()
         self._report.drop_loss()
+
+    def _forget_origins(self) -> None:
+        """Gradients are dropped, and with them how they came about."""
+        self._window_driven = None
+        self.partitioner.strayed = self.partitioner.joined = False
 
     # -- whole batches ---------------------------------------------------------------------------------------
 
@@ -486,6 +509,7 @@ class Engine:
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = self.ctx.batch = batch
+        self.partitioner.batch_changed()
         self._update_sync()
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -628,6 +652,7 @@ class Engine:
         """
         if self in STATE.engines:
             STATE.engines.discard(self)
+            STATE.taken.pop(self.partitioner, None)
             self.wait_for_checkpoint()
             self._report.close()
             self.partitioner.detach()

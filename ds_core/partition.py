@@ -21,6 +21,7 @@ from ds_core import comm
 from ds_core.buckets import Bucket, make_buckets
 from ds_core.errors import UsageError
 from ds_core.params import GradGroup
+from ds_core.process import STATE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -99,6 +100,12 @@ class Partitioner(ABC):
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
 
+    strayed = False
+    """Whether gradients came from a plain ``loss.backward()`` in this accumulation window."""
+
+    joined = False
+    """Whether gradients came from another engine's ``backward`` in this accumulation window (a joint loss)."""
+
     @abstractmethod
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """Take over `module`, whose weights are cast and on their device, and make ranks agree on them.
@@ -113,6 +120,20 @@ class Partitioner(ABC):
         It becomes the state of what the optimizer updates in its place; empty: none.
         """
         return dict(state)
+
+    def note_other_driver(self) -> None:
+        """For hooks on gradients: one has come while `STATE.driver` is not this partitioner.
+
+        The engine divides a loss by the accumulation steps before backward, and what came otherwise in the step; so
+        where there are such steps, a partitioner's hooks must say what came otherwise.
+        """
+        if STATE.driver is None:
+            self.strayed = True
+        else:
+            self.joined = True
+
+    def batch_changed(self) -> None:  # noqa: B027
+        """`Context.batch` has changed: there are more accumulation steps, or fewer."""
 
     def begin(self) -> None:  # noqa: B027
         """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
@@ -233,8 +254,13 @@ class Replicated(Partitioner):
         self._hooks = [
             s.param.register_post_accumulate_grad_hook(self._on_gradient)
             for s in self._slots
-            if s.param.requires_grad and (self._buckets != [] or self._accumulates(s))
+            if s.param.requires_grad and (self._buckets != [] or self.ctx.batch.gas > 1 or self._accumulates(s))
         ]
+
+    def batch_changed(self) -> None:
+        """See `Partitioner.batch_changed`; with one rank, hooks are there only for what needs them."""
+        if self._hooks or self._module is not None:
+            self._install_hooks()
 
     def _slot(self, param: nn.Parameter) -> _Slot:
         info = self.ctx.params.get(param)
@@ -270,6 +296,8 @@ class Replicated(Partitioner):
 
     def _on_gradient(self, param: Tensor) -> None:
         """Runs inside backward each time the gradient of `param` is complete for this backward."""
+        if STATE.driver is not self:
+            self.note_other_driver()
         slot = self._by_param[param]  # type: ignore[index]
         if self._accumulates(slot):
             assert param.grad is not None

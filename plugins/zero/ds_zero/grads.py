@@ -23,9 +23,11 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.params import GradGroup
 from ds_core.precision import WIRE_DTYPES
+from ds_core.process import STATE
 
 if TYPE_CHECKING:
     from ds_core.context import Context
+    from ds_core.partition import Partitioner
     from ds_zero.config import ZeroConfig
     from ds_zero.flat import FlatBucket
 
@@ -133,6 +135,7 @@ class Reducer:
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
         self.reducing: Callable[[], bool] = lambda: True
+        self.owner: Partitioner | None = None
         self.after: Callable[[nn.Parameter], None] | None = None
         self._install_hooks()
 
@@ -149,6 +152,8 @@ class Reducer:
     def _on_gradient(self, param: Tensor) -> None:
         """Runs inside backward when the gradient of `param` is complete for this backward (or a nested one)."""
         assert isinstance(param, nn.Parameter)
+        if STATE.driver is not self.owner and self.owner is not None:
+            self.owner.note_other_driver()
         grads, index = self._place[param]
         self._reduced = False
         reducing = self.reducing()
