@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_core import comm
+from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
 from ds_core.comm import guard
 from ds_core.compose import Composition, compose
@@ -111,7 +111,7 @@ def initialize(
     comm.check_ranks_agree(_fingerprint(ctx))
     guard.configure(core.comms_guard)
     if world_size > 1:
-        mesh.build_groups()
+        mesh.build_groups(own=joint.others())
 
     # The model.
     make_free(model)

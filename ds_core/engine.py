@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core import comm
+from ds_core import comm, joint
 from ds_core.config.batch import Batch, with_micro_batch_size, with_train_batch_size
 from ds_core.data import DistributedLoader
 from ds_core.errors import UsageError
@@ -104,6 +104,7 @@ class Engine:
         self.serial = STATE.next_serial()
         self._update_sync()
         STATE.engines.add(self)
+        joint.enter(self.serial, partitioner, ctx.mesh, ctx.accelerator.current_device())
         STATE.taken[partitioner] = Taken(weakref.ref(self), weakref.ref(self.module))
 
     def __getattr__(self, name: str) -> Any:
@@ -189,7 +190,10 @@ class Engine:
                 with self._report.phase("backward_inner"):
                     root.backward(retain_graph=retain_graph)
                 with self._report.phase("backward_allreduce"):
-                    self.partitioner.finish()
+                    if STATE.joint is None:
+                        self.partitioner.finish()
+                    else:
+                        STATE.joint.finish(self.partitioner)
         finally:
             STATE.driver = outer
 
@@ -372,6 +376,8 @@ class Engine:
         """Gradients are dropped, and with them how they came about."""
         self._window_driven = None
         self.partitioner.strayed = self.partitioner.joined = False
+        if STATE.joint is not None:
+            STATE.joint.forget()
 
     # -- whole batches ---------------------------------------------------------------------------------------
 
@@ -653,6 +659,7 @@ class Engine:
         if self in STATE.engines:
             STATE.engines.discard(self)
             STATE.taken.pop(self.partitioner, None)
+            joint.leave(self.serial)
             self.wait_for_checkpoint()
             self._report.close()
             self.partitioner.detach()

@@ -131,6 +131,15 @@ class Partitioner(ABC):
             self.strayed = True
         else:
             self.joined = True
+        if STATE.joint is not None:
+            STATE.joint.touch(self)
+
+    def finish_later(self) -> None:
+        """Have `finish` called when the running backward ends, which nobody else will do."""
+        if STATE.joint is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        else:
+            STATE.joint.touch(self)
 
     def batch_changed(self) -> None:  # noqa: B027
         """`Context.batch` has changed: there are more accumulation steps, or fewer."""
@@ -311,7 +320,7 @@ class Replicated(Partitioner):
         if not self._running:
             # A plain loss.backward(): gradients shall be final after it, too.
             self._start()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self.finish_later()
         assert self._buckets is not None
         if (bucket := self._place.get(param)) is not None:  # type: ignore[call-overload]
             # [Note: gradients that arrive twice] Re-entrant recomputation runs a backward inside the backward, so a

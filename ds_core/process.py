@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ds_core.engine import Engine
+    from ds_core.joint import Joint
     from ds_core.partition import Partitioner
 
 __all__ = ["STATE", "ProcessState", "Taken", "make_free", "reset", "tell_once"]
@@ -36,13 +37,16 @@ class ProcessState:
     """engines: those alive. made: how many there were. told: messages that need saying only once.
 
     driver: the partitioner of the engine whose ``backward`` runs, None in a plain ``loss.backward()``.
-    taken: the partitioners that have hooks on a model, with its engine and the model.
+    attached: the partitioners of engines that have begun and were not destroyed, by the engine's number.
+    joint: ends the backwards of several engines. taken: the partitioners that have hooks on a model, with both.
     """
 
     engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
     made: int = 0
     told: set[str] = field(default_factory=set)
     driver: Partitioner | None = None
+    attached: dict[int, weakref.ref[Partitioner]] = field(default_factory=dict)
+    joint: Joint | None = None
     taken: weakref.WeakKeyDictionary[Partitioner, Taken] = field(default_factory=weakref.WeakKeyDictionary)
 
     def next_serial(self) -> int:
@@ -107,6 +111,8 @@ def reset() -> None:
         engine.destroy()
     STATE.engines.clear()
     STATE.taken.clear()
+    STATE.attached.clear()
+    STATE.joint = None
     STATE.told.clear()
     for module, function in _ELSEWHERE:
         if module in sys.modules:  # what was never imported holds nothing

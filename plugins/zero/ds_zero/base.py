@@ -64,7 +64,7 @@ class ZeroPartitioner(Partitioner):
         self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
-        self._reducer.owner = self
+        self._reducer.owner, self._reducer.finish_later = self, self.finish_later
         self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
 

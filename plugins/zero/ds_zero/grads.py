@@ -136,6 +136,7 @@ class Reducer:
         self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
         self.reducing: Callable[[], bool] = lambda: True
         self.owner: Partitioner | None = None
+        self.finish_later: Callable[[], None] = lambda: None
         self.after: Callable[[nn.Parameter], None] | None = None
         self._install_hooks()
 
@@ -160,7 +161,7 @@ class Reducer:
         if reducing and not self.running:
             # A plain loss.backward(): gradients shall be final after it, too.
             self.start()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self.finish_later()
         if self._eager:
             self._absorb(grads, index)
         if reducing:

@@ -12,7 +12,7 @@ from torch import nn
 from ds_core.testing import run_ranks
 
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 2, 8, 48
-KINDS = ("gpt2", "llama", "llama-recomputed", "llama-recomputed-reentrant", "mixtral")
+KINDS = ("gpt2", "llama", "llama-recomputed", "llama-recomputed-reentrant", "mixtral", "mixtral-grouped")
 
 
 def build(kind: str) -> nn.Module:
@@ -35,14 +35,17 @@ def build(kind: str) -> nn.Module:
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         model = hf.GPT2LMHeadModel(config)
         assert model.lm_head.weight is model.transformer.wte.weight
-    elif kind == "mixtral":
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=6, num_experts_per_tok=1, **llama))
+    elif kind.startswith("mixtral"):
+        # The library's fast kernel takes no fp64; its loop runs only the experts that have tokens.
+        config = hf.MixtralConfig(num_local_experts=6, num_experts_per_tok=1, **llama)
+        config._experts_implementation = "grouped_mm" if kind.endswith("grouped") else "eager"
+        model = hf.MixtralForCausalLM(config)
     else:
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**llama))
     if "recomputed" in kind:
         model.gradient_checkpointing_enable({"use_reentrant": kind.endswith("reentrant")})
         assert model.is_gradient_checkpointing
-    return model.double().train()
+    return (model if kind.endswith("grouped") else model.double()).train()
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -79,7 +82,7 @@ def compare(kind: str, world: int) -> list[dict[str, float]]:
     from ds_core import comm
 
     truth_losses, truth, used = plain(kind, world)
-    if kind == "mixtral" and world > 1:
+    if kind.startswith("mixtral") and world > 1:
         assert any(mine != set.union(*used) for mine in used), used  # some expert has no token on some rank
     prompt = batch(9, 0)
     wanted = truth.eval().generate(prompt, max_new_tokens=5, do_sample=False, use_cache=True)
@@ -118,17 +121,17 @@ def compare(kind: str, world: int) -> list[dict[str, float]]:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_and_generates_as_plain_torch(kind: str, world: int) -> None:
-    check(run_ranks(world, compare, kind, world, timeout=120.0))
+    check(run_ranks(world, compare, kind, world, timeout=120.0), 1e-5 if kind.endswith("grouped") else 1e-6)
 
 
 def test_llama_on_four_ranks() -> None:
     check(run_ranks(4, compare, "llama", 4, timeout=120.0))
 
 
-def check(answers: list[list[dict[str, float]]]) -> None:
+def check(answers: list[list[dict[str, float]]], tolerance: float = 1e-6) -> None:
     for rank, stages in enumerate(answers):
         for stage, off in enumerate(stages):
-            assert off["losses"] < 1e-6 and off["weights"] < 1e-6, f"rank {rank}, stage {stage}: {off}"
+            assert max(off.values()) < tolerance, f"rank {rank}, stage {stage}: {off}"
 
 
 def test_default_leaf_classes_are_those_of_the_installed_version() -> None:
