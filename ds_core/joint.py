@@ -2,8 +2,8 @@
 
 [Note: one order] Which engines' parts a backward came to, and in which order, may differ between ranks; reductions
 must not. So each engine but the first talks on process groups of its own, and after a backward ranks agree which
-engines took part on any of them, and finish the reductions of those, in the order in which the engines were made. With
-one engine none of this exists.
+engines took part on any of them, and finish the reductions of those: first the one whose `backward` it was, then the
+others in the order in which they were made. With one engine none of this exists.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ class Joint:
 
     def finish(self, driver: Partitioner | None = None) -> None:
         """A backward is over: finish the reductions of all engines that took part on any rank. Collective."""
-        touched = self._touched | {id(driver)}
+        touched = self._touched
         self.forget()
+        if driver is not None:  # its reductions began in backward, and ranks may be waiting there for each other's
+            driver.finish()
         members = [STATE.attached[serial]() for serial in sorted(STATE.attached)]
         flags = torch.tensor([m is not None and id(m) in touched for m in members], dtype=torch.uint8)
         flags = flags.to(self._device)
         comm.label("which engines took part in this backward")
         comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self._group)
         for member, took_part in zip(members, flags.tolist(), strict=True):
-            if took_part and member is not None:
+            if took_part and member is not None and member is not driver:
                 if id(member) not in touched:  # only other ranks have gradients; these count here, too
                     member.strayed |= driver is None
                     member.joined |= driver is not None

@@ -97,7 +97,7 @@ def _logged(function: Callable[P, R]) -> Callable[P, R]:
         group = args[at] if len(args) > at else kwargs.get("group")
         if group is None:
             group = dist.group.WORLD
-        if guard.active is None or group is None:
+        if guard.active is None or not isinstance(group, ProcessGroup):  # one rank alone
             return function(*args, **kwargs)
         return guard.active.run(name, group, function, args, kwargs)
 

@@ -180,8 +180,7 @@ class Guard:
     def _line(self, group: Any) -> _Line:
         import torch.distributed as dist
 
-        members = [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group)
-        self._lines[group] = line = _Line(group.group_name if members else "", members)
+        self._lines[group] = line = _Line(group.group_name, dist.get_process_group_ranks(group))
         return line
 
     # -- when something failed -------------------------------------------------------------------------------

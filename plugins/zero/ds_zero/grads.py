@@ -216,6 +216,11 @@ class Reducer:
         return wire
 
     def _advance(self) -> None:
+        # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If ranks came to the
+        # engines' parts in different orders, each would wait for a bucket of another engine. So only the engine that
+        # drives sends before backward ends.
+        if STATE.joint is not None and STATE.driver is not self.owner:
+            return
         while self._next < len(self._queue) and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited:
             self._launch(self._queue[self._next])
             self._next += 1

@@ -37,7 +37,7 @@ def config(stage: int, gas: int = 1, **more: Any) -> dict[str, Any]:
 
 def joint_loss(how: str, rank: int, step: int, x: Tensor, a: Any, b: Any) -> Tensor:
     """Of two parts, which on odd ranks come in the other order, or partly not at all."""
-    flipped = rank % 2 == 1
+    flipped = rank % 2 == 1 and how != "same"
     if how == "unused":
         left_out = b if flipped else (a if step == 1 else None)
         parts = [m(x).square().mean() for m in (a, b) if m is not left_out]
