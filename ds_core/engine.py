@@ -7,6 +7,7 @@ clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -46,7 +47,8 @@ MIXED = (
 
 
 class Engine:
-    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the module's.
+    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the partitioner's `methods`, then
+    the module's.
 
     module: the (transformed) model, its parameter names as they were. optimizer: the torch optimizer; under 16-bit
     modes it holds the fp32 master weights. micro_steps, global_steps, global_samples, skipped_steps: counters.
@@ -108,8 +110,10 @@ class Engine:
         STATE.taken[partitioner] = Taken(weakref.ref(self), weakref.ref(self.module))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "module":
+        if name.startswith("__") or name in ("module", "partitioner"):
             raise AttributeError(name)
+        if (method := self.partitioner.methods.get(name)) is not None:
+            return functools.partial(method, self)
         return getattr(self.module, name)
 
     # -- forward and backward --------------------------------------------------------------------------------

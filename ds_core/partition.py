@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.buckets import Bucket, make_buckets
 from ds_core.errors import UsageError
+from ds_core.holding import Holding
 from ds_core.params import GradGroup
 from ds_core.process import STATE
 
@@ -96,6 +97,9 @@ class Partitioner(ABC):
 
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
+
+    methods: Mapping[str, Callable[..., Any]] = {}
+    """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine."""
 
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
@@ -186,6 +190,10 @@ class Partitioner(ABC):
         strict: a weight that the checkpoint lacks is an error. Without master weights in the checkpoint they are
         made from the module's.
         """
+
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """What this rank holds of the states of `param`; None when no optimizer updates it here."""
+        return None
 
     def detach(self) -> None:  # noqa: B027
         """Remove hooks and free buffers; the module keeps its weights."""
@@ -415,7 +423,7 @@ class Replicated(Partitioner):
                 continue
             if slot.master_grad is None:
                 slot.master_grad = torch.empty_like(slot.master)
-            slot.master_grad.copy_(grad)
+            slot.master_grad.copy_(grad.to_dense() if grad.is_sparse else grad)
             slot.master.grad = slot.master_grad
 
     def scale(self, factor: float) -> None:
@@ -493,6 +501,11 @@ class Replicated(Partitioner):
                 values = {key: source.read(name).view(source.shape(name)) for key, name in names.items()}
                 set_optimizer_state(optimizer, slot.master, values)
 
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """See `Partitioner.locate`."""
+        slot = self._by_param.get(param)
+        return None if slot is None else _Copy(self, slot)
+
     def detach(self) -> None:
         """See `Partitioner.detach`."""
         for hook in self._hooks:
@@ -503,6 +516,79 @@ class Replicated(Partitioner):
         for slot in self._slots:
             slot.total = slot.master_grad = None
         self._buckets, self._place = [], {}
+
+
+class _Copy(Holding):
+    """A parameter of `Replicated`: every rank holds all of it."""
+
+    partitions_weights = local = False
+
+    def __init__(self, owner: Replicated, slot: _Slot) -> None:
+        mesh, axes = owner.ctx.mesh, owner._replicas(slot)
+        self._owner, self._slot = owner, slot
+        self.name, self.shape, self.param, self.updated = slot.name, tuple(slot.param.shape), slot.param, slot.master
+        self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
+        self.ranges = self.updated_ranges = [(0, slot.param.numel())] * len(self.ranks)
+        self.device = slot.param.device
+        self._lone = len(self.ranks) == 1
+
+    def round(self) -> None:
+        """See `Holding.round`."""
+        if self.updated is not self.param:
+            self.param.copy_(self.updated)
+
+    def set_weight(self, master: Tensor) -> None:
+        """See `Holding.set_weight`."""
+        self.param.copy_(master)
+
+    @property
+    def window_open(self) -> bool:
+        """See `Holding.window_open`."""
+        return any(self._owner._gradient(s.param) is not None for s in self._owner._slots)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """See `Holding.grad_dtype`."""
+        accumulate = self._owner.ctx.precision.accumulate
+        return accumulate if accumulate is not None and self.param.is_floating_point() else self.param.dtype
+
+    @property
+    def _factor(self) -> float:
+        """What the step will still multiply what this rank holds by, in effect: reduction sums over ranks, then
+        divides by all of dp. What is averaged already is the same on all of them."""
+        reduced = self._owner._reduced and not self._lone
+        return 1.0 if reduced else len(self.ranks) / self._owner.ctx.mesh.size("dp")
+
+    def _held(self) -> Tensor | None:
+        grad = self._owner._gradient(self.param)
+        return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+
+    def reduced(self) -> Tensor | None:
+        """See `Holding.reduced`."""
+        grad = None if self.has_pending else self._held()
+        return grad if grad is None or self._factor == 1.0 else grad * self._factor
+
+    @property
+    def has_pending(self) -> bool:
+        """See `Holding.has_pending`."""
+        return not (self._lone or self._owner._reduced) and self._owner._gradient(self.param) is not None
+
+    def pending(self) -> Tensor | None:
+        """See `Holding.pending`."""
+        grad = self._held() if self.has_pending else None
+        return None if grad is None else grad / self._owner.ctx.mesh.size("dp")
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `Holding.set_grad`."""
+        values = (values / self._factor).view(self.shape)
+        total = self._slot.total
+        if self.grad_dtype != self.param.dtype:
+            total = self._slot.total = torch.empty_like(self.param, dtype=self.grad_dtype) if total is None else total
+            total.copy_(values)
+            return
+        if self.param.grad is None or self.param.grad.is_sparse:
+            self.param.grad = torch.empty_like(self.param)
+        self.param.grad.copy_(values)
 
 
 def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:

@@ -184,8 +184,8 @@ class ZeroConfig(Section):
     pipeline_loading_checkpoint: bool = not_built(
         False, "every rank reads only its own ranges, so there is nothing to pipeline", "Load in a pipeline."
     )
-    override_module_apply: bool = not_built(
-        True, "Module.apply on partitioned modules will come with ds_zero.Init", "Gather inside Module.apply."
+    override_module_apply: bool = option(
+        True, "Module.apply gathers each module's own parameters; false: the function must gather them itself."
     )
     legacy_stage1: bool = not_built(False, "the old stage 1 is not served; leave it out", "The old stage 1.")
     elastic_checkpoint: bool = not_built(

@@ -49,7 +49,7 @@ class DryUnit(Unit):
         self.bucket: Any = bucket
         self.size = bucket.layout.total
         self.state = State.RELEASED
-        self.holders = self.gathers = 0
+        self.holders = self.kept = self.gathers = 0
         self.wanted = self.pinned = False
         self.arrived = set()
         self.first_use = -1
@@ -164,8 +164,9 @@ class Wires:
 class _Memory:
     """Counts what `_Pool` would hold, in use or free, in bytes."""
 
-    def __init__(self) -> None:
-        self._free: Counter[tuple[int, torch.dtype]] = Counter()
+    def __init__(self, most: int | None) -> None:
+        self._free: list[tuple[int, torch.dtype]] = []
+        self._most = most
         self.live = self.peak = 0
 
     def add(self, size: int) -> None:
@@ -173,17 +174,22 @@ class _Memory:
         self.peak = max(self.peak, self.live)
 
     def take(self, numel: int, dtype: torch.dtype) -> None:
-        if self._free[numel, dtype]:
-            self._free[numel, dtype] -= 1
+        if (numel, dtype) in self._free:
+            self._free.remove((numel, dtype))
         else:
             self.add(numel * dtype.itemsize)
 
     def give(self, numel: int, dtype: torch.dtype) -> None:
-        self._free[numel, dtype] += 1
+        self._free.append((numel, dtype))
+        if self._most is not None and len(self._free) > self._most:
+            self._drop(*self._free.pop(0))
 
     def clear(self) -> None:
-        self.live -= sum(numel * dtype.itemsize * count for (numel, dtype), count in self._free.items())
-        self._free.clear()
+        while self._free:
+            self._drop(*self._free.pop())
+
+    def _drop(self, numel: int, dtype: torch.dtype) -> None:
+        self.live -= numel * dtype.itemsize
 
 
 def reduction(
@@ -206,7 +212,7 @@ class _DryReducer:
     """Does what `Reducer` does with its buffers."""
 
     def __init__(self, queue: Sequence[DryBucket], wires: Wires) -> None:
-        self.queue, self.wires, self.memory = queue, wires, _Memory()
+        self.queue, self.wires, self.memory = queue, wires, _Memory(None if wires.keeps else 2 * IN_FLIGHT)
         self._place = {p: b for b in queue for p in b.params}
         self._local: set[DryBucket] = set()
         self._parts: set[DryBucket] = set()

@@ -38,17 +38,25 @@ IN_FLIGHT = 2
 
 
 class _Pool:
-    """Flat buffers that are used again, since fresh memory costs more than the copy into it."""
+    """Flat buffers that are used again, since fresh memory costs more than the copy into it.
 
-    def __init__(self) -> None:
-        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+    most: how many may lie free, the oldest go first; None: any number.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._free: list[Tensor] = []
+        self._most = most
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free.get((numel, dtype, device))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+        for place, tensor in enumerate(self._free):
+            if (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, device):
+                return self._free.pop(place)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, tensor: Tensor) -> None:
-        self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
+        self._free.append(tensor)
+        if self._most is not None and len(self._free) > self._most:
+            del self._free[0]
 
     def clear(self) -> None:
         self._free.clear()
@@ -80,10 +88,26 @@ class _Grads:
         """Start adding the device's `out` to the part, which is on the host; in the masters' dtype, if any will do."""
         home, first = self.bucket.home, self.part is None
         assert home.masters is not None and home.transfers is not None
-        if self.host is None:
-            self.host = home.masters.buffer(out.numel(), accumulate or self.bucket.master.dtype)
-        self.part = self.host
+        if first:
+            self._take_host(accumulate)
+        assert self.part is not None
         home.transfers.to_host(self.part, out, add=not first)
+
+    def _take_host(self, accumulate: torch.dtype | None) -> None:
+        store = self.bucket.home.masters
+        assert store is not None
+        if self.host is None:
+            self.host = store.buffer(self.bucket.layout.part, accumulate or self.bucket.master.dtype)
+        self.part = self.host
+
+    def begin_part(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
+        """Begin the part with zeros, before anything was reduced; what will be is added to it."""
+        if self.bucket.host_steps:
+            self._take_host(accumulate)
+            assert self.part is not None
+            self.part.zero_()
+        else:
+            self.part = torch.zeros(self.bucket.layout.part, dtype=dtype, device=self.bucket.full.device)
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -105,7 +129,10 @@ class Reducer:
 
     groups: per replica axes the process group that reductions use.
     order: which buckets travel after which, asked at the start of each backward; equal on all ranks.
+    direct: what is in ``param.grad`` is reduced as it is.
     """
+
+    direct = False
 
     def __init__(
         self,
@@ -122,7 +149,6 @@ class Reducer:
         self._queue: list[_Grads] = []
         self._next = 0
         self._travelling: deque[_Travelling] = deque()
-        self._pool = _Pool()
         self._wires: dict[FlatBucket, torch.dtype] = {}
         self._trainable: list[bool] = []
         self._hooks: list[Any] = []
@@ -132,6 +158,7 @@ class Reducer:
         self._before = 1.0 / world if core.prescale_gradients else 1.0 / core.gradient_predivide_factor
         self._after = 1.0 if core.prescale_gradients else core.gradient_predivide_factor / world
         self._keeps = section.stage == 1
+        self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
         self.reducing: Callable[[], bool] = lambda: True
@@ -395,6 +422,21 @@ class Reducer:
         grads = [p.master.grad for b in self._all for p in b.optimized if p.master.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
+
+    def grads(self, bucket: FlatBucket) -> _Grads | None:
+        """The gradients of `bucket`; None where its elements cannot have any."""
+        return self._all.get(bucket)
+
+    @property
+    def share(self) -> float:
+        """What the sum of a gradient over its replicas is multiplied by: one over the size of dp."""
+        return self._before * self._after
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether there is any gradient on this rank, reduced or not."""
+        found = any(any(g.used) or any(g.filled) for g in self._all.values())
+        return found or any(p.grad is not None for p in self._place)
 
     def used(self, bucket: FlatBucket) -> bool:
         """Whether any rank had a gradient for any parameter of `bucket` since the last step."""

@@ -46,7 +46,13 @@ def ds_partitioner(ctx: Context) -> Partitioner | None:
     from ds_zero.config import ZeroConfig
 
     section = ctx.config.section("zero_optimization")
-    if not isinstance(section, ZeroConfig) or section.stage == 0:
+    if not isinstance(section, ZeroConfig):
+        return None
+    if section.stage == 0:
+        from ds_zero.manners import settle
+
+        if ctx.module is not None:
+            settle(ctx.module)  # it may have been built under ds_zero.Init
         return None
     if section.stage == 3:
         from ds_zero.stage3 import Stage3

@@ -36,7 +36,7 @@ def states(
     parted = {p for b in buckets if b.share is Share.PART for p in b.params}
     for name, param in module.named_parameters():
         if param not in parted:
-            held = ctx.params[param].held
+            held = ctx.params[param].held if param in ctx.params else ()  # one that came after initialize
             shape = tuple(param.shape)
             yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, True, others(*held))
     for name, buffer in _persistent_buffers(module):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_zero.config import LEAF_CLASSES
+from ds_zero.leaves import leaf_flag
 
 if TYPE_CHECKING:
     from ds_zero.config import LeafModules, ZeroConfig
@@ -90,7 +91,10 @@ def _fine(module: nn.Module, threshold: int) -> bool:
 
 
 def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
-    """The modules that the config calls leaves; entries that match nothing are warned of (but the defaults)."""
+    """The modules that are leaves by what was said of them, or by the config.
+
+    Entries of the config that match nothing are warned of (but the defaults).
+    """
     found: set[nn.Module] = set()
     matched: set[tuple[str, str]] = set()
     for name, module in root.named_modules():
@@ -99,7 +103,8 @@ def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
         hits += [("names", n) for n in wanted.names if n == name]
         hits += [("name_suffixes", s) for s in wanted.name_suffixes if name.endswith(s)]
         matched.update(hits)
-        if hits:
+        said = leaf_flag(module)
+        if bool(hits) if said is None else said:
             found.add(module)
     entries = [("classes", c) for c in wanted.classes if c not in LEAF_CLASSES]
     entries += [("names", n) for n in wanted.names] + [("name_suffixes", s) for s in wanted.name_suffixes]

@@ -203,6 +203,9 @@ def sent(rows: Any) -> int:
 SLACK = 4 * WORDS * D + 1000
 """What else is there in backward: the gradient that autograd has just made, the loss."""
 
+MISSED = 0.92
+"""Samples are taken between gradients, and so miss the moment at which a bucket takes its buffer."""
+
 
 def train_all(numbers: list[int]) -> list[dict[str, int]]:
     return [train(CASES[number]) for number in numbers]
@@ -239,9 +242,9 @@ def test_what_is_held_and_sent(world: int) -> None:
                 found["gradients"] = kinds["gradients"]
             assert {k: found.get(k, 0) for k in kinds} == kinds, case
             if world > 2:  # there gloo needs memory of its own
-                assert found["flat"] >= 0.95 * flat - through, case
+                assert found["flat"] >= MISSED * flat - through, case
             else:
-                assert 0.95 * flat - through <= found["flat"] <= flat + SLACK, case
+                assert MISSED * flat - through <= found["flat"] <= flat + SLACK, case
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------

@@ -74,7 +74,6 @@ LATER: list[dict[str, Any]] = [
     {"mics_hierarchical_params_gather": True},
     {"save_muon_momentum_buffer_in_memory": True},
     {"pipeline_loading_checkpoint": True},
-    {"override_module_apply": False},
     {"legacy_stage1": True},
     {"elastic_checkpoint": True},
 ]
@@ -196,5 +195,5 @@ def test_stage_0_leaves_the_partitioner_to_others() -> None:
     from ds_zero.plugin import ds_partitioner
 
     for section in (None, ZeroConfig()):
-        ctx: Any = SimpleNamespace(config=SimpleNamespace(section={"zero_optimization": section}.get))
+        ctx: Any = SimpleNamespace(module=None, config=SimpleNamespace(section={"zero_optimization": section}.get))
         assert ds_partitioner(ctx) is None

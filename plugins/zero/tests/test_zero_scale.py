@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from ds_zero import flat
 from ds_zero.config import ZeroConfig
 from ds_zero.plan import Run, lay_out, predict
 from torch import Tensor, nn
@@ -155,6 +156,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
         with (
             mock.patch.object(comm, "all_gather_json", same, create=True),
             mock.patch.object(objects, "all_gather_json", same),
+            mock.patch.object(flat, "HOST_BYTES", 1 << 40),  # the machines that are simulated have memory of their own
             mock.patch.object(Reducer, "_agree", return_value=[]),  # it reads values, which fake tensors have none of
             warnings.catch_warnings(),
             FakeTensorMode(),
