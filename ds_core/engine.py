@@ -181,10 +181,11 @@ class Engine:
         if self.partitioner.strayed and self._batch.gas > 1:
             raise UsageError(MIXED)
         self._driven = True
-        factor = (self.scaler.scale if self.scaler is not None else 1.0) / gas
+        factor = self._factor(gas)
         root = loss * factor if factor != 1.0 else loss
         self._report.loss(loss if gas == self._batch.gas else loss.detach() * self._batch.gas)
-        outer, STATE.driver = STATE.driver, self.partitioner
+        outer = STATE.driver, STATE.factor
+        STATE.driver, STATE.factor = self.partitioner, self._factor()
         try:
             if not self._distributed and self._timers is None:
                 root.backward(retain_graph=retain_graph)
@@ -199,7 +200,11 @@ class Engine:
                     else:
                         STATE.joint.finish(self.partitioner)
         finally:
-            STATE.driver = outer
+            STATE.driver, STATE.factor = outer
+
+    def _factor(self, gas: int | None = None) -> float:
+        """What losses are multiplied by before backward; gas: by how much they are divided, if not as usual."""
+        return (self.scaler.scale if self.scaler is not None else 1.0) / (gas or self._batch.gas)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -295,22 +300,31 @@ class Engine:
     def _note_window(self) -> None:
         """Work out who drove this micro-batch's backward, and refuse what cannot give a right gradient."""
         partitioner, several = self.partitioner, self._batch.gas > 1
-        if several and partitioner.strayed and (self._driven or partitioner.joined):
+        joined = partitioner.joined is not None
+        if several and partitioner.strayed and (self._driven or joined):
             raise UsageError(MIXED)
+        if joined and partitioner.joined != self._factor():
+            raise UsageError(
+                "gradients came from another engine's backward (a joint loss), which multiplied the loss by "
+                f"{partitioner.joined:g}, and this engine multiplies by {self._factor():g} (loss scale over "
+                "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
+                "and bf16 or fp32, or the same fp16.loss_scale"
+            )
+        plain = partitioner.strayed or not (self._driven or joined)
+        if plain and self.scaler is not None and not self._loss_was_scaled:
+            raise UsageError(
+                "loss.backward() was called without the loss scale that fp16 needs; write "
+                "engine.scale(loss).backward(), or engine.backward(loss)"
+            )
         if not self._driven:
-            if self.scaler is not None and not self._loss_was_scaled:
-                raise UsageError(
-                    "loss.backward() was called without the loss scale that fp16 needs; write "
-                    "engine.scale(loss).backward(), or engine.backward(loss)"
-                )
-            if self._window_driven and several and not partitioner.joined:
+            if self._window_driven and several and not joined:
                 raise UsageError(
                     "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window had "
                     "one. A window that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip "
                     "its step() too"
                 )
         # A joint loss that another engine's backward took was divided there.
-        self._window_driven = self._driven or (several and partitioner.joined)
+        self._window_driven = self._driven or joined
         self._driven = self._loss_was_scaled = False
 
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
@@ -379,7 +393,7 @@ class Engine:
     def _forget_origins(self) -> None:
         """Gradients are dropped, and with them how they came about."""
         self._window_driven = None
-        self.partitioner.strayed = self.partitioner.joined = False
+        self.partitioner.strayed, self.partitioner.joined = False, None
         if STATE.joint is not None:
             STATE.joint.forget()
 
@@ -519,7 +533,7 @@ class Engine:
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = self.ctx.batch = batch
-        self.partitioner.batch_changed()
+        self.partitioner.rewatch()
         self._update_sync()
 
     def get_batch_info(self) -> tuple[int, int, int]:

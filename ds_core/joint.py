@@ -52,8 +52,7 @@ class Joint:
         for member, took_part in zip(members, flags.tolist(), strict=True):
             if took_part and member is not None and member is not driver:
                 if id(member) not in touched:  # only other ranks have gradients; these count here, too
-                    member.strayed |= driver is None
-                    member.joined |= driver is not None
+                    member.note_origin()
                     member.begin()
                 member.finish()
 
@@ -70,6 +69,9 @@ def others() -> bool:
 def enter(serial: int, partitioner: Partitioner, mesh: Mesh, device: torch.device) -> None:
     """An engine begins. Collective."""
     STATE.attached[serial] = weakref.ref(partitioner)
+    for member in [ref() for ref in STATE.attached.values()]:
+        if member is not None and len(STATE.attached) > 1:
+            member.rewatch()
     if len(STATE.attached) > 1 and STATE.joint is None and mesh.size("dp") > 1:
         STATE.joint = Joint(_own_group(mesh), device)
 

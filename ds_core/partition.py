@@ -9,6 +9,7 @@ already averaged is the same on all ranks, so averaging it again together with t
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ class StateSource(Protocol):
         """The range [start, stop) of the row-major flattened state, as a new 1-d CPU tensor."""
 
 
+def origin_matters(ctx: Context) -> bool:
+    """Whether gradients from ``engine.backward`` differ from those of ``loss.backward()`` or another engine's."""
+    return ctx.batch.gas > 1 or ctx.precision.scales_loss or sum(r() is not None for r in STATE.attached.values()) > 1
+
+
 class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
@@ -107,8 +113,9 @@ class Partitioner(ABC):
     strayed = False
     """Whether gradients came from a plain ``loss.backward()`` in this accumulation window."""
 
-    joined = False
-    """Whether gradients came from another engine's ``backward`` in this accumulation window (a joint loss)."""
+    joined: float | None = None
+    """What other engines' ``backward`` multiplied the losses by whose gradients came in this accumulation window (a
+    joint loss); None: no such came; nan: not always the same."""
 
     @abstractmethod
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
@@ -128,15 +135,19 @@ class Partitioner(ABC):
     def note_other_driver(self) -> None:
         """For hooks on gradients: one has come while `STATE.driver` is not this partitioner.
 
-        The engine divides a loss by the accumulation steps before backward, and what came otherwise in the step; so
-        where there are such steps, a partitioner's hooks must say what came otherwise.
+        The engine multiplies a loss before backward, and what came otherwise in the step; so where `origin_matters`, a
+        partitioner's hooks must say what came otherwise.
         """
-        if STATE.driver is None:
-            self.strayed = True
-        else:
-            self.joined = True
+        self.note_origin()
         if STATE.joint is not None:
             STATE.joint.touch(self)
+
+    def note_origin(self) -> None:
+        """Gradients come from a backward that this partitioner's engine did not begin."""
+        if STATE.driver is None:
+            self.strayed = True
+        elif self.joined != STATE.factor:
+            self.joined = STATE.factor if self.joined is None else math.nan
 
     def finish_later(self) -> None:
         """Have `finish` called when the running backward ends, which nobody else will do."""
@@ -145,8 +156,8 @@ class Partitioner(ABC):
         else:
             STATE.joint.touch(self)
 
-    def batch_changed(self) -> None:  # noqa: B027
-        """`Context.batch` has changed: there are more accumulation steps, or fewer."""
+    def rewatch(self) -> None:  # noqa: B027
+        """What `origin_matters` says may have changed."""
 
     def begin(self) -> None:  # noqa: B027
         """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
@@ -268,14 +279,15 @@ class Replicated(Partitioner):
         for hook in self._hooks:
             hook.remove()
         self._trainable = [s.param.requires_grad for s in self._slots]
+        watched = origin_matters(self.ctx)
         self._hooks = [
             s.param.register_post_accumulate_grad_hook(self._on_gradient)
             for s in self._slots
-            if s.param.requires_grad and (self._buckets != [] or self.ctx.batch.gas > 1 or self._accumulates(s))
+            if s.param.requires_grad and (self._buckets != [] or watched or self._accumulates(s))
         ]
 
-    def batch_changed(self) -> None:
-        """See `Partitioner.batch_changed`; with one rank, hooks are there only for what needs them."""
+    def rewatch(self) -> None:
+        """See `Partitioner.rewatch`; with one rank, hooks are there only for what needs them."""
         if self._hooks or self._module is not None:
             self._install_hooks()
 

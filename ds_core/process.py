@@ -36,7 +36,8 @@ class Taken:
 class ProcessState:
     """engines: those alive. made: how many there were. told: messages that need saying only once.
 
-    driver: the partitioner of the engine whose ``backward`` runs, None in a plain ``loss.backward()``.
+    driver: the partitioner of the engine whose ``backward`` runs, None in a plain ``loss.backward()``. factor: what that
+    engine multiplies losses by (loss scale over accumulation steps).
     attached: the partitioners of engines that have begun and were not destroyed, by the engine's number.
     joint: ends the backwards of several engines. taken: the partitioners that have hooks on a model, with both.
     """
@@ -45,6 +46,7 @@ class ProcessState:
     made: int = 0
     told: set[str] = field(default_factory=set)
     driver: Partitioner | None = None
+    factor: float = 1.0
     attached: dict[int, weakref.ref[Partitioner]] = field(default_factory=dict)
     joint: Joint | None = None
     taken: weakref.WeakKeyDictionary[Partitioner, Taken] = field(default_factory=weakref.WeakKeyDictionary)

@@ -156,6 +156,11 @@ class ZeroPartitioner(Partitioner):
 
     # -- backward and step -----------------------------------------------------------------------------------
 
+    def rewatch(self) -> None:
+        """See `Partitioner.rewatch`."""
+        if self._reducer is not None:
+            self._reducer.rewatch()
+
     def begin(self) -> None:
         """See `Partitioner.begin`."""
         self.moved.refuse("backward", BACKWARD)

@@ -177,6 +177,9 @@ class Reducer:
         for grads in self._all.values():
             grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
 
+    def rewatch(self) -> None:
+        """What `origin_matters` says may have changed; here there are hooks in any case."""
+
     def _on_gradient(self, param: Tensor) -> None:
         """Runs inside backward when the gradient of `param` is complete for this backward (or a nested one)."""
         assert isinstance(param, nn.Parameter)
