@@ -36,8 +36,8 @@ class Taken:
 class ProcessState:
     """engines: those alive. made: how many there were. told: messages that need saying only once.
 
-    driver: the partitioner of the engine whose ``backward`` runs, None in a plain ``loss.backward()``. factor: what that
-    engine multiplies losses by (loss scale over accumulation steps).
+    driver: the partitioner of the engine whose ``backward`` runs, None in a plain ``loss.backward()``. factor: what
+    that engine multiplies losses by (loss scale over accumulation steps).
     attached: the partitioners of engines that have begun and were not destroyed, by the engine's number.
     joint: ends the backwards of several engines. taken: the partitioners that have hooks on a model, with both.
     """

@@ -5,7 +5,7 @@ size, dtype, and what the caller said of it (`label`). Over gloo the digest is p
 collectives that do not belong together never exchange data. Whoever waits longer than `patience` seconds publishes
 its position (number, digests, place in the program) in the job's store; one of those who wait compares. Only proof ends
 the job: two ranks made different collectives under one number, or some wait for each other or for a rank that has
-ended. A rank that is only slow publishes nothing, so it proves nothing, and the others wait for it.
+ended. A rank that is only slow proves nothing, and the others wait for it; it is asked where it is, which is logged.
 
 The fast path costs a dict look-up and a small object per collective; the store is asked nothing until somebody waits.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -27,8 +28,8 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
-from ds_core.comm.verdict import Line, Place, Position, judge
-from ds_core.errors import CommError
+from ds_core.comm.verdict import SHOWN, Line, Place, Position, judge
+from ds_core.errors import CommError, ConfigError
 
 __all__ = ["EXIT_CODE", "Guard", "configure", "label", "reset", "watch_place"]
 
@@ -41,7 +42,7 @@ KEPT = 64
 """Collectives per group that are remembered for comparison; tags stop ranks within a few of a difference."""
 
 LOOK_FOR_OTHERS = 5.0
-"""Seconds between questions of a rank that does not wait: have the others given up?"""
+"""Seconds between questions of a rank that does not wait: have the others given up, or do they ask where it is?"""
 
 _TAG_BITS = 27
 _UNEVEN = ("all_gather", "all_to_all_single", "gather", "scatter", "barrier")  # sizes may differ between ranks
@@ -135,6 +136,8 @@ class Guard:
         self._key = ""  # under which our position is published
         self._suspected: dict[int, tuple[int, int]] = {}
         self._warned: _Call | None = None
+        self._asking: tuple[str, float] = ("", 0.0)  # what this rank, as judge, asks the others about, and since when
+        self._answered = ""
         self._stop = threading.Event()
         self._tick = min(1.0, patience / 4)
         self._thread = threading.Thread(target=self._watch, name="ds_core.comm guard", daemon=True)
@@ -218,7 +221,9 @@ class Guard:
                 if call is None and time.monotonic() - asked < LOOK_FOR_OTHERS:
                     continue
                 asked = time.monotonic()
-                verdict = self._verdict() or (self._judge() if call is not None else None)
+                if call is None:
+                    self._answer()
+                verdict = self._verdict() or (self._judge(call) if call is not None else None)
             except RuntimeError:  # the store has gone with rank 0; gloo tells those that wait
                 continue
             if verdict is not None:
@@ -243,8 +248,10 @@ class Guard:
         }
         self._beat += 1
         wait = (call.line.name, call.number) if call is not None else None
-        places = tuple(place() for ref in self.places if (place := ref()) is not None)
-        return Position(self.rank, self._beat, lines, wait, "" if ended else self._where(), places, ended)
+        return Position(self.rank, self._beat, lines, wait, "" if ended else self._where(), self._places(), ended)
+
+    def _places(self) -> tuple[Place, ...]:
+        return tuple(place() for ref in self.places if (place := ref()) is not None)
 
     def _where(self) -> str:
         """The user's line that the program is at."""
@@ -283,7 +290,7 @@ class Guard:
     def _verdict(self) -> str | None:
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
-    def _judge(self) -> str | None:
+    def _judge(self, call: _Call) -> str | None:
         """Compare positions, if this rank is the one that does; what it proves."""
         if self._store.compare_set("judge", "", str(self.rank)).decode() != str(self.rank):
             return None
@@ -291,6 +298,7 @@ class Guard:
         found = judge({p.rank: p for p in positions}, self.size)
         if found is None:
             self._suspected = {}
+            self._ask(call, positions)
             return None
         # Positions are read one after the other. What rests on who waits must still be so a while later.
         beats = {p.rank: (p.issued, p.beat) for p in positions if p.rank in found.waiting}
@@ -303,6 +311,36 @@ class Guard:
         if before and any(r not in before or before[r][0] != i for r, (i, _) in beats.items()):
             self._suspected = beats
         return None
+
+    def _ask(self, call: _Call, positions: Sequence[Position]) -> None:
+        """Log, once per wait, where the ranks are that do not wait: all that can be said when nothing is proven."""
+        about, now = f"{call.line.name}/{call.number}", time.monotonic()
+        if self._asking[0] != about:
+            self._asking = (about, now)
+            self._store.set("asking", about)
+        there = {p.rank for p in positions}
+        busy = [rank for rank in range(self.size) if rank not in there][:SHOWN]
+        answers = {rank: self._answer_of(rank, about) for rank in busy}
+        late = now - self._asking[1] > 2 * LOOK_FOR_OTHERS
+        if self._asking[1] < math.inf and (late or all(answers.values())):
+            self._asking = (about, math.inf)
+            silent = "does not answer: its process is gone, or runs something that stops all its threads"
+            who = "; ".join(f"rank {rank} {where or silent}" for rank, where in answers.items())
+            log.warning("rank %d still waits for %s: %s", self.rank, call.describe(), who)
+
+    def _answer(self) -> None:
+        """Say where this rank is, if one that waits asks."""
+        about = self._store.get("asking").decode() if self._store.check(["asking"]) else ""
+        if about != self._answered:
+            self._answered = about
+            where = [p.text for p in self._places() if p.text] + [f"at {self._where() or 'an unknown line'}"]
+            self._store.set(f"busy/{self.rank}", f"{about}\nis busy {', '.join(where)}")
+
+    def _answer_of(self, rank: int, about: str) -> str:
+        if not self._store.check([f"busy/{rank}"]):
+            return ""
+        told, _, where = self._store.get(f"busy/{rank}").decode().partition("\n")
+        return where if told == about else ""
 
     def _end(self, verdict: str) -> None:
         """A wait in the backend cannot be broken off, so the process ends; the others shall read the verdict first."""
@@ -340,6 +378,11 @@ def configure(section: Any) -> None:
         reset()  # it watched a process group that is gone
     if not section.enabled or active is not None or world is None or dist.get_world_size() < 2:
         return
+    if dist.get_backend() != "gloo":
+        raise ConfigError(
+            f"comms_guard.enabled: the guard watches waits on the host, and over {dist.get_backend()!r} the host does "
+            "not wait; set it to false (for NCCL there is the flight recorder of torch)"
+        )
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     store = dist.distributed_c10d._get_default_store()

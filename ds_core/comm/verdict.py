@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Found", "Line", "Place", "Position", "judge"]
+__all__ = ["SHOWN", "Found", "Line", "Place", "Position", "judge"]
 
 SHOWN = 8
 MEND = (

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +17,7 @@ import torch.distributed as dist
 
 from ds_core import comm
 from ds_core.comm import guard
+from ds_core.errors import ConfigError
 from ds_core.testing import RemoteError, run_ranks
 
 
@@ -197,3 +202,82 @@ def test_it_can_be_switched_off_and_on() -> None:
 def test_one_rank_needs_no_guard() -> None:
     guard.configure(Section())
     assert guard.active is None
+
+
+def busy(seconds: float) -> list[str]:
+    """Rank 1 comes late; what rank 0 logged."""
+    guard.LOOK_FOR_OTHERS = 0.2
+    guard.configure(Section())
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_core.comm").addHandler(handler)
+    for _ in range(2):  # each wait is told of once
+        if dist.get_rank() == 1:
+            time.sleep(seconds)
+        comm.label("loss")
+        comm.all_reduce(torch.ones(1))
+    logging.getLogger("ds_core.comm").removeHandler(handler)
+    guard.reset()
+    guard.LOOK_FOR_OTHERS = 5.0
+    return [text for text in logged if "still waits" in text]
+
+
+def test_where_a_busy_rank_is_gets_logged() -> None:
+    waited, came_late = run_ranks(2, busy, 2.5)
+    assert not came_late
+    assert len(waited) == 2
+    assert all(
+        "rank 0 still waits for loss (all_reduce of 1 float32): rank 1 is busy at test_guard.py:" in t for t in waited
+    )
+
+
+def over_another_backend() -> str:
+    name, dist.get_backend = dist.get_backend, lambda *_: "nccl"
+    try:
+        guard.configure(Section())
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.get_backend = name
+    return ""
+
+
+def test_it_refuses_backends_whose_waits_it_cannot_see() -> None:
+    said = run_ranks(2, over_another_backend)
+    assert all("comms_guard.enabled" in text and "'nccl'" in text for text in said)
+
+
+ENDS = """
+from dataclasses import make_dataclass
+import torch, torch.distributed as dist
+from ds_core import comm
+from ds_core.comm import guard
+
+dist.init_process_group("gloo")
+guard.configure(make_dataclass("Section", [("enabled", bool), ("patience", float)])(True, 0.4))
+comm.all_reduce(torch.ones(3))
+if dist.get_rank() == 1:
+    raise ValueError("bad sample 17")
+comm.label("gradients of 'a.weight'")
+comm.all_reduce(torch.ones(9))
+"""
+
+
+def test_who_ended_and_how_is_told() -> None:
+    """Processes of their own: those of the pool outlive an exception."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in ranks]
+    assert all(process.returncode != 0 for process in ranks)
+    assert "rank 1 has ended (ValueError: bad sample 17)" in told[0]
+    assert "gradients of 'a.weight' (all_reduce of 9 float32)" in told[0]
+    assert "ValueError: bad sample 17" in told[1]
