@@ -138,7 +138,7 @@ def slow(seconds: float) -> list[float]:
 
 
 def test_a_slow_rank_is_waited_for() -> None:
-    assert run_ranks(2, slow, 3.0) == [[4.0] * 5] * 2
+    assert run_ranks(2, slow, 1.6) == [[4.0] * 5] * 2
 
 
 def slow_chain() -> float:
@@ -148,7 +148,7 @@ def slow_chain() -> float:
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     total = torch.ones(1)
     if rank == 2:
-        time.sleep(3.0)
+        time.sleep(1.6)
     if rank in (1, 2):
         comm.all_reduce(total, group=pairs[1])
     if rank in (0, 1):
@@ -224,7 +224,7 @@ def busy(seconds: float) -> list[str]:
 
 
 def test_where_a_busy_rank_is_gets_logged() -> None:
-    waited, came_late = run_ranks(2, busy, 2.5)
+    waited, came_late = run_ranks(2, busy, 1.6)
     assert not came_late
     assert len(waited) == 2
     assert all(

@@ -60,6 +60,11 @@ def truth(how: str, world: int, gas: int) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
+def train_each(cases: list[list[int]], how: str, gas: int) -> dict[str, float]:
+    """`train` for each list of stages and both kinds of backward."""
+    return {f"{s} {drive}": train(s, how, drive, gas) for s in cases for drive in ("plain", "engine")}
+
+
 def train(stages: list[int], how: str, drive: str, gas: int) -> float:
     """How far the weights are from one process's."""
     import ds_core
@@ -86,30 +91,62 @@ def train(stages: list[int], how: str, drive: str, gas: int) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(mine, wanted, strict=True))
 
 
-@pytest.mark.parametrize("gas", [1, 2])
-@pytest.mark.parametrize("drive", ["plain", "engine"])
-@pytest.mark.parametrize("stages", [[0, 0], [1, 1], [2, 2], [0, 2]], ids=str)
-def test_joint_loss_of_which_ranks_use_different_parts(stages: list[int], drive: str, gas: int) -> None:
-    assert max(run_ranks(2, train, stages, "unused", drive, gas)) < 1e-12
+@pytest.mark.parametrize(
+    ("world", "how", "gas", "stages"),
+    [
+        (2, "unused", 1, [[0, 0], [1, 1], [2, 2], [0, 2]]),
+        (2, "unused", 2, [[0, 0], [1, 1], [2, 2], [0, 2]]),
+        (2, "order", 1, [[0, 0], [2, 2], [2, 0]]),
+        (2, "same", 2, [[3, 3], [3, 0], [3, 2]]),  # in stage 3 all ranks run the same modules
+        (1, "order", 2, [[2, 1], [0, 3]]),
+        (4, "unused", 1, [[1, 2], [0, 1]]),
+    ],
+)
+def test_joint_loss_is_that_of_plain_torch(world: int, how: str, gas: int, stages: list[list[int]]) -> None:
+    for off in run_ranks(world, train_each, stages, how, gas):
+        assert max(off.values()) < 1e-12, off
 
 
-@pytest.mark.parametrize("drive", ["plain", "engine"])
-@pytest.mark.parametrize("stages", [[0, 0], [2, 2], [2, 0]], ids=str)
-def test_joint_loss_in_another_order_on_other_ranks(stages: list[int], drive: str) -> None:
-    assert max(run_ranks(2, train, stages, "order", drive, 1)) < 1e-12
+def scales_apart(first: dict[str, Any], second: dict[str, Any], drive: str) -> str:
+    """What a step says when the engines of a joint loss multiply it by different numbers."""
+    import ds_core
+    from ds_core import comm
+    from ds_core.errors import UsageError
+
+    zero = {"zero_optimization": {"stage": 1}}
+    engines = [
+        ds_core.initialize(model=model(1).float(), config=config(0) | zero | more)[0] for more in (first, second)
+    ]
+    x = batch(0, comm.rank()).to(next(engines[0].module.parameters()).dtype)
+    y = batch(0, comm.rank()).to(next(engines[1].module.parameters()).dtype)
+    loss = engines[0](x).float().square().mean() + engines[1](y).float().square().mean()
+    if drive == "engine":
+        engines[0].backward(loss)
+    else:
+        loss.backward()
+    said = ""
+    try:
+        for engine in engines:
+            engine.step()
+    except UsageError as error:
+        said = str(error)
+    for engine in engines:
+        engine.destroy()
+    return said
 
 
-@pytest.mark.parametrize("drive", ["plain", "engine"])
-def test_joint_loss_on_one_and_four_ranks(drive: str) -> None:
-    assert max(run_ranks(1, train, [2, 1], "order", drive, 2)) < 1e-12
-    assert max(run_ranks(4, train, [1, 2], "unused", drive, 1)) < 1e-12
+FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
+GAS2 = {"gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize("drive", ["plain", "engine"])
-def test_joint_loss_in_stage_3(drive: str) -> None:
-    """All ranks run the same modules, as stage 3 needs."""
-    assert max(run_ranks(2, train, [3, 3], "same", drive, 2)) < 1e-12
-    assert max(run_ranks(2, train, [3, 0], "same", drive, 1)) < 1e-12
+@pytest.mark.parametrize("world", [1, 2])
+def test_engines_of_a_joint_loss_must_scale_it_alike(world: int) -> None:
+    for first, second, numbers in (({}, GAS2, "by 1, and this engine multiplies by 0.5"), (FP16, {}, "by 8, and")):
+        for said in run_ranks(world, scales_apart, first, second, "engine"):
+            assert numbers in said, (first, second, said)
+    assert run_ranks(world, scales_apart, FP16, FP16, "engine") == [""] * world
+    for said in run_ranks(world, scales_apart, FP16, FP16, "plain"):
+        assert "engine.scale(loss).backward()" in said
 
 
 def broken_off(stage: int) -> float:
@@ -154,7 +191,11 @@ def test_a_joint_backward_that_failed(stage: int) -> None:
 # -- both kinds of backward in one window --------------------------------------------------------------------------
 
 
-def mix(stage: int) -> list[str]:
+def mix() -> list[str]:
+    return [text for stage in range(4) for text in mix_in(stage)]
+
+
+def mix_in(stage: int) -> list[str]:
     import ds_core
     from ds_core.errors import UsageError
 
@@ -182,14 +223,17 @@ def mix(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_both_kinds_of_backward_in_one_micro_batch_are_refused(stage: int, world: int) -> None:
-    for said in run_ranks(world, mix, stage):
-        assert len(said) == 2
+def test_both_kinds_of_backward_in_one_micro_batch_are_refused(world: int) -> None:
+    for said in run_ranks(world, mix):
+        assert len(said) == 8
         assert all("came both from engine.backward(loss)" in text for text in said)
 
 
-def mix_without_accumulation(stage: int) -> float:
+def mix_without_accumulation() -> float:
+    return max(mix_without_accumulation_in(stage) for stage in range(4))
+
+
+def mix_without_accumulation_in(stage: int) -> float:
     """Nothing is divided, so both may be used."""
     import ds_core
 
@@ -206,9 +250,40 @@ def mix_without_accumulation(stage: int) -> float:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_without_accumulation_both_may_be_used(stage: int, world: int) -> None:
-    assert max(run_ranks(world, mix_without_accumulation, stage)) < 1e-12
+def test_without_accumulation_both_may_be_used(world: int) -> None:
+    assert max(run_ranks(world, mix_without_accumulation)) < 1e-12
+
+
+def mix_under_a_loss_scale() -> list[str]:
+    """One backward is scaled and the other is not, also without accumulation; then both are."""
+    import ds_core
+    from ds_core.errors import UsageError
+
+    said = []
+    for stage in range(4):
+        engine, *_ = ds_core.initialize(model=model(1).float(), config=config(stage, **FP16))
+        losses = [engine(batch(i, 0).half()).float().square().mean() for i in range(2)]
+        engine.backward(losses[0])
+        losses[1].backward()
+        try:
+            engine.step()
+        except UsageError as error:
+            said.append(str(error))
+        engine.zero_grad()
+        losses = [engine(batch(i, 0).half()).float().square().mean() for i in range(2)]
+        engine.backward(losses[0])
+        engine.scale(losses[1]).backward()
+        engine.step()
+        assert engine.was_step_applied()
+        engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_unscaled_backward_beside_a_scaled_one_is_refused(world: int) -> None:
+    for said in run_ranks(world, mix_under_a_loss_scale):
+        assert len(said) == 4
+        assert all("engine.scale(loss).backward()" in text for text in said)
 
 
 def accumulation_set_later() -> str:

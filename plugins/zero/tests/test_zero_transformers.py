@@ -118,14 +118,9 @@ def compare(kind: str, world: int) -> list[dict[str, float]]:
     return answers
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "world"), [*((kind, 2) for kind in KINDS), ("gpt2", 1), ("mixtral", 1)])
 def test_trains_and_generates_as_plain_torch(kind: str, world: int) -> None:
     check(run_ranks(world, compare, kind, world, timeout=120.0), 1e-5 if kind.endswith("grouped") else 1e-6)
-
-
-def test_llama_on_four_ranks() -> None:
-    check(run_ranks(4, compare, "llama", 4, timeout=120.0))
 
 
 def check(answers: list[list[dict[str, float]]], tolerance: float = 1e-6) -> None:
