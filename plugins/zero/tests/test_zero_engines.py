@@ -303,3 +303,40 @@ def accumulation_set_later() -> str:
 
 def test_accumulation_that_is_set_later_is_watched_too() -> None:
     assert "came both from" in run_ranks(1, accumulation_set_later)[0]
+
+
+# -- one model, one engine -----------------------------------------------------------------------------------------
+
+
+def take_over() -> list[str]:
+    """A second engine on a model: refused while the first is in use, else it trains as if it were the only one."""
+    import ds_core
+    from ds_core import comm
+    from ds_core.errors import UsageError
+
+    said = []
+    for stage in range(4):
+        net, plain = model(1), model(1)
+        engine: Any = ds_core.initialize(model=net, config=config(stage))[0]
+        try:
+            ds_core.initialize(model=net, config=config(stage))
+        except UsageError as error:
+            said.append(str(error))
+        del engine  # never destroyed
+        engine = ds_core.initialize(model=net, config=config(stage))[0]
+        engine.backward(engine(batch(0, comm.rank())).square().mean())
+        engine.step()
+        for rank in range(comm.world_size()):
+            (plain(batch(0, rank)).square().mean() / comm.world_size()).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.2).step()
+        engine.destroy()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            assert float((mine - theirs).abs().max()) < 1e-12, stage
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_has_one_engine_at_a_time(world: int) -> None:
+    for said in run_ranks(world, take_over):
+        assert len(said) == 4
+        assert all("call destroy() on that engine first" in text for text in said)
