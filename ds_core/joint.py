@@ -63,11 +63,13 @@ class Joint:
 
 def others() -> bool:
     """Whether other engines are there, so that a new one needs process groups of its own. The same on all ranks."""
+    _drop_those_of_another_world()
     return bool(STATE.attached)
 
 
 def enter(serial: int, partitioner: Partitioner, mesh: Mesh, device: torch.device) -> None:
     """An engine begins. Collective."""
+    _drop_those_of_another_world()
     STATE.attached[serial] = weakref.ref(partitioner)
     for member in [ref() for ref in STATE.attached.values()]:
         if member is not None and len(STATE.attached) > 1:
@@ -81,6 +83,15 @@ def leave(serial: int) -> None:
     STATE.attached.pop(serial, None)
     if len(STATE.attached) < 2:
         STATE.joint = None
+
+
+def _drop_those_of_another_world() -> None:
+    """Engines that were never destroyed, but whose process group was: nothing can be reduced with them."""
+    world = torch.distributed.group.WORLD
+    if (STATE.world() if STATE.world is not None else None) is not world:
+        STATE.attached.clear()
+        STATE.joint = None
+        STATE.world = weakref.ref(world) if world is not None else None
 
 
 def _own_group(mesh: Mesh) -> Any:

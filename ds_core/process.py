@@ -39,6 +39,7 @@ class ProcessState:
     driver: the partitioner of the engine whose ``backward`` runs, None in a plain ``loss.backward()``. factor: what
     that engine multiplies losses by (loss scale over accumulation steps).
     attached: the partitioners of engines that have begun and were not destroyed, by the engine's number.
+    world: the process group that they talk on.
     joint: ends the backwards of several engines. taken: the partitioners that have hooks on a model, with both.
     """
 
@@ -48,6 +49,7 @@ class ProcessState:
     driver: Partitioner | None = None
     factor: float = 1.0
     attached: dict[int, weakref.ref[Partitioner]] = field(default_factory=dict)
+    world: weakref.ref[Any] | None = None
     joint: Joint | None = None
     taken: weakref.WeakKeyDictionary[Partitioner, Taken] = field(default_factory=weakref.WeakKeyDictionary)
 
