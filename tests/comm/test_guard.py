@@ -102,7 +102,6 @@ def disagree(how: str) -> None:
         (2, "kind", ["rank 0: all_reduce of 1000 float32", "rank 1: all_gather_into_tensor of 2000 float32"]),
         (2, "large", ["rank 0: weights of 'layer0'", "rank 1: weights of 'layer1'"]),
         (2, "groups", ["rank 0 waits for work of group 0", "rank 1 waits for work of group 1"]),
-        (4, "label", ["rank 0: gradients of 'layer0'", "rank 3: gradients of 'layer3'"]),
         (4, "kind", ["rank 0: all_reduce of 1000 float32", "ranks 1, 2, 3: all_gather_into_tensor of 4000 float32"]),
         (4, "groups", ["to which ranks 1, 3 have not come", "to which ranks 0, 2 have not come"]),
     ],
