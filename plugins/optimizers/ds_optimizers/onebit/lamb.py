@@ -55,9 +55,7 @@ class OneBitLamb(OneBit):
         self._steps: int | None = None
         self._coeffs: dict[Tensor, float] = {}
         keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
-        super().__init__(
-            params, {**keys, "weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff}
-        )
+        super().__init__(params, {**keys, "weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff})
 
     @property
     def takes_averages(self) -> bool:
