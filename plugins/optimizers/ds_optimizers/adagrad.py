@@ -16,8 +16,8 @@ __all__ = ["Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad"]
 class Adagrad(KernelOptimizer):
     """Adagrad with torch's parameters; state ``sum``.
 
-    lr_decay: update t (from 0) uses lr / (1 + t * lr_decay). initial_accumulator_value: where the sums of squares begin.
-    fp32_optimizer_states: sums of 16-bit parameters in fp32.
+    lr_decay: update t (from 0) uses lr / (1 + t * lr_decay). initial_accumulator_value: where sums of squares
+    begin. fp32_optimizer_states: sums of 16-bit parameters in fp32.
     """
 
     op: ClassVar[str] = "adagrad"

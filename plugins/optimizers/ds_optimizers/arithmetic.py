@@ -1,4 +1,4 @@
-"""The updates in plain torch, over lists of tensors of one dtype: what each optimizer means, and the path without kernels.
+"""The updates in plain torch over lists of tensors: what each optimizer means, and the path without kernels.
 
 Scalars are exact (fp64). 16-bit tensors are widened to fp32 and rounded once. Where torch has a fused function for just
 this update it is called, so that results are those of torch's own optimizer bit for bit.
@@ -36,10 +36,9 @@ def adam(
     if bias_correction and _alike(params, grads, exp_avgs, exp_avg_sqs):
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(params)
-        options = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
         fused(
             list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), [], steps,
-            amsgrad=False, maximize=False, **options,
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
         return
     correction1 = 1 - beta1**step if bias_correction else 1.0

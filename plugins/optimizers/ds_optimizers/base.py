@@ -77,7 +77,7 @@ class KernelOptimizer(Optimizer):
         return self._found[key]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; `closure` as in torch."""
         loss = None
         if closure is not None:
@@ -171,9 +171,9 @@ def require_cpu(optimizer: Optimizer) -> None:
         for param in group["params"]:
             if param.device.type != "cpu":
                 raise UsageError(
-                    f"{type(optimizer).__name__} updates parameters on the CPU, but one of shape {tuple(param.shape)} in "
-                    f"group {index} is on {param.device}; offload it (zero_optimization.offload_optimizer), or use the "
-                    "optimizer's plain name, which takes the best kernel for where parameters are"
+                    f"{type(optimizer).__name__} updates parameters on the CPU, but one of shape {tuple(param.shape)} "
+                    f"in group {index} is on {param.device}; offload it (zero_optimization.offload_optimizer), or use "
+                    "the optimizer's plain name, which takes the best kernel for where parameters are"
                 )
 
 

@@ -119,7 +119,8 @@ def orthogonalize(matrix: Tensor, method: str = "gram") -> Tensor:
             factor = polynomial @ factor
             square = polynomial @ square @ polynomial
         x = factor @ x
-    return (x.mT if tall else x).contiguous()
+    found: Tensor = x.mT if tall else x
+    return found.contiguous()
 
 
 def split_groups(

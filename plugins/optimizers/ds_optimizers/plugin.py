@@ -1,4 +1,4 @@
-"""What this distribution offers to ds_core: optimizers by name (torch-free; nothing is imported until one is chosen)."""
+"""What this distribution offers to ds_core: optimizers by name (torch-free; nothing is imported until chosen)."""
 
 from __future__ import annotations
 

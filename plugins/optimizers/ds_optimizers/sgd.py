@@ -31,9 +31,7 @@ class SGD(KernelOptimizer):
         if momentum < 0:
             raise ValueError(f"momentum {momentum} must not be negative")
         if nesterov and (momentum == 0 or dampening != 0):
-            raise ValueError(
-                f"nesterov needs momentum and no dampening, not momentum {momentum}, dampening {dampening}"
-            )
+            raise ValueError(f"nesterov needs momentum and no dampening; they are {momentum} and {dampening}")
         self._fresh: set[Tensor] = set()
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "nesterov": nesterov})

@@ -87,7 +87,7 @@ class OneBit(Optimizer):
         self._errors.clear()
         self._alive.clear()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """torch's; then `loaded`."""
         super().load_state_dict(dict(state_dict))
         self.loaded()
@@ -105,7 +105,7 @@ class OneBit(Optimizer):
     # -- one step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Collective where there are several ranks."""
         loss = None
         if closure is not None:
@@ -231,9 +231,8 @@ class OneBit(Optimizer):
 
 def denominator(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
     """What momentum is divided by: √v + eps, or √(v + eps)."""
-    if group["eps_inside_sqrt"]:
-        return (variance + group["eps"]).sqrt_()
-    return variance.sqrt().add_(group["eps"])
+    eps: float = group["eps"]
+    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
 
 
 def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -37,8 +37,8 @@ def padded(numel: int, ranks: int) -> int:
 
 
 def pack_signs(values: Tensor) -> Tensor:
-    """The signs of `values` (..., 8n; any float dtype) as uint8 (..., n): the first is the highest bit, 0 counts as +."""
-    bits = (values >= 0).unflatten(-1, (-1, 8))
+    """The signs of `values` (..., 8n; a float dtype) as uint8 (..., n): the first is the highest bit, 0 counts as +."""
+    bits: Tensor = (values >= 0).unflatten(-1, (-1, 8))
     weights = torch.tensor(_BITS, dtype=torch.uint8, device=values.device)
     return (bits * weights).sum(-1, dtype=torch.uint8)
 
@@ -52,8 +52,10 @@ def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(slots=True)
 class Errors:
-    """What compression has lost of one tensor. worker: (ranks, chunk), of what this rank sent. server: (chunk,), of what
-    it sent of its chunk's average."""
+    """What compression has lost of one tensor.
+
+    worker: (ranks, chunk), of what this rank sent. server: (chunk,), of what it sent of its chunk's average.
+    """
 
     worker: Tensor
     server: Tensor

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB until `freeze_step`, then a compressed momentum and trust ratios that follow the gradients' variance."""
+"""1-bit LAMB: LAMB until `freeze_step`, then compressed momenta, and trust ratios that follow the variance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""0/1 Adam: variances that are updated ever more rarely, then local steps that are brought together ever more rarely."""
+"""0/1 Adam: variances that are updated ever more rarely, then local steps that are averaged ever more rarely."""
 
 from __future__ import annotations
 
