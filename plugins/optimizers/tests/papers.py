@@ -1,4 +1,4 @@
-"""The equations of the papers and documents in plain torch, one parameter and one rank after the other, without haste."""
+"""The equations of the papers and documents in plain torch, one parameter and one rank after the other."""
 
 from __future__ import annotations
 

@@ -111,9 +111,10 @@ def train(stage: int, steps: int, folder: str) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_do_what_one_does(stage: int, tmp_path: Path) -> None:
-    for errors in run_ranks(WORLD, train, stage, 100, str(tmp_path)):
+def test_two_ranks_do_what_one_does(stage: int, steps: int, tmp_path: Path) -> None:
+    for errors in run_ranks(WORLD, train, stage, steps, str(tmp_path)):
         assert len(errors) == len(KINDS) * 8
         bad = {k: e for k, e in errors.items() if not e <= 1e-9}
         assert not bad

@@ -186,7 +186,10 @@ def test_groups_are_split_by_name_shape_and_mark() -> None:
     net = Net()
     net.other.weight.use_muon = False  # type: ignore[assignment]
     names = {p: n for n, p in net.named_parameters()}
-    rows = [{"params": list(net.parameters())[:4], "weight_decay": 0.5}, {"params": list(net.parameters())[4:], "lr": 7}]
+    rows = [
+        {"params": list(net.parameters())[:4], "weight_decay": 0.5},
+        {"params": list(net.parameters())[4:], "lr": 7},
+    ]
     found = split_groups(rows, names, lr=1.0, muon_lr=2.0)
     told = [([names[p] for p in g["params"]], g["use_muon"], g["lr"], g.get("weight_decay")) for g in found]
     assert told == [
