@@ -588,7 +588,8 @@ def test_deprecated_flags_warn(caplog):
     ("section", "words"),
     [
         ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'adam'"]),
-        ({"type": "Lamb"}, ["documented but not built yet"]),
+        ({"type": "MuAdam"}, ["documented but not built yet"]),
+        ({"type": "no_such_package.Adam"}, ["optimizer.type", "No module named 'no_such_package'"]),
         ({"type": "AdamW", "params": {"lrr": 1}}, ["optimizer.params.lrr", "did you mean 'optimizer.params.lr'"]),
         ({"type": "AdamW", "params": {"lr": "fast"}}, ["optimizer.params.lr"]),
         ({"type": "AdamW", "params": {"lr": True}}, ["optimizer.params.lr"]),
