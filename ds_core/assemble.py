@@ -29,6 +29,7 @@ from ds_core.errors import ConfigError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
+from ds_core.optim import torch_grain
 from ds_core.params import collect_params
 from ds_core.partition import Partitioner, Replicated
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
@@ -63,7 +64,8 @@ def initialize(
     """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
 
     args: parsed arguments, whose ``deepspeed_config`` may name the config file. model: any module; it is moved to the
-    accelerator. optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
+    accelerator; its attribute ``ds_sections`` (section -> keys), if any, fills in what the config leaves out.
+    optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
     model_parameters: parameters or group dicts; default the model's trainable ones. training_data: a dataset; gives
     the dataloader. lr_scheduler: an object with ``step`` and state, or a function ``optimizer -> scheduler``.
     mpu: an external model-parallel unit. config: dict, file path or base64 text (config_params is its old name).
@@ -75,7 +77,7 @@ def initialize(
         raise UsageError("initialize needs a model")
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    chosen = compose(_config_source(args, config, config_params))
+    chosen = compose(_config_source(args, config, config_params), getattr(model, "ds_sections", None))
     _check_arguments(args, optimizer, chosen)
     core = chosen.config.core
     if core.log_level:
@@ -103,7 +105,7 @@ def initialize(
     assert batch is not None
     precision, scaler = make_precision(chosen.config)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
-    ctx.grain = _grain(optimizer, chosen)
+    ctx.grain, ctx.own_optimizer = _grain(optimizer, chosen), optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
     if world_size > 1:
         mesh.build_groups()
@@ -274,14 +276,21 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
 
 
 def _grain(optimizer: Any, chosen: Composition) -> Grain | None:
-    """What the optimizer needs whole: as its entry declares, also for a user's object of a class that has an entry."""
+    """What the optimizer needs whole; also for an object or class of the user's that is torch's or a plugin's own."""
     if optimizer is None:
         entry = chosen.optimizer.entry if chosen.optimizer is not None else None
         return entry.grain if isinstance(entry, OptimizerEntry) else "element"
-    if not isinstance(optimizer, Optimizer):
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(cls, Optimizer):
         return None
-    answer = chosen.plugins.named("ds_optimizers", "optimizer").get(type(optimizer).__name__.lower())
-    return answer.value.grain if answer is not None and isinstance(answer.value, OptimizerEntry) else None
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return torch_grain(cls)
+    answer = chosen.plugins.named("ds_optimizers", "optimizer").get(cls.__name__.lower())
+    entry = answer.value if answer is not None else None
+    # The name alone says little: anybody may call a class "Adam".
+    if isinstance(entry, OptimizerEntry) and entry.load.split(":")[0].split(".")[0] == cls.__module__.split(".")[0]:
+        return entry.grain
+    return None
 
 
 def _check_vocabulary(size: int | None, ctx: Context) -> None:
@@ -319,7 +328,8 @@ def _attach(
         for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
                 if before is not after and before in optimizer.state:
-                    optimizer.state[after] = optimizer.state.pop(before)
+                    if kept := partitioner.adopt(before, optimizer.state.pop(before)):
+                        optimizer.state[after] = kept
             group["params"] = new["params"]
         return optimizer
     groups = partitioner.attach(model, _param_groups(model, model_parameters))

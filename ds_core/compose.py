@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from ds_core.plugins import Plugins
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from ds_core.config import RunConfig
+    from ds_core.config import ConfigSource, RunConfig
 
 __all__ = ["Composition", "compose", "section_models"]
 
@@ -28,19 +30,20 @@ class Composition:
     scheduler: Choice | None
 
 
-def compose(source: Any) -> Composition:
+def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -> Composition:
     """Read, load the plugins that the config names, validate everything and choose by name.
 
+    asked: sections that the model asks for (its attribute ``ds_sections``); they fill in what the config leaves out.
     Raises ConfigError with every problem found, or PluginError when a named plugin is missing or broken.
     """
-    read = read_config(source)
+    read = _with_asked(read_config(source), asked or {})
     plugins = Plugins(plugin_settings(read))
     wanted = [key for key in read.raw if key not in CORE_KEYS]
     models = section_models(plugins, wanted)
     disabled = {k: r.why for k in wanted if k not in models and (r := plugins.disabled(k)) is not None}
     config = build_config(read, models, list(plugins.sections()), disabled)
     problems: list[Problem] = []
-    for answer in plugins.ask("ds_check", config=config):
+    for answer in plugins.ask("ds_check", config=config, plugins=plugins):
         problems += answer.value
     optimizer, found = choose("optimizer", config, plugins)
     problems += found
@@ -49,6 +52,27 @@ def compose(source: Any) -> Composition:
     if problems:
         raise ConfigError(problems, config.origin)
     return Composition(config, plugins, optimizer, scheduler)
+
+
+def _with_asked(read: ConfigSource, asked: Mapping[str, Mapping[str, Any]]) -> ConfigSource:
+    """`read` with the model's sections; what both say must be the same ("auto" leaves it to the model)."""
+    raw, problems = dict(read.raw), []
+    for name, values in asked.items():
+        given = raw.get(name)
+        if given is None:
+            raw[name] = dict(values)
+        elif isinstance(given, Mapping):
+            both = [k for k in values if given.get(k, "auto") not in ("auto", values[k])]
+            problems += [
+                Problem(
+                    f"{name}.{k}", f"is {given[k]!r}, but the model was built for {values[k]!r}", "leave the key out"
+                )
+                for k in both
+            ]
+            raw[name] = {**given, **values}
+    if problems:
+        raise ConfigError(problems, read.origin)
+    return dataclasses.replace(read, raw=raw)
 
 
 def section_models(plugins: Plugins, names: list[str]) -> dict[str, tuple[type[BaseModel], str]]:

@@ -124,6 +124,27 @@ class DistributedLoader:
         self.epoch += 1
         self.position = 0
 
+    def set_batch_size(self, batch_size: int) -> None:
+        """Samples per batch from the next iteration on, which goes on where this one is (rounded down to a batch)."""
+        if batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
+        place = self.state_dict()
+        self.batch_size = batch_size
+        if self._iterable:
+            old = self._loader
+            self._loader = DataLoader(
+                old.dataset,
+                batch_size=batch_size,
+                drop_last=old.drop_last,
+                collate_fn=old.collate_fn,
+                num_workers=old.num_workers,
+                pin_memory=old.pin_memory,
+                generator=self._generator,
+            )
+        else:
+            self._batches.batch_size = batch_size
+        self.load_state_dict(place)
+
     def state_dict(self) -> dict[str, int]:
         """The position: epoch, batches yielded in it, and what they counted."""
         return {

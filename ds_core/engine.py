@@ -7,6 +7,7 @@ clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -39,7 +40,8 @@ log = logging.getLogger("ds_core.engine")
 
 
 class Engine:
-    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the module's.
+    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the partitioner's `methods`, then
+    the module's.
 
     module: the (transformed) model, its parameter names as they were. optimizer: the torch optimizer; under 16-bit
     modes it holds the fp32 master weights. micro_steps, global_steps, global_samples, skipped_steps: counters.
@@ -83,9 +85,11 @@ class Engine:
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
-        kernel_dtype = next((str(p.dtype).removeprefix("torch.") for p in ctx.params), "float32")
         self._global_norm = GradNorm(
-            ctx.mesh, partitioner.axes(), ctx.kernels.get("squared_norm", ctx.accelerator.device_type, kernel_dtype)
+            ctx.mesh,
+            partitioner.axes(),
+            lambda device, dtype: ctx.kernels.get("squared_norm", device, str(dtype).removeprefix("torch.")),
+            like=[p for g in self._groups() for p in g["params"]],
         )
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
@@ -97,8 +101,10 @@ class Engine:
         STATE.engines.add(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "module":
+        if name.startswith("__") or name in ("module", "partitioner"):
             raise AttributeError(name)
+        if (method := self.partitioner.methods.get(name)) is not None:
+            return functools.partial(method, self)
         return getattr(self.module, name)
 
     # -- forward and backward --------------------------------------------------------------------------------
@@ -316,7 +322,7 @@ class Engine:
                 clip = self._clip / (self._norm + 1e-6) if self._clip and not overflow else 1.0
                 if (factor := unscale * min(1.0, clip)) != 1.0:
                     self.partitioner.scale(factor)
-                self.optimizer.step()  # type: ignore[union-attr]
+                self.partitioner.step(self.optimizer)  # type: ignore[arg-type]
                 self.partitioner.publish()
             else:
                 self.skipped_steps += 1
@@ -339,6 +345,8 @@ class Engine:
         if not set_to_none:
             raise UsageError("zero_grad(set_to_none=False) is not supported: gradients are dropped, which costs less")
         self.partitioner.zero_grad()
+        for param in self.module.parameters():  # those that the optimizer does not have
+            param.grad = None
         self._forget_window()
 
     def _forget_window(self) -> None:
@@ -471,7 +479,13 @@ class Engine:
         self._set_batch(with_train_batch_size(self._batch, train_batch_size, self.ctx.mesh.size("dp")))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch; accumulation steps stay."""
+        """Change the micro-batch, and with it the batch; accumulation steps stay.
+
+        The engine's own loader follows from its next iteration on (`train_batch` starts one at once).
+        """
+        if self.training_dataloader is not None:
+            self.training_dataloader.set_batch_size(micro_batch_size)
+            self._train_iterator = None
         self._set_batch(with_micro_batch_size(self._batch, micro_batch_size, self.ctx.mesh.size("dp")))
 
     def _set_batch(self, batch: Batch) -> None:
@@ -544,7 +558,10 @@ class Engine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write all that a resumed run needs to ``save_dir/tag``; atomic. Every rank calls it."""
+        """Write all that a resumed run needs to ``save_dir/tag``; atomic. Every rank calls it.
+
+        With ``checkpoint.async`` it returns when the states are copied, and writes while training goes on.
+        """
         from ds_core import checkpoint
 
         checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -559,8 +576,14 @@ class Engine:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[[dict[str, Tensor], nn.Module], None] | None = None,
+        missing_ok: bool = False,
+        fallback: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Read a checkpoint; returns (path, client_state). Every rank calls it. See ds_core.checkpoint."""
+        """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank calls it.
+
+        missing_ok: (None, {}) instead of an error where there is no ``latest``. fallback: when it is damaged, take the
+        newest that is not. The rest: `ds_core.checkpoint.loading.load`.
+        """
         from ds_core import checkpoint
 
         return checkpoint.load(
@@ -572,7 +595,15 @@ class Engine:
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
+            missing_ok=missing_ok,
+            fallback=fallback,
         )
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a save under ``checkpoint.async`` is on the disk; raises what went wrong. Every rank calls it."""
+        from ds_core import checkpoint
+
+        checkpoint.wait(self)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
@@ -595,9 +626,13 @@ class Engine:
         self._update_sync()
 
     def destroy(self) -> None:
-        """Close monitors, remove hooks and free buffers; the module stays usable on its own."""
+        """Close monitors, remove hooks and free buffers; the module stays usable on its own.
+
+        A checkpoint that is being saved is waited for.
+        """
         if self in STATE.engines:
             STATE.engines.discard(self)
+            self.wait_for_checkpoint()
             self._report.close()
             self.partitioner.detach()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ds_core.entries import Axis
 from ds_core.errors import ConfigError, Problem
@@ -18,14 +18,23 @@ from ds_core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Mesh", "MpuMesh", "plan_mesh"]
+__all__ = ["ALONE", "Mesh", "MpuMesh", "plan_mesh"]
+
+
+class _Alone:
+    def __repr__(self) -> str:
+        return "ALONE"
+
+
+ALONE = cast("ProcessGroup", _Alone())
+"""The group of this rank alone: ``ds_core.comm`` does nothing over it. (None would mean all ranks.)"""
 
 
 class Mesh:
     """Where this rank stands on each axis, and the groups along any set of axes.
 
     names, shape: the axes of the grid. ``dp`` is an alias of all its parts when something folds inside it.
-    A group over axes of size 1 is None, and callers do no communication then.
+    A group over axes of size 1 is `ALONE`, over which collectives do nothing.
     """
 
     def __init__(
@@ -64,10 +73,10 @@ class Mesh:
         choices = [range(s) if n in free else (self.coord[n],) for n, s in zip(self.names, self.shape, strict=True)]
         return [self._ravel(c) for c in itertools.product(*choices)]
 
-    def group(self, *axes: str) -> ProcessGroup | None:
-        """The process group along `axes`; None when it would hold this rank alone."""
+    def group(self, *axes: str) -> ProcessGroup:
+        """The process group along `axes`; `ALONE` when it would hold this rank alone."""
         key = self.expand(axes)
-        return self._groups[key] if key else None
+        return self._groups[key] if key else ALONE
 
     def replicas(self, held: Iterable[str]) -> tuple[str, ...]:
         """The parts of dp on which a parameter with param axes `held` is the same on every rank."""
@@ -157,7 +166,7 @@ class MpuMesh(Mesh):
         import torch.distributed as dist
 
         group = self.group(*axes)
-        return [self.rank] if group is None else dist.get_process_group_ranks(group)
+        return [self.rank] if group is ALONE else dist.get_process_group_ranks(group)
 
 
 def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:

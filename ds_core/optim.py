@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from ds_core.config import Section
 from ds_core.config.known import BUILT_SCHEDULES
-from ds_core.entries import OptimizerEntry, SchedulerEntry, resolve
+from ds_core.entries import Grain, OptimizerEntry, SchedulerEntry, resolve
 from ds_core.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw"]
+__all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw", "torch_grain"]
 
 PLANNED_OPTIMIZERS = ("Lamb", "Lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon")
 UNUSABLE = {
@@ -32,6 +32,11 @@ UNUSABLE = {
     "sparseadam": "takes sparse gradients only, and the engine makes them dense",
 }
 _FLOAT = (float, int)
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_TORCH_GRAINS: Mapping[str, Grain] = {
+    **dict.fromkeys(_ELEMENTWISE, "element"),
+    **dict.fromkeys(("Adafactor", "Muon"), "matrix"),
+}
 
 
 class AdamParams(Section):
@@ -152,8 +157,13 @@ def _torch_class(kind: str, name: str) -> OptimizerEntry | SchedulerEntry | None
             and value is not base
         ):
             ref = f"{module.__name__}:{attribute}"
-            return OptimizerEntry(ref) if kind == "optimizer" else SchedulerEntry(ref)
+            return OptimizerEntry(ref, grain=torch_grain(value)) if kind == "optimizer" else SchedulerEntry(ref)
     return None
+
+
+def torch_grain(cls: type) -> Grain:
+    """What an optimizer class of torch's needs whole; tensors, which is right for any, when a later torch brings it."""
+    return _TORCH_GRAINS.get(cls.__name__, "tensor")
 
 
 def _check_params(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.buckets import Bucket, make_buckets
 from ds_core.errors import UsageError
+from ds_core.holding import Holding
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
@@ -28,7 +29,15 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["Partitioner", "Replicated", "StateSource", "StateTensor", "broadcast_from_first"]
+__all__ = [
+    "Partitioner",
+    "Replicated",
+    "StateSource",
+    "StateTensor",
+    "broadcast_from_first",
+    "saved_optimizer_states",
+    "set_optimizer_state",
+]
 
 log = logging.getLogger("ds_core.partition")
 
@@ -41,7 +50,10 @@ class StateTensor:
 
     name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
     shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
-    held: axes on which ranks hold different states under this name. store: whether this rank writes it.
+    held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
+    it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
+    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
+    gives memory back.
     """
 
     name: str
@@ -51,6 +63,12 @@ class StateTensor:
     stop: int
     held: tuple[str, ...]
     store: bool
+    copies: tuple[str, ...] = ()
+    read: Callable[[Tensor], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The values of `tensor`, wherever they rest."""
+        return self.tensor if self.read is None else self.read(self.tensor)
 
 
 class StateSource(Protocol):
@@ -63,14 +81,14 @@ class StateSource(Protocol):
         """The whole state's shape."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
+        """The range [start, stop) of the row-major flattened state, as a new 1-d CPU tensor."""
 
 
 class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
     The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
-    boundary's backward; then `gradients`, `scale`, (the optimizer's step), `publish`, `zero_grad`.
+    boundary's backward; then `gradients`, `scale`, `step`, `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -78,6 +96,9 @@ class Partitioner(ABC):
 
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
+
+    methods: Mapping[str, Callable[..., Any]] = {}
+    """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine."""
 
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
@@ -89,6 +110,13 @@ class Partitioner(ABC):
         groups: optimizer parameter groups over the module's parameters. Returns the same groups with the tensors
         that the optimizer is to update in the place of the parameters. Collective.
         """
+
+    def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of the `state` that a user's optimizer already had for `param` when it was attached.
+
+        It becomes the state of what the optimizer updates in its place; empty: none.
+        """
+        return dict(state)
 
     def begin(self) -> None:  # noqa: B027
         """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
@@ -104,6 +132,10 @@ class Partitioner(ABC):
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply what `gradients` gave by `factor`, in place."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let `optimizer` update its tensors from their gradients; in several steps where not all are in memory."""
+        optimizer.step()
 
     @abstractmethod
     def publish(self) -> None:
@@ -128,6 +160,10 @@ class Partitioner(ABC):
         strict: a weight that the checkpoint lacks is an error. Without master weights in the checkpoint they are
         made from the module's.
         """
+
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """What this rank holds of the states of `param`; None when no optimizer updates it here."""
+        return None
 
     def detach(self) -> None:  # noqa: B027
         """Remove hooks and free buffers; the module keeps its weights."""
@@ -387,20 +423,22 @@ class Replicated(Partitioner):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; of equal replicas the first stores."""
+        """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
         assert self._module is not None
+        mesh = self.ctx.mesh
         for name, tensor, held in self._tensors(optimizer):
-            store = all(self.ctx.mesh.coord[a] == 0 for a in self.ctx.mesh.expand(self.ctx.mesh.names) if a not in held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, store)
+            copies = tuple(a for a in mesh.expand(mesh.names) if a not in held)
+            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, True, copies)
+        persistent = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers():
+            if name in persistent:
+                shape = tuple(buffer.shape)
+                yield StateTensor(f"module/{name}", buffer, shape, 0, buffer.numel(), (), mesh.rank == 0)
 
     def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, tuple[str, ...]]]:
         assert self._module is not None
         for name, param in self._module.named_parameters():
             yield f"module/{name}", param.data, self.ctx.params[param].held
-        persistent = self._module.state_dict(keep_vars=True)
-        for name, buffer in self._module.named_buffers():
-            if name in persistent:
-                yield f"module/{name}", buffer, ()
         for slot in self._slots:
             if slot.master is not slot.param:
                 yield f"master/{slot.name}", slot.master.data, slot.held
@@ -412,43 +450,24 @@ class Replicated(Partitioner):
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         known = set(source.names())
-        for name, tensor, _ in self._tensors(None):
-            if name.startswith("module/") and (strict or name in known):
-                tensor.copy_(_read(source, name, tensor))
+        for state in self.states(None):
+            if state.name.startswith("module/") and (strict or state.name in known):
+                state.tensor.copy_(_read(source, state.name, state.tensor))
         for slot in self._slots:
             if slot.master is not slot.param:
                 name = f"master/{slot.name}"
                 slot.master.data.copy_(_read(source, name, slot.master) if name in known else slot.param.data)
         if optimizer is not None:
-            self._load_optimizer(source, optimizer)
+            saved = saved_optimizer_states(source)
+            for slot in self._slots:
+                names = saved.get(slot.name, {})
+                values = {key: source.read(name).view(source.shape(name)) for key, name in names.items()}
+                set_optimizer_state(optimizer, slot.master, values)
 
-    def _load_optimizer(self, source: StateSource, optimizer: Optimizer) -> None:
-        by_param: dict[str, list[tuple[str, str]]] = {}
-        for name in source.names():
-            kind, _, rest = name.partition("/")
-            if kind == "optimizer":
-                key, _, param = rest.partition("/")
-                by_param.setdefault(param, []).append((key, name))
-        for slot in self._slots:
-            if slot.name not in by_param:  # its state had not begun when the checkpoint was saved
-                optimizer.state.pop(slot.master, None)
-                continue
-            state: dict[str, Any] = optimizer.state[slot.master]
-            for key, name in by_param[slot.name]:
-                value = source.read(name).view(source.shape(name))
-                # A step counter stays on the CPU unless the optimizer has put it on the device (fused, capturable).
-                scalar = value.dim() == 0 and slot.master.dim() != 0
-                old = state.get(key)
-                device = (
-                    old.device
-                    if isinstance(old, Tensor)
-                    else _counter_device(optimizer, slot.master)
-                    if scalar
-                    else slot.master.device
-                )
-                if value.shape == slot.master.shape:  # with the master's strides, which fused optimizers go by
-                    value = torch.empty_like(slot.master, dtype=value.dtype, device="cpu").copy_(value)
-                state[key] = value.to(device)
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """See `Partitioner.locate`."""
+        slot = self._by_param.get(param)
+        return None if slot is None else _Copy(self, slot)
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""
@@ -460,6 +479,79 @@ class Replicated(Partitioner):
         for slot in self._slots:
             slot.total = slot.master_grad = None
         self._buckets, self._place = [], {}
+
+
+class _Copy(Holding):
+    """A parameter of `Replicated`: every rank holds all of it."""
+
+    partitions_weights = local = False
+
+    def __init__(self, owner: Replicated, slot: _Slot) -> None:
+        mesh, axes = owner.ctx.mesh, owner._replicas(slot)
+        self._owner, self._slot = owner, slot
+        self.name, self.shape, self.param, self.updated = slot.name, tuple(slot.param.shape), slot.param, slot.master
+        self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
+        self.ranges = self.updated_ranges = [(0, slot.param.numel())] * len(self.ranks)
+        self.device = slot.param.device
+        self._lone = len(self.ranks) == 1
+
+    def round(self) -> None:
+        """See `Holding.round`."""
+        if self.updated is not self.param:
+            self.param.copy_(self.updated)
+
+    def set_weight(self, master: Tensor) -> None:
+        """See `Holding.set_weight`."""
+        self.param.copy_(master)
+
+    @property
+    def window_open(self) -> bool:
+        """See `Holding.window_open`."""
+        return any(self._owner._gradient(s.param) is not None for s in self._owner._slots)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """See `Holding.grad_dtype`."""
+        accumulate = self._owner.ctx.precision.accumulate
+        return accumulate if accumulate is not None and self.param.is_floating_point() else self.param.dtype
+
+    @property
+    def _factor(self) -> float:
+        """What the step will still multiply what this rank holds by, in effect: reduction sums over ranks, then
+        divides by all of dp. What is averaged already is the same on all of them."""
+        reduced = self._owner._reduced and not self._lone
+        return 1.0 if reduced else len(self.ranks) / self._owner.ctx.mesh.size("dp")
+
+    def _held(self) -> Tensor | None:
+        grad = self._owner._gradient(self.param)
+        return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+
+    def reduced(self) -> Tensor | None:
+        """See `Holding.reduced`."""
+        grad = None if self.has_pending else self._held()
+        return grad if grad is None or self._factor == 1.0 else grad * self._factor
+
+    @property
+    def has_pending(self) -> bool:
+        """See `Holding.has_pending`."""
+        return not (self._lone or self._owner._reduced) and self._owner._gradient(self.param) is not None
+
+    def pending(self) -> Tensor | None:
+        """See `Holding.pending`."""
+        grad = self._held() if self.has_pending else None
+        return None if grad is None else grad / self._owner.ctx.mesh.size("dp")
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `Holding.set_grad`."""
+        values = (values / self._factor).view(self.shape)
+        total = self._slot.total
+        if self.grad_dtype != self.param.dtype:
+            total = self._slot.total = torch.empty_like(self.param, dtype=self.grad_dtype) if total is None else total
+            total.copy_(values)
+            return
+        if self.param.grad is None or self.param.grad.is_sparse:
+            self.param.grad = torch.empty_like(self.param)
+        self.param.grad.copy_(values)
 
 
 def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:
@@ -485,6 +577,33 @@ def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
     return source.read(name).view(shape)
 
 
-def _counter_device(optimizer: Optimizer, master: Tensor) -> torch.device:
-    on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-    return master.device if on_device else torch.device("cpu")
+def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:
+    """``{parameter: {key: name in source}}`` of all optimizer states that a checkpoint has."""
+    found: dict[str, dict[str, str]] = {}
+    for name in source.names():
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            key, _, param = rest.partition("/")
+            found.setdefault(param, {})[key] = name
+    return found
+
+
+def set_optimizer_state(optimizer: Optimizer, master: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Make `values`, CPU tensors by key, the state of `master`. None at all: its state has not begun."""
+    if not values:
+        optimizer.state.pop(master, None)
+        return
+    state: dict[str, Any] = optimizer.state[master]
+    for key, value in values.items():
+        old = state.get(key)
+        if isinstance(old, Tensor):
+            device = old.device
+        elif value.dim() == 0 and (master.dim() != 0 or key == "step"):
+            # A counter stays on the CPU unless the optimizer has put it on the device.
+            on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+            device = master.device if on_device else torch.device("cpu")
+        else:
+            device = master.device
+        if value.shape == master.shape and not master.is_contiguous():  # fused optimizers go by strides
+            value = torch.empty_like(master, dtype=value.dtype, device="cpu").copy_(value)
+        state[key] = value.to(device)

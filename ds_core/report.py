@@ -32,36 +32,34 @@ class Reporter:
     def __init__(self, ctx: Context, monitor: MonitorMaster) -> None:
         core = ctx.config.core
         self.ctx, self.monitor = ctx, monitor
-        profiled = core.wall_clock_breakdown
-        self.timers = PhaseTimers(ctx.accelerator) if profiled else None
+        self._timed, self._memory = core.wall_clock_breakdown, core.memory_breakdown
+        measured = self._timed or self._memory
+        self.timers = PhaseTimers(ctx.accelerator, breakdown=self._memory) if measured else None
         self._throughput = (
             Throughput(ctx.accelerator, core.timers.throughput.synchronized) if core.timers.throughput.enabled else None
         )
         # Breakdowns are asked for to be read, so they are printed even when no period is given.
-        asked = core.wall_clock_breakdown or core.memory_breakdown
-        self._every = core.steps_per_print or (BREAKDOWN_EVERY if asked else 0)
-        self._memory = core.memory_breakdown
+        self._every = core.steps_per_print or (BREAKDOWN_EVERY if measured else 0)
         self._begin = ctx.plugins.observers("ds_step_begin")
         self._end = ctx.plugins.observers("ds_step_end")
         self._close = ctx.plugins.observers("ds_close")
         self._keep_loss = bool(self._end or self._every or monitor.enabled)
         self._losses: list[Tensor] = []
-        self._window_loss: Tensor | None = None
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time phase `name` when anybody asked for timings."""
         return _NOTHING if self.timers is None else self.timers.phase(name)
 
     def loss(self, loss: Tensor) -> None:
-        """Take note of one micro-batch's loss."""
+        """Take note of what one backward was run on; a micro-batch may have several."""
         if self._keep_loss:
             self._losses.append(loss.detach())
 
     def set_loss(self, loss: Tensor) -> None:
-        """The whole batch's loss is known (train_batch); it replaces the micro-batches'."""
+        """The whole batch's mean loss is known (train_batch); it replaces the micro-batches'."""
         self._losses.clear()
         if self._keep_loss:
-            self._losses.append(loss)
+            self._losses.append(loss * self.ctx.batch.gas)
 
     def drop_loss(self) -> None:
         """Forget the losses of a batch that was not completed."""
@@ -76,6 +74,7 @@ class Reporter:
     def step_end(self, engine: Engine) -> None:
         """An optimizer step is done or was skipped; counters are up to date."""
         timings = self.timers.end_step() if self.timers is not None else None
+        timings = timings if self._timed else None
         if not self._keep_loss:
             return
         printing = self._every and engine.global_steps % self._every == 0
@@ -99,7 +98,8 @@ class Reporter:
             "samples": float(engine.global_samples),
         }
         if self._losses:
-            metrics["loss"] = float(torch.stack([x.reshape(()).float() for x in self._losses]).mean())
+            total = torch.stack([x.reshape(()).float() for x in self._losses]).sum()
+            metrics["loss"] = float(total) / self.ctx.batch.gas
         return metrics
 
     def _events(
@@ -131,15 +131,11 @@ class Reporter:
         if timings is not None:
             parts.append("ms: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in timings.items()))
         log.info(", ".join(parts))
-        if self._memory:
-            accelerator = self.ctx.accelerator
+        if self._memory and self.timers is not None:
             gib = 2.0**30
-            log.info(
-                "memory: %.2f GiB in use, %.2f GiB at peak, %.2f GiB free",
-                accelerator.memory_allocated() / gib,
-                accelerator.max_memory_allocated() / gib,
-                accelerator.available_memory() / gib,
-            )
+            for phase, (used, peak) in self.timers.memory.items():
+                log.info("memory after %s: %.2f GiB in use, %.2f GiB at peak", phase, used / gib, peak / gib)
+            log.info("memory: %.2f GiB free", self.ctx.accelerator.available_memory() / gib)
 
     def nonfinite(self, partitioner: Partitioner, ctx: Context, scaler: LossScaler | None) -> None:
         """Say that this step's gradients hold inf or NaN, and where this rank sees them."""

@@ -16,12 +16,17 @@ PHASES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 
 
 class PhaseTimers:
-    """Milliseconds per phase, summed over the micro-batches of one optimizer step; each phase is synchronised."""
+    """Milliseconds per phase, summed over the micro-batches of one optimizer step; each phase is synchronised.
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    memory: with `breakdown`, the bytes in use and at peak when each phase last ended.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, breakdown: bool = False) -> None:
         self._accelerator = accelerator
         self._now = dict.fromkeys(PHASES, 0.0)
+        self._breakdown = breakdown
         self.last = dict(self._now)
+        self.memory: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -33,6 +38,8 @@ class PhaseTimers:
         finally:
             self._accelerator.synchronize()
             self._now[name] += (time.perf_counter() - start) * 1e3
+            if self._breakdown:
+                self.memory[name] = self._accelerator.memory_allocated(), self._accelerator.max_memory_allocated()
 
     def end_step(self) -> dict[str, float]:
         """The milliseconds of the step that ends here; the next starts at zero."""

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_core.checkpoint.format import LATEST, MANIFEST, check_tag
+from ds_core.checkpoint.format import FORMAT, LATEST, MANIFEST, check_tag, parse_latest, render_latest
 from ds_core.errors import CheckpointError
 
 __all__ = [
@@ -26,7 +26,9 @@ __all__ = [
     "discard",
     "existing_tags",
     "find",
+    "is_checkpoint",
     "make_temporary",
+    "prune",
     "put_in_place",
     "read_latest",
     "replace_with",
@@ -81,7 +83,7 @@ def make_temporary(root: Path, tag: str) -> Path:
         sync_directory(root.parent)
     clean(root)
     final = root / tag
-    if final.is_symlink() or (final.exists() and not (final / MANIFEST).is_file()):
+    if final.is_symlink() or (final.exists() and not is_checkpoint(final)):
         raise CheckpointError(
             f"{final} exists and is not a checkpoint of ds_core, so it is not replaced; move it away or use another tag"
         )
@@ -108,11 +110,13 @@ def discard(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    if not _DEBRIS.fullmatch(path.name):
-        renamed = path.with_name(_temporary_name(path.name.removeprefix(_ASIDE)))
-        os.replace(path, renamed)
-        path = renamed
-    shutil.rmtree(path, ignore_errors=True)
+    # Debris too: whoever still writes into it must find it gone, or would keep it from being removed.
+    tag = path.name.removeprefix(_ASIDE)
+    if _DEBRIS.fullmatch(path.name):
+        tag = path.name.removeprefix(".tmp-").rpartition("-")[0]
+    renamed = path.with_name(_temporary_name(tag))
+    os.replace(path, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
@@ -140,7 +144,7 @@ def find(root: Path, tag: str) -> Path:
     path = aside if not final.exists() and (aside / MANIFEST).is_file() else final
     if not path.is_dir():
         have = existing_tags(root)
-        mend = f"there are {', '.join(have)}" if have else "there is no checkpoint"
+        mend = f"there are {', '.join(have[:10])}" if have else "there is no checkpoint"
         raise CheckpointError(f"checkpoint {final} does not exist; in {root} {mend}")
     if path.resolve().parent != root.resolve():
         raise CheckpointError(f"checkpoint {final} is a link out of {root}; give the directory that it leads to")
@@ -148,28 +152,49 @@ def find(root: Path, tag: str) -> Path:
 
 
 def existing_tags(root: Path) -> list[str]:
-    """The tags of the checkpoints below `root`, newest first; at most 10."""
+    """The tags of the checkpoints below `root`, newest first."""
     with contextlib.suppress(OSError):
         found = [p.parent for p in root.glob(f"*/{MANIFEST}") if not p.parent.name.startswith((".tmp-", _ASIDE))]
-        return [p.name for p in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True)][:10]
+        whole = [p for p in found if not p.is_symlink() and is_checkpoint(p)]
+        return [p.name for p in sorted(whole, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name), reverse=True)]
     return []
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory has a manifest that begins as ours do; nothing else is ever replaced or removed."""
+    begin = f'{{\n "format": "{FORMAT}",'.encode()
+    with contextlib.suppress(OSError), open(path / MANIFEST, "rb") as file:
+        return file.read(len(begin)) == begin
+    return False
+
+
+def prune(root: Path, keep: int, tag: str) -> list[str]:
+    """Remove all but the newest `keep` checkpoints below `root`; never `tag`, nor what ``latest`` names. Their tags."""
+    safe = {tag}
+    with contextlib.suppress(CheckpointError):
+        safe |= {read_latest(root) or tag}
+    tags = existing_tags(root)
+    removed = [old for old in tags[keep:] if old not in safe]
+    for old in removed:
+        discard(root / old)
+    return removed
 
 
 def write_latest(root: Path, tag: str) -> None:
     """Point ``latest`` at `tag`, at once."""
-    replace_with(root / LATEST, lambda temporary: write_file(temporary, tag.encode()))
+    replace_with(root / LATEST, lambda temporary: write_file(temporary, render_latest(tag)))
 
 
 def read_latest(root: Path) -> str | None:
     """The tag that ``latest`` names; None when there is no such file."""
     path = root / LATEST
     try:
-        text = path.read_bytes().decode().strip()
+        text = path.read_bytes().decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; give the tag to load") from error
     try:
-        return check_tag(text)
+        return parse_latest(text)
     except CheckpointError as error:
-        raise CheckpointError(f"{path} does not hold a tag: {error}") from None
+        raise CheckpointError(f"{path} does not hold a tag: {error}; give the tag to load") from None

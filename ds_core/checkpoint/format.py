@@ -14,6 +14,8 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ds_core.errors import CheckpointError
 
 __all__ = [
@@ -21,27 +23,41 @@ __all__ = [
     "FORMAT",
     "LATEST",
     "MANIFEST",
+    "README",
     "VERSION",
     "Chunk",
     "Manifest",
+    "Mark",
     "State",
     "check_coverage",
     "check_tag",
+    "checksum",
     "local_file",
+    "parse_latest",
     "parse_manifest",
     "rank_file",
+    "render_latest",
     "render_manifest",
 ]
 
 FORMAT = "ds_core.checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
 COMMON = "common.safetensors"
+README = "README.md"
 
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _FILE = re.compile(r"(rank\d{5,}(-local)?|common)\.safetensors", re.ASCII)
 DAMAGED = "the checkpoint is damaged or was changed by hand; load another tag"
+
+
+_SEAL = b',\n "checksum": "'
+
+
+def checksum(data: bytes) -> str:
+    """XXH3-128 in hex: against accidents, at the speed of memory; it is no protection from an attacker."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def rank_file(rank: int) -> str:
@@ -93,12 +109,21 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """Of one file: its bytes, and their checksum; None in checkpoints of version 1."""
+
+    size: int
+    checksum: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """All of a checkpoint but its tensors.
 
-    save_id: drawn anew for each save, and also in every file's metadata. files: name -> bytes. shared: further names
-    of module tensors that several modules share. excluded: weights left out on purpose. module_extra: module name ->
-    the rank whose local file has its extra state. run, client: values as `ds_core.checkpoint.values` encodes them.
+    save_id: drawn anew for each save, and also in every file's metadata. files: all but the manifest. shared: further
+    names of module tensors that several modules share. excluded: weights left out on purpose. frozen: parameters that
+    were not trained. module_extra: module
+    name -> the rank whose local file has its extra state. run, client: as `ds_core.checkpoint.values` encodes them.
     """
 
     save_id: str
@@ -110,30 +135,46 @@ class Manifest:
     plugins: dict[str, str]
     config: Any
     optimizer: str | None
-    files: dict[str, int]
+    files: dict[str, Mark]
     states: tuple[State, ...]
     shared: dict[str, str]
     excluded: tuple[str, ...]
+    frozen: tuple[str, ...]
     module_extra: dict[str, int]
     run: Any
     client: Any
 
 
 def render_manifest(manifest: Manifest) -> bytes:
-    """The JSON text, with one line per state so that it can be read and compared."""
+    """The JSON text, with one line per state so that it can be read and compared; it ends with its own checksum."""
     fields: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     fields |= {field.name: getattr(manifest, field.name) for field in dataclass_fields(manifest)}
-    fields["files"] = {name: {"size": size} for name, size in manifest.files.items()}
+    fields["files"] = {name: asdict(mark) for name, mark in manifest.files.items()}
     states = [asdict(state) for state in fields.pop("states")]
     head = json.dumps(fields, indent=1, allow_nan=False)
     rows = ",\n".join("  " + json.dumps(state, allow_nan=False) for state in states)
-    return (head[:-2] + f',\n "states": [\n{rows}\n ]\n}}\n').encode()
+    body = (head[:-2] + f',\n "states": [\n{rows}\n ]').encode()
+    return body + _SEAL + checksum(body).encode() + b'"\n}\n'
+
+
+def render_latest(tag: str) -> bytes:
+    """The content of ``latest``: the tag, and a line by which a changed one is noticed."""
+    return f"{tag}\nxxh3 {checksum(tag.encode())}\n".encode()
+
+
+def parse_latest(text: str) -> str:
+    """The tag in ``latest``; a file written by hand needs no second line. CheckpointError for anything else."""
+    tag, _, seal = text.strip().partition("\n")
+    if seal and seal != f"xxh3 {checksum(tag.encode())}":
+        raise CheckpointError("the tag in it is not the one that was written")
+    return check_tag(tag)
 
 
 def parse_manifest(path: Path) -> Manifest:
     """Read and check ``manifest.json``; CheckpointError naming the file when anything about it is not as it must be."""
     try:
-        data = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        data = json.loads(text)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is not a whole checkpoint; load another tag") from None
     except OSError as error:
@@ -142,21 +183,26 @@ def parse_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is not JSON ({error}); {DAMAGED}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not say it is a {FORMAT!r}; was it written by another program?")
-    if data.get("version") != VERSION:
+    if data.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
-            f"{path} has format version {data.get('version')!r}, this ds-core reads version {VERSION}; "
+            f"{path} has format version {data.get('version')!r}, this ds-core reads versions 1 to {VERSION}; "
             "install a ds-core that reads it"
         )
+    if data["version"] > 1:
+        body, seal, _ = text.rpartition(_SEAL)
+        if not seal or data.get("checksum") != checksum(body):
+            raise CheckpointError(f"{path} is not as it was written: its checksum is wrong; {DAMAGED}")
     try:
-        manifest = _manifest(_Fields(data, "manifest"))
+        manifest = _manifest(_Fields(data, "manifest"), sealed=data["version"] > 1)
         check_coverage(manifest.states)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}; {DAMAGED}") from None
     return manifest
 
 
-def _manifest(data: _Fields) -> Manifest:
-    files = {name: _Fields(entry, name).count("size") for name, entry in data.get("files", dict).items()}
+def _manifest(data: _Fields, *, sealed: bool) -> Manifest:
+    entries = {name: _Fields(entry, name) for name, entry in data.get("files", dict).items()}
+    files = {n: Mark(e.count("size"), e.get("checksum", str) if sealed else None) for n, e in entries.items()}
     if bad := sorted(name for name in files if not _FILE.fullmatch(name)):
         raise CheckpointError(f"{bad[0]!r} is not a file name that a checkpoint can have")
     states = tuple(_state(_Fields(s, "a state"), files) for s in data.get("states", list))
@@ -180,13 +226,14 @@ def _manifest(data: _Fields) -> Manifest:
         states=states,
         shared=data.mapping("shared", str),
         excluded=tuple(data.items("excluded", str)),
+        frozen=tuple(data.items("frozen", str)) if sealed else (),
         module_extra=extra,
         run=data.get("run", object),
         client=data.get("client", object),
     )
 
 
-def _state(data: _Fields, files: dict[str, int]) -> State:
+def _state(data: _Fields, files: dict[str, Mark]) -> State:
     chunks = []
     for row in data.get("chunks", list):
         entry = _Fields(row, "a chunk")

@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_core.checkpoint.format import Chunk, State, check_coverage
 from ds_core.checkpoint.tensorfile import Item, dtype_name
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
 
-__all__ = ["items_of", "merge", "rows_of"]
+if TYPE_CHECKING:
+    from ds_core.mesh import Mesh
+
+__all__ = ["items_of", "merge", "rows_of", "shares"]
+
+UNDIVIDED = 1 << 14
+"""Pieces of at most so many elements are written by one rank: more files to read from would cost more."""
 
 Row = dict[str, Any]
+
+
+def shares(pieces: Iterable[StateTensor], mesh: Mesh) -> Iterator[StateTensor]:
+    """What of `pieces` this rank writes; ranks that hold the same piece write equal parts of it.
+
+    Small pieces, and those that are not contiguous (a part of them would need a copy of the whole), go to one rank
+    each, which their names choose.
+    """
+    places: dict[tuple[str, ...], tuple[int, int]] = {}
+    for piece in pieces:
+        if not piece.store:
+            continue
+        if piece.copies not in places:
+            places[piece.copies] = mesh.size(*piece.copies), mesh.index(*piece.copies)
+        (count, index), size = places[piece.copies], piece.stop - piece.start
+        if count == 1:
+            yield piece
+        elif size <= UNDIVIDED or not piece.tensor.is_contiguous():
+            if zlib.crc32(piece.name.encode()) % count == index:
+                yield piece
+        else:
+            low, high = size * index // count, size * (index + 1) // count
+            part = piece.tensor.detach().reshape(-1)[low:high]
+            yield dataclasses.replace(piece, tensor=part, start=piece.start + low, stop=piece.start + high)
 
 
 def rows_of(pieces: Sequence[StateTensor], coord: Mapping[str, int], file: str) -> list[Row]:
@@ -32,7 +64,7 @@ def rows_of(pieces: Sequence[StateTensor], coord: Mapping[str, int], file: str) 
 def items_of(pieces: Sequence[StateTensor]) -> list[Item]:
     """The same pieces as 1-d tensors to be written: flat, so that any range of them is one stretch of bytes."""
     return [
-        (key, (p.tensor.numel(),), p.tensor.dtype, lambda t=p.tensor: t.reshape(-1))  # type: ignore[misc]
+        (key, (p.tensor.numel(),), p.tensor.dtype, lambda piece=p: piece.values().reshape(-1))  # type: ignore[misc]
         for key, p in _keyed(pieces)
     ]
 

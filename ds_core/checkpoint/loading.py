@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.checkpoint import files, rng
+from ds_core.checkpoint import background, files, rng
 from ds_core.checkpoint.format import COMMON, DAMAGED, LATEST, MANIFEST, Manifest, local_file, parse_manifest
 from ds_core.checkpoint.state import (
     Checkpointed,
@@ -57,10 +58,13 @@ def load(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: CustomLoad | None = None,
+    missing_ok: bool = False,
+    fallback: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load ``load_dir/tag`` into `engine`, at any world size; returns (path, client_state). Collective.
 
-    tag: default is the one that ``latest`` names; without that file the answer is (None, {}), with a warning.
+    tag: default is the one that ``latest`` names. missing_ok: without a tag and without that file the answer is
+    (None, {}); else that is an error. fallback: when the checkpoint cannot be loaded, take the newest that can.
     load_module_strict=False: weights that only one side has are left alone. load_optimizer_states=False: the
     optimizer, its hyperparameters and the loss scaler stay as they are. load_lr_scheduler_states=False: so does the
     schedule. load_module_only: only weights and buffers; client_state is {}. custom_load_fn gets the whole module
@@ -69,17 +73,17 @@ def load(
     Raises CheckpointError on every rank, naming the file and the mend, before anything in `engine` was changed, when
     the checkpoint is missing, damaged, of another format, or of another model.
     """
+    background.wait(engine)
     root = Path(load_dir)
     action = f"cannot load a checkpoint from {os.fspath(load_dir)!r}"
     if not os.fspath(load_dir):
         raise CheckpointError(f"{action}: load_dir is empty; name a directory")
-    found = on_first_rank(action, lambda: _find(root, tag))
-    if found is None:
-        log.warning("no checkpoint loaded: %s does not exist, and no tag was given", root / LATEST)
+    found = on_first_rank(action, lambda: _candidates(root, tag, missing_ok=missing_ok, fallback=fallback))
+    if not found:
+        log.info("no checkpoint loaded: %s does not exist, and no tag was given", root / LATEST)
         return None, {}
-    path = root / found
     want = _Want(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-    plan, reports = on_every_rank(action, lambda: _check(engine, path, want), lambda plan: plan.unexpected)
+    path, plan, reports = _first_that_fits(engine, action, [root / name for name in found], want)
     try:
         _refuse_unexpected(action, want, reports)
         on_every_rank(f"loading {path} stopped half-way", lambda: _apply(engine, plan, want))
@@ -89,10 +93,44 @@ def load(
     return str(path), {} if load_module_only else plan.client
 
 
-def _find(root: Path, tag: str | None) -> str | None:
-    """The directory's name below `root`; rank 0 decides for all."""
-    tag = files.read_latest(root) if tag is None else tag
-    return None if tag is None else files.find(root, tag).name
+def _candidates(root: Path, tag: str | None, *, missing_ok: bool, fallback: bool) -> list[str]:
+    """The directories' names below `root` that may be loaded, the wanted one first; rank 0 decides for all."""
+    others = files.existing_tags(root)
+    try:
+        wanted = files.read_latest(root) if tag is None else tag
+        if wanted is None:
+            if missing_ok:
+                return []
+            there = f"there are {', '.join(others[:10])}; give one as tag=" if others else "and no checkpoint"
+            raise CheckpointError(
+                f"{root / LATEST} does not exist, {there}; pass missing_ok=True where a run may start without one"
+            )
+        first = files.find(root, wanted).name
+    except CheckpointError as error:
+        if not (fallback and others):
+            raise
+        log.warning("%s; taking %s", error, others[0])
+        return others
+    return [first, *(name for name in others if name != first)] if fallback else [first]
+
+
+def _first_that_fits(
+    engine: Checkpointed, action: str, paths: list[Path], want: _Want
+) -> tuple[Path, _Plan, list[list[str]]]:
+    """Check one after the other, on all ranks; CheckpointError with the first one's fault when none will do."""
+    first: CheckpointError | None = None
+    for path in paths:
+        check = functools.partial(_check, engine, path, want)
+        try:
+            plan, reports = on_every_rank(action, check, lambda plan: plan.unexpected)
+        except CheckpointError as error:
+            first = first or error
+            if len(paths) > 1:
+                log.warning("%s", error)
+        else:
+            return path, plan, reports
+    assert first is not None
+    raise first
 
 
 # -- check ---------------------------------------------------------------------------------------------------------
@@ -120,6 +158,8 @@ def _check(engine: Checkpointed, path: Path, want: _Want) -> _Plan:
     try:
         if engine.ctx.rank == 0:
             source.check_files()
+        if engine.ctx.config.core.checkpoint.verify:
+            source.verify(engine.ctx.rank, engine.ctx.world_size)
         unexpected = _check_states(engine, source, want)
         own = engine.ctx.rank < manifest.world_size
         local = _local(source, engine.ctx.rank if own else 0)
@@ -188,6 +228,8 @@ def _check_run(engine: Checkpointed, manifest: Manifest, run: Any, want: _Want) 
             f"the checkpoint has {saved} optimizer groups, this run {here}; use the same groups, or "
             "load_optimizer_states=False"
         )
+    elif manifest.optimizer.startswith("deepspeed:"):
+        log.info("the optimizer's states are those of DeepSpeed's %s", manifest.optimizer.partition(":")[2])
     elif manifest.optimizer != class_name(optimizer):
         log.warning(
             "the checkpoint's optimizer states are of %s, this run has %s; load_optimizer_states=False starts afresh",
@@ -264,7 +306,7 @@ def _apply(engine: Checkpointed, plan: _Plan, want: _Want) -> None:
         set_optimizer_values(optimizer, plan.local["optimizer"])
     engine.load_run_state(plan.run, optimizer=optimizer is not None, scheduler=want.scheduler)
     _load_plugins(engine, plan.local["plugins"])
-    if plan.own_local:
+    if plan.own_local and plan.local["random"] is not None:  # None: imported from another program
         rng.restore(plan.local["random"], engine.ctx.accelerator)
     else:
         log.debug("rank %d is new: it keeps its random state and takes rank 0's plugin states", comm.rank())

@@ -6,35 +6,21 @@ were there, and ``latest``, as they were.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_core import comm
 from ds_core._version import __version__
-from ds_core.checkpoint import files, rng
-from ds_core.checkpoint.format import (
-    COMMON,
-    FORMAT,
-    LATEST,
-    MANIFEST,
-    VERSION,
-    Manifest,
-    check_tag,
-    local_file,
-    rank_file,
-    render_manifest,
-)
-from ds_core.checkpoint.layout import items_of, merge, rows_of
+from ds_core.checkpoint import background, files, rng
+from ds_core.checkpoint.format import LATEST, check_tag
+from ds_core.checkpoint.layout import shares
 from ds_core.checkpoint.state import (
     Checkpointed,
     class_name,
@@ -46,11 +32,11 @@ from ds_core.checkpoint.state import (
     plugin_objects,
     shared_names,
 )
-from ds_core.checkpoint.tensorfile import Item, check_tensor, write_tensors
+from ds_core.checkpoint.tensorfile import check_tensor
 from ds_core.checkpoint.together import on_every_rank, on_first_rank
 from ds_core.checkpoint.values import encode
+from ds_core.checkpoint.writing import Job, Prepared, commit, publish, write
 from ds_core.errors import CheckpointError
-from ds_core.partition import StateTensor
 
 __all__ = ["save"]
 
@@ -71,9 +57,12 @@ def save(
     is kept; None, bool, int, float, str, tensors, and lists, tuples and dicts (str keys) of them. save_latest: point
     ``latest`` at it. exclude_frozen_parameters: leave out weights that do not require gradients.
 
+    With ``checkpoint.async`` it returns once the states are copied; see `ds_core.checkpoint.background`.
+
     Raises CheckpointError on every rank, with the rank and the cause, when it fails on any; what was in `save_dir`
     before is then as it was. One job at a time may save to a `save_dir`.
     """
+    background.wait(engine)
     action = f"cannot save a checkpoint to {os.fspath(save_dir)!r}"
     prepared, reports = on_every_rank(
         action,
@@ -83,41 +72,25 @@ def save(
     tag = _agreed_tag(engine, [report["tag"] for report in reports])
     own = own_buffers(engine.module, reports[0]["buffers"])
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
-    root = Path(save_dir)
+    root, config = Path(save_dir), engine.ctx.config.core.checkpoint
     began = on_first_rank(action, lambda: {"name": files.make_temporary(root, tag).name, "id": secrets.token_hex(16)})
-    temporary = root / began["name"]
+    job = Job(root, tag, root / began["name"], began["id"], save_latest, config.keep_last)
+    if config.asynchronous:
+        background.start(engine, action, prepared, job)
+        return root / tag
     try:
-        _, written = on_every_rank(action, lambda: _write(prepared, temporary, began["id"]), lambda report: report)
-        on_first_rank(action, lambda: _commit(engine, prepared, temporary, tag, began["id"], written))
+        _, written = on_every_rank(action, lambda: write(prepared, job), lambda report: report)
+        on_first_rank(action, lambda: commit(prepared, job, written))
     except CheckpointError:
-        if comm.rank() == 0:
-            files.discard(temporary)
+        if prepared.rank == 0:
+            files.discard(job.temporary)
         raise
-    if save_latest:
-        on_first_rank(f"{root / tag} is saved, but not {LATEST}", lambda: files.write_latest(root, tag))
+    on_first_rank(f"{root / tag} is saved, but not {LATEST}", lambda: publish(job))
     log.info("saved checkpoint %s", root / tag)
     return root / tag
 
 
 # -- prepare -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What this rank is to write, all checked: pieces of states, and values in JSON with their tensors."""
-
-    tag: str
-    step: int
-    pieces: list[StateTensor]
-    coord: dict[str, int]
-    excluded: list[str]
-    shared: dict[str, str]
-    extra: list[str]
-    local: Any
-    local_tensors: dict[str, Tensor]
-    run: Any
-    client: Any
-    common_tensors: dict[str, Tensor]
 
 
 def _prepare(
@@ -126,32 +99,43 @@ def _prepare(
     tag: str | None,
     client_state: Mapping[str, Any] | None,
     exclude_frozen: bool,
-) -> _Prepared:
+) -> Prepared:
     """Collect and check everything that this rank would write; changes nothing."""
     if not os.fspath(save_dir):
         raise CheckpointError("save_dir is empty; name a directory")
     ctx = engine.ctx
     excluded = frozen_states(ctx) if exclude_frozen else []
     left_out = set(excluded)
-    pieces = [p for p in engine.partitioner.states(engine.optimizer) if p.store and p.name not in left_out]
+    kept = (p for p in engine.partitioner.states(engine.optimizer) if p.name not in left_out)
+    pieces = list(shares(kept, ctx.mesh))
     for piece in pieces:
         check_tensor(piece.tensor, f"state {piece.name!r}")
         assert piece.tensor.numel() == piece.stop - piece.start, piece.name
     common: dict[str, Tensor] = {}
     local: dict[str, Tensor] = {}
-    return _Prepared(
+    return Prepared(
         tag=check_tag(tag if tag is not None else f"global_step{engine.global_steps}"),
-        step=engine.global_steps,
+        rank=ctx.rank,
         pieces=pieces,
         coord=dict(ctx.mesh.coord),
         excluded=excluded,
+        frozen=[info.name for param, info in ctx.params.items() if not param.requires_grad],
         shared=shared_names(engine.module),
         extra=list(extra_modules(engine.module)),
         local=encode(_local_values(engine), "rank", local, own=True),
         local_tensors=local,
-        run=encode(engine.run_state(), "run_state", common, own=True),
-        client=encode(dict(client_state or {}), "client_state", common),
         common_tensors=common,
+        head={
+            "step": engine.global_steps,
+            "world_size": ctx.world_size,
+            "mesh": ctx.mesh.describe(),
+            "versions": {"ds_core": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "plugins": ctx.plugins.loaded_versions(),
+            "config": encode(ctx.config.redacted(), "config", {}, own=True),
+            "optimizer": None if engine.optimizer is None else class_name(engine.optimizer),
+            "run": encode(engine.run_state(), "run_state", common, own=True),
+            "client": encode(dict(client_state or {}), "client_state", common),
+        },
     )
 
 
@@ -176,68 +160,3 @@ def _agreed_tag(engine: Checkpointed, tags: list[str]) -> str:
             raise CheckpointError(f"{told}; pass one tag on all ranks (checkpoint.tag_validation is Fail)")
         log.warning("%s; rank 0's is used", told)
     return tags[0]
-
-
-# -- write ---------------------------------------------------------------------------------------------------------
-
-
-def _write(prepared: _Prepared, temporary: Path, save_id: str) -> dict[str, Any]:
-    """Write this rank's files; what the manifest needs to know of them."""
-    rank = comm.rank()
-    if not temporary.is_dir():
-        raise CheckpointError(f"{temporary}, made by rank 0, is not there; save_dir must be on storage all ranks share")
-    sizes: dict[str, int] = {}
-
-    def write(name: str, items: Iterable[Item], **values: str) -> None:
-        mark = {"format": f"{FORMAT} {VERSION}", "save_id": save_id, "file": name, "step": str(prepared.step)}
-        mark |= {"rank": str(rank), "world_size": str(comm.world_size())}
-        sizes[name] = write_tensors(temporary / name, items, mark | values)
-
-    rows, items = rows_of(prepared.pieces, prepared.coord, rank_file(rank)), items_of(prepared.pieces)
-    if items:
-        write(rank_file(rank), items)
-    write(local_file(rank), _plain_items(prepared.local_tensors), values=json.dumps(prepared.local))
-    if rank == 0 and prepared.common_tensors:
-        write(COMMON, _plain_items(prepared.common_tensors))
-    files.sync_directory(temporary)
-    return {
-        "sizes": sizes,
-        "states": rows,
-        "excluded": prepared.excluded,
-        "shared": prepared.shared,
-        "extra": prepared.extra,
-    }
-
-
-def _plain_items(tensors: Mapping[str, Tensor]) -> list[Item]:
-    return [(key, tuple(t.shape), t.dtype, lambda t=t: t) for key, t in tensors.items()]  # type: ignore[misc]
-
-
-# -- commit --------------------------------------------------------------------------------------------------------
-
-
-def _commit(
-    engine: Checkpointed, prepared: _Prepared, temporary: Path, tag: str, save_id: str, written: list[dict[str, Any]]
-) -> None:
-    """Rank 0, once all ranks' files are on the disk: the manifest, and then the name that makes it a checkpoint."""
-    ctx = engine.ctx
-    manifest = Manifest(
-        save_id=save_id,
-        tag=tag,
-        step=prepared.step,
-        world_size=ctx.world_size,
-        mesh=ctx.mesh.describe(),
-        versions={"ds_core": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        plugins=ctx.plugins.loaded_versions(),
-        config=encode(ctx.config.redacted(), "config", {}, own=True),
-        optimizer=None if engine.optimizer is None else class_name(engine.optimizer),
-        files={name: size for report in written for name, size in report["sizes"].items()},
-        states=merge(row for report in written for row in report["states"]),
-        shared={alias: name for report in written for alias, name in report["shared"].items()},
-        excluded=tuple(sorted({name for report in written for name in report["excluded"]})),
-        module_extra={name: rank for rank, r in reversed(list(enumerate(written))) for name in r["extra"]},
-        run=prepared.run,
-        client=prepared.client,
-    )
-    files.write_file(temporary / MANIFEST, render_manifest(manifest))
-    files.put_in_place(temporary, temporary.with_name(tag))

@@ -168,10 +168,11 @@ def _positions(optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
 class SavedStates:
     """The states of a checkpoint as this rank may read them: a `StateSource`.
 
-    Files are opened when first needed, and only the bytes asked for are read.
+    Files are opened when first needed, and only the bytes asked for are read. mesh: None where no run is going on; then
+    only states that are the same on all ranks have a name.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, mesh: Mesh) -> None:
+    def __init__(self, path: Path, manifest: Manifest, mesh: Mesh | None) -> None:
         self.path, self.manifest = path, manifest
         self._files: dict[str, TensorFile] = {}
         self._states = _readable(manifest, mesh)
@@ -188,6 +189,13 @@ class SavedStates:
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole state's shape."""
         return self._state(name).shape
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._states
+
+    def dtype(self, name: str) -> str:
+        """The state's dtype as safetensors spells it."""
+        return self._state(name).dtype
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
@@ -223,12 +231,12 @@ class SavedStates:
 
     def check_files(self) -> None:
         """CheckpointError unless every file is there, has its size, and holds the tensors that the manifest says."""
-        for name, size in self.manifest.files.items():
+        for name, mark in self.manifest.files.items():
             file = self.path / name
             if not file.is_file() or file.is_symlink():
                 raise CheckpointError(f"{file} is missing; {DAMAGED}")
-            if file.stat().st_size != size:
-                raise CheckpointError(f"{file} has {file.stat().st_size} bytes, it was written with {size}; {DAMAGED}")
+            if (size := file.stat().st_size) != mark.size:
+                raise CheckpointError(f"{file} has {size} bytes, it was written with {mark.size}; {DAMAGED}")
             self.file(name)
         for state in self.manifest.states:
             for chunk in state.chunks:
@@ -239,13 +247,27 @@ class SavedStates:
                         f"{self.path / chunk.file} does not hold {chunk.key!r} as the manifest describes it; {DAMAGED}"
                     )
 
+    def verify(self, rank: int, world_size: int) -> None:
+        """CheckpointError unless every file is, byte for byte, as it was written; ranks divide the files.
+
+        Files of version 1 have no checksum and are taken as they are.
+        """
+        marks = self.manifest.files
+        # The largest to whoever has read least, which every rank works out alike.
+        load = [0] * world_size
+        for name in sorted(marks, key=lambda n: (-marks[n].size, n)):
+            reader = load.index(min(load))
+            load[reader] += marks[name].size
+            if reader == rank and marks[name].checksum not in (None, self.file(name).checksum()):
+                raise CheckpointError(f"{self.path / name} is not as it was written: its checksum is wrong; {DAMAGED}")
+
     def close(self) -> None:
         """Close all files."""
         for file in self._files.values():
             file.close()
 
 
-def _readable(manifest: Manifest, mesh: Mesh) -> dict[str, State]:
+def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, State]:
     """The state that each name means on this rank.
 
     A name that only one set of coordinates holds means the same everywhere. Of several, this rank's own is meant;
@@ -254,11 +276,13 @@ def _readable(manifest: Manifest, mesh: Mesh) -> dict[str, State]:
     by_name: dict[str, list[State]] = {}
     for state in manifest.states:
         by_name.setdefault(state.name, []).append(state)
-    here = mesh.describe()
     found: dict[str, State] = {}
+    here = mesh.describe() if mesh is not None else {}
     for name, variants in by_name.items():
         if len(variants) == 1:
             found[name] = variants[0]
+            continue
+        if mesh is None:
             continue
         for axis in sorted({a for v in variants for a in v.at}):
             if here.get(axis, 1) != manifest.mesh.get(axis, 1):

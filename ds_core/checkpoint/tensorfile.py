@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
-from ds_core.checkpoint.format import DAMAGED
+from ds_core.checkpoint.format import DAMAGED, Mark
 from ds_core.errors import CheckpointError
 
 __all__ = ["DTYPES", "Item", "TensorFile", "check_tensor", "dtype_name", "write_tensors"]
 
 DTYPES: dict[str, torch.dtype] = {
+    "C64": torch.complex64,
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -42,6 +44,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # what the safetensors library accepts
+
+_BLOCK = 1 << 20
 
 Item = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
 """A tensor to be written: its key, shape, dtype, and a function that gives it when its turn comes."""
@@ -64,8 +68,8 @@ def check_tensor(tensor: Tensor, what: str) -> None:
         raise CheckpointError(f"{what} is on the meta device and has no values to store")
 
 
-def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]) -> int:
-    """Write a new safetensors file and bring it to the disk; returns its size in bytes.
+def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]) -> Mark:
+    """Write a new safetensors file and bring it to the disk; returns its size and checksum.
 
     Tensors may be anywhere and of any stride; one at a time is held on the host. FileExistsError if `path` exists.
     """
@@ -82,14 +86,15 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise CheckpointError(f"{path.name} would need a header of {len(text)} bytes; safetensors allows {_MAX_HEADER}")
+    digest = xxhash.xxh3_128()
     with open(path, "xb", buffering=0) as file:
-        _write(file, struct.pack("<Q", len(text)) + text)
+        _write(file, struct.pack("<Q", len(text)) + text, digest)
         for key, shape, dtype, give in ordered:
             value = give().detach()
             assert value.dtype == dtype and value.numel() == math.prod(shape), key
-            _write(file, _bytes(value.to("cpu").contiguous()))
+            _write(file, _bytes(value.to("cpu").contiguous()), digest)
         os.fsync(file.fileno())
-        return file.tell()
+        return Mark(file.tell(), digest.hexdigest())
 
 
 def _bytes(flat: Tensor) -> memoryview:
@@ -97,11 +102,13 @@ def _bytes(flat: Tensor) -> memoryview:
     return flat.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(file: Any, data: bytes | memoryview) -> None:
-    """All of `data`: one call to the system may take less, at most 2 GiB on Linux."""
+def _write(file: Any, data: bytes | memoryview, digest: Any) -> None:
+    """All of `data`, in blocks that are still in the processor's cache when the system copies them after hashing."""
     view = memoryview(data)
     while view:
-        view = view[file.write(view[: 1 << 28]) :]
+        count = file.write(view[:_BLOCK])
+        digest.update(view[:count])
+        view = view[count:]
 
 
 class TensorFile:
@@ -168,6 +175,14 @@ class TensorFile:
                 raise self._damaged("it ends too early")
             view = view[count:]
             self.bytes_read += count
+
+    def checksum(self) -> str:
+        """Of the whole file, read from the disk (or the system's cache)."""
+        digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)
+        self._file.seek(0)
+        while count := self._file.readinto(block):
+            digest.update(memoryview(block)[:count])
+        return digest.hexdigest()
 
     def _exactly(self, place: int, count: int) -> bytes:
         self._file.seek(place)

@@ -59,13 +59,14 @@ def make_app() -> typer.Typer:
         rich_markup_mode="rich" if sys.stdout.isatty() else None,
         pretty_exceptions_enable=False,
     )
-    from ds_core.cli import config, doctor, plugins, run
+    from ds_core.cli import checkpoint, config, doctor, plugins, run
 
     app.callback()(_global_options)
     app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
     app.command("plugins")(plugins.plugins)
     app.command("doctor")(doctor.doctor)
     app.add_typer(config.make_app(), name="config")
+    app.add_typer(checkpoint.make_app(), name="checkpoint")
     return app
 
 

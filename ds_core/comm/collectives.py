@@ -22,6 +22,7 @@ from ds_core.comm import gloo
 from ds_core.comm import log as comms_log
 from ds_core.comm.lane import AfterWork, Lane, Messages
 from ds_core.errors import CommError
+from ds_core.mesh import ALONE
 
 __all__ = [
     "Work",
@@ -67,11 +68,15 @@ class Work(Protocol):
 
 def world_size(group: ProcessGroup | None = None) -> int:
     """The number of ranks in `group` (None: all); 1 when no process group runs."""
+    if group is ALONE:
+        return 1
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def rank(group: ProcessGroup | None = None) -> int:
     """This process's place in `group` (None: all); 0 when no process group runs."""
+    if group is ALONE:
+        return 0
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 

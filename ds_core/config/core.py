@@ -181,6 +181,11 @@ class CheckpointConfig(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _word(str.capitalize)] = option(
         "Warn", "When ranks save under unequal tags: Ignore, Warn or Fail (any case)."
     )
+    asynchronous: bool = option(
+        False, "Copy states to host memory and write them while training goes on.", alias="async"
+    )
+    keep_last: int | None = option(None, "Remove all but so many of the newest checkpoints after each save.", ge=1)
+    verify: bool = option(True, "Compare every file with its checksum before anything is loaded.")
     load_universal: bool = option(False, "Load at another layout; every checkpoint can be, so nothing more is needed.")
     use_node_local_storage: bool = not_built(False, "checkpoints need storage that every rank sees")
     checkpoint_serialization: bool = not_built(True, "checkpoints are always safetensors and JSON; leave the key out")
@@ -252,7 +257,7 @@ class CoreConfig(Section):
     # -- what is built by name
     optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")
-    zero_allow_untested_optimizer: bool = option(False, "Let ZeRO run an optimizer that is not on its list.")
+    zero_allow_untested_optimizer: bool = option(False, "Let ZeRO run an optimizer that nobody has declared.")
     zero_force_ds_cpu_optimizer: bool = option(True, "Let ZeRO refuse a user's optimizer with offload.")
     checkpoint: CheckpointConfig = option(CheckpointConfig(), "How checkpoints are saved and loaded.")
     kernels: dict[str, Annotated[str, Field(min_length=1)]] = option(

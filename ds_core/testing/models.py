@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Case", "build_model", "micro_batch", "param_groups", "reference_run"]
+__all__ = ["Case", "build_model", "complex_run", "micro_batch", "param_groups", "reference_run"]
 
 WIDTH, CLASSES, MICRO = 7, 5, 3
 
@@ -163,3 +163,50 @@ def batches(case: Case, index: int, dp: int) -> Iterator[Mapping[str, Any]]:
     for step in range(case.steps):
         for micro in range(case.gas):
             yield micro_batch(case, step, micro, index)
+
+
+class _Spectral(nn.Module):
+    """A model with a complex weight, as Fourier layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+        self.inp = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inp(x).to(torch.complex64) @ self.mode
+        return out.abs().square().mean()
+
+
+def complex_run(config: Mapping[str, Any]) -> float:
+    """Train a model with a complex weight, with clipping, under `config` and in plain torch; the worst difference
+    of a loss. Called on every rank."""
+    import ds_core
+    from ds_core import comm
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return _Spectral()
+
+    truth = build()
+    optimizer = torch.optim.AdamW(truth.parameters(), lr=0.05)
+    base = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
+    adam = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}}
+    engine, *_ = ds_core.initialize(model=build(), config={**base, "optimizer": adam, **config})
+    worst = 0.0
+    for step in range(4):
+        xs = [
+            torch.randn(2, 7, generator=torch.Generator().manual_seed(99 * step + r)) for r in range(comm.world_size())
+        ]
+        losses = [truth(x) for x in xs]
+        loss = engine(xs[comm.rank()])
+        worst = max(worst, abs(loss.item() - losses[comm.rank()].item()) / losses[comm.rank()].item())
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return worst

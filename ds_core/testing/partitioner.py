@@ -163,15 +163,14 @@ def whole_weights(engine: Any) -> dict[str, Any]:
         mine = pieces.get(f"module/{info.name}", [])
         # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its shape.
         group = engine.ctx.mesh.group(*info.replicas)
-        shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group) if group is not None else []
+        shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group)
         shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
         values, times = torch.zeros(2, shape.numel(), dtype=torch.float64)
         for piece in mine:
             values[piece.start : piece.stop] += piece.tensor.detach().reshape(-1).double()
             times[piece.start : piece.stop] += 1
-        if group is not None:
-            comm.all_reduce(values, group=group)
-            comm.all_reduce(times, group=group)
+        comm.all_reduce(values, group=group)
+        comm.all_reduce(times, group=group)
         assert bool((times > 0).all()), f"no rank holds all of {info.name}"
         whole[info.name] = (values / times).view(shape)
     return whole

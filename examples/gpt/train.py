@@ -3,6 +3,11 @@
     dscore run --nproc 2 examples/gpt/train.py
 
 It keeps a checkpoint in runs/gpt and, started again, goes on from there.
+
+    dscore run --nproc 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config_zero3_offload.json
+
+does the same with ZeRO stage 3, weights and optimizer states resting in the host's memory; either goes on from the
+other's checkpoint.
 """
 
 from __future__ import annotations
@@ -48,10 +53,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT()
     engine, _, loader, _ = ds_core.initialize(args=args, model=model, training_data=Text(model.context))
-    if (args.run / "latest").exists():
-        engine.load_checkpoint(args.run)
-        if engine.global_rank == 0:
-            print(f"resumed from step {engine.global_steps}", flush=True)
+    path, _ = engine.load_checkpoint(args.run, missing_ok=True)
+    if path is not None and engine.global_rank == 0:
+        print(f"resumed from step {engine.global_steps}", flush=True)
 
     last = min(args.steps, args.stop_after or args.steps)
     if engine.global_steps >= last:

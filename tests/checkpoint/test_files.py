@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -20,9 +22,11 @@ from ds_core.checkpoint.export import clone_tensors_for_torch_save
 from ds_core.checkpoint.format import (
     Chunk,
     Manifest,
+    Mark,
     State,
     check_coverage,
     check_tag,
+    checksum,
     local_file,
     parse_manifest,
     render_manifest,
@@ -32,7 +36,8 @@ from ds_core.errors import CheckpointError
 
 MANIFEST = Manifest(
     save_id="ab", tag="t", step=3, world_size=1, mesh={"dp": 1}, versions={"torch": "2"}, plugins={}, config={"a": 1},
-    optimizer=None, files={local_file(0): 10, "rank00000.safetensors": 7}, shared={"b": "a"}, excluded=("module/z",),
+    optimizer=None, files={local_file(0): Mark(10, "a"), "rank00000.safetensors": Mark(7, "b")}, shared={"b": "a"},
+    excluded=("module/z",), frozen=("f",),
     module_extra={"m": 0}, run={}, client={},
     states=(State("module/w", {"tp": 1}, (2, 3), "F32", (Chunk("rank00000.safetensors", "module/w", 0, 6),)),),
 )  # fmt: skip
@@ -64,7 +69,7 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
     "change",
     [
         {"format": "other"},
-        {"version": 2},
+        {"version": 3},
         {"version": None},
         {"files": {"../../etc/passwd": {"size": 1}}},
         {"files": {"rank00000.safetensors": {"size": 7}}},
@@ -84,9 +89,35 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_wrong_manifests_are_refused_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "manifest.json"
-    path.write_text(json.dumps(json.loads(render_manifest(MANIFEST)) | change))
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    path.write_bytes(sealed(json.loads(render_manifest(MANIFEST)) | change))
+    with pytest.raises(CheckpointError, match=r"manifest\.json") as caught:
         parse_manifest(path)
+    assert "checksum is wrong" not in str(caught.value)
+
+
+def sealed(data: dict[str, Any]) -> bytes:
+    """A manifest of these fields, with a right checksum."""
+    body = json.dumps({k: v for k, v in data.items() if k != "checksum"})[:-1].encode()
+    return body + b',\n "checksum": "' + checksum(body).encode() + b'"\n}\n'
+
+
+def test_every_changed_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    path, text = tmp_path / "manifest.json", render_manifest(MANIFEST)
+    for place in range(len(text)):
+        path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
+        with contextlib.suppress(CheckpointError):
+            assert parse_manifest(path) == MANIFEST, f"byte {place}, {text[place - 20 : place + 20]!r}"
+
+
+def test_version_1_is_read(tmp_path: Path) -> None:
+    data = json.loads(render_manifest(MANIFEST))
+    del data["checksum"], data["frozen"]
+    data |= {"version": 1, "files": {name: {"size": entry["size"]} for name, entry in data["files"].items()}}
+    (tmp_path / "manifest.json").write_text(json.dumps(data))
+    old = parse_manifest(tmp_path / "manifest.json")
+    assert old == dataclasses.replace(
+        MANIFEST, frozen=(), files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()}
+    )
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"], ids=lambda t: repr(t[:4]))
@@ -132,11 +163,12 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 
 def test_the_safetensors_library_reads_what_we_write(tmp_path: Path) -> None:
     path, tensors = tmp_path / "a.safetensors", odd_tensors()
-    size = write_tensors(path, items(tensors), {"who": "me"})
-    assert path.stat().st_size == size
+    mark = write_tensors(path, items(tensors), {"who": "me"})
+    assert mark == Mark(path.stat().st_size, checksum(path.read_bytes()))
     theirs = safetensors.torch.load_file(path)
     with closing(TensorFile(path)) as ours:
         assert ours.metadata == {"who": "me"}
+        assert ours.checksum() == mark.checksum
         for name, tensor in tensors.items():
             want = tensor.contiguous().reshape(-1).view(torch.uint8)
             assert theirs[name].dtype == tensor.dtype and theirs[name].shape == tensor.shape
@@ -204,9 +236,14 @@ def test_debris_is_cleared_and_nothing_else(tmp_path: Path) -> None:
 
 def checkpoint(root: Path, tag: str, text: str) -> Path:
     temporary = files.make_temporary(root, tag)
-    (temporary / "manifest.json").write_text(text)
+    manifest = dataclasses.replace(MANIFEST, save_id=text)
+    (temporary / "manifest.json").write_bytes(render_manifest(manifest))
     files.put_in_place(temporary, root / tag)
     return root / tag
+
+
+def text_of(folder: Path) -> str:
+    return parse_manifest(folder / "manifest.json").save_id
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -223,9 +260,9 @@ def test_a_failing_rename_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="no"):
         checkpoint(tmp_path, "t", "new")
-    assert (files.find(tmp_path, "t") / "manifest.json").read_text() == "old"
+    assert text_of(files.find(tmp_path, "t")) == "old"
     monkeypatch.setattr(os, "replace", real)
-    assert (checkpoint(tmp_path, "t", "newer") / "manifest.json").read_text() == "newer"
+    assert text_of(checkpoint(tmp_path, "t", "newer")) == "newer"
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
@@ -265,6 +302,28 @@ def test_links_out_of_the_directory_and_bad_latest(tmp_path: Path) -> None:
         (tmp_path / "root" / "latest").write_text(text)
         with pytest.raises(CheckpointError, match="latest"):
             files.read_latest(tmp_path / "root")
+
+
+def test_pruning_keeps_the_newest_the_latest_and_what_is_not_ours(tmp_path: Path) -> None:
+    for age, tag in enumerate("abcde"):
+        os.utime(checkpoint(tmp_path, tag, tag) / "manifest.json", (age, age))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "manifest.json").write_text("{}")
+    files.write_latest(tmp_path, "a")
+    assert files.existing_tags(tmp_path) == list("edcba")
+    assert files.prune(tmp_path, 2, "b") == ["c"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "d", "e", "latest", "mine"]
+
+
+def test_latest_written_by_hand_or_changed(tmp_path: Path) -> None:
+    files.write_latest(tmp_path, "step10")
+    written = (tmp_path / "latest").read_bytes()
+    assert files.read_latest(tmp_path) == "step10"
+    (tmp_path / "latest").write_text("step11\n")
+    assert files.read_latest(tmp_path) == "step11"
+    (tmp_path / "latest").write_bytes(written.replace(b"step10", b"step11"))
+    with pytest.raises(CheckpointError, match="not the one that was written"):
+        files.read_latest(tmp_path)
 
 
 def test_a_missing_tag_tells_which_there_are(tmp_path: Path) -> None:

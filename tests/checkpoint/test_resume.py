@@ -26,6 +26,15 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}},
 }
+ZERO: dict[str, dict[str, Any]] = {
+    f"{name} stage {stage}": {
+        **MODES[name],
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 50, "param_persistence_threshold": 5},
+        "checkpoint": {"async": stage == 2},
+    }
+    for name in ("fp32", "fp16")
+    for stage in (1, 2, 3)
+}
 
 
 class Net(nn.Module):
@@ -70,7 +79,7 @@ def make(mode: str = "fp32", *, seed: int = 1, width: int = 8, **config: Any) ->
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "MultiStepLR", "params": {"milestones": [2, 5]}},
     }
-    engine, *_ = ds_core.initialize(model=Net(width), training_data=data, config=full | MODES[mode] | config)
+    engine, *_ = ds_core.initialize(model=Net(width), training_data=data, config=full | (MODES | ZERO)[mode] | config)
     torch.manual_seed(seed)
     return engine
 
@@ -106,7 +115,7 @@ def first_life(folder: str, mode: str) -> Any:
     engine = make(mode)
     train(engine, 3)
     engine.save_checkpoint(folder, client_state={"epoch": 1})
-    return train(engine, 5), everything(engine)
+    return train(engine, 5), engine.wait_for_checkpoint() or everything(engine)
 
 
 def second_life(folder: str, mode: str, steps: int = 5) -> Any:
@@ -119,7 +128,7 @@ def second_life(folder: str, mode: str, steps: int = 5) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", [*MODES, *ZERO])
 def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, mode: str, world: int) -> None:
     whole = ranks(world, first_life, str(tmp_path), mode)
     resumed = ranks(world, second_life, str(tmp_path), mode)

@@ -101,7 +101,7 @@ BAD = [
     (collections.defaultdict(int), "defaultdict", "dict(it)"),
     ({1: 2}, "key 1", "str(key)"),
     ({("a", "b"): 2}, "tuple", "str(key)"),
-    (torch.zeros(2, dtype=torch.complex64), "complex64", "view_as_real"),
+    (torch.zeros(2, dtype=torch.complex128), "complex128", "view_as_real"),
     (torch.zeros(2).to_sparse(), "sparse", "to_dense"),
     (torch.zeros(2, device="meta"), "meta", "no values"),
     (1 << 10000, "int", "str(it)"),

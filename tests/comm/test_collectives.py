@@ -162,6 +162,28 @@ def in_groups() -> None:
             dist.destroy_process_group(group)
 
 
+def _alone() -> list[float]:
+    """Every collective over the group of this rank alone gives back what it got."""
+    from ds_core import comm
+    from ds_core.mesh import ALONE
+
+    mine = torch.tensor([float(comm.rank() + 1)] * 3)
+    values = [mine.clone() for _ in range(5)]
+    comm.all_reduce(values[0], group=ALONE)
+    comm.broadcast(values[1], src=comm.rank(), group=ALONE)
+    comm.all_gather_into_tensor(values[2], mine, group=ALONE)
+    comm.reduce_scatter_tensor(values[3], mine, group=ALONE)
+    comm.all_to_all_single(values[4], mine, group=ALONE)
+    comm.barrier(group=ALONE)
+    assert comm.all_gather_json("x", group=ALONE) == ["x"]
+    assert (comm.world_size(ALONE), comm.rank(ALONE)) == (1, 0)
+    return [float((v - mine).abs().max()) for v in values]
+
+
+def test_a_group_of_one_rank_is_not_the_world() -> None:
+    assert run_ranks(2, _alone) == [[0.0] * 5] * 2
+
+
 def test_groups_smaller_than_the_world() -> None:
     run_ranks(4, in_groups)
 

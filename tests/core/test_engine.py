@@ -203,6 +203,56 @@ def test_batch_setters_change_accumulation_or_micro():
     assert engine.get_batch_info() == (12, 3, 4)
 
 
+def test_a_new_micro_batch_size_reaches_the_engines_own_loader():
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    dataset = [torch.full((4,), float(i)) for i in range(24)]
+    engine, _, loader, _ = start(net=Net(4, 2), training_data=dataset)
+    engine.train_batch(_losses_of(engine, loader, seen := []))
+    engine.set_train_micro_batch_size(4)
+    engine.train_batch(_losses_of(engine, loader, seen))
+    assert [len(b) for b in seen] == [2, 4]
+    assert len(loader) == 6
+    engine.set_train_micro_batch_size(3)
+    engine.train_batch(_losses_of(engine, loader, seen))
+    assert len(torch.cat(seen)[:, 0].unique()) == 6, "goes on at the same sample, rounded down: 0:2, 0:4, 3:6"
+
+
+def _losses_of(engine, loader, seen):
+    """The loader's batches, taken note of."""
+    for batch in loader:
+        seen.append(batch)
+        yield batch
+
+
+# -- what is reported ----------------------------------------------------------------------------------------------
+
+
+def test_the_reported_loss_is_what_was_differentiated(caplog):
+    xs = data(2)
+    with caplog.at_level(logging.INFO, "ds_core"):
+        engine, *_ = start({"steps_per_print": 1, "gradient_accumulation_steps": 2})
+        total = 0.0
+        for x in xs:
+            for factor in (1.0, 3.0):  # two losses in each micro-batch
+                loss = engine(x).square().mean() * factor
+                total += loss.item() / 2
+                engine.backward(loss)
+            engine.step()
+    assert f"loss {total:.4f}" in caplog.text
+
+
+def test_zero_grad_drops_gradients_outside_the_optimizer_too():
+    net = model()
+    engine, *_ = start(net=net, model_parameters=list(net.parameters())[:1])
+    engine.backward(engine(data(1)[0]).square().mean())
+    assert all(p.grad is not None for p in net.parameters())
+    engine.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
 # -- loss scale ----------------------------------------------------------------------------------------------------
 
 
@@ -609,6 +659,7 @@ def test_vocabulary_log_level_dump_and_progress(caplog):
     assert "50264" in caplog.text
     assert caplog.text.count("samples/s") == 2
     assert "ms: forward" in caplog.text
+    assert caplog.text.count("memory after backward_inner") == 2
     assert "GiB at peak" in caplog.text
     assert "mesh {'dp': 1}" in caplog.text
 

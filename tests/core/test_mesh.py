@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_core.entries import Axis
 from ds_core.errors import ConfigError
-from ds_core.mesh import plan_mesh
+from ds_core.mesh import ALONE, plan_mesh
 from ds_core.testing import run_ranks
 
 
@@ -35,8 +35,8 @@ def test_folded_axis_splits_dp_and_keeps_the_alias():
 
 def test_axes_of_size_one_need_no_group():
     mesh = plan_mesh([Axis("tp", 1)], 1, 0)
-    assert mesh.group("dp") is None
-    assert mesh.group("tp", "dp") is None
+    assert mesh.group("dp") is ALONE
+    assert mesh.group("tp", "dp") is ALONE
     assert mesh.size("dp", "tp") == 1
 
 
@@ -88,8 +88,7 @@ def _sum_over(axes):
     mesh = plan_mesh([Axis("pp", 2), Axis("ep", 2, inside="dp")], comm.world_size(), comm.rank())
     mesh.build_groups()
     value = torch.tensor([float(comm.rank())])
-    if (group := mesh.group(*axes)) is not None:
-        comm.all_reduce(value, group=group)
+    comm.all_reduce(value, group=mesh.group(*axes))
     return [value.item(), float(sum(mesh.ranks(*axes)))]
 
 

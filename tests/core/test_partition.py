@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_core.testing import run_ranks
+from ds_core.testing.models import complex_run
 from ds_core.testing.partitioner import PartitionerConformance
 from ds_core.testing.runner import RunnerConformance
 
@@ -15,6 +16,12 @@ class TestReplicated(PartitionerConformance):
 
 class TestSequential(RunnerConformance):
     pass
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_complex_parameters(world):
+    for error in run_ranks(world, complex_run, {}):
+        assert error < 1e-5
 
 
 def _bucketed(limit):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 import ds_core
-from ds_core.errors import PluginError, UsageError
+from ds_core.errors import ConfigError, PluginError, UsageError
 from ds_core.testing.pytest_plugin import Ranks
 
 PARTITIONER = """
@@ -74,3 +75,30 @@ def test_param_axes_are_merged_by_union(tmp_path: Path, ranks: Ranks) -> None:
 def test_an_axis_that_the_mesh_does_not_have_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PluginError, match=r"axes_c.*'weight'.*elsewhere"):
         start(tmp_path, monkeypatch, axes_c=STRANGE_AXES)
+
+
+SECTION = """
+def ds_config():
+    from ds_core.config import Section
+
+    class Hello(Section):
+        every: int = 10
+        loud: bool = False
+
+    return Hello
+"""
+
+
+@pytest.mark.usefixtures("clean_ds")
+@pytest.mark.parametrize("given", [None, {"loud": True}, {"every": 3}, {"every": "auto", "loud": True}])
+def test_a_model_may_ask_for_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    (tmp_path / "asked_mod.py").write_text(SECTION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = nn.Linear(2, 2)
+    model.ds_sections = {"asked": {"every": 3}}  # type: ignore[assignment]
+    config = {"train_batch_size": 1, "plugins": {"load": ["asked=asked_mod"]}} | ({"asked": given} if given else {})
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    section = engine.config.section("asked")
+    assert (section.every, section.loud) == (3, bool(given and given.get("loud")))
+    with pytest.raises(ConfigError, match=r"asked\.every: is 5, but the model was built for 3"):
+        ds_core.initialize(model=model, config=config | {"asked": {"every": 5}})

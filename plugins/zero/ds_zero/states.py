@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.partition import StateSource, StateTensor
+from ds_core.partition import StateSource, StateTensor, saved_optimizer_states, set_optimizer_state
 from ds_zero.flat import FlatBucket, Piece, Share
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["load", "states"]
+__all__ = ["adopt", "load", "states"]
 
 
 def states(
@@ -29,39 +29,57 @@ def states(
         """Whether this rank is the first along all axes but these."""
         return all(ctx.mesh.coord[a] == 0 for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
+    def others(*but: str) -> tuple[str, ...]:
+        """The axes along which ranks hold the same as this one, so that they can share the writing."""
+        return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
+
     parted = {p for b in buckets if b.share is Share.PART for p in b.params}
     for name, param in module.named_parameters():
         if param not in parted:
-            held = ctx.params[param].held
-            yield StateTensor(f"module/{name}", param.data, tuple(param.shape), 0, param.numel(), held, first(*held))
+            held = ctx.params[param].held if param in ctx.params else ()  # one that came after initialize
+            shape = tuple(param.shape)
+            yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, True, others(*held))
     for name, buffer in _persistent_buffers(module):
         yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), (), first())
     for bucket in buckets:
         store = first(*bucket.held, *bucket.axes)
         for piece in bucket.pieces:
-            place = (piece.shape, piece.start, piece.stop, bucket.held)
             if bucket.share is Share.PART and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)
+                place = (piece.shape, piece.start, piece.stop, bucket.held)
                 yield StateTensor(f"module/{piece.name}", bucket.part[piece.within], *place, keep)
-            if piece.stop == piece.start:
-                continue
-            if bucket.master is not bucket.part:
-                yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
-            state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
-                    continue
-                name = f"optimizer/{key}/{piece.name}"
-                if value.shape == piece.master.shape:
-                    yield StateTensor(name, value, *place, store)
-                elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
-                    yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
-                else:
-                    raise UsageError(
-                        f"optimizer state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, its "
-                        f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of one "
-                        "value per element, or of one value alone"
-                    )
+        for piece in bucket.optimized:
+            if piece.stop > piece.start:
+                yield from _updated(bucket, piece, optimizer, store)
+
+
+def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, store: bool) -> Iterator[StateTensor]:
+    """The master weights, where they are not the weights themselves, and the optimizer's states of one piece."""
+    place = (piece.shape, piece.start, piece.stop, bucket.held)
+    if piece.master.dtype != bucket.dtype:
+        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=_reader(bucket))
+    state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        name = f"optimizer/{key}/{piece.name}"
+        if value.shape == piece.master.shape:
+            yield StateTensor(name, value, *place, store, read=_reader(bucket))
+        elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
+            yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
+        elif bucket.whole is not None:
+            yield StateTensor(name, value, tuple(value.shape), 0, value.numel(), bucket.held, store)
+        else:
+            raise UsageError(
+                f"optimizer state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, its "
+                f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of one "
+                "value per element, or of one value alone"
+            )
+
+
+def _reader(bucket: FlatBucket) -> Callable[[Tensor], Tensor] | None:
+    """How to read the optimizer's tensors, which may not be in memory; None when they always are."""
+    return bucket.home.masters.read if bucket.home.masters is not None and bucket.away else None
 
 
 @torch.no_grad()
@@ -89,52 +107,81 @@ def load(
         for piece in bucket.pieces:
             if bucket.share is Share.PART and (strict or f"module/{piece.name}" in known):
                 bucket.part[piece.within].copy_(_range(source, f"module/{piece.name}", piece))
-        if bucket.master is bucket.part:
-            continue
-        bucket.master.copy_(bucket.part)
-        for piece in bucket.pieces:
-            if from_fp32 and f"master/{piece.name}" in known:
-                piece.master.data.copy_(_range(source, f"master/{piece.name}", piece))
+        with bucket.present():
+            _load_masters(bucket, source, known, from_fp32=from_fp32)
     if optimizer is not None:
-        _load_optimizer([p for b in buckets for p in b.pieces], source, optimizer)
+        _load_optimizer(buckets, source, optimizer)
 
 
-def _load_optimizer(pieces: Iterable[Piece], source: StateSource, optimizer: Optimizer) -> None:
-    by_param: dict[str, list[tuple[str, str]]] = {}
-    for name in source.names():
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            key, _, param = rest.partition("/")
-            by_param.setdefault(param, []).append((key, name))
-    counters = _counters(by_param, source)
-    on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+def _load_masters(bucket: FlatBucket, source: StateSource, known: set[str], *, from_fp32: bool) -> None:
+    """From stored ones or, without them, from the weights. Without a collective: another rank may fail to read."""
+    apart = bucket.whole is not None and bucket.share is Share.PART  # a whole master of a weight that is not
+    if not apart:
+        bucket.refresh()
+    for piece in bucket.optimized:
+        if apart and f"module/{piece.name}" in known:
+            weight = _range(source, f"module/{piece.name}", piece).to(bucket.dtype)
+            piece.master.data.copy_(weight.view(piece.master.shape))
+        if piece.master.dtype != bucket.dtype and from_fp32 and f"master/{piece.name}" in known:
+            piece.master.data.copy_(_range(source, f"master/{piece.name}", piece).view(piece.master.shape))
+
+
+def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimizer: Optimizer) -> None:
+    saved = saved_optimizer_states(source)
+    counters = _counters(saved, source)
     mine = {p for g in optimizer.param_groups for p in g["params"]}
-    for piece in pieces:
-        if piece.master not in mine:
-            continue
-        saved = by_param.get(piece.name, [])
-        if not saved or piece.stop == piece.start:  # its state had not begun when the checkpoint was saved
-            optimizer.state.pop(piece.master, None)
-            continue
-        state: dict[str, Any] = optimizer.state[piece.master]
-        for key, name in saved:
-            device = piece.master.device
-            if key in counters:
-                old = state.get(key)
-                kept = old.device if isinstance(old, Tensor) else device if on_device else torch.device("cpu")
-                state[key] = source.read(name).view(()).to(kept)
-            else:
-                state[key] = _range(source, name, piece).to(device)
+    for bucket in buckets:
+        for piece in bucket.optimized:
+            if piece.master not in mine:
+                continue
+            values = {}
+            for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
+                if bucket.whole is not None:
+                    values[key] = source.read(name).view(source.shape(name))
+                else:
+                    values[key] = source.read(name).view(()) if key in counters else _range(source, name, piece)
+            store = bucket.home.masters if bucket.away else None
+            replaced = optimizer.state.get(piece.master, {})
+            if store is not None:
+                store.drop([v for k, v in replaced.items() if isinstance(v, Tensor) and (k in values or not values)])
+                values = {k: v.clone() for k, v in values.items()}  # storages of their own, to be emptied
+            set_optimizer_state(optimizer, piece.master, values)
+            if store is not None:
+                store.stow([v for k, v in values.items() if v.dim()])
 
 
-def _counters(by_param: dict[str, list[tuple[str, str]]], source: StateSource) -> set[str]:
+def adopt(piece: Piece, state: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
+    """What of the `state` of a parameter, kept by an optimizer outside, belongs to this rank's piece of it."""
+    if piece.stop == piece.start:
+        return {}
+    kept = dict(state)
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.dim() == 0 and (piece.shape or key == "step"):
+            if piece.master.device.type == "cpu":  # the step is the host's
+                kept[key] = value.cpu()
+            continue
+        if whole:
+            kept[key] = value.to(piece.master.device)
+        elif tuple(value.shape) == piece.shape:
+            kept[key] = value.reshape(-1)[piece.start : piece.stop].to(piece.master.device, copy=True)
+        else:
+            raise UsageError(
+                f"the optimizer's state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, the "
+                f"parameter {piece.shape}; ZeRO can take over states of one value per element, or of one value alone"
+            )
+    return kept
+
+
+def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) -> set[str]:
     """The keys that hold one value per parameter, such as step.
 
     For a parameter without dimensions shapes cannot tell; then what the others say counts, and "step" by itself.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for entries in by_param.values():
-        for key, name in entries:
+        for key, name in entries.items():
             shapes.setdefault(key, set()).add(source.shape(name))
     only = {key for key, found in shapes.items() if found == {()}}
     return only if only != set(shapes) else only & {"step"}

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_core.testing import run_ranks
+from ds_core.testing.models import complex_run
 
 D = 6
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -385,3 +386,11 @@ def check_thawing(stage: int) -> float:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_frozen_layer_may_be_thawed(stage: int) -> None:
     assert max(run_ranks(2, check_thawing, stage)) < 1e-12
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_complex_parameters(stage, world):
+    section = {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0}}
+    for error in run_ranks(world, complex_run, section):
+        assert error < 1e-5

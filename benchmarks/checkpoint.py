@@ -1,0 +1,242 @@
+"""Saving and loading 100 M parameters with Adam states: ds_core against torch.save, torch's DCP and DeepSpeed.
+
+All on the same ranks, the same bytes, the same folder, in the same run, in interleaved rounds; the median counts. Every
+save ends with fsync (those that do not call it are followed by one of their files, which is told apart), so that what
+is measured is work that is done. Before each load the files are dropped from the system's cache.
+
+    python benchmarks/checkpoint.py [--nproc 2] [--millions 100] [--folder .] [--deepspeed-python /tmp/dsv/bin/python]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+WIDTH = 2048
+
+
+def build(millions: int) -> nn.Module:
+    layers = max(1, round(millions * 1e6 / (WIDTH * WIDTH)))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
+def fill(optimizer: Any) -> None:
+    """Adam's states, as after a step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.randn_like(p),
+                "exp_avg_sq": torch.rand_like(p),
+            }
+
+
+def sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+
+def forget(folder: Path) -> None:
+    """Drop the files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def disk(folder: Path, size: int) -> float:
+    """Seconds to write `size` bytes in one stream and bring them to the disk."""
+    block = memoryview(bytearray(os.urandom(1 << 24)))
+    path = folder / "stream"
+    start = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        file.writelines(block for _ in range(0, size, len(block)))
+        os.fsync(file.fileno())
+    taken = time.perf_counter() - start
+    path.unlink()
+    return taken
+
+
+def timed(work: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def engine_of(kind: str, millions: int, stage: int, asynchronous: bool) -> Any:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    model = build(millions)
+    if kind == "ds_core":
+        import ds_core
+
+        config["checkpoint"] = {"async": asynchronous}
+        return ds_core.initialize(model=model, config=config)[0]
+    import deepspeed
+
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train_once(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+    engine.step()
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    rank, folder = int(os.environ["RANK"]), Path(arguments.folder)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        times.setdefault(name, []).append(seconds)
+
+    if arguments.worker == "deepspeed":
+        for stage in (0, 1):
+            engine = engine_of("deepspeed", arguments.millions, stage, False)
+            train_once(engine)
+            for _ in range(arguments.rounds):
+                note(
+                    f"DeepSpeed stage {stage} save",
+                    timed(lambda e=engine: (e.save_checkpoint(str(folder)), rank or sync(folder))),
+                )
+                rank or forget(folder)
+                note(f"DeepSpeed stage {stage} load", timed(lambda e=engine: e.load_checkpoint(str(folder))))
+                rank or shutil.rmtree(folder)
+                dist.barrier()
+    else:
+        others(arguments, folder, rank, note)
+    if rank == 0:
+        Path(arguments.result).write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callable[[str, float], None]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    engines = {
+        f"ds_core stage {s}{' async' if a else ''}": engine_of("ds_core", arguments.millions, s, a)
+        for s, a in ((0, False), (1, False), (1, True))
+    }
+    for engine in engines.values():
+        train_once(engine)
+    model = build(arguments.millions)
+    optimizer = torch.optim.Adam(model.parameters())
+    fill(optimizer)
+    size = 12 * sum(p.numel() for p in model.parameters())
+
+    def clean() -> None:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        dist.barrier()
+
+    def torch_save() -> None:
+        if rank == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "all.pt")
+            sync(folder)
+
+    def torch_load() -> None:
+        if rank == 0:
+            state = torch.load(folder / "all.pt", weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+    def dcp_state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": {str(i): s for i, s in enumerate(optimizer.state.values())}}
+
+    for _ in range(arguments.rounds):
+        clean()
+        if rank == 0:
+            note("the disk, one stream", disk(folder, size))
+        note("torch.save by one process: save", timed(torch_save))
+        rank or forget(folder)
+        note("torch.save by one process: load", timed(torch_load))
+        clean()
+        note("torch DCP: save", timed(lambda: (dcp.save(dcp_state(), checkpoint_id=folder), rank or sync(folder))))
+        rank or forget(folder)
+        note("torch DCP: load", timed(lambda: dcp.load(dcp_state(), checkpoint_id=folder)))
+        for name, engine in engines.items():
+            clean()
+            note(f"{name}: save", timed(lambda e=engine: e.save_checkpoint(str(folder))))
+            note(f"{name}: until it is on the disk", timed(engine.wait_for_checkpoint))
+            if rank == 0:
+                note(
+                    f"{name}: bytes / bytes of states",
+                    sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / size,
+                )
+            rank or forget(folder)
+            note(f"{name}: load", timed(lambda e=engine: e.load_checkpoint(str(folder))))
+
+
+def launch(python: str, kind: str, arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    result = folder / "result.json"
+    command = [python, __file__, "--worker", kind, "--folder", str(folder / "checkpoints"), "--result", str(result)]
+    command += ["--millions", str(arguments.millions), "--rounds", str(arguments.rounds)]
+    shared = {"WORLD_SIZE": str(arguments.nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = os.environ | shared | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    ranks = [
+        subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=sys.stderr)
+        for r in range(arguments.nproc)
+    ]
+    if any(p.wait() for p in ranks):
+        raise SystemExit(f"{kind} failed")
+    times: dict[str, list[float]] = json.loads(result.read_text())
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--millions", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", default=".")
+    parser.add_argument("--deepspeed-python")
+    parser.add_argument("--worker")
+    parser.add_argument("--result")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments)
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        times = launch(sys.executable, "others", arguments, Path(folder))
+        if arguments.deepspeed_python:
+            times |= launch(arguments.deepspeed_python, "deepspeed", arguments, Path(folder))
+    for name, values in times.items():
+        print(f"{name:45s} {median(values):8.3f}   (best {min(values):.3f}, worst {max(values):.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,556 @@
+"""Optimizers that need whole tensors (LAMB, Muon, anybody's) do under every stage what they do in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ds_zero.layout import Layout
+from ds_zero.regroup import choose_owners
+from torch import Tensor, nn
+
+from ds_core.testing import run_ranks
+from ds_core.testing.partitioner import CASES, PartitionerConformance
+
+SMALL = {"reduce_bucket_size": 150, "param_persistence_threshold": 15, "prefetch_bucket_size": 100}
+LOAD = {"plugins": {"load": ["whole_tensors"]}}
+GLOBAL = 4  # micro-batches per step over all ranks, at any world size
+DTYPES = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process and its workers import `whole_tensors`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+# -- the kit, with an element-wise optimizer that claims to need whole tensors -----------------------------------
+
+
+class _Whole(PartitionerConformance):
+    load: ClassVar[tuple[str, ...]] = ("whole_tensors",)
+    stage: ClassVar[int]
+
+    @pytest.mark.parametrize("world", [1, 2, 4])
+    @pytest.mark.parametrize("how", ["manual"])
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
+        leaf = {"leaf_module": {"classes": "_Net"}} if name == "partly-used" and self.stage == 3 else {}
+        self.config = {"zero_optimization": {"stage": self.stage, **SMALL, **leaf}}  # type: ignore[misc]
+        super().test_trains_as_one_process(name, how, world)
+
+
+class TestWhole1(_Whole):
+    stage = 1
+    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, **SMALL}}
+
+
+class TestWhole2(_Whole):
+    stage = 2
+    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 2, "overlap_comm": True, **SMALL}}
+
+
+class TestWhole3(_Whole):
+    stage = 3
+    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 3, **SMALL}}
+
+
+del _Whole  # not to be collected by itself
+
+
+# -- LAMB and Muon against one process ---------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Uneven shapes, a shared, a frozen, an unused, an empty and a dimensionless parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(7, 13)
+        self.mid = nn.Linear(13, 13)
+        self.again = nn.Linear(13, 13, bias=False)
+        self.again.weight = self.mid.weight
+        self.frozen = nn.Linear(13, 11).requires_grad_(False)
+        self.conv = nn.Conv1d(1, 3, 2)
+        self.out = nn.Linear(30, 5, bias=False)
+        self.unused = nn.Linear(3, 5)
+        self.empty = nn.Parameter(torch.ones(0, 4))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.mid(torch.tanh(self.inp(x)))) * self.scale
+        h = torch.tanh(self.frozen(torch.tanh(self.again(h))))
+        h = self.conv(h[:, None]).flatten(1)
+        return (self.out(h) + self.empty.sum()).float().square().mean() if h.dtype != torch.float64 else self.loss(h)
+
+    def loss(self, h: Tensor) -> Tensor:
+        return (self.out(h) + self.empty.sum()).square().mean()
+
+
+def lamb(groups: Any) -> torch.optim.Optimizer:
+    from whole_tensors import PaperLamb
+
+    return PaperLamb(groups, lr=0.02)
+
+
+def muon(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(groups, lr=0.02)
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"lamb": lamb, "muon": muon}
+
+
+def build(dtype: str, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().to(torch.float64 if dtype == "float64" else torch.float32)
+
+
+def groups_of(model: Net, kind: str) -> list[dict[str, Any]]:
+    """Two groups with their own learning rates; Muon takes matrices only, and leaves the rest as it is."""
+    wanted = [p for p in model.parameters() if kind != "muon" or (p.dim() == 2 and p.numel())]
+    return [{"params": wanted[::2], "lr": 0.03}, {"params": wanted[1::2]}]
+
+
+def data(dtype: str, step: int, index: int) -> Tensor:
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(100 * step + index), dtype=torch.float64)
+    return x.to(getattr(torch, dtype))
+
+
+def truth(kind: str, dtype: str, clip: float, steps: int = 4) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of one process of plain torch; 16-bit weights have fp32 masters."""
+    model = build(dtype)
+    low = dtype in ("bfloat16", "float16")
+    masters = {p: nn.Parameter(p.detach().clone(), p.requires_grad) if low else p for p in model.parameters()}
+    model.to(getattr(torch, dtype))
+    for param, master in masters.items():
+        if low:
+            master.data.copy_(param)
+    made = [{**g, "params": [masters[p] for p in g["params"]]} for g in groups_of(model, kind)]
+    trained = [p for g in made for p in g["params"]]
+    optimizer = MAKERS[kind](made)
+    scale = 8.0 if dtype == "float16" else 1.0
+    losses = []
+    for step in range(steps):
+        losses.append(0.0)
+        for index in range(GLOBAL):
+            loss = model(data(dtype, step, index))
+            (loss * scale / GLOBAL).backward()
+            losses[-1] += loss.item() / GLOBAL
+            for param, master in masters.items():
+                if low and param.grad is not None:  # summed in fp32, in any order nearly the same
+                    master.grad = param.grad.float() / scale + (0 if master.grad is None else master.grad)
+                    param.grad = None
+        if clip:
+            torch.nn.utils.clip_grad_norm_([p for p in trained if p.grad is not None], clip)
+        optimizer.step()
+        model.zero_grad()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param, master in masters.items():
+                param.copy_(master)
+    return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def start(kind: str, dtype: str, stage: int, seed: int = 0, **config: Any) -> Any:
+    import ds_core
+    from ds_core import comm
+
+    model = build(dtype, seed)
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    low: dict[str, Any] = {
+        "bfloat16": {"bf16": {"enabled": True}, **sums},
+        "float16": {"fp16": {"enabled": True, "loss_scale": 8}, **sums},
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": GLOBAL // comm.world_size(),
+        "gradient_clipping": 0,
+        **({"zero_optimization": {"stage": stage, **SMALL}} if stage else {}),
+        **low.get(dtype, {}),
+        **LOAD,
+        **config,
+    }
+    if kind == "lamb":  # declared, by name
+        config["optimizer"] = {"type": "PaperLamb", "params": {"lr": 0.02}}
+        engine, *_ = ds_core.initialize(model=model, model_parameters=groups_of(model, kind), config=config)
+    else:  # an object of torch's
+        engine, *_ = ds_core.initialize(model=model, optimizer=MAKERS[kind](groups_of(model, kind)), config=config)
+    return engine
+
+
+def steps(engine: Any, dtype: str, which: range) -> list[float]:
+    from ds_core import comm
+
+    losses = []
+    for step in which:
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(GLOBAL // comm.world_size()):
+            loss = engine(data(dtype, step, micro * comm.world_size() + comm.rank()))
+            total += loss.detach().double() / GLOBAL
+            engine.backward(loss)
+            engine.step()
+        comm.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def whole(engine: Any) -> dict[str, Tensor]:
+    from ds_core.testing.partitioner import whole_weights
+
+    found: dict[str, Tensor] = whole_weights(engine)
+    return found
+
+
+def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
+    from ds_core import comm
+    from ds_core.testing.partitioner import relative
+
+    expected, weights = truth(kind, dtype, clip)
+    engine = start(kind, dtype, stage, seed=comm.rank(), gradient_clipping=clip)
+    losses = steps(engine, dtype, range(4))
+    found = whole(engine)
+    held = {n for p in engine.partitioner.pieces.values() if p.stop > p.start for n in [p.name]}
+    errors = {"loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))}
+    for name, weight in weights.items():
+        errors[name] = relative(found[name], weight)
+    unused = [p for p in engine.partitioner.pieces.values() if p.name.startswith("unused") and p.master.grad is None]
+    assert not any(engine.optimizer.state.get(p.master) for p in unused)
+    start_weights = dict(build(dtype).named_parameters())
+    assert torch.equal(found["unused.weight"].float(), start_weights["unused.weight"].to(getattr(torch, dtype)).float())
+    owners = comm.all_gather_json(sorted(held))
+    engine.destroy()
+    flat = [n for names in owners for n in names]
+    errors["owned twice"] = float(len(flat) - len(set(flat)))
+    return errors
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "clip"),
+    [
+        ("lamb", "float64", 0.0),
+        ("lamb", "float64", 0.05),
+        ("lamb", "float32", 0.05),
+        ("lamb", "bfloat16", 0.05),
+        ("lamb", "float16", 0.0),
+        ("muon", "float64", 0.0),
+        ("muon", "float64", 0.05),
+        ("muon", "float32", 0.0),
+        ("muon", "bfloat16", 0.0),
+    ],
+)
+def test_trains_as_one_process(kind: str, dtype: str, clip: float, stage: int, world: int) -> None:
+    for rank, errors in enumerate(run_ranks(world, train, kind, dtype, clip, stage)):
+        for what, error in errors.items():
+            assert error <= DTYPES[dtype], f"rank {rank}: {what} is off by {error:.3g}"
+
+
+# -- who owns what, and what is sent -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 4096])
+def test_owners_are_balanced(world: int) -> None:
+    dice = random.Random(world)
+    for tensors in (1, 5, 60):
+        sizes, homes = [], []
+        for _ in range(20):  # buckets
+            layout = Layout.of([dice.choice([0, 1, 3, 40, 1000, 1024, 50000]) for _ in range(tensors)], world)
+            for index, size in enumerate(layout.sizes):
+                ranks = layout.ranks(index)
+                assert [r for r in range(world) if layout.span(index, r).stop > layout.span(index, r).start] == [
+                    *ranks
+                ], "Layout.ranks disagrees with its spans"
+                sizes.append(size)
+                homes.append(ranks[0] if len(ranks) == 1 else None)
+            if world == 4096:
+                break
+        owners = choose_owners(sizes, homes, world)
+        loads = [0] * world
+        for size, owner in zip(sizes, owners, strict=True):
+            loads[owner] += size
+        assert max(loads) <= sum(sizes) / world + max(sizes)
+        assert owners == choose_owners(sizes, homes, world)
+        stay = sum(o == h for o, h in zip(owners, homes, strict=True) if h is not None)
+        assert stay >= 0.9 * sum(h is not None for h in homes)
+
+
+def test_owners_by_hand() -> None:
+    assert choose_owners([6, 4, 2], [None, None, None], 2) == [0, 1, 1]
+    assert choose_owners([4, 4, 4], [0, None, 1], 3) == [0, 2, 1]
+    # A home without room gives its tensor away.
+    assert choose_owners([4, 4, 4, 4], [0, 0, 0, 0], 2) == [0, 0, 0, 1]
+    assert choose_owners([], [], 2) == []
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))).square().mean()
+
+
+def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
+    import ds_core
+    from ds_core.comm import log
+
+    engine, *_ = ds_core.initialize(
+        model=Rows(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "PaperLamb"},
+            "comms_logger": {"enabled": True},
+            "bf16": {"enabled": dtype == "bfloat16"},
+            "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": bucket},
+            **LOAD,
+        },
+    )
+    for _ in range(2):
+        assert log.active is not None
+        log.active.clear()
+        engine.backward(engine(torch.randn(2, 8, dtype=getattr(torch, dtype))))
+        engine.step()
+    rows = [r for r in log.active.rows() if r.op == "all_to_all_single"]
+    sent = sum(r.bytes * r.count for r in rows)
+    calls = sum(r.count for r in rows)
+    masters = sum(p.master.numel() for p in engine.partitioner.pieces.values())
+    extra = sum(
+        p.master.numel()
+        for b in engine.partitioner.buckets
+        for p in b.optimized
+        if p.master.untyped_storage().data_ptr()
+        not in (b.part.untyped_storage().data_ptr(), b.full.untyped_storage().data_ptr())
+    )
+    engine.destroy()
+    return {"sent": sent, "calls": calls, "masters": masters, "extra": extra}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_only_cut_tensors_travel(stage: int, dtype: str, size: int) -> None:
+    """Of three layers of 64 + 8 elements over 2 ranks, only what the parts' border cuts is sent, in 16 bits if so."""
+    found = run_ranks(2, traffic, stage, dtype, 10_000)
+    assert sum(f["masters"] for f in found) == 3 * 72
+    if stage == 3:  # a bucket per layer: its weight is cut at 36 of 72, its owner sends all of it back
+        cut, calls = 3 * 64, 6
+    else:  # one bucket of bias and weight, last layer first: the border at 108 lies in b's weight
+        cut, calls = 64, 2
+    assert [f["calls"] for f in found] == [calls, calls]
+    # Together: gradients of each cut tensor once, its weight once.
+    assert sum(f["sent"] for f in found) == 2 * cut * size
+    # fp32 masters are memory of their own only where the weight is not whole on its owner.
+    assert sum(f["extra"] for f in found) == (216 if dtype == "bfloat16" else cut if stage == 3 else 0)
+
+
+def test_one_rank_sends_nothing() -> None:
+    for stage in (1, 2, 3):
+        (found,) = run_ranks(1, traffic, stage, "float32", 100)
+        assert found == {"sent": 0, "calls": 0, "masters": 216, "extra": 0}
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = start(kind, dtype, stage)
+    steps(engine, dtype, range(2))
+    engine.save_checkpoint(str(folder), tag="two")
+    rest = steps(engine, dtype, range(2, 4))
+    found = whole(engine)
+    engine.destroy()
+    return rest, found
+
+
+def resume(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = start(kind, dtype, stage, seed=3)
+    steps(engine, dtype, range(7, 8))  # the states to be replaced are not empty
+    engine.load_checkpoint(str(folder), tag="two")
+    rest = steps(engine, dtype, range(2, 4))
+    found = whole(engine)
+    engine.destroy()
+    return rest, found
+
+
+ROUTES = [((3, 4), (1, 2)), ((3, 2), (0, 1)), ((0, 1), (3, 4)), ((1, 2), (2, 4)), ((2, 4), (3, 1)), ((0, 2), (1, 4))]
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda r: "-".join(f"stage{s}x{w}" for s, w in r))
+@pytest.mark.parametrize(("kind", "dtype"), [("lamb", "float64"), ("lamb", "bfloat16"), ("muon", "float64")])
+def test_any_layout_loads_into_any_other(kind: str, dtype: str, route: Any, tmp_path: Path) -> None:
+    (stage, world), (other, other_world) = route
+    losses, weights = run_ranks(world, save, tmp_path, kind, dtype, stage)[0]
+    again, found = run_ranks(other_world, resume, tmp_path, kind, dtype, other)[0]
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-12
+    assert again == pytest.approx(losses, abs=tolerance)
+    for key, value in weights.items():
+        assert torch.allclose(found[key], value, rtol=0, atol=tolerance), key
+
+
+def adamw(folder: Path, dtype: str, whole_grain: bool, stage: int, *, load: bool) -> dict[str, Tensor]:
+    """AdamW for two steps into a checkpoint and two more, or from it for two; by elements or by whole tensors."""
+    import ds_core
+    from ds_core import comm
+
+    model = build(dtype, seed=3 if load else 0)
+    engine, *_ = ds_core.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": GLOBAL // comm.world_size(),
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, **SMALL},
+            "bf16": {"enabled": dtype == "bfloat16"},
+            **(LOAD if whole_grain else {}),
+        },
+    )
+    steps(engine, dtype, range(7, 8) if load else range(2))
+    if load:
+        engine.load_checkpoint(str(folder), tag="two")
+    else:
+        engine.save_checkpoint(str(folder), tag="two")
+    steps(engine, dtype, range(2, 4))
+    assert all((b.whole is not None) == whole_grain for b in engine.partitioner.buckets if b.params[0].requires_grad)
+    found = whole(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("first", [True, False], ids=["whole-to-elements", "elements-to-whole"])
+def test_elements_and_whole_tensors_share_checkpoints(
+    first: bool, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    expected = run_ranks(4, _save_adamw, tmp_path, dtype, first, 3)[0]
+    for stage, world in ((2, 2), (3, 2), (1, 4)):
+        found = run_ranks(world, _load_adamw, tmp_path, dtype, not first, stage)[0]
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=tolerance), name
+
+
+def _save_adamw(folder: Path, dtype: str, whole_grain: bool, stage: int) -> dict[str, Tensor]:
+    return adamw(folder, dtype, whole_grain, stage, load=False)
+
+
+def _load_adamw(folder: Path, dtype: str, whole_grain: bool, stage: int) -> dict[str, Tensor]:
+    return adamw(folder, dtype, whole_grain, stage, load=True)
+
+
+# -- optimizers of the user's own --------------------------------------------------------------------------------
+
+
+def taken_over(cls_name: str, dtype: str, stage: int) -> float:
+    """Two plain steps on every rank, then the optimizer, with its states, goes to an engine; the worst difference."""
+    import whole_tensors
+
+    import ds_core
+    from ds_core import comm
+    from ds_core.testing.partitioner import relative
+
+    cls = torch.optim.AdamW if cls_name == "AdamW" else getattr(whole_tensors, cls_name)
+
+    def plain(count: int) -> tuple[Net, torch.optim.Optimizer]:
+        model = build(dtype)
+        optimizer = cls(model.parameters(), lr=0.01)
+        for step in range(count):
+            for index in range(GLOBAL):
+                (model(data(dtype, step, index)) / GLOBAL).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    expected, _ = plain(4)
+    model, optimizer = plain(2)
+    engine, *_ = ds_core.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": GLOBAL // comm.world_size(),
+            "gradient_clipping": 0,
+            "zero_optimization": {"stage": stage, **SMALL},
+            "zero_allow_untested_optimizer": cls_name != "AdamW",
+        },
+    )
+    assert all((b.whole is not None) == (cls_name != "AdamW") for b in engine.partitioner.buckets)
+    steps(engine, dtype, range(2, 4))
+    found = whole(engine)
+    engine.destroy()
+    return max(relative(found[n], p.detach()) for n, p in expected.named_parameters())
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("cls", ["AdamW", "Unknown", "Adam"])
+def test_an_optimizer_with_states_is_taken_over(cls: str, stage: int, world: int) -> None:
+    assert max(run_ranks(world, taken_over, cls, "float64", stage)) <= 1e-12
+
+
+def odd_state() -> str:
+    import ds_core
+    from ds_core.errors import UsageError
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["rows"] = torch.ones(3, 1)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
+    try:
+        ds_core.initialize(model=model, optimizer=optimizer, config=config)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_states_that_cannot_be_cut_are_refused() -> None:
+    (told,) = run_ranks(1, odd_state)
+    assert "'rows' of parameter 'weight' has shape (3, 1)" in told
+
+
+def grains() -> dict[str, str | None]:
+    from whole_tensors import Adam, PaperLamb, Unknown
+
+    import ds_core
+
+    found: dict[str, str | None] = {}
+    for name, optimizer in {
+        "Muon class": torch.optim.Muon,
+        "Adafactor object": torch.optim.Adafactor(nn.Linear(2, 2).parameters()),
+        "RMSprop object": torch.optim.RMSprop(nn.Linear(2, 2).parameters()),
+        "mine": Unknown,
+        "my Adam": Adam,
+        "function": lambda groups: torch.optim.SGD(groups, lr=0.1),
+        "PaperLamb class": PaperLamb,
+    }.items():
+        made = optimizer
+        model = nn.Linear(2, 2, bias=False)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            made = type(optimizer)(model.parameters())
+        engine, *_ = ds_core.initialize(model=model, optimizer=made, config={"train_batch_size": 1, **LOAD})
+        found[name] = engine.ctx.grain
+        engine.destroy()
+    for name in ("Adafactor", "NAdam"):
+        config = {"train_batch_size": 1, "optimizer": {"type": name}}
+        engine, *_ = ds_core.initialize(model=nn.Linear(2, 2), config=config)
+        found[name] = engine.ctx.grain
+        engine.destroy()
+    return found
+
+
+def test_who_needs_what() -> None:
+    (found,) = run_ranks(1, grains)
+    assert found == {
+        "Muon class": "matrix",
+        "Adafactor object": "matrix",
+        "RMSprop object": "element",
+        "mine": None,
+        "my Adam": None,
+        "function": None,
+        "PaperLamb class": "tensor",
+        "Adafactor": "matrix",
+        "NAdam": "element",
+    }
