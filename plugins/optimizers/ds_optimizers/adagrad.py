@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_optimizers import arithmetic
 from ds_optimizers.base import Batch, KernelOptimizer, check_common, require_cpu
 
 __all__ = ["Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad"]
@@ -49,7 +48,7 @@ class Adagrad(KernelOptimizer):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """See `KernelOptimizer.update`."""
-        run = self.kernel(batch.params[0]) or arithmetic.adagrad
+        run = self.kernel(batch.params[0])
         lr = group["lr"] / (1 + (batch.step - 1) * group["lr_decay"])
         run(batch.params, batch.grads, *batch.states, lr=lr, eps=group["eps"], weight_decay=group["weight_decay"])
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from ds_optimizers import arithmetic
 from ds_optimizers.base import Batch, KernelOptimizer, check_common, require_cpu
 
 __all__ = ["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "make_adam", "make_adamw"]
@@ -51,7 +50,7 @@ class FusedAdam(KernelOptimizer):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
-        run = self.kernel(batch.params[0]) or arithmetic.adam
+        run = self.kernel(batch.params[0])
         run(
             batch.params,
             batch.grads,

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_optimizers import arithmetic
 from ds_optimizers.base import Batch, KernelOptimizer, check_common
 
 __all__ = ["FusedLamb", "Lamb"]
@@ -56,7 +55,7 @@ class FusedLamb(KernelOptimizer):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
-        run = self.kernel(batch.params[0]) or arithmetic.lamb
+        run = self.kernel(batch.params[0])
         same = ("lr", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "min_coeff", "max_coeff")
         coeffs = run(
             batch.params,

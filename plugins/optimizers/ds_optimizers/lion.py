@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ds_optimizers import arithmetic
 from ds_optimizers.base import Batch, KernelOptimizer, check_common, require_cpu
 
 __all__ = ["CPULion", "DeepSpeedCPULion", "FusedLion", "Lion"]
@@ -37,7 +36,7 @@ class Lion(KernelOptimizer):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
-        run = self.kernel(batch.params[0]) or arithmetic.lion
+        run = self.kernel(batch.params[0])
         options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
         run(batch.params, batch.grads, *batch.states, **options)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_optimizers import arithmetic
 from ds_optimizers.base import Batch, KernelOptimizer, check_common
 
 __all__ = ["Muon", "orthogonalize", "split_groups"]
@@ -79,7 +78,7 @@ class Muon(KernelOptimizer):
                 _step(param, grad, momentum, group)
             return
         beta1, beta2 = group["betas"]
-        run = self.kernel(batch.params[0]) or arithmetic.adam
+        run = self.kernel(batch.params[0])
         options = {k: group[k] for k in ("lr", "eps", "weight_decay")}
         run(batch.params, batch.grads, *batch.states, step=batch.step, beta1=beta1, beta2=beta2, **options)
 

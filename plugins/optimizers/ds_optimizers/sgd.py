@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_optimizers import arithmetic
 from ds_optimizers.base import Batch, KernelOptimizer, check_common
 
 __all__ = ["SGD"]
@@ -47,7 +46,7 @@ class SGD(KernelOptimizer):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """See `KernelOptimizer.update`."""
-        run = self.kernel(batch.params[0]) or arithmetic.sgd
+        run = self.kernel(batch.params[0])
         options = {k: group[k] for k in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
         if not group["momentum"]:
             run(batch.params, batch.grads, None, first=False, **options)

@@ -10,11 +10,10 @@ import ds_optimizers as ours
 import papers
 import pytest
 import torch
-from ds_optimizers import arithmetic
 from ds_optimizers.muon import orthogonalize, split_groups
 from torch import Tensor, nn
 
-from ds_core.kernels import Kernels
+from ds_core.kernels import Kernels, references
 from ds_core.plugins import Plugins, PluginSettings
 
 SHAPES = ((5, 3), (7,), (), (4, 6), (2, 3, 2, 2), (9, 2), (0, 3))
@@ -208,7 +207,7 @@ def test_kernels_come_from_the_table_and_are_called_once_per_kind() -> None:
 
     def kernel(params: Any, grads: Any, m: Any, v: Any, *, step: int, **options: Any) -> None:
         calls.append((len(params), step))
-        arithmetic.adam(params, grads, m, v, step=step, **options)
+        references.adam(params, grads, m, v, step=step, **options)
 
     class Table(Kernels):
         def __init__(self) -> None:
