@@ -29,8 +29,12 @@ __all__ = ["Batch", "KernelOptimizer", "check_common", "require_cpu"]
 
 @dataclass(slots=True)
 class Batch:
-    """Tensors of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`."""
+    """Tensors of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`.
 
+    owners: the parameters; params: what is updated of them: for complex ones real views, as are grads and states then.
+    """
+
+    owners: list[Tensor] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)
@@ -135,10 +139,12 @@ class KernelOptimizer(Optimizer):
             batch = batches.get(key)
             if batch is None:
                 batch = batches[key] = Batch(states=[[] for _ in names], step=step)
-            batch.params.append(param)
-            batch.grads.append(param.grad)
+            real = torch.view_as_real if param.is_complex() else _itself
+            batch.owners.append(param)
+            batch.params.append(real(param))
+            batch.grads.append(real(param.grad))
             for name, into in zip(names, batch.states, strict=True):
-                into.append(state[name])
+                into.append(real(state[name]))
         return iter(batches.values())
 
     def _wind(self) -> None:
@@ -162,6 +168,10 @@ class KernelOptimizer(Optimizer):
         index = torch.tensor(places, dtype=torch.long)
         self._clock[index] += 1
         return [int(s) for s in self._clock[index].tolist()]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def require_cpu(optimizer: Optimizer) -> None:

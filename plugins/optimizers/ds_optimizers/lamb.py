@@ -66,7 +66,7 @@ class FusedLamb(KernelOptimizer):
             beta2=beta2,
             **{k: group[k] for k in same},
         )
-        self._coeffs.update(zip(batch.params, coeffs, strict=True))
+        self._coeffs.update(zip(batch.owners, coeffs, strict=True))
 
 
 class Lamb(FusedLamb):

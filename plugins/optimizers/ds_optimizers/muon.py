@@ -74,6 +74,12 @@ class Muon(KernelOptimizer):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """See `KernelOptimizer.update`."""
         if group["use_muon"]:
+            for param in batch.owners:
+                if param.dim() < 2 or param.is_complex():
+                    raise UsageError(
+                        f"Muon is for real matrices; a parameter of shape {tuple(param.shape)} and {param.dtype} stands in "
+                        "a use_muon group"
+                    )
             for param, grad, momentum in zip(batch.params, batch.grads, batch.states[0], strict=True):
                 _step(param, grad, momentum, group)
             return
@@ -84,8 +90,6 @@ class Muon(KernelOptimizer):
 
 
 def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
-    if param.dim() < 2:
-        raise UsageError(f"Muon is for matrices; a parameter of shape {tuple(param.shape)} stands in a use_muon group")
     mu, lr = group["momentum"], group["lr"]
     grad = grad.to(momentum.dtype)
     momentum.lerp_(grad, 1 - mu)
@@ -159,4 +163,4 @@ def _hidden(param: Any, names: Mapping[Any, str] | None) -> bool:
         )
     name = names.get(param, "")
     shape = getattr(param, "ds_shape", param.shape)  # what a partitioned parameter would have
-    return len(shape) >= 2 and not any(word in name for word in _NOT_HIDDEN)
+    return len(shape) >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)

@@ -51,9 +51,9 @@ class SGD(KernelOptimizer):
         if not group["momentum"]:
             run(batch.params, batch.grads, None, first=False, **options)
             return
-        rows = list(zip(batch.params, batch.grads, batch.states[0], strict=True))
+        rows = list(zip(batch.owners, batch.params, batch.grads, batch.states[0], strict=True))
         for first in (True, False):
-            chosen = [row for row in rows if (row[0] in self._fresh) is first]
+            chosen = [row[1:] for row in rows if (row[0] in self._fresh) is first]
             if chosen:
                 run(*map(list, zip(*chosen, strict=True)), first=first, **options)
-        self._fresh.difference_update(batch.params)
+        self._fresh.difference_update(batch.owners)

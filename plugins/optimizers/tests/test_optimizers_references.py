@@ -13,6 +13,7 @@ import torch
 from ds_optimizers.muon import orthogonalize, split_groups
 from torch import Tensor, nn
 
+from ds_core.errors import UsageError
 from ds_core.kernels import Kernels, references
 from ds_core.plugins import Plugins, PluginSettings
 
@@ -262,3 +263,18 @@ def test_zero_grad_follows_the_flag_and_closures_run() -> None:
         assert float(optimizer.step(lambda: (param * 2).sum()).detach()) != 0
         optimizer.zero_grad()
         assert (param.grad is None) is keep
+
+
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "momentum"])
+def test_complex_parameters_are_pairs_of_real_ones(name: str) -> None:
+    found = []
+    for make in TORCH[name]:
+        param = nn.Parameter(torch.arange(6, dtype=torch.float64).view(2, 3).to(torch.complex128) * (1 + 2j))
+        optimizer = make([{"params": [param], "lr": 0.1}])
+        for _ in range(5):
+            param.grad = param.detach() * (1 - 1j)
+            optimizer.step()
+        found.append(torch.view_as_real(param.detach()))
+    check(found[:1], found[1:], 1e-12)
+    with pytest.raises(UsageError, match="complex"):
+        ours.OneBitAdam([param]).step()

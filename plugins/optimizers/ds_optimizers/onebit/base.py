@@ -142,6 +142,11 @@ class OneBit(Optimizer):
                         f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a sparse gradient, "
                         "which the 1-bit family cannot compress; use nn.Embedding(sparse=False)"
                     )
+                if param.is_complex():
+                    raise UsageError(
+                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype}; complex "
+                        "numbers have no sign to send"
+                    )
                 if averaged and self._group_of is not None:
                     if grad is not None:
                         rows.append((param, grad))
