@@ -42,9 +42,9 @@ class Adagrad(KernelOptimizer):
 
     def begin(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """See `KernelOptimizer.begin`."""
-        return {
-            n: torch.full_like(t, group["initial_accumulator_value"]) for n, t in super().begin(param, group).items()
-        }
+        value = group["initial_accumulator_value"]
+        start = complex(value, value) if param.is_complex() else value
+        return {n: torch.full_like(t, start) for n, t in super().begin(param, group).items()}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """See `KernelOptimizer.update`."""

@@ -77,7 +77,7 @@ class Muon(KernelOptimizer):
             for param in batch.owners:
                 if param.dim() < 2 or param.is_complex():
                     raise UsageError(
-                        f"Muon is for real matrices; a parameter of shape {tuple(param.shape)} and {param.dtype} stands "
+                        f"Muon is for real matrices; a parameter of shape {tuple(param.shape)}, {param.dtype}, stands "
                         "in a use_muon group"
                     )
             for param, grad, momentum in zip(batch.params, batch.grads, batch.states[0], strict=True):
