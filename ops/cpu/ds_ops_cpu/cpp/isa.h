@@ -98,12 +98,12 @@ void lion(const Block& k, const Types& t, const LionFactors& c) {
 
 void sgd(const Block& k, const Types& t, const SgdFactors& c) {
     const F scale = set(c.scale), l2 = set(c.l2), momentum = set(c.momentum), fresh = set(c.fresh), lr = set(c.lr);
-    const bool decays = c.l2 != 0, has_momentum = k.first != nullptr, nesterov = c.nesterov;
+    const bool decays = c.l2 != 0, has_momentum = k.first != nullptr, nesterov = c.nesterov, first = c.first;
     update(k, t, [=](F& p, F g, F& m, F&) {
         g = g * scale;
         if (decays) g = fma(l2, p, g);
         if (has_momentum) {
-            m = fma(momentum, m, fresh * g);
+            m = first ? g : fma(momentum, m, fresh * g);
             g = nesterov ? fma(momentum, m, g) : m;
         }
         p = p - lr * g;

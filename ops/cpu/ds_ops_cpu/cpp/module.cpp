@@ -225,9 +225,10 @@ void lion(int threads, py::object sizes, py::tuple types, py::object p, py::obje
 }
 
 void sgd(int threads, py::object sizes, py::tuple types, py::object p, py::object g, py::object m, py::object copies,
-         double scale, double lr, double momentum, double fresh, double weight_decay, bool nesterov) {
+         double scale, double lr, double momentum, double fresh, double weight_decay, bool nesterov, bool first) {
     const Tensors tensors(sizes, types, p, g, m, py::none(), copies);
-    const ds::SgdFactors c = {(float)scale, (float)weight_decay, (float)momentum, (float)fresh, (float)lr, nesterov};
+    const ds::SgdFactors c = {(float)scale, (float)weight_decay, (float)momentum, (float)fresh, (float)lr, nesterov,
+                              first};
     step(threads, tensors, chosen->sgd, c);
 }
 

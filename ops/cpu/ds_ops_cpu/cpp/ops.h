@@ -46,7 +46,7 @@ struct LionFactors {
 };
 struct SgdFactors {
     float scale, l2, momentum, fresh, lr;
-    bool nesterov;
+    bool nesterov, first;  // first: momenta begin as the gradient
 };
 struct LambFactors {
     float scale, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay;
