@@ -86,7 +86,8 @@ class KernelEntry:
     """One provider of one named operation; the highest available `priority` serves.
 
     devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
-    By convention cuda 30, triton 20, cpp 10, reference 0.
+    By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the `ds_core.kernels.build.Extension`
+    that is compiled on first use, for ``dscore ops build``.
     """
 
     op: str
@@ -96,6 +97,7 @@ class KernelEntry:
     devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     available: Probe | None = None
+    build: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Compiling kernels: when one is first used or by ``dscore ops build``, never at import and never silently (torch-free).
+"""Compiling kernels: when one is first used or by ``dscore ops build``; never at import, never silently (torch-free).
 
 [Note: sources without torch's headers] A file that includes torch/extension.h took 97 s to compile where the same
 kernel took 5 s without. So kernels take addresses and sizes through pybind11, and one build serves every torch.
@@ -195,7 +195,8 @@ def prebuild(extension: Extension, folder: Path) -> list[Path]:
         library = folder / f"{extension.module}{_suffix()}"
         shutil.copyfile(made, library)
     record = folder / RECORD
-    record.write_text(json.dumps({"key": key, "file": library.name, "compiler": _compilers(extension)}, indent=1) + "\n")
+    said = {"key": key, "file": library.name, "compiler": _compilers(extension)}
+    record.write_text(json.dumps(said, indent=1) + "\n")
     return [library, record]
 
 
@@ -209,11 +210,20 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
     ninja = _tool("ninja")
     assert ninja is not None
     done = subprocess.run(
-        [ninja, "-C", str(room)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [ninja, "-C", str(room)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     if done.returncode or not library.exists():
         said = "\n".join(done.stdout.strip().splitlines()[-60:])
-        raise KernelError(f"{extension.name} does not compile here ({'; '.join(_compilers(extension))}):\n{said}")
+        raise KernelError(
+            f"{extension.name} does not compile here ({'; '.join(_compilers(extension))}):\n{said}\n"
+            f"mend the compiler, or do without: uninstall {extension.name}, or disable it "
+            f'("plugins": {{"disable": ["{extension.name}"]}})'
+        )
     with library.open("rb") as file:
         os.fsync(file.fileno())
     log.warning("built %s in %.1f s", extension.name, time.perf_counter() - start)
@@ -262,9 +272,7 @@ def _includes(extension: Extension) -> list[str]:
 
 
 def _source_key(extension: Extension) -> str:
-    """What a build is made from, but for the compiler: the key of a library inside a wheel."""
-    import pybind11
-
+    """What a build is made from, but for the tools: the key of a library inside a wheel."""
     digest = hashlib.sha256()
     names = {u.path for u in extension.units} | {
         str(p.relative_to(extension.folder)) for p in extension.folder.rglob("*.h*")
@@ -273,9 +281,9 @@ def _source_key(extension: Extension) -> str:
         data = (extension.folder / name).read_bytes()
         digest.update(f"{name}:{len(data)}:".encode())
         digest.update(data)
-    parts = [extension.module, extension.flags, extension.link, extension.cuda_flags]
+    parts: list[object] = [extension.module, extension.flags, extension.link, extension.cuda_flags]
     parts += [[u.path, u.flags] for u in extension.units]
-    parts += [_suffix(), sys.platform, platform.machine(), pybind11.__version__]
+    parts += [_suffix(), sys.platform, platform.machine()]
     if extension.torch_headers:
         import torch
 
@@ -285,7 +293,10 @@ def _source_key(extension: Extension) -> str:
 
 
 def _key(extension: Extension) -> str:
-    return hashlib.sha256(json.dumps([_source_key(extension), _compilers(extension)]).encode()).hexdigest()
+    import pybind11
+
+    parts = [_source_key(extension), _compilers(extension), pybind11.__version__]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _target(extension: Extension) -> Path:
@@ -328,7 +339,8 @@ def _missing(extension: Extension) -> list[str]:
 def _tool(name: str) -> str | None:
     """Where a program is. The C++ compiler may be named in CXX; ninja may be the Python package's."""
     if name == "g++":
-        return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("c++")
+        chosen = os.environ.get("CXX")
+        return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
     if name == "ninja":
         return shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

@@ -264,16 +264,22 @@ def _alike(params: Tensors, *others: Tensors) -> bool:
     """Whether torch's fused functions serve: one dtype, and memory in one order, of which they go by."""
     first = params[0]
     return first.device.type in _FUSED_DEVICES and all(
-        t.dtype == p.dtype and t.stride() == p.stride() and _dense(p)
+        t.dtype == p.dtype and t.stride() == p.stride() and is_dense(p)
         for tensors in others
         for p, t in zip(params, tensors, strict=bool(tensors))
     )
 
 
-def _dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (
-        sum((s - 1) * t for s, t in zip(tensor.shape, tensor.stride(), strict=True)) + 1 == tensor.numel()
-    )
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _each(update: Callable[..., None], scale: float, copies: Tensors | None, *lists: Tensors) -> None:
