@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
 from ds_core.comm import guard
+from ds_core.communicating import SelfReduced
 from ds_core.compose import Composition, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
 from ds_core.data import DistributedLoader
 from ds_core.engine import Engine
-from ds_core.entries import Grain, OptimizerEntry
+from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import ConfigError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
@@ -107,7 +108,8 @@ def initialize(
     assert batch is not None
     precision, scaler = make_precision(chosen.config)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
-    ctx.grain, ctx.own_optimizer = _grain(optimizer, chosen), optimizer is not None
+    entry = _entry(optimizer, chosen)
+    ctx.grain, ctx.communicates, ctx.own_optimizer = entry.grain, entry.communicates, optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
     guard.configure(core.comms_guard)
     if world_size > 1:
@@ -129,9 +131,13 @@ def initialize(
     _check_vocabulary(core.vocabulary_size, ctx)
 
     # Who owns its states, who runs it, what updates it.
-    partitioner = _driver(ctx, "ds_partitioner", Replicated(ctx))
+    partitioner = _driver(ctx, "ds_partitioner", SelfReduced(ctx) if ctx.communicates else Replicated(ctx))
     runner = _driver(ctx, "ds_runner", Sequential())
     built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
+    if (use_kernels := getattr(built, "use_kernels", None)) is not None:
+        use_kernels(kernels)
+    if isinstance(partitioner, SelfReduced):
+        partitioner.meet(built)
     scheduler = _make_scheduler(lr_scheduler, built, chosen)
     monitors = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
     loader = _make_loader(ctx, training_data, collate_fn)
@@ -279,22 +285,26 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
 
-def _grain(optimizer: Any, chosen: Composition) -> Grain | None:
-    """What the optimizer needs whole; also for an object or class of the user's that is torch's or a plugin's own."""
+def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
+    """What is declared of the optimizer; also of an object or class of the user's that is torch's or a plugin's own."""
     if optimizer is None:
-        entry = chosen.optimizer.entry if chosen.optimizer is not None else None
-        return entry.grain if isinstance(entry, OptimizerEntry) else "element"
+        entry = chosen.optimizer.entry if chosen.optimizer is not None else OptimizerEntry("")
+        assert isinstance(entry, OptimizerEntry)
+        if entry.grain is not None:
+            return entry
+        optimizer = resolve(entry.load)  # by its dotted path
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    unknown = OptimizerEntry("", grain=None)
     if not issubclass(cls, Optimizer):
-        return None
+        return unknown
     if getattr(torch.optim, cls.__name__, None) is cls:
-        return torch_grain(cls)
+        return OptimizerEntry("", grain=torch_grain(cls))
     answer = chosen.plugins.named("ds_optimizers", "optimizer").get(cls.__name__.lower())
-    entry = answer.value if answer is not None else None
+    found = answer.value if answer is not None else None
     # The name alone says little: anybody may call a class "Adam".
-    if isinstance(entry, OptimizerEntry) and entry.load.split(":")[0].split(".")[0] == cls.__module__.split(".")[0]:
-        return entry.grain
-    return None
+    if isinstance(found, OptimizerEntry) and found.load.split(":")[0].split(".")[0] == cls.__module__.split(".")[0]:
+        return found
+    return unknown
 
 
 def _check_vocabulary(size: int | None, ctx: Context) -> None:
@@ -336,7 +346,13 @@ def _attach(
                         optimizer.state[after] = kept
             group["params"] = new["params"]
         return optimizer
-    groups = partitioner.attach(model, _param_groups(model, model_parameters))
+    wanted = _param_groups(model, model_parameters)
+    if optimizer is None and chosen.optimizer is not None:
+        entry = chosen.optimizer.entry
+        if isinstance(entry, OptimizerEntry) and entry.groups is not None:
+            names = {p: info.name for p, info in ctx.params.items()}
+            wanted = resolve(entry.groups)(wanted, names, **chosen.optimizer.params)
+    groups = partitioner.attach(model, wanted)
     make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
     if make is None:
         return None

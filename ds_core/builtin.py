@@ -24,8 +24,12 @@ def ds_accelerators() -> Iterable[AcceleratorEntry]:
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """The references of the operations that the core itself calls."""
-    return (KernelEntry("squared_norm", "reference", "ds_core.params:squared_norm", 0),)
+    """The references, which serve any tensor on any device."""
+    ops = ("accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd")
+    return (
+        KernelEntry("squared_norm", "reference", "ds_core.params:squared_norm", 0),
+        *(KernelEntry(op, "reference", f"ds_core.kernels.references:{op}", 0) for op in ops),
+    )
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

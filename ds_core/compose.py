@@ -42,13 +42,13 @@ def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -
     models = section_models(plugins, wanted)
     disabled = {k: r.why for k in wanted if k not in models and (r := plugins.disabled(k)) is not None}
     config = build_config(read, models, list(plugins.sections()), disabled)
+    # Choosing by name brings in the plugins that offer names, which may have rules of their own.
+    optimizer, unknown = choose("optimizer", config, plugins)
+    scheduler, found = choose("scheduler", config, plugins)
     problems: list[Problem] = []
     for answer in plugins.ask("ds_check", config=config, plugins=plugins):
         problems += answer.value
-    optimizer, found = choose("optimizer", config, plugins)
-    problems += found
-    scheduler, found = choose("scheduler", config, plugins)
-    problems += found
+    problems += unknown + found
     if problems:
         raise ConfigError(problems, config.origin)
     return Composition(config, plugins, optimizer, scheduler)

@@ -86,7 +86,8 @@ class KernelEntry:
     """One provider of one named operation; the highest available `priority` serves.
 
     devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
-    By convention cuda 30, triton 20, cpp 10, reference 0.
+    By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the `ds_core.kernels.build.Extension`
+    that is compiled on first use, for ``dscore ops build``.
     """
 
     op: str
@@ -96,6 +97,7 @@ class KernelEntry:
     devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     available: Probe | None = None
+    build: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +105,18 @@ class OptimizerEntry:
     """A named optimizer. `load` is called as ``load(param_groups, **params)``.
 
     params: reference to a pydantic model of the keyword arguments, which is validated before anything starts.
-    grain: what its arithmetic needs whole: single elements, tensors (norms), or matrices.
-    communicates: True when it reduces gradients by itself (the 1-bit family).
+    grain: what its arithmetic needs whole: single elements, tensors (norms), or matrices; None when nobody knows.
+    communicates: True when it reduces gradients by itself (the 1-bit family); what such an optimizer must offer is in
+    `ds_core.communicating`.
+    groups: for one that treats parameters differently by name or shape; called before anything is partitioned, as
+    ``groups(param_groups, names, **params)`` with the names of parameters, and gives the groups to use.
     """
 
     load: Ref
     params: Ref | None = None
-    grain: Grain = "element"
+    grain: Grain | None = "element"
     communicates: bool = False
+    groups: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Choosing the optimizer and the learning-rate schedule by name (torch-free until one is built).
 
 Names come from `ds_optimizers` / `ds_schedulers`; any other class of `torch.optim` or
-`torch.optim.lr_scheduler` serves under its own name, its arguments checked against its signature.
+`torch.optim.lr_scheduler` serves under its own name, and any class or function at all under its dotted path, its
+arguments checked against its signature.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ds_core.config import Section
 from ds_core.config.known import BUILT_SCHEDULES
 from ds_core.entries import Grain, OptimizerEntry, SchedulerEntry, resolve
-from ds_core.errors import ConfigError, Problem, nearest
+from ds_core.errors import ConfigError, PluginError, Problem, nearest
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw", "torch_grain"]
 
-PLANNED_OPTIMIZERS = ("Lamb", "Lion", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+PLANNED_OPTIMIZERS = ("MuAdam", "MuAdamW", "MuSGD")
+BUILT_OPTIMIZERS = (
+    *("FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "CPUAdagrad", "DeepSpeedCPUAdagrad", "Lion", "CPULion"),
+    *("DeepSpeedCPULion", "FusedLion", "Lamb", "FusedLamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+)
+"""What ds-optimizers offers under names that are not torch's (or not torch's alone)."""
 UNUSABLE = {
     "lbfgs": "needs a closure that runs the model again, which the engine's step cannot give",
     "sparseadam": "takes sparse gradients only, and the engine makes them dense",
@@ -113,15 +119,32 @@ def choose(
     section = getattr(config.core, kind)
     if section is None or section.type is None:
         return None, []
-    if kind == "optimizer" and (why := UNUSABLE.get(section.type.lower())):
+    if kind == "optimizer" and (why := UNUSABLE.get(section.type.lower().removeprefix("torch.optim."))):
         return None, [Problem("optimizer.type", f"{section.type!r} {why}", "use another, such as AdamW")]
     hook = "ds_optimizers" if kind == "optimizer" else "ds_schedulers"
     offers = plugins.named(hook, kind)
     answer = offers.get(section.type.lower())
+    if answer is None and "." in section.type:
+        return _by_path(kind, section.type, dict(section.params))
     entry = answer.value if answer is not None else _torch_class(kind, section.type)
     if entry is None:
         return None, [Problem(f"{kind}.type", *_unknown(kind, section.type, list(offers)))]
     params, problems = _check_params(entry, dict(section.params), f"{kind}.params")
+    return (None if problems else Choice(kind, params, entry)), problems
+
+
+def _by_path(kind: str, path: str, params: dict[str, Any]) -> tuple[Choice | None, list[Problem]]:
+    """The class or function at ``package.module.Name``."""
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = resolve(f"{module}:{attribute}")
+    except PluginError as error:
+        return None, [Problem(f"{kind}.type", str(error), "write package.module.Class, of something importable")]
+    if not callable(found):
+        return None, [Problem(f"{kind}.type", f"{path} is a {type(found).__name__}", f"name a class of {kind}s")]
+    ref = f"{module}:{attribute}"
+    entry = OptimizerEntry(ref, grain=None) if kind == "optimizer" else SchedulerEntry(ref)
+    params, problems = _check_params(entry, params, f"{kind}.params")
     return (None if problems else Choice(kind, params, entry)), problems
 
 
@@ -131,9 +154,11 @@ def _unknown(kind: str, name: str, offers: list[str]) -> tuple[str, str]:
             f"optimizer {name!r} is documented but not built yet",
             f"installed: {', '.join(sorted(offers))}, or any torch.optim class",
         )
+    if kind == "optimizer" and name.lower() in {p.lower() for p in BUILT_OPTIMIZERS}:
+        return f"optimizer {name!r} is served by ds-optimizers, which is not installed", "pip install ds-optimizers"
     if kind == "scheduler" and name.lower() in {s.lower() for s in BUILT_SCHEDULES}:
         return f"schedule {name!r} is served by ds-lr-schedules, which is not installed", "pip install ds-lr-schedules"
-    pool = {*offers, *(p.lower() for p in PLANNED_OPTIMIZERS if kind == "optimizer")}
+    pool = {*offers, *(p.lower() for p in (*PLANNED_OPTIMIZERS, *BUILT_OPTIMIZERS) if kind == "optimizer")}
     hint = nearest(name, pool)
     where = "torch.optim" if kind == "optimizer" else "torch.optim.lr_scheduler"
     return f"no {kind} is called {name!r}", (
@@ -147,7 +172,7 @@ def _torch_class(kind: str, name: str) -> OptimizerEntry | SchedulerEntry | None
 
     module = torch.optim if kind == "optimizer" else torch.optim.lr_scheduler
     base = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
-    if kind == "optimizer" and name.lower() in {p.lower() for p in PLANNED_OPTIMIZERS}:
+    if kind == "optimizer" and name.lower() in {p.lower() for p in (*PLANNED_OPTIMIZERS, *BUILT_OPTIMIZERS)}:
         return None  # the documents give these names their own meaning
     for attribute, value in vars(module).items():
         if (

@@ -40,10 +40,14 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class GradGroup:
-    """Gradients as the optimizer will see them, whose elements are disjoint over the ranks along `axes`."""
+    """Gradients as the optimizer will see them, whose elements are disjoint over the ranks along `axes`.
+
+    weight: of their squares in the global norm; less than 1 where ranks have gradients of their own for one parameter.
+    """
 
     axes: tuple[str, ...]
     tensors: list[Tensor]
+    weight: float = 1.0
 
 
 def collect_params(module: nn.Module, ctx: Context) -> dict[nn.Parameter, ParamInfo]:
@@ -72,7 +76,7 @@ def _megatron_axes(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
 def squared_norm(tensors: list[Tensor]) -> Tensor:
     """The sum of squares of all elements: a 0-d tensor, fp64 for fp64 input and fp32 otherwise.
 
-    The reference of kernel ``squared_norm``. `tensors` live on one device; an empty list gives a CPU zero.
+    The reference of kernel ``squared_norm``; others may give fp64 always. `tensors` live on one device; an empty list gives a CPU zero.
     """
     if not tensors:
         return torch.zeros(())
@@ -122,7 +126,8 @@ class GradNorm:
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums = {k: torch.zeros((), dtype=torch.float64, device=device) for k in self._keys}
         for group in groups:
-            sums[self._mesh.expand(group.axes)] += self._squares(group.tensors, device).to(device, torch.float64)
+            squares = self._squares(group.tensors, device).to(device, torch.float64)
+            sums[self._mesh.expand(group.axes)] += squares * group.weight
         for key, value in sums.items():
             comm.all_reduce(value, group=self._mesh.group(*key))
             total += value

@@ -246,6 +246,11 @@ class Replicated(Partitioner):
         self._alone: list[_Slot] = []  # on this rank only, though dp has others
         self._plain = True  # the optimizer updates the module's own parameters
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over replicas; if not, each rank keeps its own (see `communicating`)."""
+        return True
+
     # -- set-up ----------------------------------------------------------------------------------------------
 
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
@@ -335,7 +340,7 @@ class Replicated(Partitioner):
             slot.total += param.grad
             param.grad = None
         self._reduced = False
-        if not self.sync or self._buckets == []:
+        if not self.sync or self._buckets == [] or not self.averages:
             return
         if not self._running:
             # A plain loss.backward(): gradients shall be final after it, too.
@@ -355,7 +360,7 @@ class Replicated(Partitioner):
     def begin(self) -> None:
         """See `Partitioner.begin`."""
         self._reduced = False
-        if self.sync and self._buckets != []:
+        if self.sync and self._buckets != [] and self.averages:
             self._start()
 
     def _start(self) -> None:
@@ -378,7 +383,7 @@ class Replicated(Partitioner):
 
     def finish(self) -> None:
         """See `Partitioner.finish`."""
-        if not self.sync or self._buckets == [] or self._reduced:
+        if not self.sync or self._buckets == [] or self._reduced or not self.averages:
             return
         if not self._running:
             self._start()

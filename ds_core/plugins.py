@@ -34,6 +34,7 @@ SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"
+LOADED = "plugins.load"  # stands for the distribution of modules that the config loads by hand
 
 log = logging.getLogger("ds_core.plugins")
 
@@ -225,7 +226,7 @@ class Plugins:
         for item in reversed(self.settings.load):  # pluggy calls last-in first
             name, _, module = item.rpartition("=")
             group = SECTIONS if name else BACKENDS
-            found = Found((name or module).strip(), group, module.strip(), "plugins.load", "0")
+            found = Found((name or module).strip(), group, module.strip(), LOADED, "0")
             self._reports[found] = Report(found, PluginState.AVAILABLE)
             self._load(found)
 
@@ -318,7 +319,7 @@ class Plugins:
         """Merge the name -> entry mappings of a by-name driver hook; keys are lower-case.
 
         Two plugins that offer one name are an error unless ``plugins.prefer["<kind>/<name>"]`` chooses.
-        The core's own entries give way to a plugin's.
+        The core's own entries give way to a plugin's, and an installed plugin's to one that ``plugins.load`` names.
         """
         self.load_backends()
         offers: dict[str, list[Answer]] = {}
@@ -335,6 +336,8 @@ class Plugins:
             if not chosen:
                 raise PluginError(f"plugins.prefer: {wanted!r} does not offer {kind} {name!r}")
             return chosen[0]
+        if by_hand := [r for r in outside if r.plugin.dist == LOADED]:
+            outside = by_hand
         if len(outside) > 1:
             both = " and ".join(f"{r.plugin.dist} {r.plugin.version}" for r in outside)
             raise PluginError(

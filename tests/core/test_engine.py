@@ -18,6 +18,7 @@ from ds_core.testing import run_ranks
 pytestmark = pytest.mark.usefixtures("clean_ds")
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
+OWN = {"plugins": {"disable": ["ds-optimizers"]}}  # the core's optimizers, not those of a plugin
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "gradient_clipping": 0}
 
 
@@ -588,7 +589,9 @@ def test_deprecated_flags_warn(caplog):
     ("section", "words"),
     [
         ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'adam'"]),
-        ({"type": "Lamb"}, ["documented but not built yet"]),
+        ({"type": "MuAdam"}, ["documented but not built yet"]),
+        ({"type": "Lamb"}, ["served by ds-optimizers", "pip install ds-optimizers"]),
+        ({"type": "no_such_package.Adam"}, ["optimizer.type", "No module named 'no_such_package'"]),
         ({"type": "AdamW", "params": {"lrr": 1}}, ["optimizer.params.lrr", "did you mean 'optimizer.params.lr'"]),
         ({"type": "AdamW", "params": {"lr": "fast"}}, ["optimizer.params.lr"]),
         ({"type": "AdamW", "params": {"lr": True}}, ["optimizer.params.lr"]),
@@ -599,7 +602,7 @@ def test_deprecated_flags_warn(caplog):
 )
 def test_a_wrong_optimizer_section_names_the_key(section, words):
     with pytest.raises(ConfigError) as caught:
-        start({"optimizer": section})
+        start({"optimizer": section, **OWN})
     for word in words:
         assert word in str(caught.value)
 
@@ -618,8 +621,8 @@ def test_any_torch_optimizer_and_scheduler_serve_by_name():
 
 
 def test_adam_is_decoupled_unless_told_otherwise():
-    _, decoupled, *_ = start({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
-    _, coupled, *_ = start({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}})
+    _, decoupled, *_ = start({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **OWN})
+    _, coupled, *_ = start({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}, **OWN})
     assert type(decoupled).__name__ == "AdamW"
     assert type(coupled).__name__ == "Adam"
     assert decoupled.defaults["fused"]

@@ -104,6 +104,14 @@ def test_two_offers_of_one_optimizer_are_named_and_prefer_chooses(module):
     assert chosen["zap"].value.load == "two:Zap"
 
 
+def test_what_is_loaded_by_hand_wins_over_what_is_installed(module):
+    one = module("opt_installed", ds_optimizers=lambda: {"Zap": OptimizerEntry("one:Zap")})
+    two = module("opt_by_hand", ds_optimizers=lambda: {"zap": OptimizerEntry("two:Zap")})
+    found = [backend("one", one, "ds-one")]
+    offers = Plugins(PluginSettings(load=[two]), found).named("ds_optimizers", "optimizer")
+    assert offers["zap"].value.load == "two:Zap"
+
+
 def test_a_plugin_may_replace_a_name_of_the_core(module):
     name = module("opt_adam", ds_optimizers=lambda: {"Adam": OptimizerEntry("mine:Adam")})
     offers = Plugins(found=[backend("mine", name)]).named("ds_optimizers", "optimizer")

@@ -24,6 +24,7 @@ from ds_zero.offload import Offload, tiled_step
 from ds_zero.offstates import offload_states, reload_states
 from ds_zero.parked import prepare, restore
 from ds_zero.regroup import regroup
+from ds_zero.rules import SELF_REDUCED
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -277,6 +278,10 @@ class ZeroPartitioner(Partitioner):
 
 def _check_grain(ctx: Context) -> None:
     """An optimizer that nobody knows is served whole tensors, but not without being asked for."""
+    if ctx.communicates:
+        raise UsageError(
+            f"zero_optimization: {SELF_REDUCED}; leave zero_optimization out (stage 0), or use another optimizer"
+        )
     if ctx.grain is None and not ctx.config.core.zero_allow_untested_optimizer:
         raise UsageError(
             "zero_optimization: nobody has declared what this optimizer's arithmetic looks at. Set "

@@ -33,12 +33,14 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """Offload that the stage does not have, and stores that nobody offers."""
+    """Offload that the stage does not have, stores that nobody offers, and optimizers that reduce by themselves."""
     from ds_zero.config import ZeroConfig
-    from ds_zero.rules import offload_problems
+    from ds_zero.rules import offload_problems, optimizer_problems
 
     section = config.section("zero_optimization")
-    return offload_problems(section, plugins) if isinstance(section, ZeroConfig) else ()
+    if not isinstance(section, ZeroConfig):
+        return ()
+    return [*offload_problems(section, plugins), *optimizer_problems(section, config.core.optimizer, plugins)]
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:

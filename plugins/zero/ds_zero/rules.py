@@ -9,12 +9,25 @@ from ds_core.errors import Problem
 from ds_core.stores import check_store
 
 if TYPE_CHECKING:
+    from ds_core.config.core import OptimizerConfig
     from ds_core.plugins import Plugins
     from ds_zero.config import ZeroConfig
 
-__all__ = ["offload_problems"]
+__all__ = ["SELF_REDUCED", "offload_problems", "optimizer_problems"]
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+
+
+SELF_REDUCED = "this optimizer reduces gradients by itself, and so does ZeRO"
+
+
+def optimizer_problems(section: ZeroConfig, optimizer: OptimizerConfig | None, plugins: Plugins) -> Iterator[Problem]:
+    """An optimizer of the config's that leaves nothing for ZeRO to reduce."""
+    if section.stage == 0 or optimizer is None or optimizer.type is None:
+        return
+    answer = plugins.named("ds_optimizers", "optimizer").get(optimizer.type.lower())
+    if answer is not None and answer.value.communicates:
+        yield Problem("optimizer.type", f"{optimizer.type!r}: {SELF_REDUCED}", "set stage 0, or use another optimizer")
 
 
 def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]:

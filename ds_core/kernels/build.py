@@ -1,0 +1,376 @@
+"""Compiling kernels: when one is first used or by ``dscore ops build``; never at import, never silently (torch-free).
+
+[Note: sources without torch's headers] A file that includes torch/extension.h took 97 s to compile where the same
+kernel took 5 s without. So kernels take addresses and sizes through pybind11, and one build serves every torch.
+
+[Note: which library is loaded] A library's name holds the key of its build: a digest of sources, flags, compiler and
+Python's ABI (and torch, where its headers are used). The same key is compiled into it and looked for in the file's
+bytes before anything of it runs. So a file that was put under another key's name is not loaded, and is built anew; a
+record beside the library could be put there just as easily as the library. Who may write into the folder at all is
+checked too: it must belong to this user, and nobody else may have access.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from ds_core.errors import KernelError
+
+__all__ = ["Extension", "Unit", "build", "cache_folder", "find", "load", "prebuild", "why_not"]
+
+log = logging.getLogger("ds_core.kernels")
+
+MARK = "ds-build-key:"
+RECORD = "prebuilt.json"
+_MENDS = {
+    "g++": "install g++ (Debian: apt install g++), or name a compiler in CXX",
+    "ninja": "pip install ninja",
+    "nvcc": "install the CUDA toolkit of torch's CUDA version, or set CUDA_HOME",
+    "pybind11": "pip install pybind11",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A source file, relative to its extension's folder, with flags of its own; ``.cu`` goes to nvcc."""
+
+    path: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """A compiled module: what it is made of and how.
+
+    name: the distribution's, for messages. module: what the library defines (``PYBIND11_MODULE``). folder: where the
+    units are; every header in it counts as a source. flags, link: for each C++ unit, for the linker. cuda_flags: for
+    each ``.cu`` unit. torch_headers: adds torch's include folders, and torch's version to the key.
+    prebuilt: a folder in which a wheel may carry the finished library.
+    """
+
+    name: str
+    module: str
+    folder: Path
+    units: tuple[Unit, ...]
+    flags: tuple[str, ...] = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
+    link: tuple[str, ...] = ("-shared",)
+    cuda_flags: tuple[str, ...] = ()
+    torch_headers: bool = False
+    prebuilt: Path | None = None
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The programs that building takes."""
+        cuda = ("nvcc",) if any(u.path.endswith(".cu") for u in self.units) else ()
+        return ("g++", "ninja", *cuda)
+
+
+# -- asking --------------------------------------------------------------------------------------------------------
+
+
+def why_not(extension: Extension) -> str | None:
+    """None when `extension` is built or can be, else what is missing. Looks at files only; starts no program."""
+    if (module_name(extension)) in _LOADED or _prebuilt(extension) is not None:
+        return None
+    missing = [tool for tool in extension.tools if _tool(tool) is None]
+    if importlib.util.find_spec("pybind11") is None:
+        missing.append("pybind11")
+    if not missing:
+        return None
+    return f"not built, and cannot be: {' and '.join(missing)} not found; " + "; ".join(_MENDS[m] for m in missing)
+
+
+def find(extension: Extension) -> Path | None:
+    """The finished library, from the wheel or the cache; None when it must be built first."""
+    return _prebuilt(extension) or (_cached(extension) if not _missing(extension) else None)
+
+
+def cache_folder() -> Path:
+    """The folder of finished libraries, made when it is not there: ``$DS_CORE_CACHE/ops``, by default in ~/.cache.
+
+    Raises KernelError when it is not this user's own, or others may enter it.
+    """
+    root = os.environ.get("DS_CORE_CACHE")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_core"
+    folder = base / "ops"
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise KernelError(f"the folder for built kernels cannot be made: {error}; set DS_CORE_CACHE") from error
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        raise KernelError(
+            f"kernels are not built in {folder}, or loaded from there: it must be a folder of user {os.geteuid()} with "
+            f"mode 0700, and has owner {found.st_uid} and mode {mode:04o}; chmod 700 it, or set DS_CORE_CACHE"
+        )
+    return folder
+
+
+# -- loading and building --------------------------------------------------------------------------------------------
+
+_LOADED: dict[str, ModuleType] = {}
+
+
+def load(extension: Extension) -> ModuleType:
+    """The module, built now if need be (one log line before, one after); the same object in the whole process.
+
+    Raises KernelError with what is missing, or with the compiler's own words.
+    """
+    name = module_name(extension)
+    if name not in _LOADED:
+        path = build(extension)
+        spec = importlib.util.spec_from_file_location(extension.module, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            raise KernelError(f"{extension.name}: {path} cannot be loaded: {error}; delete it to build anew") from error
+        _LOADED[name] = module
+    return _LOADED[name]
+
+
+def module_name(extension: Extension) -> str:
+    """What tells extensions of one process apart."""
+    return f"{extension.folder}:{extension.module}"
+
+
+def build(extension: Extension, *, again: bool = False) -> Path:
+    """The finished library; compiles it when neither the wheel nor the cache has it, or always with `again`.
+
+    Several processes that come at once make one build. The lock is the operating system's: it ends with its process,
+    so that a build that was killed makes nobody wait.
+    """
+    if not again and (found := find(extension)) is not None:
+        return found
+    if missing := _missing(extension):
+        raise KernelError(
+            f"{extension.name} cannot be built: {' and '.join(missing)} not found; "
+            + "; ".join(_MENDS[m] for m in missing)
+        )
+    target = _target(extension)
+    with _locked(target.with_suffix(".lock"), extension.name):
+        if not again and (found := _cached(extension)) is not None:
+            return found  # somebody else has built it meanwhile
+        for left in target.parent.glob(f"{target.stem}.tmp.*"):  # by a build that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        room = Path(tempfile.mkdtemp(prefix=f"{target.stem}.tmp.", dir=target.parent))
+        try:
+            made = _compile(extension, _key(extension), room)
+            os.replace(made, target)
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
+    return target
+
+
+def prebuild(extension: Extension, folder: Path) -> list[Path]:
+    """Build into `folder`, for a wheel; returns the library and its record. The wheel serves this Python's ABI only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if missing := _missing(extension):
+        raise KernelError(f"{extension.name} cannot be built: {' and '.join(missing)} not found")
+    key = _source_key(extension)
+    with tempfile.TemporaryDirectory() as room:
+        made = _compile(extension, key, Path(room))
+        library = folder / f"{extension.module}{_suffix()}"
+        shutil.copyfile(made, library)
+    record = folder / RECORD
+    said = {"key": key, "file": library.name, "compiler": _compilers(extension)}
+    record.write_text(json.dumps(said, indent=1) + "\n")
+    return [library, record]
+
+
+def _compile(extension: Extension, key: str, room: Path) -> Path:
+    """Run ninja in `room`; the library it made, synced to disk."""
+    units = len(extension.units)
+    log.warning("building %s (%d files, once for this compiler and Python)", extension.name, units)
+    start = time.perf_counter()
+    library = room / f"{extension.module}{_suffix()}"
+    (room / "build.ninja").write_text(_ninja_file(extension, key, library.name))
+    ninja = _tool("ninja")
+    assert ninja is not None
+    done = subprocess.run(
+        [ninja, "-C", str(room)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not library.exists():
+        said = "\n".join(done.stdout.strip().splitlines()[-60:])
+        raise KernelError(
+            f"{extension.name} does not compile here ({'; '.join(_compilers(extension))}):\n{said}\n"
+            f"mend the compiler, or do without: uninstall {extension.name}, or disable it "
+            f'("plugins": {{"disable": ["{extension.name}"]}})'
+        )
+    with library.open("rb") as file:
+        os.fsync(file.fileno())
+    log.warning("built %s in %.1f s", extension.name, time.perf_counter() - start)
+    return library
+
+
+def _ninja_file(extension: Extension, key: str, library: str) -> str:
+    """Ninja's description of the build; ``$`` and spaces in paths are escaped its way."""
+    include = " ".join(f"-isystem {_quote(path)}" for path in _includes(extension))
+    define = f'-DDS_BUILD_KEY="\\"{key}\\""'
+    compiler, nvcc = _quote(str(_tool("g++"))), _quote(str(_tool("nvcc")))
+    lines = [
+        "rule cxx",
+        f"  command = {compiler} -MMD -MF $out.d {' '.join(extension.flags)} {define} {include} $flags -c $in -o $out",
+        "rule cuda",
+        f"  command = {nvcc} {' '.join(extension.cuda_flags)} {include} $flags -c $in -o $out",
+        "rule link",
+        f"  command = {compiler} $in {' '.join(extension.link)} -o $out",
+    ]
+    objects = []
+    for i, unit in enumerate(extension.units):
+        objects.append(f"{i}_{Path(unit.path).stem}.o")
+        rule = "cuda" if unit.path.endswith(".cu") else "cxx"
+        source = str(extension.folder / unit.path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+        lines += [f"build {objects[-1]}: {rule} {source}", f"  flags = {' '.join(unit.flags)}"]
+    return "\n".join([*lines, f"build {library}: link {' '.join(objects)}", ""])
+
+
+def _quote(path: str) -> str:
+    """One word for the shell that ninja starts, and for ninja."""
+    return "'" + path.replace("'", "'\\''").replace("$", "$$") + "'"
+
+
+def _includes(extension: Extension) -> list[str]:
+    import pybind11
+
+    found = [sysconfig.get_path("include"), pybind11.get_include()]
+    if extension.torch_headers:
+        from torch.utils.cpp_extension import include_paths
+
+        found += include_paths()
+    return found
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def _source_key(extension: Extension) -> str:
+    """What a build is made from, but for the tools: the key of a library inside a wheel."""
+    digest = hashlib.sha256()
+    names = {u.path for u in extension.units} | {
+        str(p.relative_to(extension.folder)) for p in extension.folder.rglob("*.h*")
+    }
+    for name in sorted(names):
+        data = (extension.folder / name).read_bytes()
+        digest.update(f"{name}:{len(data)}:".encode())
+        digest.update(data)
+    parts: list[object] = [extension.module, extension.flags, extension.link, extension.cuda_flags]
+    parts += [[u.path, u.flags] for u in extension.units]
+    parts += [_suffix(), sys.platform, platform.machine()]
+    if extension.torch_headers:
+        import torch
+
+        parts.append(torch.__version__)
+    digest.update(json.dumps(parts).encode())
+    return digest.hexdigest()
+
+
+def _key(extension: Extension) -> str:
+    import pybind11
+
+    parts = [_source_key(extension), _compilers(extension), pybind11.__version__]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _target(extension: Extension) -> Path:
+    return cache_folder() / f"{extension.name}-{_key(extension)[:24]}.so"
+
+
+def _cached(extension: Extension) -> Path | None:
+    target = _target(extension)
+    return target if _is_ours(target, _key(extension)) else None
+
+
+def _prebuilt(extension: Extension) -> Path | None:
+    """The library that the wheel brought, when it was built from these very sources for this Python."""
+    if extension.prebuilt is None or not (extension.prebuilt / RECORD).exists():
+        return None
+    library = extension.prebuilt / f"{extension.module}{_suffix()}"
+    return library if _is_ours(library, _source_key(extension)) else None
+
+
+def _is_ours(library: Path, key: str) -> bool:
+    """Whether `library` is a file that carries `key` inside. Nothing of it is run to find out."""
+    try:
+        return f"{MARK}{key}".encode() in library.read_bytes()
+    except OSError:
+        return False
+
+
+def _suffix() -> str:
+    return str(sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+
+def _missing(extension: Extension) -> list[str]:
+    missing = [tool for tool in extension.tools if _tool(tool) is None]
+    return missing + (["pybind11"] if importlib.util.find_spec("pybind11") is None else [])
+
+
+def _tool(name: str) -> str | None:
+    """Where a program is. The C++ compiler may be named in CXX; ninja may be the Python package's."""
+    if name == "g++":
+        chosen = os.environ.get("CXX")
+        return shutil.which(chosen) if chosen else shutil.which("g++") or shutil.which("c++")
+    if name == "ninja":
+        return shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable))
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return (shutil.which(name, path=os.path.join(home, "bin")) if home else None) or shutil.which(name)
+
+
+def _compilers(extension: Extension) -> list[str]:
+    """Path and version of each compiler that takes part."""
+    return [_version(path) for tool in extension.tools if tool != "ninja" and (path := _tool(tool)) is not None]
+
+
+@functools.cache
+def _version(path: str) -> str:
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KernelError(f"the compiler {path} does not run: {done.stderr.strip()[-200:]}")
+    lines = done.stdout.strip().splitlines()
+    return f"{path}: {lines[-1] if 'nvcc' in path else lines[0]}"
+
+
+@contextlib.contextmanager
+def _locked(path: Path, name: str) -> Iterator[None]:
+    """Hold the lock; says so once when another process holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("waiting for another process that builds %s", name)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,302 @@
+"""What each kernel means: the core's pure-torch references, and the path where nothing faster is installed.
+
+All take lists of tensors and update them in place. Scalars are exact (fp64); 16-bit tensors are widened to fp32, worked
+on there and rounded once. Where torch has a fused function for just this update it is called, so that results are those
+of torch's own optimizer bit for bit.
+
+Every optimizer step takes two options more than its mathematics: `scale` multiplies the gradients as they are read
+(unscaling and clipping in one number; gradients themselves are not changed), and `copies` get the new parameters, cast
+(the 16-bit weights of mixed precision). Parameters, gradients, states and copies of one place have one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd"]
+
+Tensors = Sequence[Tensor]
+_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+def adam(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool = True,
+    bias_correction: bool = True,
+    scale: float = 1.0,
+    copies: Tensors | None = None,
+) -> None:
+    """Adam, or AdamW when `decoupled`. step: the number of this update, from 1."""
+    if not params:
+        return
+    if bias_correction and scale == 1 and _alike(params, grads, exp_avgs, exp_avg_sqs):
+        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(params)
+        fused(
+            list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), [], steps,
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        _cast_out(params, copies)
+        return
+    correction1 = 1 - beta1**step if bias_correction else 1.0
+    correction2 = 1 - beta2**step if bias_correction else 1.0
+
+    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        if decoupled:
+            p.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        p.addcdiv_(m, (v / correction2).sqrt_().add_(eps), value=-lr / correction1)
+
+    _each(update, scale, copies, params, grads, exp_avgs, exp_avg_sqs)
+
+
+def adagrad(
+    params: Tensors,
+    grads: Tensors,
+    sums: Tensors,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    scale: float = 1.0,
+    copies: Tensors | None = None,
+) -> None:
+    """Adagrad; `lr` after any decay of it."""
+    if not params:
+        return
+    if scale == 1 and _alike(params, grads, sums):
+        steps = [torch.ones((), dtype=torch.float32, device=params[0].device)] * len(params)
+        torch._fused_adagrad_(
+            list(params), list(grads), list(sums), steps,
+            lr=lr, lr_decay=0.0, weight_decay=weight_decay, eps=eps, maximize=False,
+        )  # fmt: skip
+        _cast_out(params, copies)
+        return
+
+    def update(p: Tensor, g: Tensor, total: Tensor) -> None:
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        total.addcmul_(g, g)
+        p.addcdiv_(g, total.sqrt().add_(eps), value=-lr)
+
+    _each(update, scale, copies, params, grads, sums)
+
+
+def lion(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    scale: float = 1.0,
+    copies: Tensors | None = None,
+) -> None:
+    """Lion: the sign of a momentum that looks ahead, with decoupled decay."""
+
+    def update(p: Tensor, g: Tensor, m: Tensor) -> None:
+        p.mul_(1 - lr * weight_decay).add_(m.lerp(g, 1 - beta1).sign_(), alpha=-lr)
+        m.lerp_(g, 1 - beta2)
+
+    _each(update, scale, copies, params, grads, exp_avgs)
+
+
+def sgd(
+    params: Tensors,
+    grads: Tensors,
+    momenta: Tensors | None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    scale: float = 1.0,
+    copies: Tensors | None = None,
+) -> None:
+    """SGD. momenta: None without momentum. first: momenta begin as the gradient, undampened."""
+    if not params:
+        return
+    if scale == 1 and _alike(params, grads, momenta or ()):
+        torch._fused_sgd_(
+            list(params), list(grads), list(momenta or ()),
+            weight_decay=weight_decay, momentum=momentum, lr=lr, dampening=dampening, nesterov=nesterov,
+            maximize=False, is_first_step=first,
+        )  # fmt: skip
+        _cast_out(params, copies)
+        return
+
+    def update(p: Tensor, g: Tensor, m: Tensor | None = None) -> None:
+        if weight_decay:
+            g = g.add(p, alpha=weight_decay)
+        if m is not None:
+            m.copy_(g) if first else m.mul_(momentum).add_(g, alpha=1 - dampening)
+            g = g.add(m, alpha=momentum) if nesterov else m
+        p.add_(g, alpha=-lr)
+
+    _each(update, scale, copies, params, grads, *([momenta] if momenta is not None else []))
+
+
+def lamb(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    eps_inside_sqrt: bool,
+    min_coeff: float,
+    max_coeff: float,
+    scale: float = 1.0,
+    copies: Tensors | None = None,
+) -> list[float]:
+    """LAMB; returns each tensor's trust ratio. Each tensor must be whole.
+
+    The update is worked out from the moments as they are stored, so a kernel may do so in a second pass.
+    """
+    size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
+    kinds = [t.dtype for t in exp_avgs]
+    coeffs: list[float] = []
+
+    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        kind = kinds[len(coeffs)]
+        first, second = m.to(kind).to(m.dtype), v.to(kind).to(v.dtype)
+        u = first / ((second + eps).sqrt_() if eps_inside_sqrt else second.sqrt().add_(eps))
+        if weight_decay:
+            u.add_(p, alpha=weight_decay)
+        norms = torch.stack([p.norm(), u.norm()]).double().tolist()
+        coeff = min(max(norms[0] / norms[1], min_coeff), max_coeff) if all(norms) else 1.0
+        coeffs.append(coeff)
+        p.add_(u, alpha=-size * coeff)
+
+    _each(update, scale, copies, params, grads, exp_avgs, exp_avg_sqs)
+    return coeffs
+
+
+def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
+    """``into[i] += scale * added[i]``; `into` is fp32, `added` of one dtype."""
+    for total, more in zip(into, added, strict=True):
+        total.add_(more.to(total.dtype), alpha=scale)
+
+
+def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The elements of `x` in whole numbers, `group` of them (in order; the last group may be shorter) to a scale.
+
+    Returns q, scales and lows (fp32, one per group; lows None when symmetric). symmetric: q in ±(2^(bits-1) - 1) and
+    x ≈ q * scale; else q in 0 .. 2^bits - 1 and x ≈ q * scale + low. bits 8: q has one element for each of x, int8 or
+    uint8. bits 4: uint8, two to a byte, the first in the low half; `group` must be even. A group that is all one value
+    (symmetric: all zero), or whose range is not finite, is all zeros.
+    """
+    check_quantize(bits, group)
+    flat = x.detach().reshape(-1).float()
+    n = flat.numel()
+    groups = (n + group - 1) // group
+    rows = torch.nn.functional.pad(flat, (0, groups * group - n)).view(groups, group)
+    there = torch.arange(groups * group, device=x.device).view(groups, group) < n
+    if groups == 0:
+        low = high = flat.new_zeros(0)
+    else:  # amin and amax carry NaN
+        low = torch.where(there, rows, rows.new_tensor(torch.inf)).amin(1)
+        high = torch.where(there, rows, rows.new_tensor(-torch.inf)).amax(1)
+    most = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
+    least = -most if symmetric else 0
+    scales = (torch.maximum(-low, high) if symmetric else high - low) / most
+    bases = torch.zeros_like(low) if symmetric else low
+    steps = (scales > 0) & torch.isfinite(scales)
+    whole = torch.round((rows - bases[:, None]) / scales[:, None]).clamp_(least, most)
+    q = torch.where(steps[:, None] & there, whole, 0.0).to(torch.int16).view(-1)
+    lows = None if symmetric else low
+    if bits == 8:
+        return q[:n].to(torch.int8 if symmetric else torch.uint8), scales, lows
+    pairs = (q & 15).view(-1, 2)
+    return (pairs[:, 0] | pairs[:, 1] << 4)[: (n + 1) // 2].to(torch.uint8), scales, lows
+
+
+def dequantize(
+    q: Tensor, scales: Tensor, lows: Tensor | None, *, bits: int, group: int, numel: int, dtype: torch.dtype
+) -> Tensor:
+    """What `quantize` was given, but for rounding: a flat tensor of `numel` elements. lows: None when symmetric."""
+    check_quantize(bits, group)
+    if bits == 4:
+        q = torch.stack([q & 15, q >> 4], 1).view(-1)[:numel]
+        q = (q.to(torch.int16) ^ 8) - 8 if lows is None else q
+    which = torch.arange(numel, device=q.device) // group
+    x = q.float() * scales[which]
+    return (x if lows is None else x + lows[which]).to(dtype)
+
+
+def check_quantize(bits: int, group: int) -> None:
+    """ValueError for sizes that `quantize` does not have."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits {bits}: use 4 or 8")
+    if group < 1 or (bits == 4 and group % 2):
+        raise ValueError(f"group {group}: at least 1 is needed, and an even number for 4 bits")
+
+
+def _alike(params: Tensors, *others: Tensors) -> bool:
+    """Whether torch's fused functions serve: one dtype, and memory in one order, of which they go by."""
+    first = params[0]
+    return first.device.type in _FUSED_DEVICES and all(
+        t.dtype == p.dtype and t.stride() == p.stride() and is_dense(p)
+        for tensors in others
+        for p, t in zip(params, tensors, strict=bool(tensors))
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _each(update: Callable[..., None], scale: float, copies: Tensors | None, *lists: Tensors) -> None:
+    """`update` for the tensors at each place, 16-bit ones as fp32 copies; all but gradients (the second) are kept."""
+    for row in zip(*lists, strict=True):
+        wide = torch.float64 if any(t.dtype == torch.float64 for t in row) else torch.float32
+        widened = [t.to(wide) for t in row]
+        if scale != 1:
+            widened[1] = widened[1] * scale
+        update(*widened)
+        for place, (tensor, copy) in enumerate(zip(row, widened, strict=True)):
+            if place != 1 and copy is not tensor:
+                tensor.copy_(copy)
+    _cast_out(lists[0], copies)
+
+
+def _cast_out(params: Tensors, copies: Tensors | None) -> None:
+    if copies is not None:
+        for param, copy in zip(params, copies, strict=True):
+            copy.copy_(param)

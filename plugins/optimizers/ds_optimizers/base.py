@@ -1,0 +1,194 @@
+"""What the optimizers on kernels share: states, a clock, and one call for all tensors of a group that are alike.
+
+[Note: the clock] Every parameter has its own count of updates (``step``, a 0-d fp32 CPU tensor, as in torch), since one
+without a gradient is left out of a step. All of them are views of one tensor, so that a thousand counters are advanced
+by one operation and read by another. A counter that a checkpoint has put in a view's place is taken over.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_core.errors import UsageError
+from ds_core.kernels import Kernels
+from ds_core.plugins import Plugins
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Batch", "KernelOptimizer", "check_common", "require_cpu"]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Tensors of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`.
+
+    owners: the parameters; params: what is updated of them: for complex ones real views, as are grads and states then.
+    """
+
+    owners: list[Tensor] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+    step: int = 0
+
+
+@functools.cache
+def _installed() -> Kernels:
+    """The table of what is installed, for optimizers that no engine has given one."""
+    return Kernels(Plugins())
+
+
+class KernelOptimizer(Optimizer):
+    """Base: subclasses say which states they keep and update a `Batch`.
+
+    states: names of those that are shaped like the parameter. They have the parameter's dtype, but are fp32 for 16-bit
+    parameters unless `fp32_states` is false. counts: whether the update depends on its number.
+    """
+
+    op: ClassVar[str]
+    states: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[bool] = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, fp32_states: bool = True) -> None:
+        self._fp32_states = fp32_states
+        self._table: Kernels | None = None
+        self._found: dict[tuple[str, str, torch.dtype], Callable[..., Any]] = {}
+        self._clock = torch.zeros(0)
+        self._ticks: list[Tensor] = []
+        super().__init__(params, defaults)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Take kernels from this table (an engine's) from now on."""
+        self._table = kernels
+        self._found.clear()
+
+    def kernel(self, like: Tensor) -> Callable[..., Any]:
+        """Who serves `op` for tensors like this (`ds_core.kernels.references` says what it does)."""
+        key = (self.op, like.device.type, like.dtype)
+        if key not in self._found:
+            table = self._table or _installed()
+            self._found[key] = table.get(self.op, key[1], str(key[2]).removeprefix("torch."))
+        return self._found[key]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; `closure` as in torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        place = 0
+        for group in self.param_groups:
+            for batch in self._batches(group, place):
+                self.update(group, batch)
+            place += len(group["params"])
+        return loss
+
+    @abstractmethod
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update `batch` of `group` in place."""
+
+    def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the states that parameters of `group` have."""
+        return self.states
+
+    def begin(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The states of a parameter that is updated for the first time."""
+        half = param.dtype in (torch.float16, torch.bfloat16)
+        dtype = torch.float32 if half and self._fp32_states else param.dtype
+        names = self.states_of(group)
+        return {n: torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for n in names}
+
+    def _batches(self, group: dict[str, Any], place: int) -> Iterator[Batch]:
+        """The parameters of `group` that have gradients, by what one kernel call can take. See [Note: the clock]."""
+        batches: dict[Any, Batch] = {}
+        names = self.states_of(group)
+        if self.counts and len(self._ticks) != sum(len(g["params"]) for g in self.param_groups):
+            self._wind()
+        live, states, places = [], [], []
+        for offset, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                raise UsageError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a sparse gradient; use "
+                    "nn.Embedding(sparse=False)"
+                )
+            state = self.state[param]
+            if names and names[0] not in state:
+                state.update(self.begin(param, group))
+            if self.counts:
+                if state.get("step") is not self._ticks[place + offset]:
+                    self._adopt(place + offset, state)
+                places.append(place + offset)
+            live.append(param)
+            states.append(state)
+        steps = self._tick(places) if self.counts else [0] * len(live)
+        for param, state, step in zip(live, states, steps, strict=True):
+            key = (param.dtype, param.device, param.grad.dtype, step)
+            batch = batches.get(key)
+            if batch is None:
+                batch = batches[key] = Batch(states=[[] for _ in names], step=step)
+            real = torch.view_as_real if param.is_complex() else _itself
+            batch.owners.append(param)
+            batch.params.append(real(param))
+            batch.grads.append(real(param.grad))
+            for name, into in zip(names, batch.states, strict=True):
+                into.append(real(state[name]))
+        return iter(batches.values())
+
+    def _wind(self) -> None:
+        """Make the clock as long as there are parameters."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        self._clock = torch.zeros(len(params), dtype=torch.float32)
+        self._ticks = list(self._clock.unbind())
+        for place, param in enumerate(params):
+            if "step" in self.state.get(param, {}):
+                self._adopt(place, self.state[param])
+
+    def _adopt(self, place: int, state: dict[str, Any]) -> None:
+        self._ticks[place].fill_(float(state.get("step", 0)))
+        state["step"] = self._ticks[place]
+
+    def _tick(self, places: Sequence[int]) -> list[int]:
+        """Advance these counters; their new values."""
+        if len(places) == len(self._ticks):
+            self._clock += 1
+            return [int(s) for s in self._clock.tolist()]
+        index = torch.tensor(places, dtype=torch.long)
+        self._clock[index] += 1
+        return [int(s) for s in self._clock[index].tolist()]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def require_cpu(optimizer: Optimizer) -> None:
+    """For classes whose name says where they work (UsageError otherwise)."""
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.device.type != "cpu":
+                raise UsageError(
+                    f"{type(optimizer).__name__} updates parameters on the CPU, but one of shape {tuple(param.shape)} "
+                    f"in group {index} is on {param.device}; offload it (zero_optimization.offload_optimizer), or use "
+                    "the optimizer's plain name, which takes the best kernel for where parameters are"
+                )
+
+
+def check_common(*, lr: float, eps: float = 0.0, betas: Sequence[float] = (), weight_decay: float = 0.0) -> None:
+    """Refuse numbers that no optimizer can mean (ValueError)."""
+    if lr < 0 or eps < 0 or weight_decay < 0:
+        raise ValueError(f"lr {lr}, eps {eps} and weight_decay {weight_decay} must not be negative")
+    if betas and (len(betas) != 2 or not all(0 <= b < 1 for b in betas)):
+        raise ValueError(f"betas {tuple(betas)}: two numbers in [0, 1)")

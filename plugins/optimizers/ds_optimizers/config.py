@@ -1,0 +1,191 @@
+"""What ``optimizer.params`` may hold for each name (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ds_core.config import Section, option
+
+__all__ = [
+    "AdagradParams",
+    "AdamParams",
+    "AdamWParams",
+    "CPUAdagradParams",
+    "CPUAdamParams",
+    "CPULionParams",
+    "DeepSpeedCPUAdagradParams",
+    "FusedAdamParams",
+    "LambParams",
+    "LionParams",
+    "MuonParams",
+    "OneBitAdamParams",
+    "OneBitLambParams",
+    "SGDParams",
+    "ZeroOneAdamParams",
+]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = tuple[Beta, Beta]
+_FP32 = "Keep the states of 16-bit parameters in fp32; false: in the parameters' dtype."
+_AMSGRAD = "AMSGrad; not offered, so only false."
+
+
+class _Params(Section):
+    """What every optimizer takes."""
+
+    lr: float = option(1e-3, "Learning rate.", ge=0)
+    weight_decay: float = option(0.0, "Weight decay.", ge=0)
+
+
+class _Moments(_Params):
+    betas: Betas = option((0.9, 0.999), "Decay rates of the first and second moment, per step.")
+    eps: float = option(1e-8, "Added to the denominator.", ge=0)
+
+
+class FusedAdamParams(_Moments):
+    """``optimizer.params`` of FusedAdam."""
+
+    bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
+    adam_w_mode: bool = option(True, "Decoupled weight decay (AdamW).")
+    amsgrad: Literal[False] = option(False, _AMSGRAD)
+    set_grad_none: bool = option(True, "The optimizer's own zero_grad drops gradients; false: fills them with zeros.")
+    fp32_optimizer_states: bool = option(True, _FP32)
+
+
+class AdamParams(_Moments):
+    """``optimizer.params`` of Adam."""
+
+    bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
+    adam_w_mode: bool = option(True, "Decoupled weight decay (AdamW).")
+    amsgrad: bool = option(False, "Keep the maximum of the second moment; torch's Adam serves then.")
+    torch_adam: bool = option(False, "Insist on torch's own Adam.")
+    fp32_optimizer_states: bool = option(True, _FP32)
+
+
+class AdamWParams(AdamParams):
+    """``optimizer.params`` of AdamW."""
+
+    adam_w_mode: Literal[True] = option(True, "AdamW is decoupled by definition.")
+
+
+class CPUAdamParams(_Moments):
+    """``optimizer.params`` of CPUAdam."""
+
+    bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
+    adam_w_mode: bool = option(True, "Decoupled weight decay (AdamW).")
+    amsgrad: Literal[False] = option(False, _AMSGRAD)
+    fp32_optimizer_states: bool = option(True, _FP32)
+
+
+class DeepSpeedCPUAdamParams(_Moments):
+    """``optimizer.params`` of DeepSpeedCPUAdam."""
+
+    bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
+    adamw_mode: bool = option(True, "Decoupled weight decay (AdamW).")
+    amsgrad: Literal[False] = option(False, _AMSGRAD)
+    fp32_optimizer_states: bool = option(True, _FP32)
+
+
+class CPUAdagradParams(_Params):
+    """``optimizer.params`` of CPUAdagrad and Adagrad."""
+
+    lr: float = option(1e-2, "Learning rate.", ge=0)
+    eps: float = option(1e-10, "Added to the denominator.", ge=0)
+    lr_decay: float = option(0.0, "Update t, from 0, uses lr / (1 + t * lr_decay).", ge=0)
+    initial_accumulator_value: float = option(0.0, "Where the sums of squares begin.", ge=0)
+    fp32_optimizer_states: bool = option(True, _FP32)
+
+
+class AdagradParams(CPUAdagradParams):
+    """``optimizer.params`` of Adagrad."""
+
+
+class DeepSpeedCPUAdagradParams(_Params):
+    """``optimizer.params`` of DeepSpeedCPUAdagrad."""
+
+    lr: float = option(1e-2, "Learning rate.", ge=0)
+    eps: float = option(1e-10, "Added to the denominator.", ge=0)
+    amsgrad: Literal[False] = option(False, _AMSGRAD)
+    fp32_optimizer_states: bool = option(True, _FP32)
+
+
+class CPULionParams(_Params):
+    """``optimizer.params`` of DeepSpeedCPULion."""
+
+    betas: Betas = option((0.9, 0.999), "Weight of the momentum in the update, and its decay rate, per step.")
+    fp32_optimizer_states: bool = option(True, _FP32)
+
+
+class LionParams(CPULionParams):
+    """``optimizer.params`` of Lion, FusedLion and CPULion."""
+
+    set_grad_none: bool = option(True, "The optimizer's own zero_grad drops gradients; false: fills them with zeros.")
+
+
+class LambParams(_Moments):
+    """``optimizer.params`` of Lamb and FusedLamb."""
+
+    bias_correction: bool = option(True, "Correct the step size for moments that begin at zero.")
+    eps_inside_sqrt: bool = option(False, "Divide by the root of (v + eps) instead of the root of v, plus eps.")
+    max_coeff: float = option(10.0, "Largest trust ratio.", ge=0)
+    min_coeff: float = option(0.01, "Smallest trust ratio.", ge=0)
+    amsgrad: Literal[False] = option(False, _AMSGRAD)
+
+
+class MuonParams(_Params):
+    """``optimizer.params`` of Muon."""
+
+    momentum: float = option(0.95, "Decay rate of Muon's momentum, per step.", ge=0, lt=1)
+    muon_lr: float | None = option(None, "Learning rate of hidden matrices; null: lr.", ge=0)
+    adam_lr: float | None = option(None, "Learning rate of all other parameters; null: lr.", ge=0)
+    betas: Betas = option((0.9, 0.95), "AdamW's decay rates, for all other parameters.")
+    eps: float = option(1e-10, "AdamW's addition to the denominator.", ge=0)
+    ns_method: Literal["gram", "standard"] = option("gram", "How matrices are orthogonalised; they differ by rounding.")
+
+
+class SGDParams(_Params):
+    """``optimizer.params`` of SGD."""
+
+    momentum: float = option(0.0, "Decay rate of the momentum, per step; 0: none.", ge=0)
+    dampening: float = option(0.0, "Share of each gradient that does not enter the momentum.")
+    nesterov: bool = option(False, "Nesterov's look-ahead; needs momentum, and no dampening.")
+
+
+class _OneBitParams(_Moments):
+    """What the 1-bit family shares."""
+
+    bias_correction: Literal[False] = option(False, "The 1-bit family corrects no bias, so only false.")
+    eps_inside_sqrt: bool = option(False, "Divide by the root of (v + eps) instead of the root of v, plus eps.")
+    amsgrad: Literal[False] = option(False, _AMSGRAD)
+    cuda_aware: Literal[False] = option(False, "For MPI, which is not used, so only false.")
+    comm_backend_name: Literal["nccl", "hccl", "compressed"] = option(
+        "nccl", "Accepted for existing configs: messages go over the run's own process groups, whatever their backend."
+    )
+
+
+class OneBitAdamParams(_OneBitParams):
+    """``optimizer.params`` of OneBitAdam."""
+
+    freeze_step: int = option(100_000, "Steps of the warm-up, without compression.", ge=0)
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """``optimizer.params`` of ZeroOneAdam."""
+
+    var_freeze_step: int = option(100_000, "Steps before the variance is frozen and local steps begin.", ge=0)
+    var_update_scaler: int = option(16, "Updates of the variance after which the interval between them doubles.", gt=0)
+    local_step_scaler: int = option(32_678, "Steps after which the interval of local steps doubles.", gt=0)
+    local_step_clipper: int = option(16, "Most steps that a rank takes by itself.", gt=0)
+
+
+class OneBitLambParams(OneBitAdamParams):
+    """``optimizer.params`` of OneBitLamb."""
+
+    max_coeff: float = option(10.0, "Largest trust ratio in the warm-up.", ge=0)
+    min_coeff: float = option(0.01, "Smallest trust ratio in the warm-up.", ge=0)
+    coeff_beta: float = option(0.9, "Decay rate of the trust ratios' running mean, per step.", ge=0, lt=1)
+    factor_max: float = option(4.0, "Largest factor on the frozen trust ratio.", gt=0)
+    factor_min: float = option(0.5, "Smallest factor on the frozen trust ratio.", gt=0)
+    factor_threshold: float = option(0.1, "Most that the factor changes per step, as a share of it.", ge=0)

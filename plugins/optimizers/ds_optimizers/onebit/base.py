@@ -1,0 +1,245 @@
+"""What the 1-bit optimizers share: which gradients a step takes, who averages them, masks, and lost errors.
+
+With an engine, its partitioner asks `takes_averages` and averages beforehand, overlapped with backward. Without one
+(plain torch), give each rank's own gradients always: the optimizer then averages them itself.
+
+[Note: parameters without a gradient] Where gradients are each rank's own, one that is missing counts as zero, so that
+all ranks exchange the same tensors. A parameter that had no gradient in the whole warm-up has no variance, so it is
+not updated later either.
+
+[Note: elements without variance] One sign bit cannot say zero. An element whose gradient was zero in the whole warm-up
+(an unused row of an embedding) would get the scale of its tensor, divided by eps; its momentum is kept at zero instead.
+``exp_avg_mask`` in a parameter group, a tensor of the parameter's shape, silences further elements.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ds_core import comm
+from ds_core.errors import UsageError
+from ds_optimizers.onebit.compress import Errors, Exchange
+
+__all__ = ["BACKENDS", "OneBit", "Work", "check_arguments"]
+
+log = logging.getLogger("ds_optimizers")
+
+BACKENDS = ("nccl", "hccl", "compressed")
+Work = list[tuple[Tensor, Tensor]]
+"""Parameters of one group, each with the gradient that its step takes."""
+Kind = tuple[ProcessGroup | None, torch.dtype, torch.device]
+
+
+def check_arguments(
+    *, amsgrad: bool, max_grad_norm: float, bias_correction: bool, cuda_aware: bool, comm_backend_name: str
+) -> None:
+    """What the documents list for the whole family, and what of it this family does not have (ValueError)."""
+    if amsgrad:
+        raise ValueError("amsgrad: the 1-bit family has no AMSGrad variant; leave it out")
+    if max_grad_norm:
+        raise ValueError(f"max_grad_norm {max_grad_norm}: clipping is the engine's; set gradient_clipping")
+    if bias_correction:
+        raise ValueError("bias_correction: the 1-bit family applies none; leave it out or set false")
+    if cuda_aware:
+        raise ValueError("cuda_aware is for MPI, which is not used here; leave it out")
+    if comm_backend_name not in BACKENDS:
+        raise ValueError(
+            f"comm_backend_name {comm_backend_name!r}: messages go over the run's own process groups, whatever "
+            f"their backend is; leave it out ({', '.join(BACKENDS)} are accepted and mean just that)"
+        )
+
+
+class OneBit(Optimizer):
+    """Base of the family; see the module's notes. Satisfies `ds_core.communicating.CommunicatingOptimizer`."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._masks: dict[Tensor, Tensor] = {}
+        self._alive: dict[Tensor, Tensor | None] = {}
+        self._errors: dict[Any, Errors] = {}
+        self._exchanges: dict[ProcessGroup | None, Exchange] = {}
+        self._group_of: Callable[[Tensor], ProcessGroup | None] | None = None
+        super().__init__(params, defaults)
+
+    # -- with the engine ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def takes_averages(self) -> bool:
+        """Whether the next step wants gradients that are averaged over ranks. The same on all ranks."""
+
+    def connect(self, group_of: Callable[[Tensor], ProcessGroup | None]) -> None:
+        """An engine averages gradients when it should; `group_of` gives the ranks that share a parameter."""
+        self._group_of = group_of
+
+    def synchronize(self) -> None:
+        """Make weights and states equal on all ranks. Collective. They always are, but for `ZeroOneAdam`."""
+
+    def loaded(self) -> None:
+        """States are those of a checkpoint now: compression begins with no errors."""
+        self._errors.clear()
+        self._alive.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """torch's; then `loaded`."""
+        super().load_state_dict(dict(state_dict))
+        self.loaded()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others in compressed exchanges."""
+        return sum(e.sent for e in self._exchanges.values())
+
+    @property
+    def bytes_uncompressed(self) -> int:
+        """What a ring all-reduce would have sent for the same tensors."""
+        return sum(e.full for e in self._exchanges.values())
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. Collective where there are several ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    @abstractmethod
+    def update(self) -> None:
+        """What `step` does."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; a mask (``exp_avg_mask``) is kept apart, since it is the user's and not part of a checkpoint."""
+        group = dict(param_group)
+        mask = group.pop("exp_avg_mask", None)
+        super().add_param_group(group)
+        if mask is not None:
+            for param in self.param_groups[-1]["params"]:
+                if mask.shape != param.shape:
+                    raise ValueError(f"exp_avg_mask has shape {tuple(mask.shape)}, its parameter {tuple(param.shape)}")
+                self._masks[param] = mask
+
+    def work(self) -> Iterator[tuple[dict[str, Any], Work]]:
+        """Each group with the parameters that this step updates and their gradients, averaged if they should be."""
+        averaged = self.takes_averages
+        found = []
+        for group in self.param_groups:
+            rows: Work = []
+            for param in group["params"]:
+                grad = param.grad
+                if grad is not None and grad.is_sparse:
+                    raise UsageError(
+                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a sparse gradient, "
+                        "which the 1-bit family cannot compress; use nn.Embedding(sparse=False)"
+                    )
+                if param.is_complex():
+                    raise UsageError(
+                        f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} is {param.dtype}; complex "
+                        "numbers have no sign to send"
+                    )
+                if averaged and self._group_of is not None:
+                    if grad is not None:
+                        rows.append((param, grad))
+                elif averaged or self.state.get(param):
+                    if param.requires_grad or grad is not None:
+                        rows.append((param, torch.zeros_like(param) if grad is None else grad))
+            found.append((group, rows))
+        if averaged and self._group_of is None:
+            self.mean([pair for _, rows in found for pair in rows])
+        return iter(found)
+
+    def begin_state(self, param: Tensor, *extra: str) -> dict[str, Any]:
+        """The state of `param`: step, exp_avg, exp_avg_sq and `extra`, zero at first."""
+        state: dict[str, Any] = self.state[param]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for key in ("exp_avg", "exp_avg_sq", *extra):
+                state[key] = torch.zeros_like(param)
+        return state
+
+    # -- between ranks ------------------------------------------------------------------------------------------
+
+    def _kinds(self, pairs: Work) -> dict[Kind, Work]:
+        kinds: dict[Kind, Work] = {}
+        for param, tensor in pairs:
+            group = None if self._group_of is None else self._group_of(param)
+            kinds.setdefault((group, tensor.dtype, tensor.device), []).append((param, tensor))
+        return kinds
+
+    def _exchange(self, group: ProcessGroup | None) -> Exchange:
+        if group not in self._exchanges:
+            self._exchanges[group] = Exchange(group)
+        return self._exchanges[group]
+
+    def compress(self, pairs: Work) -> None:
+        """Replace the tensors by their compressed average, each with a scale of its own. Collective."""
+        for (group, _, _), members in self._kinds(pairs).items():
+            exchange = self._exchange(group)
+            if exchange.ranks == 1:
+                continue
+            for param, tensor in members:
+                if param not in self._errors:
+                    self._errors[param] = Errors.of(tensor, exchange.ranks)
+            exchange.average([t for _, t in members], [self._errors[p] for p, _ in members])
+
+    def compress_fused(self, pairs: Work) -> None:
+        """The same with one scale for all, as if they were one tensor. Collective."""
+        for kind, members in self._kinds(pairs).items():
+            exchange = self._exchange(kind[0])
+            if exchange.ranks == 1:
+                continue
+            tensors = [t for _, t in members]
+            flat = torch.cat([t.reshape(-1) for t in tensors])
+            key = (*kind, flat.numel())
+            if key not in self._errors:
+                self._errors[key] = Errors.of(flat, exchange.ranks)
+            exchange.average([flat], [self._errors[key]])
+            _spread(flat, tensors)
+
+    def mean(self, pairs: Work) -> None:
+        """Replace the tensors by their average in full precision. Collective."""
+        for (group, _, _), members in self._kinds(pairs).items():
+            if comm.world_size(group) > 1:
+                tensors = [t for _, t in members]
+                flat = torch.cat([t.reshape(-1) for t in tensors])
+                comm.all_reduce(flat, op=torch.distributed.ReduceOp.AVG, group=group)
+                _spread(flat, tensors)
+
+    # -- arithmetic ---------------------------------------------------------------------------------------------
+
+    def mask(self, pairs: Work) -> None:
+        """Silence elements that may not move; see [Note: elements without variance]."""
+        for param, tensor in pairs:
+            if param not in self._alive:
+                alive = self.state[param]["exp_avg_sq"] > 0
+                self._alive[param] = None if bool(alive.all()) else alive
+            found = self._alive[param]
+            if found is not None:
+                tensor.mul_(found)
+            if (given := self._masks.get(param)) is not None:
+                tensor.mul_(given.to(tensor))
+
+    def variance_changed(self) -> None:
+        """Variances moved, so which elements have one is to be found anew."""
+        self._alive.clear()
+
+
+def denominator(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What momentum is divided by: √v + eps, or √(v + eps)."""
+    eps: float = group["eps"]
+    return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
+
+
+def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,163 @@
+"""0/1 Adam: variances that are updated ever more rarely, then local steps that are averaged ever more rarely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_optimizers.onebit.base import OneBit, Work, check_arguments, denominator, log
+
+__all__ = ["ZeroOneAdam"]
+
+
+class ZeroOneAdam(OneBit):
+    """0/1 Adam (Lu et al. 2022), without bias correction.
+
+    var_freeze_step: steps before the variance is frozen. Until then it is updated from gradients averaged in full every
+    ``var_interval`` steps, which starts at 1 and doubles after each `var_update_scaler` updates; gradients of the
+    other steps are averaged by sign bits, and change the momentum only. Afterwards each rank steps by itself, and every
+    ``local_step_interval`` steps (1, doubled after each `local_step_scaler` steps, at most `local_step_clipper`) the
+    sums of their updates are averaged by sign bits. In between ranks have different weights; saving a checkpoint
+    brings them together in full precision, and so does `synchronize`.
+
+    The other arguments are those of `OneBitAdam`; ``non_freeze`` is not offered.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        check_arguments(
+            amsgrad=amsgrad,
+            max_grad_norm=max_grad_norm,
+            bias_correction=bias_correction,
+            cuda_aware=cuda_aware,
+            comm_backend_name=comm_backend_name,
+        )
+        self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
+        self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
+        keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
+        # Counters stand in the groups, so that a checkpoint has them; equal in all groups, but for the sum of rates.
+        counters = {"step": 0, "var_interval": 1, "var_counter": 0, "local_step_interval": 1, "local_step_counter": 0}
+        super().__init__(params, {**keys, "weight_decay": weight_decay, **counters, "lrs": 0.0})
+
+    @property
+    def _frozen(self) -> bool:
+        return bool(self.param_groups[0]["step"] > self.var_freeze_step)
+
+    @property
+    def takes_averages(self) -> bool:
+        """See `OneBit.takes_averages`: when the next step updates the variance."""
+        group = self.param_groups[0]
+        return not self._frozen and (group["step"] + 1) % group["var_interval"] == 0
+
+    def update(self) -> None:
+        """See `OneBit.update`."""
+        full, frozen = self.takes_averages, self._frozen
+        rows = [(group, pair) for group, pairs in self.work() for pair in pairs]
+        if not full and not frozen:
+            grads = [(p, g) for _, (p, g) in rows]
+            self.compress(grads)
+            self.mask(grads)
+        for group, (param, grad) in rows:
+            state = self.begin_state(param)
+            state["step"] += 1
+            beta1, beta2 = group["betas"]
+            state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
+            if full:
+                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            update = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
+            if group["weight_decay"]:
+                update.add_(param, alpha=group["weight_decay"])
+            param.add_(update, alpha=-group["lr"])
+            if frozen:
+                if "momentum_accumulator" not in state:
+                    state["momentum_accumulator"] = torch.zeros_like(param)
+                state["momentum_accumulator"].add_(update, alpha=-group["lr"])
+        if full:
+            self.variance_changed()
+        for group in self.param_groups:
+            group["step"] += 1
+            if frozen:
+                group["lrs"] += group["lr"]
+        if frozen and self.param_groups[0]["step"] % self.param_groups[0]["local_step_interval"] == 0:
+            self._bring_together(compressed=True)
+        self._count(full=full, frozen=frozen)
+
+    def _count(self, *, full: bool, frozen: bool) -> None:
+        """Advance the two schedules after a step."""
+        for group in self.param_groups:
+            if frozen:
+                group["local_step_counter"] += 1
+                if group["local_step_counter"] == self.local_step_scaler:
+                    group["local_step_counter"] = 0
+                    group["local_step_interval"] = min(self.local_step_clipper, 2 * group["local_step_interval"])
+            elif full:
+                group["var_counter"] += 1
+                if group["var_counter"] == self.var_update_scaler:
+                    group["var_counter"] = 0
+                    group["var_interval"] *= 2
+        if not frozen and self._frozen:
+            self._errors.clear()
+            log.info("ZeroOneAdam: the variance is frozen after step %d", self.param_groups[0]["step"])
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """See `OneBit.synchronize`: what ranks did by themselves is averaged in full precision."""
+        if self._drifted():
+            self._bring_together(compressed=False)
+
+    def _drifted(self) -> bool:
+        group = self.param_groups[0]
+        # Right after the step that brought ranks together nothing has been summed up since.
+        return any(g["lrs"] for g in self.param_groups) or (
+            self._frozen and bool(group["step"] % group["local_step_interval"])
+        )
+
+    def _bring_together(self, *, compressed: bool) -> None:
+        """Replace what each rank did since the last time by the average of all."""
+        sums: Work = []
+        places: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.get(param)
+                if not state or "momentum_accumulator" not in state:
+                    continue
+                total = state["momentum_accumulator"]
+                param.sub_(total)
+                divisor = denominator(state["exp_avg_sq"], group)
+                sums.append((param, total.mul_(divisor)))
+                places.append((group, param, divisor))
+        if compressed:
+            self.compress(sums)
+            self.mask(sums)
+        else:
+            self.mean(sums)
+        still = []
+        for (group, param, divisor), (_, total) in zip(places, sums, strict=True):
+            momentum = self.state[param]["exp_avg"]
+            if group["lrs"]:
+                momentum.copy_(total).div_(-group["lrs"])
+            else:  # no rate, no movement: ranks' momenta are averaged as they are
+                still.append((param, momentum))
+            param.add_(total.div_(divisor))
+            total.zero_()
+        self.mean(still)
+        for group in self.param_groups:
+            group["lrs"] = 0.0

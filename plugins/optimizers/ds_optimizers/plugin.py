@@ -1,0 +1,65 @@
+"""What this distribution offers to ds_core: optimizers by name (torch-free; nothing is imported until chosen)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ds_core.entries import OptimizerEntry
+from ds_core.errors import Problem
+
+if TYPE_CHECKING:
+    from ds_core.config import RunConfig
+    from ds_core.plugins import Plugins
+
+__all__ = ["ds_check", "ds_optimizers"]
+
+
+def _entry(load: str, params: str, **declared: object) -> OptimizerEntry:
+    return OptimizerEntry(f"ds_optimizers.{load}", f"ds_optimizers.config:{params}Params", **declared)  # type: ignore[arg-type]
+
+
+OPTIMIZERS: Mapping[str, OptimizerEntry] = {
+    "Adam": _entry("adam:make_adam", "Adam"),
+    "AdamW": _entry("adam:make_adamw", "AdamW"),
+    "FusedAdam": _entry("adam:FusedAdam", "FusedAdam"),
+    "CPUAdam": _entry("adam:CPUAdam", "CPUAdam"),
+    "DeepSpeedCPUAdam": _entry("adam:DeepSpeedCPUAdam", "DeepSpeedCPUAdam"),
+    "Adagrad": _entry("adagrad:Adagrad", "Adagrad"),
+    "CPUAdagrad": _entry("adagrad:CPUAdagrad", "CPUAdagrad"),
+    "DeepSpeedCPUAdagrad": _entry("adagrad:DeepSpeedCPUAdagrad", "DeepSpeedCPUAdagrad"),
+    "Lion": _entry("lion:Lion", "Lion"),
+    "FusedLion": _entry("lion:FusedLion", "Lion"),
+    "CPULion": _entry("lion:CPULion", "Lion"),
+    "DeepSpeedCPULion": _entry("lion:DeepSpeedCPULion", "CPULion"),
+    "Lamb": _entry("lamb:Lamb", "Lamb", grain="tensor"),
+    "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor"),
+    "Muon": _entry("muon:Muon", "Muon", grain="matrix", groups="ds_optimizers.muon:split_groups"),
+    "SGD": _entry("sgd:SGD", "SGD"),
+    "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", communicates=True),
+    "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", communicates=True),
+    "OneBitLamb": _entry("onebit.lamb:OneBitLamb", "OneBitLamb", grain="tensor", communicates=True),
+}
+LAMB_FORMS = ("lamb", "fusedlamb", "onebitlamb")
+
+
+def ds_optimizers() -> Mapping[str, OptimizerEntry]:
+    """The optimizers that ``optimizer.type`` may name, with the models of their ``optimizer.params``."""
+    return OPTIMIZERS
+
+
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
+    """LAMB adapts to the size of its updates, which a loss scale that never gives way can make infinite."""
+    section, fp16 = config.core.optimizer, config.core.fp16
+    name = section.type.lower() if section is not None and section.type is not None else ""
+    if name not in LAMB_FORMS or fp16 is None or not fp16.enabled or not fp16.loss_scale:
+        return ()
+    if plugins.named("ds_optimizers", "optimizer")[name].value not in OPTIMIZERS.values():
+        return ()  # somebody else's
+    return [
+        Problem(
+            "fp16.loss_scale",
+            f"is {fp16.loss_scale:g}, but LAMB-type optimizers need a dynamic loss scale",
+            "set it to 0, or use bf16",
+        )
+    ]

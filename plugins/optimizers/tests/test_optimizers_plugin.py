@@ -1,0 +1,176 @@
+"""The declaration, the models of ``optimizer.params``, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import ds_optimizers
+import pytest
+import torch
+from ds_optimizers.plugin import OPTIMIZERS
+from pydantic import BaseModel
+from torch import nn
+
+import ds_core
+from ds_core.entries import resolve
+from ds_core.errors import ConfigError, UsageError
+from ds_core.testing import PluginConformance
+
+LOAD = {"plugins": {"load": ["ds_optimizers.plugin"]}}
+NAMES = sorted(OPTIMIZERS)
+
+
+class TestPlugin(PluginConformance):
+    entry_point = "ds_optimizers.plugin"
+
+
+def model_of(name: str) -> type[BaseModel]:
+    model: type[BaseModel] = resolve(str(OPTIMIZERS[name].params))
+    return model
+
+
+def start(type_: str, params: Any = None, **config: Any) -> Any:
+    torch.manual_seed(0)
+    engine, *_ = ds_core.initialize(
+        model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+        config={
+            "train_batch_size": 2,
+            "optimizer": {"type": type_, "params": params or {}},
+            **LOAD,
+            **config,
+        },
+    )
+    return engine
+
+
+def test_every_documented_name_is_there() -> None:
+    documented = (
+        "Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, Adagrad, CPUAdagrad, Lion, CPULion, FusedLion, Lamb, "
+        "FusedLamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD"
+    )
+    assert set(documented.split(", ")) <= set(OPTIMIZERS)
+    for name in OPTIMIZERS:
+        assert isinstance(getattr(ds_optimizers, name), type)
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "tensor"} == {"Lamb", "FusedLamb", "OneBitLamb"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "matrix"} == {"Muon"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].communicates} == {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_has_the_defaults_of_the_class(name: str) -> None:
+    """Every parameter of the config reaches the class, under the same default."""
+    parameters = inspect.signature(getattr(ds_optimizers, name)).parameters
+    for key, field in model_of(name).model_fields.items():
+        if key == "torch_adam":
+            continue
+        assert key in parameters, f"{name}({key}=) is not an argument"
+        assert parameters[key].default == field.default, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_trains_from_the_config_and_unknown_parameters_are_refused(name: str) -> None:
+    engine = start(name.upper(), {"lr": 0.05})
+    x = torch.randn(2, 3)
+    losses = []
+    for _ in range(20):
+        loss = engine(x).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert losses[-1] < 0.9 * losses[0]
+    if name not in ("Adam", "AdamW"):
+        assert type(engine.optimizer).__name__ == name
+    with pytest.raises(ConfigError, match=r"optimizer.params.lrr.*did you mean 'optimizer.params.lr'"):
+        start(name, {"lrr": 1})
+    with pytest.raises(ConfigError, match="max_grad_norm.*gradient_clipping"):
+        start(name, {"max_grad_norm": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("FusedAdam", {"amsgrad": True}, "amsgrad"),
+        ("AdamW", {"adam_w_mode": False}, "adam_w_mode"),
+        ("Lamb", {"min_coeff": 3, "max_coeff": 2}, "min_coeff 3"),
+        ("Muon", {"ns_method": "cubic"}, "ns_method"),
+        ("SGD", {"nesterov": True}, "nesterov needs momentum"),
+        ("OneBitAdam", {"bias_correction": True}, "bias_correction"),
+        ("OneBitAdam", {"comm_backend_name": "mpi"}, "comm_backend_name"),
+        ("OneBitLamb", {"cuda_aware": True}, "cuda_aware"),
+        ("ZeroOneAdam", {"amsgrad": True}, "amsgrad"),
+        ("Adam", {"betas": [0.9, 1.0]}, "betas"),
+        ("Adam", {"torch_adam": True, "bias_correction": False}, "torch's Adam always corrects"),
+        ("Lion", {"lr": -1}, "lr"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(name: str, params: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start(name, params)
+
+
+def test_torch_serves_where_it_is_asked_for() -> None:
+    assert type(start("Adam", {"torch_adam": True}).optimizer) is torch.optim.AdamW
+    assert type(start("Adam", {"amsgrad": True, "adam_w_mode": False}).optimizer) is torch.optim.Adam
+    assert type(start("torch.optim.RMSprop", {"alpha": 0.9}).optimizer) is torch.optim.RMSprop
+    assert type(start("nadam").optimizer) is torch.optim.NAdam
+
+
+def test_classes_refuse_what_the_documents_say() -> None:
+    params = [nn.Parameter(torch.zeros(2, 2))]
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        ds_optimizers.FusedAdam(params, amsgrad=True)
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        ds_optimizers.FusedLamb(params, amsgrad=True)
+    with pytest.raises(ValueError, match="gradient_clipping"):
+        ds_optimizers.FusedLamb(params, max_grad_norm=1.0)
+    with pytest.raises(UsageError, match="on the CPU.*is on meta"):
+        ds_optimizers.DeepSpeedCPUAdam([nn.Parameter(torch.zeros(2, device="meta"))])
+    with pytest.raises(UsageError, match="use_muon"):
+        ds_optimizers.Muon(params)
+    sparse = nn.Embedding(3, 2, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    for make in (ds_optimizers.AdamW, ds_optimizers.OneBitAdam):
+        with pytest.raises(UsageError, match="sparse"):
+            make(sparse.parameters()).step()
+
+
+@pytest.mark.parametrize("name", ["Lamb", "FusedLamb", "OneBitLamb"])
+def test_lamb_needs_a_dynamic_loss_scale(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"fp16.loss_scale: is 128.*dynamic"):
+        start(name, fp16={"enabled": True, "loss_scale": 128})
+    start(name, fp16={"enabled": True})
+    start("Adam", fp16={"enabled": True, "loss_scale": 128})
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_the_1bit_family_does_not_go_with_zero(name: str) -> None:
+    for stage in (1, 2, 3):
+        with pytest.raises(ConfigError, match=r"optimizer.type: .*reduces gradients by itself.*set stage 0"):
+            start(name, zero_optimization={"stage": stage})
+    start(name, zero_optimization={"stage": 0})
+    model = nn.Linear(2, 2)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, **LOAD}
+    with pytest.raises(UsageError, match="reduces gradients by itself"):
+        ds_core.initialize(model=model, optimizer=getattr(ds_optimizers, name)(model.parameters()), config=config)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_package.Adam", "No module named 'no_such_package'"),
+        ("torch.optim.NoSuch", "NoSuch"),
+        ("torch.optim.LBFGS", "closure"),
+        ("torch.version.cuda", "name a class"),
+    ],
+)
+def test_a_dotted_path_that_leads_nowhere_is_refused(path: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start(path)
+
+
+def test_an_optimizer_by_dotted_path_is_known_to_zero_if_it_is_a_known_one() -> None:
+    for path in ("torch.optim.AdamW", "ds_optimizers.lion.Lion", "ds_optimizers.lamb.FusedLamb"):
+        assert start(path, zero_optimization={"stage": 1}).ctx.grain == ("tensor" if "lamb" in path else "element")
+    with pytest.raises(UsageError, match="zero_allow_untested_optimizer"):
+        start("ds_optimizers.base.KernelOptimizer", {"defaults": {}}, zero_optimization={"stage": 1})

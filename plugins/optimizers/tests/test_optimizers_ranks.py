@@ -1,0 +1,140 @@
+"""Optimizers on two ranks, plain and under ZeRO: as one process with the whole batch, through a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_core.testing import run_ranks
+
+SMALL = {"reduce_bucket_size": 60, "param_persistence_threshold": 5, "prefetch_bucket_size": 40}
+KINDS: dict[str, dict[str, Any]] = {
+    "Adam": {"adam_w_mode": False, "lr": 0.02},
+    "FusedAdam": {"lr": 0.02},
+    "Adagrad": {"lr": 0.02, "lr_decay": 0.01},
+    "Lion": {"lr": 1e-3},
+    "Lamb": {"lr": 0.01},
+    "Muon": {"lr": 5e-3, "adam_lr": 2e-3},
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+}
+WORLD = 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 7)
+        self.mid = nn.Linear(7, 9)
+        self.unused = nn.Linear(2, 2)
+        self.out = nn.Linear(9, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.out(torch.tanh(self.mid(torch.tanh(self.embed(x))))) * self.scale - 0.3).square().mean()
+
+
+def build() -> Net:
+    torch.manual_seed(5)
+    return Net().double()
+
+
+def groups(model: Net) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
+
+
+def batch(step: int, rank: int) -> Tensor:
+    make = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(2, 5, generator=make, dtype=torch.float64)
+
+
+def alone(kind: str, steps: int) -> dict[str, Tensor]:
+    """One process with plain torch around the optimizer's class, which other tests hold against its reference."""
+    import ds_optimizers
+    from ds_optimizers.muon import split_groups
+
+    model, params = build(), dict(KINDS[kind])
+    names = {p: n for n, p in model.named_parameters()}
+    wanted = split_groups(groups(model), names, **params) if kind == "Muon" else groups(model)
+    optimizer = getattr(ds_optimizers, kind)(wanted, **params)
+    for step in range(steps):
+        sum(model(batch(step, rank)) for rank in range(WORLD)).div(WORLD).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def start(kind: str, stage: int) -> Any:
+    import ds_core
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+        "optimizer": {"type": kind, "params": KINDS[kind]},
+        "plugins": {"load": ["ds_optimizers.plugin"]},
+    }
+    if stage:
+        config["zero_optimization"] = {"stage": stage, **SMALL}
+    model = build()
+    engine, *_ = ds_core.initialize(model=model, model_parameters=groups(model), config=config)
+    return engine
+
+
+def go(engine: Any, steps: range) -> None:
+    from ds_core import comm
+
+    for step in steps:
+        engine.backward(engine(batch(step, comm.rank())))
+        engine.step()
+
+
+def train(stage: int, steps: int, folder: str) -> dict[str, float]:
+    from ds_core.testing.partitioner import relative, whole_weights
+
+    errors = {}
+    for kind in KINDS:
+        engine = start(kind, stage)
+        go(engine, range(steps // 2))
+        engine.save_checkpoint(f"{folder}/{kind}", tag="half")
+        engine.destroy()
+        engine = start(kind, stage)
+        engine.load_checkpoint(f"{folder}/{kind}", tag="half")
+        go(engine, range(steps // 2, steps))
+        found = whole_weights(engine)
+        for name, weight in alone(kind, steps).items():
+            errors[f"{kind} {name}"] = relative(found[name], weight)
+        engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_do_what_one_does(stage: int, steps: int, tmp_path: Path) -> None:
+    for errors in run_ranks(WORLD, train, stage, steps, str(tmp_path)):
+        assert len(errors) == len(KINDS) * 8
+        bad = {k: e for k, e in errors.items() if not e <= 1e-9}
+        assert not bad
+
+
+def across(folder: str, stage: int, other: int, kind: str) -> float:
+    from ds_core.testing.partitioner import relative, whole_weights
+
+    engine = start(kind, stage)
+    go(engine, range(6))
+    engine.save_checkpoint(folder, tag="six")
+    engine.destroy()
+    engine = start(kind, other)
+    engine.load_checkpoint(folder, tag="six")
+    go(engine, range(6, 12))
+    found = whole_weights(engine)
+    engine.destroy()
+    return max(relative(found[n], w) for n, w in alone(kind, 12).items())
+
+
+@pytest.mark.parametrize(("kind", "stage", "other"), [("Lamb", 0, 3), ("Muon", 3, 0), ("FusedAdam", 2, 0)])
+def test_a_checkpoint_of_one_stage_goes_on_under_another(kind: str, stage: int, other: int, tmp_path: Path) -> None:
+    assert max(run_ranks(WORLD, across, str(tmp_path), stage, other, kind)) <= 1e-10

@@ -1,0 +1,118 @@
+"""Optimizers that reduce gradients by themselves: what they are asked, what they are given, and the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_core
+from ds_core import comm
+from ds_core.entries import OptimizerEntry
+from ds_core.errors import UsageError
+from ds_core.testing import run_ranks
+
+
+def ds_optimizers() -> Mapping[str, OptimizerEntry]:
+    """This module is its own plugin."""
+    return {
+        "Local": OptimizerEntry(f"{__name__}:Local", communicates=True),
+        "Mute": OptimizerEntry("torch.optim:SGD", communicates=True),
+        "Odd": OptimizerEntry("torch.optim:SGD", groups=f"{__name__}:biases_apart"),
+    }
+
+
+def biases_apart(groups: Any, names: Mapping[nn.Parameter, str], *, lr: float) -> Any:
+    (group,) = groups
+    parts: dict[bool, list[Any]] = {False: [], True: []}
+    for param in group["params"]:
+        parts[names[param].endswith("bias")].append(param)
+    return [{"params": parts[False]}, {"params": parts[True], "lr": lr / 10}]
+
+
+class Local(torch.optim.SGD):
+    """SGD on averages in even steps; in odd ones each rank by itself."""
+
+    count = 0
+    seen: list[float]
+
+    @property
+    def takes_averages(self) -> bool:
+        return self.count % 2 == 0
+
+    def connect(self, group_of: Any) -> None:
+        self.group_of, self.seen, self.events = group_of, [], []
+
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+
+    def loaded(self) -> None:
+        self.events.append("loaded")
+
+    def step(self, closure: Any = None) -> None:
+        (param,) = self.param_groups[0]["params"]
+        self.seen.append(float(param.grad[0, 0]))
+        self.ranks = comm.world_size(self.group_of(param))
+        self.count += 1
+
+
+def start(kind: str, model: nn.Module, **config: Any) -> Any:
+    engine, *_ = ds_core.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": kind, "params": {"lr": 0.1}},
+            "plugins": {"load": [__name__]},
+            **config,
+        },
+    )
+    return engine
+
+
+def train(folder: str, plain: bool, clip: float) -> dict[str, Any]:
+    engine = start("Local", nn.Linear(1, 1, bias=False), gradient_clipping=clip)
+    norms = []
+    for _ in range(4):
+        loss = engine(torch.tensor([[3.0 if comm.rank() == 0 else 4.0]])).sum()
+        if plain:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    engine.save_checkpoint(folder, tag="a")
+    engine.load_checkpoint(folder, tag="a")
+    found = engine.optimizer
+    engine.destroy()
+    return {"norms": norms, "seen": found.seen, "events": found.events, "ranks": found.ranks}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_gradients_are_averaged_when_the_optimizer_wants_that(tmp_path: Any, plain: bool, clip: float) -> None:
+    for rank, found in enumerate(run_ranks(2, train, str(tmp_path), plain, clip)):
+        root = ((9 + 16) / 2) ** 0.5  # of the mean square of 3 and 4
+        assert found["norms"] == pytest.approx([3.5, root, 3.5, root])
+        own = 3.0 + rank
+        expected = [3.5, own, 3.5, own] if not clip else [1.0, own / root, 1.0, own / root]
+        assert found["seen"] == pytest.approx(expected, rel=1e-5)
+        assert found["events"][0] == "synchronize" and found["events"][-1] == "loaded"
+        assert found["ranks"] == 2
+
+
+def test_what_declares_that_it_communicates_must_be_able_to() -> None:
+    with pytest.raises(UsageError, match="SGD is declared as communicating.*takes_averages"):
+        start("Mute", nn.Linear(1, 1))
+
+
+def test_an_entry_may_split_groups_by_name() -> None:
+    engine = start("Odd", nn.Linear(2, 2))
+    assert [(len(g["params"]), g["lr"]) for g in engine.optimizer.param_groups] == [(1, 0.1), (1, 0.01)]
+
+
+def test_an_optimizer_by_its_dotted_path() -> None:
+    assert type(start(f"{__name__}.Local", nn.Linear(1, 1)).optimizer) is Local
+    assert type(start("torch.optim.NAdam", nn.Linear(1, 1)).optimizer) is torch.optim.NAdam
