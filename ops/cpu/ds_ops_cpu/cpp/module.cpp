@@ -19,16 +19,10 @@
 #include "ops.h"
 #include "tensors.h"
 
-#ifndef DS_BUILD_KEY
-#define DS_BUILD_KEY "none"
-#endif
-
 namespace py = pybind11;
 using ds::Addresses, ds::Sizes, ds::Tensors, ds::width;
 
 namespace {
-
-const char* const BUILD_KEY = "ds-build-key:" DS_BUILD_KEY;
 
 const ds::Table* chosen = nullptr;
 
@@ -323,7 +317,6 @@ std::string use_instruction_set(const std::string& name) {
 
 PYBIND11_MODULE(_ds_ops_cpu, m) {
     chosen = usable().front();
-    m.attr("BUILD_KEY") = BUILD_KEY;
     m.attr("BLOCK") = ds::BLOCK;
 #ifdef _OPENMP
     m.attr("OPENMP") = true;
