@@ -29,8 +29,9 @@ def make_app() -> typer.Typer:
     """The group ``dscore ops``."""
     app = typer.Typer(help="List, build, check and time kernels.", no_args_is_help=True)
     app.command("list")(list_)
-    for command in (build, test, bench):
-        app.command(command.__name__)(command)
+    app.command("build")(build)
+    app.command("test")(compare)
+    app.command("bench")(bench)
     return app
 
 
@@ -81,7 +82,7 @@ def build(
         raise typer.Exit(1)
 
 
-def test(names: Names = None, device: Device = "cpu") -> None:
+def compare(names: Names = None, device: Device = "cpu") -> None:
     """Compare every available provider with the reference; exits with 1 when one differs."""
     from ds_core.testing import kernels as kit
 
@@ -137,7 +138,7 @@ def bench(
     typer.echo(f"{int(size):,} elements of fp32, {torch.get_num_threads()} threads, median")
 
 
-# -- what they share -----------------------------------------------------------------------------------------------------
+# -- what they share ---------------------------------------------------------------------------------------------------
 
 
 def _kernels() -> Kernels:
