@@ -36,8 +36,9 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         for folder in (HERE, HERE.parent.parent):
             if (folder / "ds_core").is_dir() or (folder / "ds_ops_cpu").is_dir():
                 sys.path.insert(0, str(folder))
-        from ds_core.kernels.build import prebuild
         from ds_ops_cpu.extension import EXTENSION
+
+        from ds_core.kernels.build import prebuild
 
         assert EXTENSION.prebuilt is not None
         for file in prebuild(EXTENSION, Path(self.directory) / "prebuilt"):

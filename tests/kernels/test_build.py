@@ -52,7 +52,10 @@ def test_builds_once_and_says_so(tiny: Extension, cache: Path, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, "ds_core.kernels"):
         module = build.load(tiny)
     assert module.number() == 42
-    assert [r.getMessage().split(" in ")[0].split(" (")[0] for r in caplog.records] == ["building ds-tiny", "built ds-tiny"]
+    assert [r.getMessage().split(" in ")[0].split(" (")[0] for r in caplog.records] == [
+        "building ds-tiny",
+        "built ds-tiny",
+    ]
     assert sorted(p.suffix for p in cache.iterdir()) == [".lock", ".so"]
     assert (cache.stat().st_mode & 0o777) == 0o700
     assert build.load(tiny) is module
@@ -75,8 +78,6 @@ def test_the_key_is_of_all_that_counts(tiny: Extension, monkeypatch: pytest.Monk
     monkeypatch.setattr(build, "_compilers", lambda _: ["another compiler"])
     keys.append(build._key(tiny))
     assert len(set(keys)) == len(keys)
-    assert build.build.__module__  # and a changed header is a new library:
-    monkeypatch.undo()
 
 
 def test_a_changed_source_is_built_anew(tiny: Extension) -> None:
@@ -122,7 +123,8 @@ def test_the_compilers_own_words(tiny: Extension, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "mend"), [("g++", "apt install g++"), ("ninja", "pip install ninja"), ("pybind11", "pip install pybind11")]
+    ("absent", "mend"),
+    [("g++", "apt install g++"), ("ninja", "pip install ninja"), ("pybind11", "pip install pybind11")],
 )
 def test_a_missing_tool_is_named(tiny: Extension, monkeypatch: pytest.MonkeyPatch, absent: str, mend: str) -> None:
     tool, spec = build._tool, build.importlib.util.find_spec
@@ -145,7 +147,8 @@ import json, sys, time
 from pathlib import Path
 from ds_core.kernels import build
 what = json.loads(sys.argv[1])
-extension = build.Extension("ds-tiny", "_tiny", Path(what["folder"]), (build.Unit("tiny.cpp"),), flags=tuple(what["flags"]))
+units = (build.Unit("tiny.cpp"),)
+extension = build.Extension("ds-tiny", "_tiny", Path(what["folder"]), units, flags=tuple(what["flags"]))
 if what["hang"]:
     build._compile = lambda *_: (print("holding", flush=True), time.sleep(600))
 else:
