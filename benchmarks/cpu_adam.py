@@ -209,7 +209,8 @@ def table(rows: list[dict[str, Any]]) -> None:
     print("| --- " * (4 + len(names)) + "|")
     for row in rows:
         cells = [f"{row[n]:.2f}" if n in row else "" for n in names]
-        print(f"| {row['case']} | {row['n']:.0e} | {row['threads']} | {row['limit'] * 1e3:.1f} ms |", *cells, "|", sep=" | ")
+        head = [row["case"], f"{row['n']:.0e}", str(row["threads"]), f"{row['limit'] * 1e3:.1f} ms"]
+        print("| " + " | ".join([*head, *cells]) + " |")
 
 
 def main() -> None:

@@ -111,6 +111,8 @@ def initialize(
     entry = _entry(optimizer, chosen)
     ctx.grain, ctx.communicates, ctx.own_optimizer = entry.grain, entry.communicates, optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
+    if mesh.rank == 0:
+        _tell_kernels(kernels)
     guard.configure(core.comms_guard)
     if world_size > 1:
         mesh.build_groups(own=joint.others())
@@ -283,6 +285,15 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     for op in ctx.kernels.ops():
         ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
+
+
+def _tell_kernels(kernels: Kernels) -> None:
+    """One line on who serves the kernels, where it is not the references, and one on what stands in the way."""
+    served, missed = kernels.told()
+    if " by reference (ds-core)" not in served or ";" in served:
+        log.info("kernels: %s", served)
+    if missed:
+        log.warning("kernels: %s", "; ".join(missed))
 
 
 def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:

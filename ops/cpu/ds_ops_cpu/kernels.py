@@ -111,9 +111,7 @@ def lion(
     """See `ds_core.kernels.references.lion`."""
 
     def reference(lists: list[list[Tensor]], copies: list[Tensor] | None) -> None:
-        references.lion(
-            *lists, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, scale=scale, copies=copies
-        )
+        references.lion(*lists, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, scale=scale, copies=copies)
 
     _step(native().lion, reference, (scale, lr, beta1, beta2, weight_decay), [params, grads, exp_avgs], copies)
 

@@ -182,9 +182,10 @@ struct Of<F16> {
     }
 };
 
-// The `n` < W elements that are left at the end of a block, the rest zeros.
+// The first `n` of W elements, where a block ends before the vector does; the rest zeros.
 template <int T>
 inline F get_some(const typename Of<T>::element* from, long n) {
+    if (n >= W) return Of<T>::get(from);
     typename Of<T>::element padded[W] = {};
     memcpy(padded, from, (size_t)n * sizeof padded[0]);
     return Of<T>::get(padded);
@@ -192,6 +193,7 @@ inline F get_some(const typename Of<T>::element* from, long n) {
 
 template <int T>
 inline void put_some(typename Of<T>::element* to, F x, long n) {
+    if (n >= W) return Of<T>::put(to, x);
     typename Of<T>::element all[W];
     Of<T>::put(all, x);
     memcpy(to, all, (size_t)n * sizeof all[0]);
