@@ -1,18 +1,13 @@
 """Schedules beyond the documents: interleaved 1F1B and zero bubble, for any number of micro-batches, stages and chunks.
 
-Both come out of one event simulation (`plan`): every stage, when free, takes the work that is ready and that its policy
-likes best. So each order is one that has run, in the simulation, and cannot deadlock; and it is the same on all ranks.
-
-[Note: limits] A stage may hold at most so many activations. Where a limit would leave every stage waiting, it is raised
-by one and the plan made anew.
+Each says in which order a stage does its forwards and backwards (`_Planned.ops`); transfers and buffers follow from
+that. `validate.check` proves the orders.
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_pipeline.schedule import (
@@ -32,7 +27,7 @@ from ds_pipeline.schedule import (
     SendGrad,
 )
 
-__all__ = ["InterleavedSchedule", "Op", "ZeroBubbleSchedule", "plan"]
+__all__ = ["InterleavedSchedule", "Op", "ZeroBubbleSchedule"]
 
 
 class Op(NamedTuple):
@@ -43,128 +38,12 @@ class Op(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """What a plan is for. cost: of F, B and W in units of time; limits: activations that each stage may hold."""
-
-    micro_batches: int
-    stages: int
-    chunks: int
-    split: bool
-    limits: tuple[int, ...]
-
-    @property
-    def cost(self) -> dict[str, int]:
-        return {"F": 1, "B": 1, "W": 1} if self.split else {"F": 1, "B": 2}
-
-
-class _Stuck(Exception):
-    """No stage has anything it may do."""
-
-
-class _Stage:
-    """One stage of the simulation."""
-
-    def __init__(self, rules: _Rules, stage: int) -> None:
-        self.rules, self.stage = rules, stage
-        self.ops: list[Op] = []
-        self.free_at = 0
-        self.live = 0
-        self.forwards = list(_order(rules, reverse=False))
-        self.backwards = list(_order(rules, reverse=True))
-        self.weights: list[Op] = []
-
-    def choose(self, ready: dict[tuple[str, int, int], int], now: int) -> Op | None:
-        """The best of what may be done at `now`: what others wait for first, then new work, then weights."""
-        backward = self._first(self.backwards, "B", ready, now)
-        if backward is not None:
-            return backward
-        if self.live < self.rules.limits[self.stage]:
-            forward = self._first(self.forwards, "F", ready, now)
-            if forward is not None:
-                return forward
-        return self.weights[0] if self.weights else None
-
-    def _first(
-        self, order: Sequence[tuple[int, int]], kind: str, ready: dict[tuple[str, int, int], int], now: int
-    ) -> Op | None:
-        if not order:
-            return None
-        micro, chunk = order[0]
-        part = chunk * self.rules.stages + self.stage
-        return Op(kind, micro, chunk) if ready.get((kind, micro, part), now + 1) <= now else None
-
-    def do(self, op: Op, now: int) -> int:
-        """Begin `op`; when it ends."""
-        self.ops.append(op)
-        if op.kind == "F":
-            self.forwards.pop(0)
-            self.live += 1
-        elif op.kind == "B":
-            self.backwards.pop(0)
-            self.live -= 0 if self.rules.split else 1
-            if self.rules.split:
-                self.weights.append(Op("W", op.micro, op.chunk))
-        else:
-            self.weights.pop(0)
-            self.live -= 1
-        self.free_at = now + self.rules.cost[op.kind]
-        return self.free_at
-
-    @property
-    def done(self) -> bool:
-        return not (self.forwards or self.backwards or self.weights)
-
-
-def _order(rules: _Rules, *, reverse: bool) -> Iterator[tuple[int, int]]:
-    """(micro-batch, chunk) in the order of Narayanan et al. 2021, section 2.2: S micro-batches through each chunk."""
-    for begin in range(0, rules.micro_batches, rules.stages):
-        group = range(begin, min(begin + rules.stages, rules.micro_batches))
-        for chunk in reversed(range(rules.chunks)) if reverse else range(rules.chunks):
-            for micro in group:
-                yield micro, chunk
-
-
-@functools.lru_cache(maxsize=64)
-def plan(
-    micro_batches: int, stages: int, chunks: int, split: bool, limits: tuple[int, ...]
-) -> tuple[tuple[Op, ...], ...]:
-    """The work of every stage in order. limits: see [Note: limits]."""
-    while True:
-        try:
-            return _simulate(_Rules(micro_batches, stages, chunks, split, limits))
-        except _Stuck:
-            limits = tuple(n + 1 for n in limits)
-
-
-def _simulate(rules: _Rules) -> tuple[tuple[Op, ...], ...]:
-    stages = [_Stage(rules, s) for s in range(rules.stages)]
-    parts = rules.stages * rules.chunks
-    ready = {("F", m, 0): 0 for m in range(rules.micro_batches)}
-    now, events = 0, [0]
-    while not all(s.done for s in stages):
-        if not events:
-            raise _Stuck
-        now = heapq.heappop(events)
-        for stage in stages:
-            if stage.free_at > now or (op := stage.choose(ready, now)) is None:
-                continue
-            end = stage.do(op, now)
-            part = op.chunk * rules.stages + stage.stage
-            if op.kind == "F":
-                ready["F" if part + 1 < parts else "B", op.micro, part + 1 if part + 1 < parts else part] = end
-            elif op.kind == "B" and part:
-                ready["B", op.micro, part - 1] = end
-            heapq.heappush(events, end)
-    return tuple(tuple(s.ops) for s in stages)
-
-
 class _Planned(PipeSchedule):
-    """A schedule whose order `plan` has made."""
+    """A schedule that is an order of forwards and backwards."""
 
-    def ops(self) -> tuple[Op, ...]:
+    @abstractmethod
+    def ops(self) -> Sequence[Op]:
         """This stage's work in order."""
-        raise NotImplementedError
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """One step per piece of work, with what must come before and after it."""
@@ -234,7 +113,7 @@ class _Buffers:
 class InterleavedSchedule(_Planned):
     """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021, section 2.2).
 
-    A stage holds up to 2 (S - s - 1) + (chunks - 1) S + 1 activations of a chunk's size.
+    The bubble is that small when micro-batches are a multiple of the stages; any other number works too.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int, chunks: int = 2) -> None:
@@ -243,26 +122,44 @@ class InterleavedSchedule(_Planned):
             raise ValueError(f"a stage cannot have {chunks} chunks")
         self.chunks = chunks
 
-    def ops(self) -> tuple[Op, ...]:
-        """See `_Planned.ops`."""
-        s, c = self.stages, self.chunks
-        limits = tuple(2 * (s - i - 1) + (c - 1) * s + 1 if c > 1 else s - i for i in range(s))
-        return plan(self.micro_batches, s, c, False, limits)[self.stage_id]
+    def ops(self) -> Sequence[Op]:
+        """Forwards until the first gradient can be there, then one of each in turn."""
+        # Planned for a multiple of the stages; leaving out the work of whole micro-batches cannot block the others.
+        padded = -(-self.micro_batches // self.stages) * self.stages
+        forwards = [Op("F", m, c) for m, c in self._order(padded, range(self.chunks))]
+        backwards = [Op("B", m, c) for m, c in self._order(padded, range(self.chunks - 1, -1, -1))]
+        ahead = self.stages - self.stage_id - 1
+        warm = min(len(forwards), ahead if self.chunks == 1 else 2 * ahead + (self.chunks - 1) * self.stages)
+        turns = [op for pair in zip(forwards[warm:], backwards, strict=False) for op in pair]
+        ops = (*forwards[:warm], *turns, *backwards[len(forwards) - warm :])
+        return [op for op in ops if op.micro < self.micro_batches]
+
+    def _order(self, micro_batches: int, chunks: range) -> Iterator[tuple[int, int]]:
+        """(micro-batch, chunk): S micro-batches through one chunk, then the same through the next."""
+        for begin in range(0, micro_batches, self.stages):
+            for chunk in chunks:
+                for micro in range(begin, begin + self.stages):
+                    yield micro, chunk
 
 
 class ZeroBubbleSchedule(_Planned):
     """Backward in two halves; gradients of weights fill what would be idle (Qi et al. 2023, "Zero Bubble Pipeline
     Parallelism", ZB-H1).
 
-    extra: activations that a stage may hold beyond those of 1F1B; S - 1 more leave no bubble but the last stage's start
-    (ZB-H2).
+    1F1B, with the weights' half of stage s delayed by s micro-batches: so the other half, which the stage before waits
+    for, begins earlier, and the end, which was idle, has something to do. The bubble is a third of 1F1B's when all
+    three parts take equally long; a stage keeps what belongs to up to S + 1 micro-batches.
     """
 
-    def __init__(self, micro_batches: int, stages: int, stage_id: int, extra: int = 0) -> None:
-        super().__init__(micro_batches, stages, stage_id)
-        self.extra = extra
-
-    def ops(self) -> tuple[Op, ...]:
-        """See `_Planned.ops`."""
-        limits = tuple(self.stages - s + self.extra for s in range(self.stages))
-        return plan(self.micro_batches, self.stages, 1, True, limits)[self.stage_id]
+    def ops(self) -> Sequence[Op]:
+        """See the class's docstring."""
+        warm = min(self.stages - self.stage_id, self.micro_batches)
+        ops = [Op("F", m, 0) for m in range(warm)]
+        for micro in range(self.micro_batches):
+            ops.append(Op("B", micro, 0))
+            if micro + warm < self.micro_batches:
+                ops.append(Op("F", micro + warm, 0))
+            if micro >= self.stage_id:
+                ops.append(Op("W", micro - self.stage_id, 0))
+        delayed = range(max(0, self.micro_batches - self.stage_id), self.micro_batches)
+        return ops + [Op("W", m, 0) for m in delayed]

@@ -71,6 +71,7 @@ class _Buffer:
     """What a buffer holds of one micro-batch."""
 
     micro: int | None = None
+    labels: int | None = None
     inputs: bool = False
     outputs: bool = False
     grad: bool = False
@@ -94,9 +95,7 @@ class _Stage:
     spans: list[Span] = field(default_factory=list)
 
 
-Message = tuple[
-    str, int, int, float
-]  # "act" or "grad", micro-batch, part of the model that it is for, when it is there
+Message = tuple[int, int, float]  # micro-batch, part of the model that it is for, when it is there
 
 
 def check(
@@ -128,8 +127,9 @@ class _Run:
         self.count, self.chunks = len(schedules), schedules[0].chunks
         self.parts = self.count * self.chunks
         self.stages = [_Stage(deque(i for step in s.steps() for i in step), s.chunks) for s in schedules]
-        # Between two stages, one way: messages arrive in the order in which they were sent (as NCCL wants it).
-        self.wires: dict[tuple[int, int], deque[Message]] = {}
+        # Activations and gradients travel apart; of each, what one stage sends another arrives in the order in which it
+        # was sent (the engine's transport promises no more, since NCCL does not).
+        self.wires: dict[tuple[int, int, str], deque[Message]] = {}
 
     def go(self) -> None:
         """Until nobody has anything left to do."""
@@ -173,8 +173,8 @@ class _Run:
             self._begin(number, what, buffer, micro)
         elif part != self.parts - 1:
             raise self._wrong(number, what, "only the first and the last part of the model take data")
-        elif buffer.micro not in (None, micro):
-            raise self._wrong(number, what, f"labels of micro-batch {micro} for micro-batch {buffer.micro}")
+        if part == self.parts - 1:
+            buffer.labels = micro  # they may come before the inputs do
         return True
 
     def _begin(self, number: int, what: PipeInstruction, buffer: _Buffer, micro: int) -> None:
@@ -192,14 +192,14 @@ class _Run:
         if not 0 <= target < self.parts:
             raise self._wrong(number, what, "there is nobody to send to")
         kind = "act" if forward else "grad"
-        wire = self.wires.setdefault((number, target % self.count), deque())
+        wire = self.wires.setdefault((number, target % self.count, kind), deque())
         if self.waiting:
             peer = self.stages[target % self.count]
             wanted = RecvActivation if forward else RecvGrad
             if not (peer.todo and isinstance(peer.todo[0], wanted)) and target % self.count != number:
                 return False
             stage.clock = max(stage.clock, peer.clock)
-        wire.append((kind, buffer.micro, target, stage.clock))
+        wire.append((buffer.micro, target, stage.clock))
         if not forward:
             buffer.input_grad = False
         return True
@@ -209,12 +209,12 @@ class _Run:
         source = part - 1 if forward else part + 1
         if not 0 <= source < self.parts:
             raise self._wrong(number, what, "there is nobody to receive from")
-        wire = self.wires.get((source % self.count, number))
+        wire = self.wires.get((source % self.count, number, "act" if forward else "grad"))
         if not wire:
             return False
-        kind, micro, target, when = wire[0]
-        if (kind, target) != ("act" if forward else "grad", part):
-            raise self._wrong(number, what, f"what comes is {kind} of micro-batch {micro} for part {target}")
+        micro, target, when = wire[0]
+        if target != part:
+            raise self._wrong(number, what, f"what comes is of micro-batch {micro} for part {target}")
         wire.popleft()
         stage.clock = max(stage.clock, when)
         if forward:
@@ -237,6 +237,8 @@ class _Run:
             return True
         if not ready or buffer.micro is None:
             raise self._wrong(number, what, f"its buffer does not hold what it needs ({buffer})")
+        if kind == "F" and part == self.parts - 1 and buffer.labels != buffer.micro:
+            raise self._wrong(number, what, f"labels of micro-batch {buffer.labels} for micro-batch {buffer.micro}")
         done = {"F": stage.forwards, "B": stage.backwards, "I": stage.backwards, "W": stage.weights}[kind]
         if (buffer.micro, what.chunk) in done:
             raise self._wrong(number, what, f"micro-batch {buffer.micro} was there before")

@@ -116,28 +116,22 @@ def test_inference_is_proven(m: int, s: int, waiting: bool) -> None:
 @given(micro, stages, chunks)
 def test_interleaved_is_proven(m: int, s: int, c: int) -> None:
     proof = check(lambda i: InterleavedSchedule(m, s, i, c))
-    plain = check(lambda i: TrainSchedule(m, s, i))
-    assert proof.makespan / c <= plain.makespan + 1e-9
     if m % s == 0:
-        assert proof.bubble == pytest.approx((s - 1) / (c * m + s - 1), abs=1e-9)
+        assert proof.makespan == 3 * c * m + 3 * (s - 1)
+    most = 3 * (c * -(-m // s) * s + s - 1)
+    assert proof.makespan <= most, "never more than the next multiple of the stages would take"
+    assert all(a <= 2 * (s - i - 1) + (c - 1) * s + 1 for i, a in enumerate(proof.activations) if c > 1)
 
 
 @settings(deadline=None)
-@given(micro, stages, st.integers(0, 8))
-def test_zero_bubble_is_proven(m: int, s: int, extra: int) -> None:
-    proof = check(lambda i: ZeroBubbleSchedule(m, s, i, extra))
+@given(micro, stages)
+def test_zero_bubble_is_proven(m: int, s: int) -> None:
+    proof = check(lambda i: ZeroBubbleSchedule(m, s, i))
     plain = check(lambda i: TrainSchedule(m, s, i))
     assert proof.makespan <= plain.makespan
-    assert all(a <= s - i + extra for i, a in enumerate(proof.activations))
-
-
-@pytest.mark.parametrize("size", [(8, 2), (8, 4), (16, 4), (32, 8)])
-def test_zero_bubble_leaves_a_third_of_the_bubble_with_the_same_memory(size: tuple[int, int]) -> None:
-    m, s = size
-    proof = check(lambda i: ZeroBubbleSchedule(m, s, i))
-    assert proof.makespan == 3 * m + s - 1, "Qi et al. 2023, table 2: (S - 1)(F + B - W) idle"
-    more = check(lambda i: ZeroBubbleSchedule(m, s, i, s - 1))
-    assert more.makespan <= proof.makespan
+    assert all(a <= s + 1 for a in proof.activations)
+    if m >= s:
+        assert proof.makespan == 3 * m + s - 1, "Qi et al. 2023, table 2: (S - 1)(F + B - W) idle"
 
 
 def test_the_issues_ideals() -> None:
