@@ -30,8 +30,6 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     best: list[tuple[float, float, list[int]]] = [(sums[i], sums[i], [0]) for i in range(count + 1)]
     for j in range(2, parts + 1):
         best = [_extend(best, sums, i) if i >= j else best[i] for i in range(count + 1)]
-        if j == parts:
-            break
     return [*best[count][2], count]
 
 
@@ -72,8 +70,6 @@ def partition(
         pattern = re.compile(method[len("type:") :], re.IGNORECASE)
         weights = [1.0 if pattern.search(name) else 0.0 for name in names]
         if not any(weights):
-            raise ValueError(
-                f"partition_method {method!r} matches no layer; there are {', '.join(sorted(set(names)))}"
-            )
+            raise ValueError(f"partition_method {method!r} matches no layer; there are {', '.join(sorted(set(names)))}")
         return balanced(weights, parts)
     raise ValueError(f"partition_method {method!r} is unknown; use {METHODS}")

@@ -111,7 +111,7 @@ class _Buffers:
 
 
 class InterleavedSchedule(_Planned):
-    """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021, section 2.2).
+    """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021, 2.2).
 
     The bubble is that small when micro-batches are a multiple of the stages; any other number works too.
     """

@@ -195,7 +195,7 @@ class DataParallelSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward only, M + S - 1 steps; two buffers take turns, so that a stage sends the last while it receives the next."""
+    """Forward only, M + S - 1 steps; two buffers take turns: a stage sends the last while it receives the next."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """See `PipeSchedule.steps`."""

@@ -108,7 +108,7 @@ def check(
 ) -> Proof:
     """Carry out the schedules ``make(0) .. make(stages - 1)``; ScheduleError when they do not do their work.
 
-    train: whether every micro-batch must also go backward, and be reduced and stepped. waiting: sends wait for receives.
+    train: whether every micro-batch must also go backward, be reduced and stepped. waiting: sends wait for receives.
     forward, backward: time of one chunk's passes; each half of a split backward takes half.
     """
     schedules = [make(0)]

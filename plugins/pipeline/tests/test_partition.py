@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from ds_core.errors import UsageError
 from ds_pipeline.balance import balanced, partition, uniform
 from ds_pipeline.topology import (
     PipeDataParallelTopology,
@@ -14,6 +10,10 @@ from ds_pipeline.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_core.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from ds_pipeline.planned import InterleavedSchedule, ZeroBubbleSchedule
 from ds_pipeline.schedule import (
     BackwardPass,
@@ -27,6 +24,8 @@ from ds_pipeline.schedule import (
     TrainSchedule,
 )
 from ds_pipeline.validate import ScheduleError, check
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 SHORT = {
     "LoadMicroBatch": "L",

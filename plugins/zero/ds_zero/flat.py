@@ -59,8 +59,8 @@ class FlatBucket:
     """Parameters of one dtype, device and replica group, one after the other in a flat buffer.
 
     full: the buffer, of which parameters are views. part: this rank's part of it. master: what the optimizer updates:
-    the part itself, or its copy in the dtype of master weights. axes, held: see `ParamInfo`. whole: set where the
-    optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
+    the part itself, or its copy in the dtype of master weights. axes, held, counted: see `ParamInfo`. whole: set where
+    the optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class FlatBucket:
         self.params, self.names = list(params), [i.name for i in infos]
         self.shapes = [tuple(p.shape) for p in params]
         self.axes, self.held, self.share = infos[0].replicas, infos[0].held, share
+        self.counted = infos[0].counted
         self.group, self.world, self.rank = mesh.group(*self.axes), mesh.size(*self.axes), mesh.index(*self.axes)
         self.layout = Layout.of([p.numel() for p in params], self.world)
         self.full = self._flatten(mesh.ranks(*self.axes)[0])
@@ -189,7 +190,8 @@ def make_buckets(
     kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for param in reversed(params):
         info = ctx.params[param]
-        kinds.setdefault((info.replicas, info.held, param.dtype, param.device, param.requires_grad), []).append(param)
+        kind = (info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad)
+        kinds.setdefault(kind, []).append(param)
     buckets = []
     for (axes, *_), members in kinds.items():
         for run in pack([p.numel() for p in members], capacity(ctx.mesh.size(*axes))):
