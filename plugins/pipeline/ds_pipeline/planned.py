@@ -27,7 +27,7 @@ from ds_pipeline.schedule import (
     SendGrad,
 )
 
-__all__ = ["InterleavedSchedule", "Op", "ZeroBubbleSchedule"]
+__all__ = ["InterleavedInferenceSchedule", "InterleavedSchedule", "Op", "ZeroBubbleSchedule"]
 
 
 class Op(NamedTuple):
@@ -49,10 +49,12 @@ class _Planned(PipeSchedule):
         """One step per piece of work, with what must come before and after it."""
         buffers = _Buffers(self.chunks)
         kinds = self.ops()
-        split = any(op.kind == "W" for op in kinds)
+        split, train = any(op.kind == "W" for op in kinds), any(op.kind == "B" for op in kinds)
         for index, op in enumerate(kinds):
             commands = self._commands(op, buffers, split)
-            if index == len(kinds) - 1:
+            if not train:
+                buffers.give(op.micro, op.chunk)
+            elif index == len(kinds) - 1:
                 commands += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             yield commands
 
@@ -80,10 +82,13 @@ class _Planned(PipeSchedule):
     def num_pipe_buffers(self) -> int:
         """The most that are in use at a time, of the chunk that needs most."""
         buffers = _Buffers(self.chunks)
-        split = any(op.kind == "W" for op in self.ops())
+        kinds = {op.kind for op in self.ops()}
+        split = "W" in kinds
         for op in self.ops():
             if op.kind == "F":
                 buffers.take(op.micro, op.chunk)
+                if kinds == {"F"}:
+                    buffers.give(op.micro, op.chunk)
             elif (op.kind == "W") == split:
                 buffers.give(op.micro, op.chunk)
         return buffers.most
@@ -163,3 +168,11 @@ class ZeroBubbleSchedule(_Planned):
                 ops.append(Op("W", micro - self.stage_id, 0))
         delayed = range(max(0, self.micro_batches - self.stage_id), self.micro_batches)
         return ops + [Op("W", m, 0) for m in delayed]
+
+
+class InterleavedInferenceSchedule(InterleavedSchedule):
+    """Forward only, over several chunks per stage, in the order of training."""
+
+    def ops(self) -> Sequence[Op]:
+        """See the class's docstring."""
+        return [op for op in super().ops() if op.kind == "F"]
