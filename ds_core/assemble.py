@@ -105,7 +105,7 @@ def initialize(
     assert batch is not None
     precision, scaler = make_precision(chosen.config)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
-    ctx.grain = _grain(optimizer, chosen)
+    ctx.grain, ctx.own_optimizer = _grain(optimizer, chosen), optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
     if world_size > 1:
         mesh.build_groups()

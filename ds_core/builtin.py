@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ds_core.entries import AcceleratorEntry, KernelEntry, LauncherEntry, OptimizerEntry, SchedulerEntry
+from ds_core.entries import (
+    AcceleratorEntry,
+    KernelEntry,
+    LauncherEntry,
+    OptimizerEntry,
+    SchedulerEntry,
+    StateStoreEntry,
+)
 
-__all__ = ["ds_accelerators", "ds_kernels", "ds_launchers", "ds_optimizers", "ds_schedulers"]
+__all__ = ["ds_accelerators", "ds_kernels", "ds_launchers", "ds_optimizers", "ds_schedulers", "ds_state_stores"]
 
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
@@ -33,6 +40,11 @@ def ds_schedulers() -> Mapping[str, SchedulerEntry]:
     from ds_core.optim import SCHEDULERS
 
     return SCHEDULERS
+
+
+def ds_state_stores() -> Mapping[str, StateStoreEntry]:
+    """The host's memory."""
+    return {"cpu": StateStoreEntry("ds_core.stores:HostStore")}
 
 
 def ds_launchers() -> Mapping[str, LauncherEntry]:

@@ -43,7 +43,7 @@ def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -
     disabled = {k: r.why for k in wanted if k not in models and (r := plugins.disabled(k)) is not None}
     config = build_config(read, models, list(plugins.sections()), disabled)
     problems: list[Problem] = []
-    for answer in plugins.ask("ds_check", config=config):
+    for answer in plugins.ask("ds_check", config=config, plugins=plugins):
         problems += answer.value
     optimizer, found = choose("optimizer", config, plugins)
     problems += found

@@ -7,6 +7,7 @@ clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -39,7 +40,8 @@ log = logging.getLogger("ds_core.engine")
 
 
 class Engine:
-    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the module's.
+    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the partitioner's `methods`, then
+    the module's.
 
     module: the (transformed) model, its parameter names as they were. optimizer: the torch optimizer; under 16-bit
     modes it holds the fp32 master weights. micro_steps, global_steps, global_samples, skipped_steps: counters.
@@ -84,9 +86,11 @@ class Engine:
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
-        kernel_dtype = next((str(p.dtype).removeprefix("torch.") for p in ctx.params), "float32")
         self._global_norm = GradNorm(
-            ctx.mesh, partitioner.axes(), ctx.kernels.get("squared_norm", ctx.accelerator.device_type, kernel_dtype)
+            ctx.mesh,
+            partitioner.axes(),
+            lambda device, dtype: ctx.kernels.get("squared_norm", device, str(dtype).removeprefix("torch.")),
+            like=[p for g in self._groups() for p in g["params"]],
         )
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
@@ -98,8 +102,10 @@ class Engine:
         STATE.engines.add(self)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "module":
+        if name.startswith("__") or name in ("module", "partitioner"):
             raise AttributeError(name)
+        if (method := self.partitioner.methods.get(name)) is not None:
+            return functools.partial(method, self)
         return getattr(self.module, name)
 
     # -- forward and backward --------------------------------------------------------------------------------
@@ -317,7 +323,7 @@ class Engine:
                 clip = self._clip / (self._norm + 1e-6) if self._clip and not overflow else 1.0
                 if (factor := unscale * min(1.0, clip)) != 1.0:
                     self.partitioner.scale(factor)
-                self.optimizer.step()  # type: ignore[union-attr]
+                self.partitioner.step(self.optimizer)  # type: ignore[arg-type]
                 self.partitioner.publish()
             else:
                 self.skipped_steps += 1

@@ -29,6 +29,7 @@ __all__ = [
     "Probe",
     "Ref",
     "SchedulerEntry",
+    "StateStoreEntry",
     "Transform",
     "ask",
     "resolve",
@@ -118,6 +119,16 @@ class SchedulerEntry:
 
     load: Ref
     params: Ref | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateStoreEntry:
+    """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a `ds_core.stores.StateStore`.
+
+    options: the keys that stand beside ``device`` where the config chose it.
+    """
+
+    load: Ref
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
         LauncherEntry,
         OptimizerEntry,
         SchedulerEntry,
+        StateStoreEntry,
         Transform,
     )
     from ds_core.errors import Problem
     from ds_core.monitor import Monitor
     from ds_core.partition import Partitioner
+    from ds_core.plugins import Plugins
     from ds_core.runner import Runner
 
 __all__ = ["hookimpl", "hookspec"]
@@ -50,10 +52,11 @@ def ds_config() -> type[BaseModel]:  # type: ignore[empty-body]
 
 
 @hookspec
-def ds_check(config: RunConfig) -> Iterable[Problem]:  # type: ignore[empty-body]
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type: ignore[empty-body]
     """Hook: rules that span sections, checked after all sections parsed and before processes talk.
 
-    Ask by capability ("is gradient_clipping set?"), not by another plugin's name.
+    Ask by capability ("is gradient_clipping set?"), not by another plugin's name. plugins: to ask for what a name in
+    the config stands for, as in ``plugins.named("ds_state_stores", "state_store")``.
     """
 
 
@@ -75,6 +78,11 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:  # type: ignore[empty-body]
 @hookspec
 def ds_schedulers() -> Mapping[str, SchedulerEntry]:  # type: ignore[empty-body]
     """Driver, by the name in ``scheduler.type`` (case-insensitive)."""
+
+
+@hookspec
+def ds_state_stores() -> Mapping[str, StateStoreEntry]:  # type: ignore[empty-body]
+    """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states can rest."""
 
 
 @hookspec

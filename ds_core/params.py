@@ -127,11 +127,21 @@ class GradNorm:
 
     Sums of squares are added over each group's axes, so each element of the model counts once. Which sets of axes
     occur is agreed once, when it is built (a stage without experts still takes part in the experts' sum).
+    kernel_for: device type, dtype -> kernel ``squared_norm``. like: what the gradients are of, so that the kernels are
+    found at once; gradients are of the same dtypes and on the same devices.
     """
 
-    def __init__(self, mesh: Mesh, keys: Iterable[tuple[str, ...]], kernel: Callable[[list[Tensor]], Tensor]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        keys: Iterable[tuple[str, ...]],
+        kernel_for: Callable[[str, torch.dtype], Callable[[list[Tensor]], Tensor]],
+        like: Iterable[Tensor] = (),
+    ) -> None:
         self._mesh = mesh
-        self._kernel = kernel
+        self._kernel_for = kernel_for
+        self._kernels = {kind: kernel_for(*kind) for kind in {(t.device.type, t.dtype) for t in like}}
+        self._only = next(iter(self._kernels.values())) if len(self._kernels) == 1 else None
         mine = sorted({mesh.expand(k) for k in keys})
         everyone = comm.all_gather_json([list(k) for k in mine]) if mesh.world_size > 1 else [[list(k) for k in mine]]
         self._keys = sorted({tuple(k) for keys in everyone for k in keys})
@@ -143,11 +153,11 @@ class GradNorm:
     def __call__(self, groups: Sequence[GradGroup], device: torch.device) -> float:
         """The norm, the same on all ranks; inf or nan when any gradient anywhere is not finite."""
         if len(groups) == 1 and not groups[0].axes and self._keys == [()] and not self._must_agree:
-            return self._finite(math.sqrt(self._kernel(groups[0].tensors).item()), groups)
+            return self._finite(math.sqrt(self._squares(groups[0].tensors, device).item()), groups)
         total = torch.zeros((), dtype=torch.float64, device=device)
         sums = {k: torch.zeros((), dtype=torch.float64, device=device) for k in self._keys}
         for group in groups:
-            sums[self._mesh.expand(group.axes)] += self._kernel(group.tensors).to(device, torch.float64)
+            sums[self._mesh.expand(group.axes)] += self._squares(group.tensors, device).to(device, torch.float64)
         for key, value in sums.items():
             comm.all_reduce(value, group=self._mesh.group(*key))
             total += value
@@ -156,6 +166,20 @@ class GradNorm:
             total = torch.where(torch.isfinite(total), total, torch.full_like(total, torch.inf))
             comm.all_reduce(total, op=torch.distributed.ReduceOp.MAX)
         return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+
+    def _squares(self, tensors: list[Tensor], device: torch.device) -> Tensor:
+        """Their sum of squares; where offload leaves some gradients on the device, those and the host's apart."""
+        if self._only is not None:
+            return self._only(tensors)
+        kinds: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.device.type, tensor.dtype), []).append(tensor)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for kind, members in kinds.items():
+            if kind not in self._kernels:
+                self._kernels[kind] = self._kernel_for(*kind)
+            total += self._kernels[kind](members).to(device, torch.float64)
+        return total
 
     def _finite(self, norm: float, groups: Sequence[GradGroup]) -> float:
         """Tell a sum of squares that overflowed fp32 from a gradient that is not finite."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.buckets import Bucket, make_buckets
 from ds_core.errors import UsageError
+from ds_core.holding import Holding
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class StateTensor:
     shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
     held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
     it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
+    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
+    gives memory back.
     """
 
     name: str
@@ -63,6 +66,11 @@ class StateTensor:
     held: tuple[str, ...]
     store: bool
     copies: tuple[str, ...] = ()
+    read: Callable[[Tensor], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """The values of `tensor`, wherever they rest."""
+        return self.tensor if self.read is None else self.read(self.tensor)
 
 
 class StateSource(Protocol):
@@ -82,7 +90,7 @@ class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
     The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
-    boundary's backward; then `gradients`, `scale`, (the optimizer's step), `publish`, `zero_grad`.
+    boundary's backward; then `gradients`, `scale`, `step`, `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -90,6 +98,9 @@ class Partitioner(ABC):
 
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
+
+    methods: Mapping[str, Callable[..., Any]] = {}
+    """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine."""
 
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
@@ -128,6 +139,10 @@ class Partitioner(ABC):
     def scale(self, factor: float) -> None:
         """Multiply what `gradients` gave by `factor`, in place."""
 
+    def step(self, optimizer: Optimizer) -> None:
+        """Let `optimizer` update its tensors from their gradients; in several steps where not all are in memory."""
+        optimizer.step()
+
     @abstractmethod
     def publish(self) -> None:
         """Make the module's weights those that the optimizer has just written. May be collective."""
@@ -151,6 +166,10 @@ class Partitioner(ABC):
         strict: a weight that the checkpoint lacks is an error. Without master weights in the checkpoint they are
         made from the module's.
         """
+
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """What this rank holds of the states of `param`; None when no optimizer updates it here."""
+        return None
 
     def detach(self) -> None:  # noqa: B027
         """Remove hooks and free buffers; the module keeps its weights."""
@@ -373,7 +392,7 @@ class Replicated(Partitioner):
                 continue
             if slot.master_grad is None:
                 slot.master_grad = torch.empty_like(slot.master)
-            slot.master_grad.copy_(grad)
+            slot.master_grad.copy_(grad.to_dense() if grad.is_sparse else grad)
             slot.master.grad = slot.master_grad
 
     def scale(self, factor: float) -> None:
@@ -448,6 +467,11 @@ class Replicated(Partitioner):
                 values = {key: source.read(name).view(source.shape(name)) for key, name in names.items()}
                 set_optimizer_state(optimizer, slot.master, values)
 
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """See `Partitioner.locate`."""
+        slot = self._by_param.get(param)
+        return None if slot is None else _Copy(self, slot)
+
     def detach(self) -> None:
         """See `Partitioner.detach`."""
         for hook in self._hooks:
@@ -465,10 +489,84 @@ def buffer_states(ctx: Context, module: nn.Module) -> Iterator[StateTensor]:
     mesh, persistent = ctx.mesh, module.state_dict(keep_vars=True)
     for name, buffer in module.named_buffers():
         if name in persistent:
-            info = ctx.buffers[name]
-            others = [a for a in mesh.expand(mesh.names) if a not in info.held]
-            store = info.counted and mesh.index(*others) == 0
-            yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), info.held, store)
+            info = ctx.buffers.get(name)  # None: one that came after initialize
+            held, counted = (info.held, info.counted) if info is not None else ((), True)
+            others = [a for a in mesh.expand(mesh.names) if a not in held]
+            store = counted and mesh.index(*others) == 0
+            yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), held, store)
+
+
+class _Copy(Holding):
+    """A parameter of `Replicated`: every rank holds all of it."""
+
+    partitions_weights = local = False
+
+    def __init__(self, owner: Replicated, slot: _Slot) -> None:
+        mesh, axes = owner.ctx.mesh, owner._replicas(slot)
+        self._owner, self._slot = owner, slot
+        self.name, self.shape, self.param, self.updated = slot.name, tuple(slot.param.shape), slot.param, slot.master
+        self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
+        self.ranges = self.updated_ranges = [(0, slot.param.numel())] * len(self.ranks)
+        self.device = slot.param.device
+        self._lone = len(self.ranks) == 1
+
+    def round(self) -> None:
+        """See `Holding.round`."""
+        if self.updated is not self.param:
+            self.param.copy_(self.updated)
+
+    def set_weight(self, master: Tensor) -> None:
+        """See `Holding.set_weight`."""
+        self.param.copy_(master)
+
+    @property
+    def window_open(self) -> bool:
+        """See `Holding.window_open`."""
+        return any(self._owner._gradient(s.param) is not None for s in self._owner._slots)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """See `Holding.grad_dtype`."""
+        accumulate = self._owner.ctx.precision.accumulate
+        return accumulate if accumulate is not None and self.param.is_floating_point() else self.param.dtype
+
+    @property
+    def _factor(self) -> float:
+        """What the step will still multiply what this rank holds by, in effect: reduction sums over ranks, then
+        divides by all of dp. What is averaged already is the same on all of them."""
+        reduced = self._owner._reduced and not self._lone
+        return 1.0 if reduced else len(self.ranks) / self._owner.ctx.mesh.size("dp")
+
+    def _held(self) -> Tensor | None:
+        grad = self._owner._gradient(self.param)
+        return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+
+    def reduced(self) -> Tensor | None:
+        """See `Holding.reduced`."""
+        grad = None if self.has_pending else self._held()
+        return grad if grad is None or self._factor == 1.0 else grad * self._factor
+
+    @property
+    def has_pending(self) -> bool:
+        """See `Holding.has_pending`."""
+        return not (self._lone or self._owner._reduced) and self._owner._gradient(self.param) is not None
+
+    def pending(self) -> Tensor | None:
+        """See `Holding.pending`."""
+        grad = self._held() if self.has_pending else None
+        return None if grad is None else grad / self._owner.ctx.mesh.size("dp")
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `Holding.set_grad`."""
+        values = (values / self._factor).view(self.shape)
+        total = self._slot.total
+        if self.grad_dtype != self.param.dtype:
+            total = self._slot.total = torch.empty_like(self.param, dtype=self.grad_dtype) if total is None else total
+            total.copy_(values)
+            return
+        if self.param.grad is None or self.param.grad.is_sparse:
+            self.param.grad = torch.empty_like(self.param)
+        self.param.grad.copy_(values)
 
 
 def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:

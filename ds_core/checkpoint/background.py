@@ -95,7 +95,8 @@ def _snapshot(ctx: Context, prepared: Prepared) -> Prepared:
         return kept[key]
 
     pieces = [
-        dataclasses.replace(p, tensor=copy("state", p.name, p.start, p.tensor.reshape(-1))) for p in prepared.pieces
+        dataclasses.replace(p, tensor=copy("state", p.name, p.start, p.values().reshape(-1)), read=None)
+        for p in prepared.pieces
     ]
     local = {name: copy("local", name, 0, t) for name, t in prepared.local_tensors.items()}
     common = {name: copy("common", name, 0, t) for name, t in prepared.common_tensors.items()}

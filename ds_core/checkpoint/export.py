@@ -59,7 +59,7 @@ def save_16bit_model(
         for state in plan:
             for chunk in state.chunks:
                 if chunk.file == str(comm.rank()):
-                    tensor = pieces[chunk.key].tensor.detach()
+                    tensor = pieces[chunk.key].values().detach()
                     comm.send(tensor.reshape(-1).to(device, dtypes[state.name]), dst=0)
 
     on_first_rank(action, lambda: path.parent.mkdir(parents=True, exist_ok=True))
@@ -130,7 +130,7 @@ def _write(
         out = torch.empty(state.numel, dtype=dtypes[state.name])
         for chunk in state.chunks:
             if chunk.file == "0":
-                out[chunk.start : chunk.stop] = pieces[chunk.key].tensor.detach().reshape(-1).cpu()
+                out[chunk.start : chunk.stop] = pieces[chunk.key].values().detach().reshape(-1).cpu()
                 continue
             part = torch.empty(chunk.stop - chunk.start, dtype=out.dtype, device=device)
             comm.recv(part, src=int(chunk.file))

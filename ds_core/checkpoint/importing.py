@@ -35,7 +35,7 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
     """Write ``output_dir/tag`` out of `source`; (its path, what could not be taken over, and why).
 
     source: a folder of DeepSpeed's (the tag's, or the one above it) with all its ranks' files; a ``.safetensors`` file;
-    a folder with ``model.safetensors`` or its index, as Hugging Face has them; or a file of ``torch.save(state_dict)``.
+    a folder with ``model.safetensors`` or its index, as Hugging Face has them; or a state dict that torch saved.
     tag: default as in `source`, or ``imported``. `engine.load_checkpoint` then resumes at any stage and world size.
     CheckpointError when it is none of these, or would need code in it to be run.
     """

@@ -64,7 +64,7 @@ def rows_of(pieces: Sequence[StateTensor], coord: Mapping[str, int], file: str) 
 def items_of(pieces: Sequence[StateTensor]) -> list[Item]:
     """The same pieces as 1-d tensors to be written: flat, so that any range of them is one stretch of bytes."""
     return [
-        (key, (p.tensor.numel(),), p.tensor.dtype, lambda t=p.tensor: t.reshape(-1))  # type: ignore[misc]
+        (key, (p.tensor.numel(),), p.tensor.dtype, lambda piece=p: piece.values().reshape(-1))  # type: ignore[misc]
         for key, p in _keyed(pieces)
     ]
 

@@ -19,6 +19,7 @@ _KINDS = {
     "ds_kernels": "kernel",
     "ds_optimizers": "optimizer",
     "ds_schedulers": "scheduler",
+    "ds_state_stores": "state store",
     "ds_monitors": "monitor",
     "ds_mesh_axes": "mesh axis",
     "ds_transforms": "transform",

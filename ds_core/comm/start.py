@@ -10,12 +10,17 @@ import json
 import logging
 import os
 import re
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import CommError, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
     "DEFAULT_PORT",
@@ -331,16 +336,45 @@ def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> 
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     host = f"[{where.address}]" if ":" in where.address else where.address
+    place: dict[str, Any] = {"rank": where.rank, "world_size": where.world_size, "timeout": timeout}
     try:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{host}:{where.port}",
-            rank=where.rank,
-            world_size=where.world_size,
-            timeout=timeout,
-        )
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+            store = TCPStore(where.address, where.port, is_master=False, timeout=timeout)
+            prefix = _unused_prefix(store, where.rank, where.world_size, timeout)
+            dist.init_process_group(backend, store=PrefixStore(prefix, store), **place)
+        else:
+            dist.init_process_group(backend, init_method=f"tcp://{host}:{where.port}", **place)
     except (OSError, RuntimeError) as error:
         raise CommError(
             f"rank {where.rank} of {where.world_size} could not start {backend} at {where.address}:{where.port} "
             f"(from {where.source}): {error}; are all ranks started, and is the port reachable and free?"
         ) from error
+
+
+def _unused_prefix(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A prefix for keys that no earlier attempt has used, the same on all ranks.
+
+    A launcher that restarts processes may keep its store, where a rank would find the addresses of processes that are
+    gone. Attempts cannot be told apart by their number: nodes that joined later count from 0. So rank 0 draws a number,
+    and each rank asks for it under a name that only this process knows.
+    """
+    if rank:
+        mine = secrets.token_hex(8)
+        store.set(f"ds_core/asks/{rank}", mine)
+        number = store.get(f"ds_core/answer/{mine}").decode()
+        store.set(f"ds_core/heard/{number}/{rank}", "yes")
+        return f"ds_core/start{number}"
+    number = str(store.add("ds_core/starts", 1))
+    missing, end = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"ds_core/asks/{other}"]):
+                store.set(f"ds_core/answer/{store.get(f'ds_core/asks/{other}').decode()}", number)
+            if store.check([f"ds_core/heard/{number}/{other}"]):
+                missing.discard(other)
+        if time.monotonic() > end:
+            raise RuntimeError(f"ranks {sorted(missing)[:8]} have not come within {timeout.total_seconds():g} s")
+        time.sleep(0.005)
+    return f"ds_core/start{number}"

@@ -33,6 +33,7 @@ HEAVY = ("torch", "numpy", "triton", "transformers", "pandas", "tensorboard", "w
 
 WITHOUT_ARGUMENTS = (
     "ds_config", "ds_accelerators", "ds_kernels", "ds_optimizers", "ds_schedulers", "ds_launchers", "ds_commands",
+    "ds_state_stores",
 )  # fmt: skip
 REFERENCES = ("load", "params", "probe", "available")
 

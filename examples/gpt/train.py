@@ -3,6 +3,11 @@
     dscore run --nproc 2 examples/gpt/train.py
 
 It keeps a checkpoint in runs/gpt and, started again, goes on from there.
+
+    dscore run --nproc 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config_zero3_offload.json
+
+does the same with ZeRO stage 3, weights and optimizer states resting in the host's memory; either goes on from the
+other's checkpoint.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class PipelineConfig(Section):
     grad_partitioned: bool = option(True, "The same for gradients; needs pipe_partitioned.")
     schedule: str = Field(
         "auto",
-        description="'1f1b', 'interleaved' (chunks > 1), 'zero_bubble', or 'package.module:Class', a PipeSchedule. 'auto': "
-        "1f1b, or interleaved where there are chunks.",
+        description="'1f1b', 'interleaved' (chunks > 1), 'zero_bubble', or 'package.module:Class', a PipeSchedule. "
+        "'auto': 1f1b, or interleaved where there are chunks.",
     )
     reduce: Literal["batch", "micro_batch"] = option(
         "batch",

@@ -196,7 +196,7 @@ class PipelineModule(nn.Module):
 
     def _build(self, specs: Sequence[Layer], part: int) -> list[tuple[int, Callable[[Any], Any]]]:
         """The layers of one part as callables, with their indices."""
-        built = []
+        built: list[tuple[int, Callable[[Any], Any]]] = []
         for index in range(self.parts[part], self.parts[part + 1]):
             spec = specs[index]
             if isinstance(spec, TiedLayerSpec):
@@ -232,8 +232,8 @@ class PipelineModule(nn.Module):
         """Compare what was built with the run's mesh, and take its groups; called by `ds_core.initialize`."""
         if (mesh.size("pp"), mesh.coord["pp"]) != (self.num_stages, self.stage_id):
             raise UsageError(
-                f"rank {mesh.rank} built stage {self.stage_id} of {self.num_stages}, but the mesh {mesh.describe()} puts "
-                f"it on stage {mesh.coord['pp']} of {mesh.size('pp')}; build the module in the process that trains it"
+                f"rank {mesh.rank} built stage {self.stage_id} of {self.num_stages}, but the mesh {mesh.describe()} "
+                f"puts it on stage {mesh.coord['pp']} of {mesh.size('pp')}; build the module in the process that trains it"
             )
         if self._given_topology is None:
             names = [n for n in mesh.names if n in AXES]

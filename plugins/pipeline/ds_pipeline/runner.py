@@ -137,7 +137,8 @@ class PipelineRunner(Runner):
         commands, wants, most = self._plan(self._count, self._train)
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._loss: Tensor | None = None
-        self._keep, self._logits = return_logits, []
+        self._keep = return_logits
+        self._logits: list[Any] = []
         self._extra: dict[str, float] = {}
         self._loaded = dict.fromkeys(range(self.chunks), 0)
         self._micros, headers, signature = self._pull(batches)
@@ -243,8 +244,8 @@ class PipelineRunner(Runner):
             mine = self._make(count, train, self.stage)
             if mine.chunks != self.chunks:
                 raise UsageError(
-                    f"pipeline.schedule: {type(mine).__name__} is for {mine.chunks} chunks per stage, the PipelineModule "
-                    f"has {self.chunks}"
+                    f"pipeline.schedule: {type(mine).__name__} is for {mine.chunks} chunks per stage, the "
+                    f"PipelineModule has {self.chunks}"
                 )
             try:
                 proof = check(lambda stage: self._make(count, train, stage), train=train)

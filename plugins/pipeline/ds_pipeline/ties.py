@@ -50,7 +50,7 @@ class Ties:
             self._members[key] = [p for p in module.tied[key].parameters() if p.requires_grad]
             for param in self._members[key]:
                 self._shapes[param] = param.shape
-                param.register_hook(lambda grad, p=param: self._divert(p, grad))  # type: ignore[misc]
+                param.register_hook(lambda grad, p=param: self._divert(p, grad))
 
     def __contains__(self, param: object) -> bool:
         return param in self._shapes

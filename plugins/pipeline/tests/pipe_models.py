@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from ds_pipeline import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
 
 VOCAB, WIDTH, LENGTH, MICRO, SEED = 11, 6, 5, 2, 77
 

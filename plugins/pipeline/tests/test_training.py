@@ -36,8 +36,9 @@ def make_config(schedule: str, zero: int, gas: int, **more: Any) -> dict[str, An
 
 
 def make_engine(stages: int, chunks: int, config: dict[str, Any], **more: Any) -> Any:
-    import ds_core
     from ds_pipeline import PipelineModule
+
+    import ds_core
 
     options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, **more}
     model = PipelineModule(specs(), num_stages=stages, loss_fn=loss_fn, chunks=chunks, **options).double()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +14,25 @@ from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_zero import states
+from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, needs_whole
-from ds_zero.grads import Reducer
+from ds_zero.gathered import empty_partition_cache
+from ds_zero.holding import PieceHolding
+from ds_zero.manners import teach, unteach
+from ds_zero.moved import BACKWARD, Moved
+from ds_zero.offload import Offload, tiled_step
+from ds_zero.offstates import offload_states, reload_states
+from ds_zero.parked import prepare, restore
 from ds_zero.regroup import regroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.holding import Holding
     from ds_zero.config import ZeroConfig
+    from ds_zero.gather import Unit
+    from ds_zero.grads import Reducer
 
 __all__ = ["ZeroPartitioner"]
 
@@ -32,12 +42,26 @@ ParamGroups = list[dict[str, Any]]
 class ZeroPartitioner(Partitioner):
     """Flat buckets over each parameter's replicas; the stages differ in what of a bucket stays whole."""
 
+    methods: Mapping[str, Callable[..., Any]] = {
+        "empty_partition_cache": empty_partition_cache,
+        "offload_states": offload_states,
+        "reload_states": reload_states,
+    }
+
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
         self.partitions_gradients = section.stage > 1
+        self.offload: Offload
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
+        self.moved = Moved(ctx.accelerator)
+        self._holdings: dict[nn.Parameter, PieceHolding] = {}
+        self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
+        self.unit_of: dict[nn.Parameter, Unit] = {}
+        self.places: dict[nn.Parameter, int] = {}
+        self.entered: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
+        self._load_hooks: list[Any] = []
         self._reducer: Reducer | None = None
 
     # -- set-up ----------------------------------------------------------------------------------------------
@@ -45,6 +69,7 @@ class ZeroPartitioner(Partitioner):
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """See `Partitioner.attach`."""
         _check_grain(self.ctx)
+        self.offload = Offload(self.ctx, self.section, whole=needs_whole(self.ctx))
         self._module = module
         mine = [p for group in groups for p in group["params"]]
         for param in mine:
@@ -54,15 +79,52 @@ class ZeroPartitioner(Partitioner):
                     "model; pass parameters of the model given to initialize (after any transform they must still be "
                     "in it)"
                 )
+        prepare(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
         if needs_whole(self.ctx):
             trained = set(mine)
             regroup(self.ctx, [b for b in self.buckets if b.params[0] in trained])
         self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
+        self.bucket_of = {p: b for b in self.buckets for p in b.params}
+        self.places = {p: i for i, p in enumerate(self.ctx.params)}
+        restore(module)
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
         self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
+        self._settle_in(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
+
+    def _settle_in(self, module: nn.Module) -> None:
+        """Take over from `ds_zero.Init`, and let masters follow ``load_state_dict``."""
+        for part in module.modules():
+            teach(part, apply=self.section.stage == 3 and self.section.override_module_apply, engine=True)
+            if any(p in self.bucket_of for p in part._parameters.values() if p is not None):
+                self._load_hooks.append(part.register_load_state_dict_post_hook(self._follow))
+
+    def _follow(self, module: nn.Module, keys: Any) -> None:
+        """Weights were loaded into `module`; the next step would publish the old ones otherwise."""
+        for param in module._parameters.values():
+            if param is not None and (bucket := self.bucket_of.get(param)) is not None:
+                bucket.follow(param)
+
+    # -- weights whole for a while, see `homes` ----------------------------------------------------------------
+
+    def keep(self, unit: Unit) -> None:
+        """Make `unit` whole until `unkeep`."""
+        raise NotImplementedError
+
+    def unkeep(self, unit: Unit) -> None:
+        """The reverse of `keep`."""
+        raise NotImplementedError
+
+    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """`module` uses `param`, which another module owns. Only stage 3 needs to know."""
+
+    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """The reverse of `add_external`."""
+
+    def release_idle(self) -> None:
+        """Release weights that were gathered ahead or kept for later."""
 
     @abstractmethod
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
@@ -70,7 +132,7 @@ class ZeroPartitioner(Partitioner):
 
     def _make_reducer(self) -> Reducer:
         trained = [b for b in self.buckets if b.trains]
-        return Reducer(self.ctx, self.section, trained, lambda b: b.group)
+        return make_reducer(self.ctx, self.section, trained, lambda b: b.group)
 
     def _broadcast_rest(self, module: nn.Module) -> None:
         """Give every rank the parameters that are in no bucket, and the buffers, of the first of its replicas."""
@@ -78,6 +140,12 @@ class ZeroPartitioner(Partitioner):
         tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters() if p not in self.pieces]
         tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
         broadcast_from_first(mesh, tensors)
+
+    @property
+    def module(self) -> nn.Module:
+        """What was attached."""
+        assert self._module is not None
+        return self._module
 
     @property
     def reducer(self) -> Reducer:
@@ -89,6 +157,7 @@ class ZeroPartitioner(Partitioner):
 
     def begin(self) -> None:
         """See `Partitioner.begin`."""
+        self.moved.refuse("backward", BACKWARD)
         self.reducer.begin()
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
@@ -97,10 +166,12 @@ class ZeroPartitioner(Partitioner):
 
     def finish(self) -> None:
         """See `Partitioner.finish`."""
+        self.moved.refuse("reducing gradients", BACKWARD)
         self.reducer.finish()
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
+        self.moved.refuse("step")
         return self.reducer.gradients()
 
     def scale(self, factor: float) -> None:
@@ -111,15 +182,29 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.zero_grad`."""
         self.reducer.zero_grad()
 
+    def step(self, optimizer: Optimizer) -> None:
+        """See `Partitioner.step`."""
+        if any(b.away for b in self.buckets):
+            tiled_step(optimizer, self.buckets)
+        else:
+            optimizer.step()
+
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
         return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
+
+    def _round(self, buckets: Iterable[FlatBucket]) -> None:
+        """Write masters into parts; those that are away were written when they were updated."""
+        self.offload.settle()
+        for bucket in buckets:
+            if not bucket.away:
+                bucket.round()
+        self.offload.settle()
 
     def _spread(self, buckets: Iterable[FlatBucket]) -> None:
         """Give every rank the weights that their owners have just written."""
         works = []
         for bucket in buckets:
-            bucket.round()
             works += bucket.spread(bucket.group, gather=self.section.allgather_partitions)
         for work in works:
             work.wait()
@@ -147,18 +232,45 @@ class ZeroPartitioner(Partitioner):
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
         """See `Partitioner.states`; weights that are whole are stored by the first rank, pieces by their owners."""
         assert self._module is not None
+        self.moved.refuse("saving states")
         return states.states(self.ctx, self._module, self.buckets, optimizer)
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         assert self._module is not None
+        self.moved.refuse("loading states")
         from_fp32 = self.section.load_from_fp32_weights
+        self.offload.settle()
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
+
+    # -- access ----------------------------------------------------------------------------------------------
+
+    def locate(self, param: nn.Parameter) -> Holding | None:
+        """See `Partitioner.locate`."""
+        if not self._holdings:
+            self._holdings = {
+                p.param: PieceHolding(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)
+            }
+        return self._holdings.get(param)
+
+    def _updates(self, bucket: FlatBucket) -> bool:
+        """Whether the optimizer updates the parameters of `bucket`."""
+        return True
+
+    def whole_now(self, bucket: FlatBucket) -> Tensor | None:
+        """The buffer in which the weights of `bucket` are whole on this rank now, if they are."""
+        return bucket.full
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""
+        self.moved.bring_back(non_blocking=False)
         if self._reducer is not None:
             self._reducer.detach()
+        for part in self._module.modules() if self._module is not None else ():
+            unteach(part)
+        for hook in self._load_hooks:
+            hook.remove()
+        self._load_hooks.clear()
 
 
 def _check_grain(ctx: Context) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -21,36 +22,53 @@ LEAF_CLASSES = tuple(
 )
 """Module classes of transformers whose parts run on some ranks only, so they are gathered whole by default."""
 
-_OFFLOAD = "offload to CPU or NVMe will come with a later version of ds-zero"
 _NVME = "offload to NVMe will come with ds-offload"
+_SUPER = "SuperOffload will come with ds-offload"
 _QUANTISED = "quantised communication will come with a later version of ds-zero"
 _HIERARCHY = "hierarchical partitions (hpZ, MiCS) will come with a later version of ds-zero"
 
 
-class OffloadParam(Section):
-    """Where the parameters of stage 3 rest."""
+class _Place(Section):
+    """What both offload sections have: a store, and whether its memory is page-locked."""
 
-    device: Literal["none", "cpu", "nvme"] = not_built("none", _OFFLOAD, "Where parameters rest.")
+    device: str = option("none", '"none", "cpu", or the name of a state store that a plugin offers.', min_length=1)
+    pin_memory: bool = option(
+        False, "Page-lock the host memory, so that copies run beside the device's work; costs memory that can't swap."
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.device.lower() != "none"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the store is told: every key but `device`."""
+        return {k: v for k, v in dict(self).items() if k != "device"}
+
+
+class OffloadParam(_Place):
+    """Where the parameters of stage 3 rest between uses."""
+
     nvme_path: str | None = not_built(None, _NVME, "Folder on the NVMe device.")
     buffer_count: int = not_built(5, _NVME, "Buffers in the pool.")
     buffer_size: int = not_built(100_000_000, _NVME, "Elements per buffer.")
     max_in_cpu: int = not_built(1_000_000_000, _NVME, "Elements kept in memory beside NVMe.")
-    pin_memory: bool = not_built(False, _OFFLOAD, "Page-locked buffers.")
 
 
-class OffloadOptimizer(Section):
-    """Where optimizer states rest."""
+class OffloadOptimizer(_Place):
+    """Where master weights and optimizer states rest; the optimizer's arithmetic then runs on the host."""
 
-    device: Literal["none", "cpu", "nvme"] = not_built("none", _OFFLOAD, "Where optimizer states rest.")
+    ratio: float = option(
+        1.0, "Stage 3: the share of elements that is offloaded; the rest stays on the device.", ge=0, le=1
+    )
     nvme_path: str | None = not_built(None, _NVME, "Folder on the NVMe device.")
     buffer_count: int = not_built(4, _NVME, "Buffers in the pool.")
-    pin_memory: bool = not_built(False, _OFFLOAD, "Page-locked buffers.")
     pipeline_read: bool = not_built(False, _NVME, "Read the next tile while this one is computed.")
     pipeline_write: bool = not_built(False, _NVME, "Write the last tile while this one is computed.")
     fast_init: bool = not_built(False, _NVME, "Quick initialisation on NVMe.")
-    ratio: float = not_built(1.0, _OFFLOAD, "Share of the updates that run on the CPU.")
-    super_offload: bool = not_built(False, _OFFLOAD, "Speculative CPU steps on tightly coupled chips.")
-    cpuadam_cores_perc: float = not_built(0.8, _OFFLOAD, "Share of the cores that CPU Adam uses.")
+    super_offload: bool = not_built(False, _SUPER, "Speculative CPU steps on tightly coupled chips.")
+    cpuadam_cores_perc: float = not_built(0.8, _SUPER, "Share of the cores that SuperOffload's Adam uses.")
 
 
 class LeafModules(Section):
@@ -145,14 +163,15 @@ class ZeroConfig(Section):
         True, "Load master weights from stored fp32 copies; false: make them from the 16-bit weights."
     )
     enable_sanity_checks: bool = option(False, "Compare the weights of all ranks after every step.")
-    # -- later
+    # -- offload
     offload_param: OffloadParam | None = option(None, "Where the parameters of stage 3 rest.")
     offload_optimizer: OffloadOptimizer | None = option(None, "Where optimizer states rest.")
-    cpu_offload: bool | None = not_built(None, _OFFLOAD, "Deprecated: offload_optimizer.", off=(False,))
-    cpu_offload_param: bool | None = not_built(None, _OFFLOAD, "Deprecated: offload_param.", off=(False,))
-    cpu_offload_use_pin_memory: bool | None = not_built(
-        None, _OFFLOAD, "Deprecated: pin_memory of offload_*.", off=(False,)
+    cpu_offload: bool | None = option(None, "Deprecated: true is read as offload_optimizer.device cpu.")
+    cpu_offload_param: bool | None = option(None, "Deprecated: true is read as offload_param.device cpu.")
+    cpu_offload_use_pin_memory: bool | None = option(
+        None, "Deprecated, and not carried over: set pin_memory in offload_optimizer and offload_param."
     )
+    # -- later
     zenflow: dict[str, Any] | None = not_built(None, "ZenFlow will come with ds-offload")
     zero_hpz_partition_size: int = not_built(1, _HIERARCHY, "Size of the second partition group.")
     zero_quantized_weights: bool = not_built(False, _QUANTISED, "Gather quantised weights (qwZ).")
@@ -165,8 +184,8 @@ class ZeroConfig(Section):
     pipeline_loading_checkpoint: bool = not_built(
         False, "every rank reads only its own ranges, so there is nothing to pipeline", "Load in a pipeline."
     )
-    override_module_apply: bool = not_built(
-        True, "Module.apply on partitioned modules will come with ds_zero.Init", "Gather inside Module.apply."
+    override_module_apply: bool = option(
+        True, "Module.apply gathers each module's own parameters; false: the function must gather them itself."
     )
     legacy_stage1: bool = not_built(False, "the old stage 1 is not served; leave it out", "The old stage 1.")
     elastic_checkpoint: bool = not_built(
@@ -178,6 +197,27 @@ class ZeroConfig(Section):
     def _old_switch(cls, data: Any) -> Any:
         """The section was once true or false: stage 1 or nothing."""
         return {"stage": int(data)} if isinstance(data, bool) else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_offload(cls, data: Any) -> Any:
+        """Move ``cpu_offload`` and ``cpu_offload_param``; what is not a boolean is left for its own error."""
+        if not isinstance(data, dict):
+            return data
+        moved = dict(data)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if isinstance(moved.get(old), bool):
+                if moved.get(new) is not None and moved[old]:
+                    raise ValueError(f"{old} is the old name of {new}, and both are set; remove {old}")
+                _warn(f"config key {old!r} is deprecated and was read as {new!r}; rename it")
+                if moved.pop(old):
+                    moved[new] = {"device": "cpu"}
+        if isinstance(moved.get("cpu_offload_use_pin_memory"), bool):
+            _warn(
+                "config key 'cpu_offload_use_pin_memory' is deprecated and is not carried over; set pin_memory in "
+                "offload_optimizer and offload_param"
+            )
+        return moved
 
     @field_validator("leaf_module", mode="before")
     @classmethod
@@ -192,3 +232,11 @@ class ZeroConfig(Section):
     def bucket_elements(self, world: int) -> int:
         """The most elements of one flat buffer over `world` ranks together."""
         return max(1, min(self.reduce_bucket_size, self.allgather_bucket_size, self.sub_group_size * world))
+
+    def unit_elements(self, world: int) -> int:
+        """The most elements that stage 3 gathers at once, but for larger parameters."""
+        return 1 if self.allgather_sequential else self.bucket_elements(world)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=3)

@@ -7,6 +7,7 @@ optimizers skip it), counters of steps are each parameter's own, and the groups 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_zero.layout import Layout, pack
+from ds_core.stores import away
+from ds_zero.layout import Layout, arrange
+from ds_zero.offload import ON_DEVICE, Home
+from ds_zero.parked import take_over
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -24,6 +28,11 @@ if TYPE_CHECKING:
     from ds_zero.regroup import WholeTensors
 
 __all__ = ["FlatBucket", "Piece", "Share", "make_buckets", "needs_whole"]
+
+HOST_BYTES = 1 << 23
+"""The most bytes of a bucket in host memory whose gradients come and go. The allocator keeps what it is given back only
+up to some size, and above it every step pays for fresh pages: 70 of 410 ms CPU time for 114 MB. It is two chunks of
+`ds_core.comm.gloo`, so on two ranks as many messages as in one large bucket."""
 
 
 class Share(enum.Enum):
@@ -59,8 +68,8 @@ class FlatBucket:
     """Parameters of one dtype, device and replica group, one after the other in a flat buffer.
 
     full: the buffer, of which parameters are views. part: this rank's part of it. master: what the optimizer updates:
-    the part itself, or its copy in the dtype of master weights. axes, held, counted: see `ParamInfo`. whole: set where
-    the optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
+    the part itself, or its copy in the dtype of master weights, or where masters rest. axes, held, counted: see
+    `ParamInfo`. whole: set where the optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
     """
 
     def __init__(
@@ -70,8 +79,10 @@ class FlatBucket:
         ctx: Context,
         share: Share,
         masters: bool = True,
+        home: Home = ON_DEVICE,
     ) -> None:
         mesh = ctx.mesh
+        self.home = home
         self.params, self.names = list(params), [i.name for i in infos]
         self.shapes = [tuple(p.shape) for p in params]
         self.axes, self.held, self.share = infos[0].replicas, infos[0].held, share
@@ -80,21 +91,42 @@ class FlatBucket:
         self.layout = Layout.of([p.numel() for p in params], self.world)
         self.full = self._flatten(mesh.ranks(*self.axes)[0])
         mine = slice(self.rank * self.layout.part, (self.rank + 1) * self.layout.part)
-        self.part = self.full[mine] if share is Share.WHOLE else self.full[mine].clone()
-        wanted = ctx.precision.master if masters else None
-        separate = wanted is not None and self.full.is_floating_point() and wanted != self.full.dtype
-        self.master = self.part.to(wanted) if separate else self.part
+        self.part = self.full[mine]
+        if share is Share.PART:
+            self.part = self.part.clone() if home.part is None else home.part.place(self.part)
+        self.part_rests = share is Share.PART and home.part is not None
+        self.master_rests = False
+        self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.part
         self.pieces = [self._piece(i) for i in range(len(self.params))]
         self.whole: WholeTensors | None = None
+        if self.away:
+            assert home.masters is not None
+            home.masters.stow([self.master])
+
+    @torch.no_grad()
+    def _master(self, mine: Tensor, wanted: torch.dtype | None) -> Tensor:
+        """What the optimizer updates, made from this rank's part of `full`."""
+        dtype = wanted if wanted is not None and mine.is_floating_point() else mine.dtype
+        store = self.home.masters if self.trains else None
+        if store is not None and not (self.part_rests and store.resident and dtype == mine.dtype):
+            self.master_rests = True
+            return store.place(mine, dtype)
+        if store is None and self.part_rests and self.trains:
+            return mine.to(dtype, copy=True)
+        return self.part if dtype == mine.dtype else self.part.to(dtype)
 
     @torch.no_grad()
     def _flatten(self, source: int) -> Tensor:
         """Move the parameters into one buffer and give every rank the weights of global rank `source`."""
         full = torch.zeros(self.layout.total, dtype=self.params[0].dtype, device=self.params[0].device)
+        ranks = torch.distributed.get_process_group_ranks(self.group) if self.world > 1 else []
+        agreed = True
         for param, view in zip(self.params, self.views(full), strict=True):
-            view.copy_(param)
+            taken = take_over(param, ranks)
+            view.copy_(param if taken is None else taken[0])
             param.data = view
-        if self.world > 1:
+            agreed = agreed and taken is not None and taken[1]
+        if self.world > 1 and not agreed:
             comm.broadcast(full, src=source, group=self.group)
         return full
 
@@ -113,6 +145,35 @@ class FlatBucket:
     def trains(self) -> bool:
         """Whether its parameters are of a kind that can have gradients."""
         return self.full.is_floating_point() or self.full.is_complex()
+
+    @property
+    def host_steps(self) -> bool:
+        """Whether the optimizer updates this bucket on the host, so that reduced gradients go there."""
+        return self.home.masters is not None and self.trains and self.whole is None
+
+    @property
+    def away(self) -> bool:
+        """Whether masters and optimizer states rest in a store that gives memory back."""
+        return self.master_rests and self.home.masters is not None and not self.home.masters.resident
+
+    @property
+    def upcast(self) -> bool:
+        """Whether masters are of another dtype than the weights, so that they say more."""
+        return self.master.dtype != self.dtype
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside, `master` is in memory, and may be changed."""
+        store = self.home.masters
+        if store is None or not away(self.master):
+            yield
+            return
+        store.fetch([self.master])
+        store.ready([self.master])
+        try:
+            yield
+        finally:
+            store.stow([self.master])
 
     @property
     def trainable(self) -> bool:
@@ -137,13 +198,54 @@ class FlatBucket:
         """The parts of all ranks in such a buffer."""
         return flat.view(self.world, self.layout.part).unbind()
 
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's part of such a buffer."""
+        return flat.narrow(0, self.rank * self.layout.part, self.layout.part)
+
     @torch.no_grad()
     def round(self) -> None:
-        """Write the master weights into the part. Collective where the optimizer updates whole tensors."""
+        """Write the master weights, which are in memory, into the part; see `Transfers.to_device`.
+
+        Collective where the optimizer updates whole tensors.
+        """
         if self.whole is not None:
             self.whole.round()
+        elif self.master_rests and not self.part_rests:
+            assert self.home.transfers is not None
+            self.home.transfers.to_device(self.part, self.master)
         elif self.master is not self.part:
             self.part.copy_(self.master)
+
+    @torch.no_grad()
+    def write(self, index: int, whole: Tensor) -> None:
+        """Make `whole`, the same on all ranks, the weight of parameter `index`: its part, and its master.
+
+        The parameter itself, where it is whole, must have it already.
+        """
+        flat, piece, owned = whole.reshape(-1), self.pieces[index], self.optimized[index]
+        self._settle()
+        if self.share is Share.PART:
+            self.part[piece.within].copy_(flat[piece.start : piece.stop])
+        with self.present():
+            owned.master.data.view(-1).copy_(flat[owned.start : owned.stop])
+
+    @torch.no_grad()
+    def follow(self, param: nn.Parameter) -> None:
+        """The weight of `param`, which is whole on every rank, was written: its master follows where they differ."""
+        if self.share is Share.PART:
+            return
+        index = next(i for i, p in enumerate(self.params) if p is param)
+        owned = self.optimized[index]
+        self._settle()
+        with self.present():
+            master = owned.master.data.view(-1)
+            now = self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
+            master.copy_(torch.where(master.to(now.dtype) == now, master, now))
+
+    def _settle(self) -> None:
+        """Wait for copies to and from the host that are under way."""
+        if self.home.transfers is not None:
+            self.home.transfers.settle()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -153,15 +255,26 @@ class FlatBucket:
         elif self.master is not self.part:
             self.master.copy_(self.part)
 
+    @torch.no_grad()
+    def _own(self) -> Tensor:
+        """This rank's part on the device: where it rests elsewhere, a copy in its place in `full`."""
+        if not self.part_rests:
+            return self.part
+        assert self.home.transfers is not None
+        mine = self.own(self.full)
+        self.home.transfers.to_device(mine, self.part)
+        return mine
+
     def spread(self, group: Any, *, gather: bool) -> list[Any]:
         """Start giving every rank all parts, straight into `full`; the works under way.
 
         gather: by one all-gather, else each rank broadcasts its part.
         """
+        mine = self._own()
         if self.world == 1:
             return []
         if gather:
-            return [comm.all_gather_into_tensor(self.full, self.part, group=group, async_op=True)]
+            return [comm.all_gather_into_tensor(self.full, mine, group=group, async_op=True)]
         ranks = torch.distributed.get_process_group_ranks(group)
         parts = self.parts(self.full)
         return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
@@ -179,22 +292,25 @@ def make_buckets(
     share: Share = Share.WHOLE,
     *,
     masters: bool = True,
+    home: Callable[[nn.Parameter], Home] = lambda param: ON_DEVICE,
+    brief: bool = False,
 ) -> list[FlatBucket]:
     """Lay `params` into buckets, in reverse order, which is about the order in which backward finishes them.
 
     capacity: world size -> the most elements of a bucket. masters: whether an optimizer will update them. Frozen
-    parameters have buckets of their own, which do not
-    travel until they are thawed.
+    parameters have buckets of their own, which do not travel until they are thawed. home: where each parameter's states
+    rest. brief: their gradients are let go of when they have been reduced, see `HOST_BYTES`.
     """
     masters = masters and not needs_whole(ctx)
-    kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    for param in reversed(params):
+
+    def kind(param: nn.Parameter) -> tuple[Any, ...]:
         info = ctx.params[param]
-        kind = (info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad)
-        kinds.setdefault(kind, []).append(param)
-    buckets = []
-    for (axes, *_), members in kinds.items():
-        for run in pack([p.numel() for p in members], capacity(ctx.mesh.size(*axes))):
-            chosen = [members[i] for i in run]
-            buckets.append(FlatBucket(chosen, [ctx.params[p] for p in chosen], ctx, share, masters))
-    return buckets
+        return info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad, home(param)
+
+    def most(key: tuple[Any, ...]) -> int:
+        axes, _, _, dtype, device, *_ = key
+        limit = capacity(ctx.mesh.size(*axes))
+        return min(limit, HOST_BYTES // dtype.itemsize) if brief and device.type == "cpu" else limit
+
+    runs = arrange(params, kind, most)
+    return [FlatBucket(run, [ctx.params[p] for p in run], ctx, share, masters, home(run[0])) for run in runs]

@@ -43,7 +43,8 @@ class State(enum.Enum):
 class Unit:
     """A bucket whose weights come and go together.
 
-    holders: running modules that need it. wanted: a backward has asked for it and is not through with it.
+    holders: running modules that need it. kept: callers who want it whole. lent: gathered for them.
+    wanted: a backward has asked for it and is not through with it.
     pinned: stays until the pass ends. leaf: of a module below which ranks may differ.
     """
 
@@ -51,7 +52,8 @@ class Unit:
         self.index, self.bucket, self.leaf = index, bucket, leaf
         self.size = bucket.layout.total
         self.state = State.WHOLE
-        self.holders = 0
+        self.holders = self.kept = 0
+        self.lent = False
         self.wanted = self.pinned = False
         self.arrived: set[nn.Parameter] = set()
         self.first_use = -1
@@ -65,9 +67,9 @@ class Unit:
         assert self.state is State.RELEASED, self.bucket.names
         bucket = self.bucket
         bucket.full.untyped_storage().resize_(self._bytes)
-        if by_all_reduce:
+        if by_all_reduce and bucket.world > 1:
             bucket.full.zero_()
-            bucket.parts(bucket.full)[bucket.rank].copy_(bucket.part)
+            bucket.own(bucket.full).copy_(bucket.part)
             self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]
         else:
             self._works = bucket.spread(bucket.group, gather=True)
@@ -83,6 +85,12 @@ class Unit:
             param.data = view
         self.state = State.WHOLE
 
+    def refresh(self, *, by_all_reduce: bool) -> None:
+        """Gather again, into the memory that the parameters are views of."""
+        self.state = State.RELEASED
+        self.start(by_all_reduce=by_all_reduce)
+        self.complete()
+
     def release(self) -> None:
         """Give the memory back."""
         if self.state is State.GATHERING:
@@ -91,13 +99,18 @@ class Unit:
         for param, empty in zip(self.bucket.params, self._empty, strict=True):
             param.data = empty
         self.bucket.full.untyped_storage().resize_(0)
-        self.state, self.wanted, self.pinned = State.RELEASED, False, False
+        self.state, self.wanted, self.pinned, self.lent = State.RELEASED, False, False, False
         self.arrived.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters hold their values."""
+        return self.state is State.WHOLE
 
     @property
     def idle(self) -> bool:
         """Whole, though nobody needs it now."""
-        return self.state is State.WHOLE and not (self.holders or self.wanted or self.pinned)
+        return self.state is State.WHOLE and not (self.holders or self.kept or self.wanted or self.pinned)
 
 
 class Gathering:
@@ -131,9 +144,7 @@ class Gathering:
         if self._trace is self._traces[False]:
             self._trace.end()
             self._trace = self._traces[True]
-            for unit in self.units:
-                if unit.state is State.GATHERING or unit.idle:
-                    self.release(unit)
+            self.release_idle()
 
     def end_pass(self) -> None:
         """Backward is over (or given up): release everything."""
@@ -142,10 +153,42 @@ class Gathering:
         self.release_all()
 
     def release_all(self) -> None:
-        """Release every unit; nothing may be running."""
+        """Release every unit but those that somebody keeps; nothing may be running."""
         for unit in self.units:
             unit.holders = 0
-            if unit.state is not State.RELEASED:
+            if unit.kept:
+                unit.wanted = unit.pinned = False
+                unit.arrived.clear()
+            elif unit.state is not State.RELEASED:
+                self.release(unit)
+
+    # -- for callers -----------------------------------------------------------------------------------------
+
+    def keep(self, unit: Unit) -> None:
+        """Make `unit` whole until `unkeep`, whatever runs meanwhile."""
+        unit.kept += 1
+        if unit.state is State.RELEASED:
+            unit.lent = True
+            self._start(unit)
+        if unit.state is State.GATHERING:
+            unit.complete()
+
+    def unkeep(self, unit: Unit) -> None:
+        """The reverse of `keep`; what was gathered for it alone goes at once."""
+        unit.kept -= 1
+        if unit.lent and unit.idle:
+            self.release(unit)
+
+    def refresh(self) -> None:
+        """The weights have changed: gather again what somebody keeps."""
+        for unit in self.units:
+            if unit.kept:
+                unit.refresh(by_all_reduce=self.section.use_all_reduce_for_fetch_params)
+
+    def release_idle(self) -> None:
+        """Release what was gathered ahead or kept for later."""
+        for unit in self.units:
+            if unit.state is State.GATHERING or unit.idle:
                 self.release(unit)
 
     # -- units -----------------------------------------------------------------------------------------------

@@ -36,17 +36,25 @@ IN_FLIGHT = 2
 
 
 class _Pool:
-    """Flat buffers that are used again, since fresh memory costs more than the copy into it."""
+    """Flat buffers that are used again, since fresh memory costs more than the copy into it.
 
-    def __init__(self) -> None:
-        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+    most: how many may lie free, the oldest go first; None: any number.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._free: list[Tensor] = []
+        self._most = most
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free.get((numel, dtype, device))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+        for place, tensor in enumerate(self._free):
+            if (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, device):
+                return self._free.pop(place)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, tensor: Tensor) -> None:
-        self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(tensor)
+        self._free.append(tensor)
+        if self._most is not None and len(self._free) > self._most:
+            del self._free[0]
 
     def clear(self) -> None:
         self._free.clear()
@@ -57,7 +65,8 @@ class _Grads:
 
     local: this rank's, not reduced yet, laid out as the bucket; filled: which of them it holds. part: what this rank
     owns of the reduced ones; None: nothing was reduced yet. whole: the buffer that `part` lies in, if any.
-    cast: the part in the dtype of the masters. used: parameters that had a gradient since the last step.
+    cast: the part in the dtype of the masters. host: memory for the part where the optimizer's step is the host's.
+    used: parameters that had a gradient since the last step.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -69,8 +78,34 @@ class _Grads:
         self.part: Tensor | None = None
         self.whole: Tensor | None = None
         self.cast: Tensor | None = None
+        self.host: Tensor | None = None
         self.arrived: set[int] = set()
         self.awaited = count
+
+    def land(self, out: Tensor, accumulate: torch.dtype | None) -> None:
+        """Start adding the device's `out` to the part, which is on the host; in the masters' dtype, if any will do."""
+        home, first = self.bucket.home, self.part is None
+        assert home.masters is not None and home.transfers is not None
+        if first:
+            self._take_host(accumulate)
+        assert self.part is not None
+        home.transfers.to_host(self.part, out, add=not first)
+
+    def _take_host(self, accumulate: torch.dtype | None) -> None:
+        store = self.bucket.home.masters
+        assert store is not None
+        if self.host is None:
+            self.host = store.buffer(self.bucket.layout.part, accumulate or self.bucket.master.dtype)
+        self.part = self.host
+
+    def begin_part(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
+        """Begin the part with zeros, before anything was reduced; what will be is added to it."""
+        if self.bucket.host_steps:
+            self._take_host(accumulate)
+            assert self.part is not None
+            self.part.zero_()
+        else:
+            self.part = torch.zeros(self.bucket.layout.part, dtype=dtype, device=self.bucket.full.device)
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -92,7 +127,10 @@ class Reducer:
 
     groups: per replica axes the process group that reductions use.
     order: which buckets travel after which, asked at the start of each backward; equal on all ranks.
+    direct: what is in ``param.grad`` is reduced as it is.
     """
+
+    direct = False
 
     def __init__(
         self,
@@ -109,7 +147,6 @@ class Reducer:
         self._queue: list[_Grads] = []
         self._next = 0
         self._travelling: deque[_Travelling] = deque()
-        self._pool = _Pool()
         self._wires: dict[FlatBucket, torch.dtype] = {}
         self._trainable: list[bool] = []
         self._hooks: list[Any] = []
@@ -119,6 +156,7 @@ class Reducer:
         self._before = 1.0 / world if core.prescale_gradients else 1.0 / core.gradient_predivide_factor
         self._after = 1.0 if core.prescale_gradients else core.gradient_predivide_factor / world
         self._keeps = section.stage == 1
+        self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
         self.reducing: Callable[[], bool] = lambda: True
@@ -246,8 +284,7 @@ class Reducer:
         bucket, group = grads.bucket, self._group(grads.bucket)
         if bucket.world == 1:
             return _Travelling(grads, [], source, source)
-        parts = bucket.parts(source)
-        mine = parts[bucket.rank]
+        mine = bucket.own(source)
         if self.section.reduce_scatter:
             out = mine if self._keeps else self._pool.take(mine.numel(), mine.dtype, mine.device)
             works = [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)]
@@ -255,7 +292,7 @@ class Reducer:
         if self.section.use_multi_rank_bucket_allreduce:
             works = [comm.all_reduce(source, group=group, async_op=True)]
         else:
-            ranks = torch.distributed.get_process_group_ranks(group)
+            ranks, parts = torch.distributed.get_process_group_ranks(group), bucket.parts(source)
             works = [comm.reduce(parts[i], dst=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
         return _Travelling(grads, works, source, mine)
 
@@ -272,9 +309,11 @@ class Reducer:
         grads, out, bucket = done.grads, done.out, done.grads.bucket
         if self._after != 1.0:
             out.mul_(self._after)
-        inside = out.data_ptr() == bucket.parts(done.source)[bucket.rank].data_ptr()
+        inside = out.data_ptr() == bucket.own(done.source).data_ptr()
         dtype = self._dtype(bucket)
-        if grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
+        if bucket.host_steps:
+            grads.land(out, self.ctx.precision.accumulate)
+        elif grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
             grads.part, grads.whole = out, done.source if inside else None
         elif grads.part is None:
             grads.part = self._pool.take(out.numel(), dtype, out.device).copy_(out)
@@ -284,6 +323,11 @@ class Reducer:
             self._pool.give(done.source)
         if not inside and grads.part is not out:
             self._pool.give(out)
+
+    def _settle(self) -> None:
+        """Wait for what is on its way to the host."""
+        for transfers in {b.home.transfers for b in self._all if b.home.transfers is not None}:
+            transfers.settle()
 
     def _dtype(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which gradients accumulate."""
@@ -300,6 +344,7 @@ class Reducer:
         for grads in self._agree():
             self._launch(grads)
         self._drain(0)
+        self._settle()
         self.running, self._reduced = False, True
         if not self._keeps:
             self._pool.clear()
@@ -375,6 +420,21 @@ class Reducer:
         if grads:
             torch._foreach_mul_(grads, factor)
 
+    def grads(self, bucket: FlatBucket) -> _Grads | None:
+        """The gradients of `bucket`; None where its elements cannot have any."""
+        return self._all.get(bucket)
+
+    @property
+    def share(self) -> float:
+        """What the sum of a gradient over its replicas is multiplied by: one over the size of dp."""
+        return self._before * self._after
+
+    @property
+    def any_gradient(self) -> bool:
+        """Whether there is any gradient on this rank, reduced or not."""
+        found = any(any(g.used) or any(g.filled) for g in self._all.values())
+        return found or any(p.grad is not None for p in self._place)
+
     def used(self, bucket: FlatBucket) -> bool:
         """Whether any rank had a gradient for any parameter of `bucket` since the last step."""
         return bucket in self._all and any(self._all[bucket].used)
@@ -382,10 +442,11 @@ class Reducer:
     def zero_grad(self) -> None:
         """Drop all gradients, those of a backward that failed half-way too."""
         self._drain(0)
+        self._settle()
         self.running = self._reduced = False
         for bucket, grads in self._all.items():
             for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
-                if tensor is not None and self._keeps:
+                if tensor is not None and tensor is not grads.host and self._keeps:
                     self._pool.give(tensor)
             grads.drop()
             grads.filled = [False] * len(bucket.params)
@@ -397,6 +458,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove hooks and free buffers."""
         self._drain(0)
+        self._settle()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

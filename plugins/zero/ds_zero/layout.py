@@ -7,11 +7,19 @@ all-gathered as it is. Part r is rank r's; where tensors begin plays no role for
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
-__all__ = ["ALIGN", "Layout", "Span", "pack"]
+__all__ = ["ALIGN", "Layout", "Span", "arrange", "pack"]
+
+
+class _Sized(Protocol):
+    def numel(self) -> int: ...
+
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T", bound=_Sized)
 
 ALIGN = 2
 """Each part is a multiple of this many elements, so that parts of 16-bit elements begin at whole words."""
@@ -74,3 +82,18 @@ def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         runs[-1].append(index)
         filled += size
     return runs
+
+
+def arrange(params: Sequence[T], kind: Callable[[T], K], capacity: Callable[[K], int]) -> list[list[T]]:
+    """Which parameters share a buffer: runs of one kind, in reverse order, about that in which backward finishes them.
+
+    kind: what must be the same in a buffer. capacity: kind -> the most elements of a buffer.
+    """
+    kinds: dict[K, list[T]] = {}
+    for param in reversed(params):
+        kinds.setdefault(kind(param), []).append(param)
+    return [
+        [members[i] for i in run]
+        for key, members in kinds.items()
+        for run in pack([p.numel() for p in members], capacity(key))
+    ]

@@ -1,16 +1,22 @@
-"""What this distribution offers to ds_core: the section ``zero_optimization`` and its partitioner (torch-free)."""
+"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, ``dscore plan`` (torch-free)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
+
+from ds_core.entries import CommandEntry
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.errors import Problem
     from ds_core.partition import Partitioner
+    from ds_core.plugins import Plugins
 
-__all__ = ["ds_config", "ds_partitioner"]
+__all__ = ["ds_check", "ds_commands", "ds_config", "ds_partitioner"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -20,12 +26,33 @@ def ds_config() -> type[BaseModel]:
     return ZeroConfig
 
 
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore plan``."""
+    text = "Predict what each rank holds and sends under every stage of ZeRO, and recommend one."
+    return {"plan": CommandEntry("ds_zero.plan_command:plan", text)}
+
+
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
+    """Offload that the stage does not have, and stores that nobody offers."""
+    from ds_zero.config import ZeroConfig
+    from ds_zero.rules import offload_problems
+
+    section = config.section("zero_optimization")
+    return offload_problems(section, plugins) if isinstance(section, ZeroConfig) else ()
+
+
 def ds_partitioner(ctx: Context) -> Partitioner | None:
     """The partitioner of the config's stage; None for stage 0."""
     from ds_zero.config import ZeroConfig
 
     section = ctx.config.section("zero_optimization")
-    if not isinstance(section, ZeroConfig) or section.stage == 0:
+    if not isinstance(section, ZeroConfig):
+        return None
+    if section.stage == 0:
+        from ds_zero.manners import settle
+
+        if ctx.module is not None:
+            settle(ctx.module)  # it may have been built under ds_zero.Init
         return None
     if section.stage == 3:
         from ds_zero.stage3 import Stage3

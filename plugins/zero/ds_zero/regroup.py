@@ -98,13 +98,14 @@ class WholeTensors:
             for source in layout.ranks(index):
                 span = layout.span(index, source)
                 self._takes[source] += span.stop - span.start
+        self._device = bucket.full.device  # of weights and exchanges; masters, or parts, may rest on the host
         self._views = self._aliases(dtype)
         self.pieces = [self._piece(i, dtype) for i in range(len(bucket.params))]
         self.refresh()
 
     def _aliases(self, dtype: torch.dtype) -> dict[int, Tensor]:
         """Where a master needs no memory of its own: the weight is here whole and in its dtype."""
-        if dtype != self.bucket.dtype:
+        if dtype != self.bucket.dtype or self.bucket.home.masters is not None or self.bucket.part_rests:
             return {}
         owned = [i for i, owner in enumerate(self.owners) if owner == self.bucket.rank]
         if self.bucket.share is Share.WHOLE:
@@ -120,10 +121,13 @@ class WholeTensors:
         param, shape = bucket.params[index], bucket.shapes[index]
         if self.owners[index] == bucket.rank:
             values = self._views.get(index)
-            if values is None:
-                values = torch.empty(shape, dtype=dtype, device=bucket.part.device)
+            if values is None and bucket.home.masters is not None:
+                values = bucket.home.masters.buffer(bucket.layout.sizes[index], dtype).view(shape)
+            elif values is None:
+                values = torch.empty(shape, dtype=dtype, device=self._device)
         else:  # with as many dimensions, since some optimizers look
-            values = torch.empty((0, *shape[1:]), dtype=dtype, device=bucket.part.device)
+            device = self._device if bucket.home.masters is None else torch.device("cpu")
+            values = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
         count = bucket.layout.sizes[index] if self.owners[index] == bucket.rank else 0
         master = nn.Parameter(values, requires_grad=param.requires_grad)
         return Piece(bucket.names[index], param, shape, index, 0, count, 0, master)
@@ -139,7 +143,8 @@ class WholeTensors:
         if not self._moves:
             return {}
         source = torch.cat([part[:0], *(part[s.at : s.at + s.stop - s.start] for s in self._leaving)])
-        out = part.new_empty(sum(self._takes))
+        source = source.to(self._device)
+        out = source.new_empty(sum(self._takes))
         comm.all_to_all_single(out, source, self._takes, self._sends, group=self.bucket.group)
         sizes = [self.bucket.layout.sizes[i] for i in self._arriving]
         return dict(zip(self._arriving, out.split(sizes), strict=True))
@@ -154,8 +159,8 @@ class WholeTensors:
         if not self._moves:
             return
         mine = [self.pieces[i].master.reshape(-1).to(part.dtype) for i in self._arriving]
-        source = torch.cat([part[:0], *mine])
-        out = part.new_empty(sum(self._sends))
+        source = torch.cat(mine or [part[:0]]).to(self._device)
+        out = source.new_empty(sum(self._sends))
         comm.all_to_all_single(out, source, self._sends, self._takes, group=self.bucket.group)
         for span, values in zip(self._leaving, out.split([s.stop - s.start for s in self._leaving]), strict=True):
             part[span.at : span.at + values.numel()].copy_(values)
@@ -190,6 +195,6 @@ class WholeTensors:
             if piece.stop > piece.start and used[piece.index]:
                 flat = found.get(piece.index)
                 grad = self._in_part(part, piece.index) if flat is None else flat.view(piece.shape)
-                piece.master.grad = grad.to(piece.master.dtype)
+                piece.master.grad = grad.to(piece.master)
                 grads.append(piece.master.grad)
         return grads

@@ -6,29 +6,35 @@ they need not keep step with gathers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.errors import DSError
+from ds_core.errors import DSError, UsageError
 from ds_zero.base import ZeroPartitioner
+from ds_zero.direct import make_reducer
+from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit
-from ds_zero.grads import Reducer
-from ds_zero.units import Gatherer, gatherers, persistent
+from ds_zero.leaves import leaf_flag, mark_leaf
+from ds_zero.moved import BACKWARD
+from ds_zero.parked import unpark
+from ds_zero.units import Gatherer, gatherers, members, persistent
 from ds_zero.watch import Watch
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from ds_core.context import Context
+    from ds_core.partition import StateSource
     from ds_zero.config import ZeroConfig
+    from ds_zero.grads import Reducer
 
 __all__ = ["Stage3"]
-
-DESCRIBED = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
-"""The documented attributes of a partitioned parameter."""
 
 
 class Stage3(ZeroPartitioner):
@@ -40,31 +46,32 @@ class Stage3(ZeroPartitioner):
         self._gatherers: list[Gatherer] = []
         self._untrained: set[FlatBucket] = set()
         self._groups: dict[tuple[str, ...], Any] = {}
+        self._leaves: set[nn.Module] = set()
         self.gathering: Gathering
         self.watch: Watch
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         trained = set(params)
-        shared_out = [p for p in module.parameters() if self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1]
+        leaves = self.offload.param is not None  # weights that are released rest elsewhere, so one rank has use for it
+        shared_out = [p for p in module.parameters() if leaves or self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1]
         small = persistent(shared_out, self.section)
         parted = {p for p in shared_out if p not in small}
         self._gatherers = gatherers(module, parted, self.section)
-        whole = make_buckets([p for p in params if p not in parted], self.ctx, self.section.bucket_elements)
-        taken: set[nn.Parameter] = set()
         for gatherer in self._gatherers:
-            own = [p for p in gatherer.params if p not in taken]
-            taken.update(own)
-            for chosen, mine in (
-                ([p for p in own if p in trained], True),
-                ([p for p in own if p not in trained], False),
-            ):
-                for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine):
-                    self._add_unit(bucket, gatherer.leaf, mine)
+            if gatherer.leaf and leaf_flag(gatherer.module) is None:
+                self._leaves.add(gatherer.module)
+                mark_leaf(gatherer.module, True)
+        home = self.offload.homes(params)
+        stay = [p for p in params if p not in parted]
+        whole = make_buckets(stay, self.ctx, self.section.bucket_elements, home=home, brief=True)
+        for gatherer, chosen, mine in members(self._gatherers, trained):
+            for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine, home=home):
+                self._add_unit(bucket, gatherer.leaf, mine)
         return whole + [u.bucket for u in self.units]
 
     def _capacity(self, world: int) -> int:
         """The most elements of a unit: all of its module's, unless the config wants parameters one at a time."""
-        return 1 if self.section.allgather_sequential else self.section.bucket_elements(world)
+        return self.section.unit_elements(world)
 
     def _add_unit(self, bucket: FlatBucket, leaf: bool, trained: bool) -> None:
         unit = Unit(len(self.units), bucket, leaf)
@@ -75,20 +82,72 @@ class Stage3(ZeroPartitioner):
 
     def attach(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """See `Partitioner.attach`."""
+        for part in module.modules():
+            for param in externals(part):
+                self._check_external(part, param)
         out = super().attach(module, groups)
-        unit_of = {p: u for u in self.units for p in u.bucket.params}
+        self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         self.gathering = Gathering(self.section, self.units)
-        self.watch = Watch(module, self._gatherers, self.gathering, unit_of, self._backward_began)
+        self.watch = Watch(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
+        for part in module.modules():
+            for param in externals(part):
+                self.watch.add_external(part, param)
         self.reducer.after = self.watch.on_gradient
-        for unit in self.units:
-            for piece in unit.bucket.pieces:
-                _describe(piece.param, unit, piece)
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                _describe(piece.param, bucket, piece)
         return out
+
+    # -- weights whole for a while, see `homes` ----------------------------------------------------------------
+
+    def keep(self, unit: Unit) -> None:
+        """See `ZeroPartitioner.keep`."""
+        self.gathering.keep(unit)
+
+    def unkeep(self, unit: Unit) -> None:
+        """See `ZeroPartitioner.unkeep`."""
+        if self.unit_of:  # else the engine was destroyed meanwhile, and its weights are whole for good
+            self.gathering.unkeep(unit)
+
+    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """See `ZeroPartitioner.add_external`."""
+        self._check_external(module, param)
+        self.watch.add_external(module, param)
+
+    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """See `ZeroPartitioner.remove_external`."""
+        self.watch.remove_external(module, param)
+
+    def _check_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        if param not in self.ctx.params:
+            raise UsageError(
+                f"register_external_parameter({type(module).__name__}, ...): the parameter of shape "
+                f"{tuple(param.shape)} belongs to no module that was given to initialize"
+            )
+
+    def release_idle(self) -> None:
+        """See `ZeroPartitioner.release_idle`."""
+        self.gathering.release_idle()
+
+    @contextlib.contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Inside, modules run without gathering; their weights are kept whole by the caller."""
+        self.watch.remove()
+        try:
+            yield
+        finally:
+            self.watch.install()
+
+    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
+        """See `Partitioner.load_states`; what is gathered now is old then."""
+        self.gathering.release_all()
+        super().load_states(source, optimizer, strict=strict)
+        self.gathering.refresh()
 
     def _make_reducer(self) -> Reducer:
         self._groups = _own_groups(self.ctx, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
-        return Reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
+        return make_reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; what stays whole comes last."""
@@ -106,6 +165,7 @@ class Stage3(ZeroPartitioner):
 
     def _backward_began(self) -> None:
         """The first hook of a backward runs, in its outermost graph: whoever started it, it will be finished."""
+        self.moved.refuse("backward", BACKWARD)
         if self.reducer.reducing() and not self.reducer.running:
             self.reducer.start()
             torch.autograd.Variable._execution_engine.queue_callback(self.reducer.finish)
@@ -115,23 +175,51 @@ class Stage3(ZeroPartitioner):
         self.watch.end()
         self.gathering.end_pass()
 
+    def step(self, optimizer: Optimizer) -> None:
+        """See `Partitioner.step`; it may write weights, which no gather may be reading."""
+        self.gathering.release_all()
+        super().step(optimizer)
+
     @torch.no_grad()
     def publish(self) -> None:
         """See `Partitioner.publish`; only what is whole travels."""
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.reducer.used(b)]
         whole = [b for b in changed if b.share is Share.WHOLE]
-        for bucket in changed:
-            bucket.round()
+        self._round(changed)
         self._spread(whole)
+        self.gathering.refresh()
         if self.section.enable_sanity_checks:
             self._check_equal(whole)
             self._check_released()
 
     def _check_released(self) -> None:
         for unit in self.units:
+            if unit.kept:
+                continue
             if unit.state is not State.RELEASED or unit.bucket.full.untyped_storage().nbytes():
                 raise DSError(f"rank {self.ctx.rank}: {unit.bucket.names[0]!r} is still gathered after the step")
+
+    def _updates(self, bucket: FlatBucket) -> bool:
+        """See `ZeroPartitioner._updates`."""
+        return bucket not in self._untrained
+
+    def release_for_moving(self) -> None:
+        """Release every unit, so that weights are where they rest. UsageError while modules run or are gathered."""
+        busy = self.watch.running or torch._C._current_graph_task_id() != -1
+        if not busy:
+            self.gathering.release_all()
+        if busy or any(u.state is not State.RELEASED for u in self.units):
+            raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
+
+    def whole_now(self, bucket: FlatBucket) -> Tensor | None:
+        """See `ZeroPartitioner.whole_now`."""
+        unit = next((u for u in self.units if u.bucket is bucket), None)
+        if unit is None:
+            return bucket.full
+        if unit.state is State.GATHERING:
+            unit.complete()
+        return None if unit.state is State.RELEASED else bucket.full
 
     def detach(self) -> None:
         """Make the module whole again, on every rank, and remove the hooks. Collective."""
@@ -139,25 +227,28 @@ class Stage3(ZeroPartitioner):
         if self._module is None:
             return
         self.watch.remove()
+        self.unit_of = {}
         for unit in self.units:
             if unit.state is State.RELEASED:
                 unit.start(by_all_reduce=False)
             if unit.state is State.GATHERING:
                 unit.complete()
-            for param in unit.bucket.params:
-                for name in DESCRIBED:
-                    delattr(param, name)
+        for part in self._module.modules():
+            if part in self._leaves:
+                mark_leaf(part, False)
+        for param in self.pieces:
+            unpark(param)
         for group in self._groups.values():
             torch.distributed.destroy_process_group(group)
         self._groups.clear()
 
 
-def _describe(param: Any, unit: Unit, piece: Piece) -> None:
-    """Set the attributes that `DESCRIBED` names."""
-    param.ds_id = unit.bucket.names[piece.index]
+def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:
+    """Set the documented attributes of a parameter of stage 3."""
+    param.ds_id = bucket.names[piece.index]
     param.ds_shape = torch.Size(piece.shape)
     param.ds_numel = param.ds_shape.numel()
-    param.ds_tensor = unit.bucket.part[piece.within]
+    param.ds_tensor = bucket.part[piece.within]
 
 
 def _own_groups(ctx: Context, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +36,9 @@ def states(
     parted = {p for b in buckets if b.share is Share.PART for p in b.params}
     for name, param in module.named_parameters():
         if param not in parted:
-            info, shape = ctx.params[param], tuple(param.shape)
-            copies, size = others(*info.held), param.numel()
-            yield StateTensor(f"module/{name}", param.data, shape, 0, size, info.held, info.counted, copies)
+            info, shape = ctx.params.get(param), tuple(param.shape)  # None: one that came after initialize
+            held, counted = (info.held, info.counted) if info is not None else ((), True)
+            yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, counted, others(*held))
     yield from buffer_states(ctx, module)
     for bucket in buckets:
         store = bucket.counted and first(*bucket.held, *bucket.axes)
@@ -56,14 +56,14 @@ def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, stor
     """The master weights, where they are not the weights themselves, and the optimizer's states of one piece."""
     place = (piece.shape, piece.start, piece.stop, bucket.held)
     if piece.master.dtype != bucket.dtype:
-        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
+        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=_reader(bucket))
     state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
         name = f"optimizer/{key}/{piece.name}"
         if value.shape == piece.master.shape:
-            yield StateTensor(name, value, *place, store)
+            yield StateTensor(name, value, *place, store, read=_reader(bucket))
         elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
             yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
         elif bucket.whole is not None:
@@ -74,6 +74,11 @@ def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, stor
                 f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of one "
                 "value per element, or of one value alone"
             )
+
+
+def _reader(bucket: FlatBucket) -> Callable[[Tensor], Tensor] | None:
+    """How to read the optimizer's tensors, which may not be in memory; None when they always are."""
+    return bucket.home.masters.read if bucket.home.masters is not None and bucket.away else None
 
 
 @torch.no_grad()
@@ -101,7 +106,8 @@ def load(
         for piece in bucket.pieces:
             if bucket.share is Share.PART and (strict or f"module/{piece.name}" in known):
                 bucket.part[piece.within].copy_(_range(source, f"module/{piece.name}", piece))
-        _load_masters(bucket, source, known, from_fp32=from_fp32)
+        with bucket.present():
+            _load_masters(bucket, source, known, from_fp32=from_fp32)
     if optimizer is not None:
         _load_optimizer(buckets, source, optimizer)
 
@@ -133,7 +139,14 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
                     values[key] = source.read(name).view(source.shape(name))
                 else:
                     values[key] = source.read(name).view(()) if key in counters else _range(source, name, piece)
+            store = bucket.home.masters if bucket.away else None
+            replaced = optimizer.state.get(piece.master, {})
+            if store is not None:
+                store.drop([v for k, v in replaced.items() if isinstance(v, Tensor) and (k in values or not values)])
+                values = {k: v.clone() for k, v in values.items()}  # storages of their own, to be emptied
             set_optimizer_state(optimizer, piece.master, values)
+            if store is not None:
+                store.stow([v for k, v in values.items() if v.dim()])
 
 
 def adopt(piece: Piece, state: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
@@ -142,7 +155,11 @@ def adopt(piece: Piece, state: Mapping[str, Any], *, whole: bool) -> dict[str, A
         return {}
     kept = dict(state)
     for key, value in state.items():
-        if not isinstance(value, Tensor) or (value.dim() == 0 and (piece.shape or key == "step")):
+        if not isinstance(value, Tensor):
+            continue
+        if value.dim() == 0 and (piece.shape or key == "step"):
+            if piece.master.device.type == "cpu":  # the step is the host's
+                kept[key] = value.cpu()
             continue
         if whole:
             kept[key] = value.to(piece.master.device)

@@ -6,7 +6,7 @@ gradients) falls by the number of tiles, while the result stays that of the whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_core.errors import UsageError
+from ds_zero.gathered import GatheredParameters
+from ds_zero.homes import home_of
 
 __all__ = ["TiledLinear", "TiledLinearReturnBias"]
 
@@ -71,14 +73,15 @@ class _Tiles(nn.Module):
         """Give the tiles the values of `linear`, a whole layer.
 
         linear: has ``weight`` of (out_features, in_features), and ``bias`` of (out_features,) where this layer has one
-        and None or none where it has not; any device, any dtype. Both layers must be whole, so under stage 3 call this
-        before `initialize`. Raises UsageError when they are not, or do not fit; no value is changed then.
+        and None or none where it has not; any device, any dtype. Weights that are partitioned are gathered, one tile
+        at a time, and the first rank's count; every rank calls it then. Raises UsageError when the layers do not fit;
+        no value is changed then.
         """
-        pairs: list[tuple[Tensor, Tensor]] = []
         weight = _param(linear, "weight", (self.out_features, self.in_features))
-        for rows, tiles in zip(weight.split(self.out_sizes), self._rows(), strict=True):
-            for part, tile in zip(rows.split(self.in_sizes, dim=1), tiles, strict=True):
-                pairs.append((_param(tile, "weight", part.shape), part))
+        whole = [weight]
+        for rows, tiles in zip(self.out_sizes, self._rows(), strict=True):
+            for columns, tile in zip(self.in_sizes, tiles, strict=True):
+                _param(tile, "weight", (rows, columns))
         if self.use_bias != (getattr(linear, "bias", None) is not None):
             mine, other = ("a", "no") if self.use_bias else ("no", "a")
             raise UsageError(
@@ -86,11 +89,22 @@ class _Tiles(nn.Module):
                 f"tiled one with bias={not self.use_bias}"
             )
         if self.use_bias:
-            bias = _param(linear, "bias", (self.out_features,))
+            whole.append(_param(linear, "bias", (self.out_features,)))
+            for rows, tiles in zip(self.out_sizes, self._rows(), strict=True):
+                _param(tiles[-1], "bias", (rows,))
+        with GatheredParameters(whole):
+            for target, part in self._pairs(*whole):
+                with GatheredParameters(target, modifier_rank=0):
+                    target.copy_(part)
+
+    def _pairs(self, weight: Tensor, bias: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter of the tiles, and what of a whole layer belongs in it."""
+        for rows, tiles in zip(weight.split(self.out_sizes), self._rows(), strict=True):
+            for part, tile in zip(rows.split(self.in_sizes, dim=1), tiles, strict=True):
+                yield _param(tile, "weight", part.shape), part
+        if bias is not None:
             for part, tiles in zip(bias.split(self.out_sizes), self._rows(), strict=True):
-                pairs.append((_param(tiles[-1], "bias", part.shape), part))
-        for target, part in pairs:
-            target.copy_(part)
+                yield _param(tiles[-1], "bias", part.shape), part
 
     def _rows(self) -> list[list[nn.Module]]:
         return [list(row.children()) for row in self.linears]
@@ -209,10 +223,11 @@ def _join(parts: list[Tensor]) -> Tensor:
 def _param(module: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     """A parameter of `module`, which must have `shape`."""
     param = getattr(module, name, None)
-    if not isinstance(param, Tensor) or param.shape != tuple(shape):
+    home = home_of(param)
+    found = home.shape if home is not None else param.shape if isinstance(param, Tensor) else None
+    if not isinstance(param, Tensor) or found != tuple(shape):
         raise UsageError(
-            f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, not {_told(param)}; "
-            "if stage 3 has partitioned it, copy before initialize"
+            f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, not {_told(param)}"
         )
     return param
 

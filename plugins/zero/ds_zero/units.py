@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_zero.config import LEAF_CLASSES
+from ds_zero.leaves import leaf_flag
 
 if TYPE_CHECKING:
     from ds_zero.config import LeafModules, ZeroConfig
 
-__all__ = ["Gatherer", "find_leaves", "gatherers", "persistent"]
+__all__ = ["Gatherer", "find_leaves", "gatherers", "members", "persistent"]
 
 log = logging.getLogger("ds_zero")
 
@@ -45,6 +46,18 @@ def gatherers(root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConf
     """The modules to watch, in the order of the tree; none below a leaf, none without partitioned parameters."""
     leaves = find_leaves(root, section.leaf_module)
     return list(_walk("", root, partitioned, leaves, section.module_granularity_threshold, set()))
+
+
+def members(
+    modules: Sequence[Gatherer], trained: set[nn.Parameter]
+) -> Iterator[tuple[Gatherer, list[nn.Parameter], bool]]:
+    """What each module's own units hold: its parameters that no earlier module has; True: those of the optimizer."""
+    taken: set[nn.Parameter] = set()
+    for gatherer in modules:
+        own = [p for p in gatherer.params if p not in taken]
+        taken.update(own)
+        yield gatherer, [p for p in own if p in trained], True
+        yield gatherer, [p for p in own if p not in trained], False
 
 
 def _walk(
@@ -78,7 +91,10 @@ def _fine(module: nn.Module, threshold: int) -> bool:
 
 
 def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
-    """The modules that the config calls leaves; entries that match nothing are warned of (but the defaults)."""
+    """The modules that are leaves by what was said of them, or by the config.
+
+    Entries of the config that match nothing are warned of (but the defaults).
+    """
     found: set[nn.Module] = set()
     matched: set[tuple[str, str]] = set()
     for name, module in root.named_modules():
@@ -87,7 +103,8 @@ def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
         hits += [("names", n) for n in wanted.names if n == name]
         hits += [("name_suffixes", s) for s in wanted.name_suffixes if name.endswith(s)]
         matched.update(hits)
-        if hits:
+        said = leaf_flag(module)
+        if bool(hits) if said is None else said:
             found.add(module)
     entries = [("classes", c) for c in wanted.classes if c not in LEAF_CLASSES]
     entries += [("names", n) for n in wanted.names] + [("name_suffixes", s) for s in wanted.name_suffixes]

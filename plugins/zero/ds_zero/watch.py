@@ -9,12 +9,17 @@ until `Watch.remove`.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ds_zero.gather import Gathering, State, Unit, tensors_in
 
@@ -22,6 +27,9 @@ if TYPE_CHECKING:
     from ds_zero.units import Gatherer
 
 __all__ = ["Watch"]
+
+
+log = logging.getLogger("ds_zero")
 
 
 class _SeenParams(dict[str, Any]):
@@ -55,18 +63,92 @@ class Watch:
         unit_of: Mapping[nn.Parameter, Unit],
         backward_began: Callable[[], None],
     ) -> None:
-        self._gathering, self._unit_of, self._backward_began = gathering, unit_of, backward_began
+        self._root, self._gathering, self._unit_of, self._backward_began = root, gathering, unit_of, backward_began
         self._units = {g.module: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
+        self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}  # a module: the leaf above
+        self._known = set(root.parameters())
+        self._registered: dict[nn.Module, list[Unit]] = {}
+        self._changed = False
         self._stack: list[tuple[nn.Module, list[Unit]]] = []
         self._hooks: list[Any] = []
         self._owners: list[nn.Module] = []
+        self.install()
+
+    def install(self) -> None:
+        """Put the hooks in their places (again, after `remove`)."""
         for module in self._units:
-            self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-        for module in root.modules():
-            if any(p in unit_of for p in module.parameters(recurse=False)):
-                module._parameters = _SeenParams(module._parameters, self._on_read)
-                self._owners.append(module)
+            self._watch(module)
+        for module in self._root.modules():
+            self._see(module)
+        if self._unit_of:
+            self._hooks.append(register_module_module_registration_hook(self._note_change))
+            self._hooks.append(register_module_parameter_registration_hook(self._note_change))
+            self._hooks.append(self._root.register_forward_pre_hook(self._look_again, prepend=True))
+
+    def _watch(self, module: nn.Module) -> None:
+        self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+
+    def _see(self, module: nn.Module) -> None:
+        mine = any(p in self._unit_of for p in module._parameters.values() if p is not None)
+        if mine and not isinstance(module._parameters, _SeenParams):
+            module._parameters = _SeenParams(module._parameters, self._on_read)
+            self._owners.append(module)
+
+    # -- changes after initialize ----------------------------------------------------------------------------
+
+    def _add(self, module: nn.Module, unit: Unit) -> None:
+        """`module`, or the leaf above it, gathers `unit` too."""
+        module = self._below.get(module, module)
+        if module not in self._units:
+            self._units[module] = []
+            self._watch(module)
+        if unit not in self._units[module]:
+            self._units[module].append(unit)
+
+    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """`module` uses `param`, which another module owns."""
+        if (unit := self._unit_of.get(param)) is not None:
+            self._registered.setdefault(module, []).append(unit)
+            self._add(module, unit)
+
+    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """The reverse of `add_external`."""
+        unit, left = self._unit_of.get(param), self._registered.get(module, [])
+        if unit not in left:
+            return
+        left.remove(unit)
+        own = any(self._unit_of.get(p) is unit for p in module.parameters(recurse=False))
+        if unit not in left and not own and module not in self._below:
+            self._units[module].remove(unit)
+
+    def _note_change(self, module: nn.Module, name: str, added: Any) -> None:
+        self._changed = True  # anywhere in the process; whether it is ours is seen before the next forward
+
+    def _look_again(self, root: nn.Module, args: Any) -> None:
+        """Modules and parameters were added somewhere: watch those that hold weights of ours."""
+        if not self._changed:
+            return
+        self._changed = False
+        strangers = []
+        for name, module in root.named_modules():
+            for key, param in module._parameters.items():
+                if param is None:
+                    continue
+                if (unit := self._unit_of.get(param)) is not None:
+                    self._see(module)
+                    self._add(module, unit)
+                elif param.requires_grad and param not in self._known:
+                    strangers.append(f"{name}.{key}" if name else key)
+        if strangers:
+            more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+            log.warning(
+                "%s%s came into the model after initialize: they are used as they are on each rank, and not trained; "
+                "add modules before initialize to train them",
+                ", ".join(strangers[:5]),
+                more,
+            )
+            self._known.update(root.parameters())
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -178,6 +260,11 @@ class Watch:
         unit.arrived.clear()
         if unit.state is State.WHOLE:
             self._gathering.drop(unit)
+
+    @property
+    def running(self) -> bool:
+        """Whether a watched module's forward is under way."""
+        return bool(self._stack)
 
     def end(self) -> None:
         """Nothing runs any more."""

@@ -253,7 +253,7 @@ class Partitioned(nn.Linear):
         (nn.Identity(), True, "weight of Identity must have shape .*, not a NoneType"),
         (nn.Linear(IN, OUT, bias=False), True, "has no bias and the tiled one has a bias; .* with bias=False"),
         (nn.Linear(IN, OUT), False, "has a bias and the tiled one has no bias; .* with bias=True"),
-        (Partitioned(), True, r"not one of shape \(0,\); if stage 3 has partitioned it, copy before initialize"),
+        (Partitioned(), True, r"weight of Partitioned must have shape \(5, 7\), not one of shape \(0,\)"),
     ],
 )
 def test_a_layer_that_does_not_fit_is_not_copied(source: nn.Module, bias: bool, message: str) -> None:
@@ -264,11 +264,11 @@ def test_a_layer_that_does_not_fit_is_not_copied(source: nn.Module, bias: bool, 
     assert all(torch.equal(before[k], v) for k, v in layer.state_dict().items())
 
 
-def test_tiles_that_are_partitioned_are_not_written() -> None:
+def test_nothing_is_written_when_one_tile_does_not_fit() -> None:
     layer = TiledLinear(IN, OUT, in_splits=2)
     layer.linears[0][1].weight.data = torch.empty(0)
     before = layer.linears[0][0].weight.clone()
-    with pytest.raises(RuntimeError, match="copy before initialize"):
+    with pytest.raises(RuntimeError, match=r"weight of Linear must have shape \(5, 3\), not one of shape \(0,\)"):
         layer.copy_params_from(nn.Linear(IN, OUT))
     assert torch.equal(layer.linears[0][0].weight, before)
 
@@ -317,9 +317,14 @@ def _train_tiled(cls_name: str, splits: int) -> dict[str, Any]:
         engine.backward(engine(x[4 * comm.rank() :][:4]).square().mean())
         engine.step()
     weights = whole_weights(engine)
-    with pytest.raises(RuntimeError, match="copy before initialize"):
-        layer.copy_params_from(linear)
     peak = engine.partitioner.gathering.peak
+    other = nn.Linear(8, 8, dtype=torch.float64)
+    layer.copy_params_from(other)  # of partitioned tiles; rank 0's counts
+    after = whole_weights(engine)
+    comm.broadcast(other.weight.data, src=0)
+    tiles = [[after[f"layer.linears.{i}.{j}.weight"] for j in range(splits)] for i in range(splits)]
+    assert torch.equal(torch.cat([torch.cat(row, dim=1) for row in tiles]), other.weight)
+    assert engine.partitioner.gathering.peak == peak
     engine.destroy()
 
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)

@@ -13,7 +13,6 @@ from torch import nn
 
 from ds_core.testing import PluginConformance, run_ranks
 
-OFFLOAD: dict[str, Any] = {"device": "cpu"}
 DEFAULTS: dict[str, Any] = {
     "stage": 0,
     "contiguous_gradients": True,
@@ -60,12 +59,11 @@ DEFAULTS: dict[str, Any] = {
     "leaf_module": {"classes": list(LEAF_CLASSES), "names": [], "name_suffixes": []},
 }
 LATER: list[dict[str, Any]] = [
-    {"offload_param": OFFLOAD},
-    {"offload_optimizer": OFFLOAD},
-    {"offload_optimizer": {"ratio": 0.5}},
-    {"cpu_offload": True},
-    {"cpu_offload_param": True},
-    {"cpu_offload_use_pin_memory": True},
+    *({"offload_param": {k: v}} for k, v in {"nvme_path": "/x", "buffer_count": 1, "buffer_size": 1}.items()),
+    {"offload_param": {"max_in_cpu": 1}},
+    *({"offload_optimizer": {k: v}} for k, v in {"nvme_path": "/x", "buffer_count": 1, "super_offload": True}.items()),
+    *({"offload_optimizer": {k: True}} for k in ("pipeline_read", "pipeline_write", "fast_init")),
+    {"offload_optimizer": {"cpuadam_cores_perc": 0.5}},
     {"zenflow": {}},
     {"zero_hpz_partition_size": 8},
     {"zero_quantized_weights": True},
@@ -76,7 +74,6 @@ LATER: list[dict[str, Any]] = [
     {"mics_hierarchical_params_gather": True},
     {"save_muon_momentum_buffer_in_memory": True},
     {"pipeline_loading_checkpoint": True},
-    {"override_module_apply": False},
     {"legacy_stage1": True},
     {"elastic_checkpoint": True},
 ]
@@ -99,6 +96,10 @@ class TestPlugin(PluginConformance):
         {"leaf_module": {"names": 3}},
         {"leaf_module": {"class": "x"}},
         {"aio": {}},
+        {"offload_optimizer": {"ratio": 1.5}},
+        {"offload_optimizer": {"device": 3}},
+        {"offload_param": {"ratio": 0.5}},
+        {"cpu_offload": 1},
         *LATER,
     ]
 
@@ -135,7 +136,21 @@ def test_old_spellings() -> None:
     assert config.gather_16bit_weights_on_model_save
     assert ZeroConfig.model_validate(True).stage == 1
     assert ZeroConfig.model_validate(False).stage == 0
-    assert ZeroConfig.model_validate({"offload_param": {"device": "none"}, "cpu_offload": False}).stage == 0
+    with pytest.warns(FutureWarning, match="cpu_offload.*offload_optimizer"):
+        config = ZeroConfig.model_validate({"offload_param": {"device": "none"}, "cpu_offload": False})
+    assert config.offload_optimizer is None
+    with pytest.warns(FutureWarning) as told:
+        config = ZeroConfig.model_validate({"cpu_offload": True, "cpu_offload_param": True})
+    assert len(told) == 2
+    assert config.offload_optimizer is not None
+    assert config.offload_param is not None
+    assert (config.offload_optimizer.device, config.offload_param.device) == ("cpu", "cpu")
+    with pytest.warns(FutureWarning, match="not carried over"):
+        config = ZeroConfig.model_validate({"cpu_offload_use_pin_memory": True, "offload_param": {"device": "cpu"}})
+    assert config.offload_param is not None
+    assert not config.offload_param.pin_memory
+    with pytest.raises(ValidationError, match="cpu_offload is the old name of offload_optimizer, and both are set"):
+        ZeroConfig.model_validate({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}})
 
 
 def test_one_leaf_may_stand_without_a_list_and_doubles_go() -> None:
@@ -180,5 +195,5 @@ def test_stage_0_leaves_the_partitioner_to_others() -> None:
     from ds_zero.plugin import ds_partitioner
 
     for section in (None, ZeroConfig()):
-        ctx: Any = SimpleNamespace(config=SimpleNamespace(section={"zero_optimization": section}.get))
+        ctx: Any = SimpleNamespace(module=None, config=SimpleNamespace(section={"zero_optimization": section}.get))
         assert ds_partitioner(ctx) is None

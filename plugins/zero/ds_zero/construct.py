@@ -1,0 +1,324 @@
+"""`Init`: models larger than one device's memory are partitioned while they are being built.
+
+[Note: when a module is finished] A module's parameters are partitioned when its ``__init__`` has returned, that of
+its outermost class. Torch has no hook for that moment, and wrapping ``__init__`` of every class would change classes
+that are not ours. But torch tells, by hooks meant for it, of each parameter and each module that is registered
+anywhere; what was registered earlier and has no ``__init__`` running any more (a look at this thread's frames says
+so) is finished, whether it lies in a list, in a parent, or nowhere yet. So at most the module under construction and
+the one finished last are whole. Other threads, and modules built outside the context, never notice.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from ds_core import comm
+from ds_core.accelerator import get_accelerator
+from ds_core.errors import AcceleratorError, ConfigError, UsageError
+from ds_zero.homes import engine_of
+from ds_zero.manners import teach
+from ds_zero.parked import Place, cast, fill_alias, park, parked
+from ds_zero.touch import Touching
+
+if TYPE_CHECKING:
+    from ds_core.config import RunConfig
+    from ds_zero.config import ZeroConfig
+
+__all__ = ["Init"]
+
+log = logging.getLogger("ds_zero")
+
+_INNERMOST: contextvars.ContextVar[Init | None] = contextvars.ContextVar("ds_zero.Init", default=None)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Init:
+    """Partition the parameters of each module built inside the context, right after its construction.
+
+    module: a model that exists already; it is partitioned at once, and no context is needed. data_parallel_group: the
+    ranks to partition over, whose first rank's weights count; None: all, or those of `mpu`. remote_device: "cpu" keeps
+    the parts in the host's memory, in page-locked memory with `pin_memory`. config_dict_or_path: the run's config, for
+    dtype, offload_param and override_module_apply; with a stage below 3 nothing is partitioned, and `config` is its
+    deprecated name. dtype: of floating-point weights (float16, bfloat16, float32); None: the config's, or as built.
+    mem_efficient_linear: holds for every module, see the README. enabled=False does nothing.
+
+    Weights are those of plain construction with the first rank's random state, to the last bit. Modules on the meta
+    device get values by their ``reset_parameters``; what has none must be loaded or written before `initialize`.
+    Collective: all ranks build the same modules in the same order. Starts torch.distributed if need be.
+
+    Raises UsageError or ConfigError for arguments that are wrong, contradict each other or are not built yet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+    ) -> None:
+        self._enabled = enabled
+        self._pending: dict[nn.Module, None] = {}
+        self._parked: list[nn.Parameter] = []
+        self._handles: list[Any] = []
+        if not enabled:
+            return
+        quantised = zero_quantized_weights or zero_quantized_nontrainable_weights
+        _refuse_unbuilt(zero_param_parallel_group, quantised, remote_device, dtype)
+        if config is not None:
+            log.warning("ds_zero.Init: config= is deprecated; use config_dict_or_path=")
+            if config_dict_or_path is not None:
+                raise UsageError("ds_zero.Init: config and config_dict_or_path are both given; give one")
+        run = _read(config if config_dict_or_path is None else config_dict_or_path)
+        section = _section(run)
+        if run is not None and (section is None or section.stage != 3):
+            log.info("ds_zero.Init partitions nothing: the config's ZeRO stage is %d", section.stage if section else 0)
+            self._enabled = False
+            return
+        self._apply = section is None or section.override_module_apply
+        group = mpu.get_data_parallel_group() if data_parallel_group is None and mpu is not None else None
+        self._arguments = (data_parallel_group or group, remote_device, pin_memory, _dtype(dtype, run), section)
+        self._place: Place | None = None
+        self._touching = Touching()
+        self._outer: Any = None
+        self._thread = 0
+        if module is not None:
+            self._convert(module)
+
+    # -- the context -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        if self._handles:
+            raise UsageError("ds_zero.Init: this object is in use already; make another one")
+        self._place = self._place or _place(*self._arguments)
+        self._thread = threading.get_ident()
+        self._handles = [
+            register_module_parameter_registration_hook(self._on_parameter),
+            register_module_module_registration_hook(self._on_module),
+        ]
+        self._outer = _INNERMOST.get()
+        _INNERMOST.set(self)
+        self._touching.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._enabled:
+            return
+        try:
+            if kind is None:
+                self._finish(settle_all=True)
+        finally:
+            outer, self._outer = self._outer, None
+            _INNERMOST.set(outer)
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            if outer is not None:
+                outer._pending.update(self._pending)  # still under construction
+            self._pending.clear()
+            self._touching.__exit__(kind or sys.exc_info()[0], error, trace)
+            self._cast()
+
+    # -- construction ----------------------------------------------------------------------------------------
+
+    def _mine(self) -> bool:
+        return threading.get_ident() == self._thread and _INNERMOST.get() is self
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        if self._mine():
+            if parked(param) is None:
+                fill_alias(param)
+            self._finish()
+            self._pending[module] = None  # only now: the parameter is not in its place yet
+
+    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if not self._mine():
+            return
+        for part in child.modules() if child is not None else ():
+            if any(_to_park(p) for p in part._parameters.values()):
+                self._pending[part] = None
+        if self._apply:
+            teach(module, apply=True, engine=False)
+        self._finish()
+
+    def _finish(self, *, settle_all: bool = False) -> None:
+        """Partition the modules that are not under construction any more."""
+        running = _under_construction() if self._pending else set()
+        done = [m for m in self._pending if id(m) not in running]
+        for module in done:
+            del self._pending[module]
+        for module in done:
+            self._park(module)
+        self._touching.settle(all_of_them=settle_all)
+
+    def _park(self, module: nn.Module) -> None:
+        """Partition the module's own parameters."""
+        assert self._place is not None
+        params = [p for p in module._parameters.values() if p is not None and _to_park(p)]
+        if any(t is not None and t.is_meta for t in (*params, *module._buffers.values())):
+            params = _materialise(module)
+        for param in params:
+            park(param, self._place)
+        self._parked += params
+        teach(module, apply=self._apply, engine=False)
+
+    def _cast(self) -> None:
+        for param in self._parked:
+            cast(param)
+        self._parked.clear()
+
+    def _convert(self, module: nn.Module) -> None:
+        """Partition a model that exists."""
+        self._place = _place(*self._arguments)
+        for part in module.modules():
+            if any(p is not None and engine_of(p) is not None for p in part._parameters.values()):
+                raise UsageError("ds_zero.Init: this module is already in an engine")
+            self._park(part)
+        self._cast()
+
+
+def _to_park(param: nn.Parameter | None) -> bool:
+    return param is not None and parked(param) is None and not is_lazy(param)
+
+
+def _under_construction() -> set[int]:
+    """The ids of the objects whose ``__init__`` runs on this thread."""
+    found = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            found.add(id(frame.f_locals.get(code.co_varnames[0])))
+        frame = frame.f_back
+    return found
+
+
+@torch.no_grad()
+def _materialise(module: nn.Module) -> list[nn.Parameter]:
+    """Give a module on the meta device its values by ``reset_parameters``; its own parameters, to be parked.
+
+    Parameters that it leaves alone (all, where there is no such method) stay without a value.
+    """
+    reset = getattr(module, "reset_parameters", None)
+    params = [p for p in module._parameters.values() if p is not None and _to_park(p)]
+    if not callable(reset):
+        return params
+    on_meta = [p for p in params if p.is_meta]
+    for param in on_meta:
+        fresh = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
+        if fresh.is_floating_point():
+            fresh.fill_(float("nan"))
+        fresh.__dict__.update(param.__dict__)
+        torch.utils.swap_tensors(param, fresh)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    reset()
+    for param in on_meta:
+        if param.is_floating_point() and bool(param.isnan().any()):
+            torch.utils.swap_tensors(param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
+    return params
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_unbuilt(second_group: Any, quantised: bool, remote: str | None, dtype: torch.dtype | None) -> None:
+    if second_group is not None:
+        raise UsageError(
+            "ds_zero.Init: zero_param_parallel_group: hierarchical partitions will come with a later version of ds-zero"
+        )
+    if quantised:
+        raise UsageError(
+            "ds_zero.Init: zero_quantized_*: quantised communication will come with a later version of ds-zero"
+        )
+    if remote == "nvme":
+        raise UsageError("ds_zero.Init: remote_device 'nvme': offload to NVMe will come with ds-offload; use 'cpu'")
+    if remote not in (None, "none", "cpu"):
+        raise UsageError(f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', or None for the accelerator")
+    if dtype is not None and dtype not in _DTYPES:
+        raise UsageError(f"ds_zero.Init: dtype is {dtype}; use torch.float16, torch.bfloat16 or torch.float32")
+
+
+def _read(source: Any) -> RunConfig | None:
+    from ds_core.compose import compose
+    from ds_core.config import RunConfig
+
+    if source is None or isinstance(source, RunConfig):
+        return source
+    return compose(source).config
+
+
+def _section(run: RunConfig | None) -> ZeroConfig | None:
+    from ds_zero.config import ZeroConfig
+
+    section = run.section("zero_optimization") if run is not None else None
+    return section if isinstance(section, ZeroConfig) else None
+
+
+def _dtype(given: torch.dtype | None, run: RunConfig | None) -> torch.dtype | None:
+    if run is None:
+        return given
+    from ds_core.precision import make_precision
+
+    wanted = make_precision(run)[0].param
+    if given is not None and wanted is not None and wanted != given:
+        raise ConfigError(f"ds_zero.Init: dtype is {given}, but the config trains in {wanted}; leave dtype out")
+    return given or wanted
+
+
+def _place(group: Any, remote: str | None, pin: bool, dtype: torch.dtype | None, section: ZeroConfig | None) -> Place:
+    """Start torch.distributed if need be, and see over which ranks, and where, weights are parked."""
+    accelerator = get_accelerator()
+    comm.init_distributed(accelerator.communication_backend)
+    accelerator.set_device(accelerator.local_index())
+    if dtype is torch.float16 and not accelerator.supports(torch.float16):
+        raise AcceleratorError(f"ds_zero.Init: {accelerator.name} cannot compute in float16; use torch.bfloat16")
+    ranks = list(range(comm.world_size()))
+    if group is not None:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        if comm.rank() not in ranks:
+            raise UsageError(f"ds_zero.Init: rank {comm.rank()} is not in data_parallel_group, which has {ranks}")
+    elif len(ranks) > 1:
+        group = torch.distributed.group.WORLD
+    device = accelerator.current_device()
+    offload = section.offload_param if section is not None else None
+    if offload is not None and remote is None and offload.device == "cpu":
+        remote, pin = "cpu", pin or offload.pin_memory
+    rest = torch.device("cpu") if remote == "cpu" else device
+    return Place(
+        group=group if len(ranks) > 1 else None,
+        ranks=tuple(ranks),
+        index=ranks.index(comm.rank()),
+        device=device,
+        rest=rest,
+        # Where the device is the CPU itself there is nothing to copy to, so nothing to lock pages for.
+        pin=pin and rest.type == "cpu" and device.type != "cpu",
+        dtype=dtype,
+        checks=section is not None and section.enable_sanity_checks,
+    )

@@ -1,0 +1,149 @@
+"""What this rank holds of one parameter, told in the core's terms: see `ds_core.holding` and `ds_core.access`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_core.holding import Holding
+from ds_core.stores import StateStore, away
+from ds_zero.flat import FlatBucket, Piece, Share
+
+if TYPE_CHECKING:
+    from ds_zero.base import ZeroPartitioner
+    from ds_zero.grads import _Grads
+
+__all__ = ["PieceHolding"]
+
+
+class PieceHolding(Holding):
+    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (`ds_zero.regroup`)."""
+
+    def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
+        mesh, axes = partitioner.ctx.mesh, bucket.axes
+        self._partitioner, self._bucket, self._piece = partitioner, bucket, piece
+        self.name, self.shape, self.param = piece.name, piece.shape, piece.param
+        self.updated = partitioner.pieces[piece.param].master
+        self.group, self.ranks, self.index = bucket.group, mesh.ranks(*axes), bucket.rank
+        spans = (bucket.layout.span(piece.index, rank) for rank in range(bucket.world))
+        self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
+        if bucket.whole is not None:
+            owner, everything = bucket.whole.owners[piece.index], (0, self.numel)
+            self.updated_ranges = [everything if rank == owner else (0, 0) for rank in range(bucket.world)]
+        self.partitions_weights = partitioner.section.stage == 3
+        self.local = bucket.share is Share.PART
+        self.device = bucket.full.device
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """See `Holding.read`."""
+        found = self._here(tensor)
+        return found if not away(found) else self._store.read(found)
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """See `Holding.write`."""
+        found, values = self._here(tensor), values.view(tensor.shape)
+        if away(found):
+            self._store.write(found, values)
+        else:
+            found.copy_(values)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or the host's copy of it while it is moved; with all that is on its way to or from it there."""
+        self._partitioner.offload.settle()
+        return self._partitioner.moved.view(tensor.detach())
+
+    @property
+    def _store(self) -> StateStore:
+        store = self._bucket.home.masters
+        assert store is not None, self.name
+        return store
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    def round(self) -> None:
+        """See `Holding.round`."""
+        if self._bucket.master is not self._bucket.part or self._bucket.whole is not None:
+            self._resting.copy_(self.read(self.updated).reshape(-1))
+
+    def set_weight(self, master: Tensor) -> None:
+        """See `Holding.set_weight`."""
+        self._resting.copy_(master.reshape(-1)[slice(*self.ranges[self.index])])
+        full = self._partitioner.whole_now(self._bucket)
+        if full is not None:
+            self._bucket.view(self.read(full), self._piece.index).copy_(master)
+
+    @property
+    def _resting(self) -> Tensor:
+        """This rank's range of the weight, as it rests."""
+        return self.read(self._bucket.part)[self._piece.within]
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    @property
+    def _grads(self) -> _Grads | None:
+        return self._partitioner.reducer.grads(self._bucket)
+
+    @property
+    def window_open(self) -> bool:
+        """See `Holding.window_open`."""
+        return self._partitioner.reducer.any_gradient
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """See `Holding.grad_dtype`."""
+        accumulate = self._partitioner.ctx.precision.accumulate
+        if self._bucket.host_steps:
+            return accumulate or self._bucket.master.dtype
+        return accumulate if accumulate is not None and self._bucket.full.is_floating_point() else self._bucket.dtype
+
+    def reduced(self) -> Tensor | None:
+        """See `Holding.reduced`."""
+        grads = self._grads
+        if grads is not None and self._partitioner.reducer.direct:
+            if self.param.grad is not None and (self.param.grad.is_sparse or not self.param.grad.is_contiguous()):
+                self.param.grad = self.param.grad.to_dense().contiguous()  # whoever asks may write
+            return None if self.param.grad is None else self.read(self.param.grad).view(-1)
+        if grads is None or grads.part is None or not grads.used[self._piece.index]:
+            return None
+        return self.read(grads.part)[self._piece.within]
+
+    @property
+    def has_pending(self) -> bool:
+        """See `Holding.has_pending`."""
+        grads = self._grads
+        if self._partitioner.reducer.direct:
+            return False
+        return grads is not None and (grads.filled[self._piece.index] or self.param.grad is not None)
+
+    def pending(self) -> Tensor | None:
+        """See `Holding.pending`."""
+        grads = self._grads
+        if grads is None or not self.has_pending:
+            return None
+        total = torch.zeros(self.numel, dtype=self.grad_dtype, device=self.device)
+        if grads.filled[self._piece.index] and grads.local is not None:
+            total.add_(self._bucket.view(self.read(grads.local), self._piece.index).reshape(-1))
+        if (grad := self.param.grad) is not None:
+            total.add_((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
+        return total.mul_(self._partitioner.reducer.share)
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `Holding.set_grad`."""
+        grads, index = self._grads, self._piece.index
+        assert grads is not None, self.name
+        if self._partitioner.reducer.direct:
+            if (grad := self.reduced()) is not None:
+                grad.copy_(values)
+                return
+            hidden, values = self.param.data, values.to(self._bucket.dtype, copy=True).view(self.shape)
+            self.param.data = values  # while weights are away it is empty, and its gradient must have its shape
+            self.param.grad, self.param.data = values, hidden
+            return
+        if grads.part is None:  # nothing was reduced yet; what will be is added to it
+            grads.begin_part(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
+        grads.used[index], grads.filled[index] = True, False
+        self.param.grad = None
+        assert grads.part is not None
+        self.read(grads.part)[self._piece.within].copy_(values)

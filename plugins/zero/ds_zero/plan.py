@@ -1,0 +1,364 @@
+"""What each rank would hold and send, per stage and offload choice: predicted from the layouts that training uses.
+
+Model states, the flat buffers that gradients travel in, and gathered weights. Activations, and what autograd makes on
+the way, come on top. One data-parallel group is planned: all ranks hold the same parameters but for ZeRO.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+
+import torch
+from torch import nn
+
+from ds_core.precision import Precision, wire_dtypes
+from ds_zero.config import ZeroConfig
+from ds_zero.dry import DryBucket, DryUnit, Wires, gather_passes, reduction
+from ds_zero.layout import Layout, arrange
+from ds_zero.units import Gatherer, gatherers, members, persistent
+
+__all__ = ["Advice", "Kinds", "Need", "Offload", "Run", "lay_out", "plan", "predict", "recommend"]
+
+
+class Offload(enum.Enum):
+    """What rests in host memory."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    ALL = "optimizer and parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What decides besides the model and the section.
+
+    states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2).
+    gas: micro-batches per step.
+    """
+
+    world: int
+    precision: Precision = field(default_factory=Precision)
+    states: int = 2
+    gas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Bytes of one rank, by kind.
+
+    gradients: reduced, from backward to the step. masters: what the optimizer updates, where it is a copy.
+    cast: gradients in the masters' dtype, during the step. buckets: what gradients fill and travel in, in backward.
+    gathered: weights of stage 3 that are gathered at a time.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    masters: int = 0
+    states: int = 0
+    cast: int = 0
+    buckets: int = 0
+    gathered: int = 0
+
+    @property
+    def resting(self) -> int:
+        """What is there between backward and step."""
+        return self.parameters + self.gradients + self.masters + self.states
+
+    @property
+    def peak(self) -> int:
+        """The most at a time."""
+        return self.resting + max(self.cast, self.buckets + self.gathered)  # step, backward
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one rank needs. reduced, gathered: elements that it sends per step, as gradients and as weights.
+
+    sent: both, in bytes. link: bytes between device and host per step.
+    """
+
+    stage: int
+    offload: Offload
+    device: Kinds
+    host: Kinds
+    reduced: int
+    gathered: int
+    sent: int
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A model under one stage. loose: parameters in no bucket."""
+
+    buckets: list[DryBucket]
+    loose: list[nn.Parameter]
+    modules: list[Gatherer]
+    units: list[DryUnit]
+
+
+def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_away: bool = False) -> Laid:
+    """The buckets in which `section.stage` (1 to 3) would lay the parameters of `module` over `world` ranks.
+
+    weights_away: they rest on the host, so that even a single rank gathers.
+    """
+    everything = list(module.parameters())
+    trained = [p for p in everything if p.requires_grad]
+    if section.stage < 3 or (world == 1 and not weights_away):
+        buckets = list(_dry(trained, section.bucket_elements(world), world, whole=True, trained=True))
+        return Laid(buckets, [p for p in everything if not p.requires_grad], [], [])
+    small = persistent(everything, section)
+    parted = {p for p in everything if p not in small}
+    modules = gatherers(module, parted, section)
+    whole = [p for p in trained if p not in parted]
+    buckets = list(_dry(whole, section.bucket_elements(world), world, whole=True, trained=True))
+    units: list[DryUnit] = []
+    for gatherer, chosen, mine in members(modules, set(trained)):
+        for bucket in _dry(chosen, section.unit_elements(world), world, whole=False, trained=mine):
+            units.append(DryUnit(len(units), bucket, gatherer.leaf))
+    loose = [p for p in everything if p in small and not p.requires_grad]
+    return Laid(buckets + [u.dry for u in units], loose, modules, units)
+
+
+def _dry(
+    params: Sequence[nn.Parameter], capacity: int, world: int, *, whole: bool, trained: bool
+) -> Iterator[DryBucket]:
+    for run in arrange(params, lambda p: (p.dtype, p.requires_grad), lambda _: capacity):
+        yield DryBucket(tuple(run), Layout.of([p.numel() for p in run], world), run[0].dtype, whole, trained)
+
+
+def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload = Offload.NONE, rank: int = 0) -> Need:
+    """What `rank` needs under ``section.stage``; rank 0 owns as much as any.
+
+    module: may be on the meta device, in the dtypes of training.
+    """
+    if section.stage == 0:
+        return _replicated(module, run)
+    away, weights_away = offload is not Offload.NONE, offload is Offload.ALL
+    laid = lay_out(module, section, run.world, weights_away)
+    trained = [b for b in laid.buckets if b.trained]
+    wires = _wires(module, section, run, away)
+    gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
+    passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
+    flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
+    parts = sum(b.layout.part * b.dtype.itemsize for b in laid.buckets if not b.whole)
+    weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.whole) + _bytes(laid.loose)
+    device = Kinds(
+        parameters=weights + (0 if weights_away else parts),
+        gradients=kept,
+        buckets=flat_peak - kept,
+        gathered=_gathered_bytes(laid.units, gathered),
+    )
+    host = Kinds(parameters=parts if weights_away else 0)
+    states = _optimized(trained, run, offload, rank)
+    if away:
+        # Two buffers that copies between device and host go through in turn.
+        through = 2 * max((b.layout.part * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0)
+        host = _join(host, states, Kinds(gradients=_on_host(trained, run.precision), buckets=through))
+    else:
+        device = _join(device, states)
+    return Need(section.stage, offload, device, host, *_traffic(laid, section, run, offload, wires.wire))
+
+
+def _optimized(trained: Sequence[DryBucket], run: Run, offload: Offload, rank: int) -> Kinds:
+    """Masters, the optimizer's states, and gradients in the masters' dtype."""
+    masters = states = cast = 0
+    for bucket in trained:
+        size, own = bucket.layout.part, _master(run.precision, bucket)
+        # On the host, masters are copies but of weights that rest there too in the masters' dtype.
+        beside = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.whole)
+        masters += size * own.itemsize if beside or own != bucket.dtype else 0
+        states += run.states * _owned(bucket.layout, rank) * own.itemsize
+        grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run.precision, bucket)
+        cast += size * own.itemsize if grad != own else 0
+    return Kinds(masters=masters, states=states, cast=cast)
+
+
+def _host_grad(precision: Precision, bucket: DryBucket) -> torch.dtype:
+    """The dtype in which gradients are added on the host."""
+    return precision.accumulate or _master(precision, bucket)
+
+
+def _on_host(trained: Sequence[DryBucket], precision: Precision) -> int:
+    return sum(b.layout.part * _host_grad(precision, b).itemsize for b in trained)
+
+
+def _join(*kinds: Kinds) -> Kinds:
+    return Kinds(*(sum(getattr(k, name) for k in kinds) for name in Kinds.__dataclass_fields__))
+
+
+def _bytes(params: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in params)
+
+
+def _owned(layout: Layout, rank: int) -> int:
+    """Elements in the part of `rank`, without padding."""
+    return sum(span.stop - span.start for span in (layout.span(i, rank) for i in range(len(layout.sizes))))
+
+
+def _master(precision: Precision, bucket: DryBucket) -> torch.dtype:
+    wanted = precision.master
+    return wanted if wanted is not None and bucket.dtype.is_floating_point else bucket.dtype
+
+
+def _grad(precision: Precision, bucket: DryBucket) -> torch.dtype:
+    return precision.accumulate if precision.accumulate and bucket.dtype.is_floating_point else bucket.dtype
+
+
+def _wire(precision: Precision, special: Mapping[nn.Parameter, torch.dtype], bucket: DryBucket) -> torch.dtype:
+    """The widest dtype that any parameter of the bucket asks for, as in `Reducer`."""
+    wanted = [special.get(p) or precision.wire or p.dtype for p in bucket.params]
+    return reduce(torch.promote_types, wanted)
+
+
+def _special(module: nn.Module, precision: Precision) -> Mapping[nn.Parameter, torch.dtype]:
+    """Parameters whose gradients travel in the dtype of autocast."""
+    return wire_dtypes(module, precision.autocast, precision.autocast_modules) if precision.autocast else {}
+
+
+def _wires(module: nn.Module, section: ZeroConfig, run: Run, away: bool) -> Wires:
+    return Wires(
+        world=run.world,
+        keeps=section.stage == 1,
+        overlap=section.overlap,
+        eager=section.contiguous_gradients or run.precision.accumulate is not None,
+        scatter=section.reduce_scatter,
+        away=away,
+        grad=partial(_grad, run.precision),
+        wire=partial(_wire, run.precision, _special(module, run.precision)),
+    )
+
+
+def _queue(laid: Laid, trained: Sequence[DryBucket]) -> list[DryBucket]:
+    """In stage 3, units whose forward is last come first, and what stays whole comes last."""
+    used = [u.dry for u in sorted(laid.units, key=lambda u: -u.first_use) if u.dry.trained]
+    return used + [b for b in trained if b.whole]
+
+
+def _arrivals(module: nn.Module, trained: Sequence[DryBucket]) -> list[nn.Parameter]:
+    awaited = {p for b in trained for p in b.params}
+    return [p for p in reversed(list(module.parameters())) if p in awaited]
+
+
+def _gathered_bytes(units: Sequence[DryUnit], peak: int) -> int:
+    """`peak` elements in bytes; where units differ in dtype, as if they were the widest."""
+    return peak * max((u.dry.dtype.itemsize for u in units), default=0)
+
+
+def _traffic(
+    laid: Laid, section: ZeroConfig, run: Run, offload: Offload, wire: Callable[[DryBucket], torch.dtype]
+) -> tuple[int, int, int, int]:
+    """(elements of gradients, elements of weights, bytes of both, bytes between device and host), sent per step."""
+    others, times = run.world - 1, run.gas if section.stage > 1 else 1
+    reduced = gathered = sent = link = 0
+    by_reduction = times * (1 if section.reduce_scatter or not section.use_multi_rank_bucket_allreduce else 2)
+    for bucket in laid.buckets:
+        part = bucket.layout.part
+        if bucket.trained:
+            reduced += part * others * by_reduction
+            sent += part * others * by_reduction * wire(bucket).itemsize
+            if bucket.whole:
+                gathered += part * others
+                sent += part * others * bucket.dtype.itemsize
+            if offload is not Offload.NONE:
+                link += part * times * wire(bucket).itemsize
+                if bucket.whole or offload is not Offload.ALL:
+                    link += part * bucket.dtype.itemsize
+    factor = run.gas * (2 if section.use_all_reduce_for_fetch_params else 1)
+    for unit in laid.units:
+        part, count = unit.dry.layout.part, unit.gathers
+        gathered += part * others * count * factor
+        sent += part * others * count * factor * unit.dry.dtype.itemsize
+        if offload is Offload.ALL:
+            link += part * count * run.gas * unit.dry.dtype.itemsize
+    return reduced, gathered, sent, link
+
+
+def _replicated(module: nn.Module, run: Run) -> Need:
+    """Stage 0: the core's data parallelism, whose gradient buckets live as long as the run."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    precision, special = run.precision, _special(module, run.precision)
+    gradients = masters = states = cast = fresh = elements = sent = 0
+    for param in trained:
+        size, own, floating = param.numel(), param.dtype, param.is_floating_point()
+        master = precision.master if precision.master and floating else own
+        grad = precision.accumulate if precision.accumulate and floating else own
+        wire = special.get(param) or precision.wire or own
+        travelling = (size + 1) * wire.itemsize if run.world > 1 else 0  # a flag travels with each gradient
+        if travelling and grad == own == wire:
+            gradients += travelling  # once reduced, gradients stay in the buffer they travelled in
+            fresh += size * own.itemsize
+        else:
+            gradients += travelling + size * grad.itemsize
+        if master != own:
+            masters += size * master.itemsize
+            gradients += size * master.itemsize
+        elif grad != own:
+            cast += size * own.itemsize
+        states += run.states * size * master.itemsize
+        elements += size + 1
+        sent += (size + 1) * wire.itemsize
+    device = Kinds(_bytes(module.parameters()), gradients, masters, states, cast, fresh)
+    share = 2 * (run.world - 1) / run.world
+    return Need(0, Offload.NONE, device, Kinds(), round(elements * share), 0, round(sent * share), 0)
+
+
+# -- all choices -------------------------------------------------------------------------------------------------
+
+
+def plan(module: nn.Module, section: ZeroConfig, run: Run) -> list[Need]:
+    """Every stage with every offload that it can have."""
+    needs = []
+    for stage in (0, 1, 2, 3):
+        staged = section.model_copy(update={"stage": stage})
+        choices = [Offload.NONE, Offload.OPTIMIZER, Offload.ALL][: (1, 2, 2, 3)[stage]]
+        needs += [predict(module, staged, run, choice) for choice in choices]
+    return needs
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """need: what to use; None: nothing fits. reason: one sentence."""
+
+    need: Need | None
+    reason: str
+
+
+def recommend(needs: Sequence[Need], device: int, host: int | None, ranks_per_host: int = 1) -> Advice:
+    """Of what fits into `device` bytes per rank and `host` bytes per machine: the least offload, then traffic.
+
+    host: None: as much as it takes. Among those whose traffic is equal within 1 %, stage 3 comes last, since it gathers
+    in every pass, and then memory decides.
+    """
+
+    def memory(need: Need) -> str:
+        on_host = f" and {_gb(need.host.peak * ranks_per_host)} on the host" if need.host.peak else ""
+        return f"{_gb(need.device.peak)} on the device{on_host}"
+
+    def cost(need: Need) -> tuple[int, int]:
+        return list(Offload).index(need.offload), need.sent
+
+    fitting = [n for n in needs if n.device.peak <= device and (host is None or n.host.peak * ranks_per_host <= host)]
+    if not fitting:
+        least = min(needs, key=lambda n: (n.device.peak, n.host.peak))
+        return Advice(None, f"nothing fits: {_name(least)} needs least on the device, {memory(least)}")
+    level, sent = min(cost(n) for n in fitting)
+    equal = [n for n in fitting if cost(n)[0] == level and n.sent <= sent * 1.01]
+    best = min(equal, key=lambda n: (n.stage == 3, n.device.peak))
+    reason = f"{_name(best)}: {memory(best)}; of what fits it offloads least and then sends least"
+    cheaper = [n for n in needs if n not in fitting and (cost(n)[0] < level or n.sent * 1.01 < sent)]
+    if cheaper:
+        nearest = min(cheaper, key=lambda n: n.device.peak)
+        reason += f" ({_name(nearest)} would need {memory(nearest)})"
+    return Advice(best, reason)
+
+
+def _name(need: Need) -> str:
+    return f"stage {need.stage}" + ("" if need.offload is Offload.NONE else f" with {need.offload.value} on the host")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,169 @@
+"""``dscore plan``: which stage and offload a model needs; the words around `ds_zero.plan`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ds_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.compose import Composition
+    from ds_zero.plan import Advice, Need
+
+__all__ = ["plan"]
+
+LAYERS = 32
+"""Layers that a model of --params is taken to have when --largest-layer does not tell."""
+
+
+def plan(
+    world: Annotated[int, typer.Option("--world", min=1, help="Data-parallel ranks.")],
+    params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 7B.")] = None,
+    largest_layer: Annotated[
+        str | None, typer.Option(help="With --params: of its largest layer, such as 200M. Default: 1/32.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="module:function that builds the model, or the path of a Hugging Face config.json."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A config, whose keys are taken into account.")] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: the config's; bf16 without one.")
+    ] = None,
+    optimizer_states: Annotated[
+        int | None,
+        typer.Option(min=0, help="Elements that the optimizer keeps per parameter. Default: the config's; 2 (Adam)."),
+    ] = None,
+    gas: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Of one device, such as 80GB: recommend what fits.")] = None,
+    reserve: Annotated[str, typer.Option(help="Device memory to leave for activations, such as 20GB.")] = "0",
+    host_memory: Annotated[str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")] = None,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks that share a machine's memory.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")] = False,
+) -> None:
+    """Predict what each rank holds and sends under every stage and offload, and recommend one."""
+    from ds_core.cli.show import say_error
+    from ds_core.precision import cast_module, make_precision
+    from ds_zero import plan as planning
+    from ds_zero.config import ZeroConfig
+    from ds_zero.plan_model import parse_amount
+
+    module, chosen = _model(params, largest_layer, model), _config(config, dtype, gas)
+    section = chosen.config.section("zero_optimization")
+    assert isinstance(section, ZeroConfig)
+    precision, _ = make_precision(chosen.config)
+    cast_module(module, precision)
+    states = optimizer_states if optimizer_states is not None else _states(chosen)
+    run = planning.Run(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1)
+    needs = planning.plan(module, section, run)
+    grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
+    if grain != "element":
+        say_error(f"the config's optimizer needs each {grain} whole; what that holds and sends besides is not counted")
+    advice = None
+    if device_memory is not None:
+        room = parse_amount(device_memory, "--device-memory")
+        left = room - (0 if reserve == "0" else parse_amount(reserve, "--reserve"))
+        host = None if host_memory is None else parse_amount(host_memory, "--host-memory")
+        advice = planning.recommend(needs, left, host, min(ranks_per_host, world))
+    elif host_memory is not None or reserve != "0":
+        raise UsageError("--host-memory and --reserve serve the recommendation; give --device-memory too")
+    _show(module, run, needs, advice, as_json)
+
+
+def _model(params: str | None, largest_layer: str | None, model: str | None) -> nn.Module:
+    from ds_zero.plan_model import find_model, of_size, parse_amount
+
+    if (params is None) == (model is None):
+        raise UsageError("give the model: either --params, such as 7B, or --model, such as mine.model:build")
+    if params is None:
+        if largest_layer is not None:
+            raise UsageError("--largest-layer goes with --params; a --model says by itself how large its layers are")
+        assert model is not None
+        return find_model(model)
+    count = parse_amount(params, "--params")
+    largest = -(-count // LAYERS) if largest_layer is None else parse_amount(largest_layer, "--largest-layer")
+    return of_size(count, largest)
+
+
+def _config(path: Path | None, dtype: str | None, gas: int | None) -> Composition:
+    """The config with what the command line says in its place; batch sizes play no role."""
+    from ds_core.compose import compose
+    from ds_core.config import read_config
+
+    raw: dict[str, Any] = dict(read_config(path).raw) if path is not None else {"bf16": {"enabled": True}}
+    if dtype is not None:
+        raw = {k: v for k, v in raw.items() if k not in ("fp16", "bf16")}
+        if dtype != "fp32":
+            raw[dtype] = {"enabled": True}
+    if gas is not None:
+        raw["gradient_accumulation_steps"] = gas
+    given = raw.get("zero_optimization")
+    given = given if isinstance(given, dict) else {}  # it was once true or false; all stages are planned anyway
+    zero = {k: v for k, v in given.items() if k not in ("offload_optimizer", "offload_param")}
+    return compose({**raw, "zero_optimization": zero})
+
+
+def _states(chosen: Composition) -> int:
+    """How many elements the config's optimizer keeps per element: seen in a step over a few."""
+    import torch
+
+    if chosen.optimizer is None:
+        return 2
+    weight = torch.nn.Parameter(torch.zeros(64, 64))
+    weight.grad = torch.ones_like(weight)
+    optimizer = chosen.optimizer.build([weight])
+    optimizer.step()
+    kept = optimizer.state.get(weight, {}).values()
+    return round(sum(v.numel() for v in kept if isinstance(v, torch.Tensor)) / weight.numel())
+
+
+def _show(module: nn.Module, run: Any, needs: list[Need], advice: Advice | None, as_json: bool) -> None:
+    from ds_core.cli.show import show_json, show_table
+
+    total = sum(p.numel() for p in module.parameters())
+    if as_json:
+        rows = [_row(need) for need in needs]
+        found = None if advice is None or advice.need is None else needs.index(advice.need)
+        show_json(
+            {
+                "parameters": total,
+                "world": run.world,
+                "gradient_accumulation_steps": run.gas,
+                "choices": rows,
+                "recommended": found,
+                "reason": None if advice is None else advice.reason,
+            }
+        )
+        return
+    typer.echo(f"{total:,} parameters on {run.world} ranks; GB of each rank, without activations")
+    columns = ("stage", "on the host", "weights", "gradients", "masters", "states", "step", "buckets", "gathered")
+    shown = [
+        (
+            ("> " if advice is not None and advice.need is need else "") + str(need.stage),
+            need.offload.value,
+            *(_gb(getattr(need.device, kind)) for kind in need.device.__dataclass_fields__),
+            _gb(need.device.peak),
+            _gb(need.host.peak),
+            _gb(need.sent),
+        )
+        for need in needs
+    ]
+    show_table((*columns, "device", "host", "sent per step"), shown)
+    if advice is not None:
+        typer.echo(advice.reason)
+
+
+def _row(need: Need) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(need), default=lambda offload: offload.value))
+    return {**plain, "device_peak": need.device.peak, "host_peak": need.host.peak}
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g}" if size else "0"

@@ -1,0 +1,115 @@
+"""The model that `dscore plan` is asked about, as a module on the meta device: it has shapes and takes no memory."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_core.errors import UsageError
+
+__all__ = ["find_model", "of_size", "parse_amount"]
+
+UNITS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_amount(text: str, option: str) -> int:
+    """``"7B"``, ``"350M"``, ``"80GB"``, ``"1.5TiB"`` as a number. Raises UsageError that names `option`."""
+    match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None or (amount := round(float(match.group(1).replace("_", "")) * unit)) < 1:
+        raise UsageError(f"{option} is {text!r}; write a number with a unit, such as 7B, 350M, 80GB or 1.5TiB")
+    return amount
+
+
+def of_size(params: int, largest: int) -> nn.Module:
+    """A chain of layers with one parameter each, of `largest` elements but for the last: `params` together."""
+    if not 0 < largest <= params:
+        raise UsageError(f"--largest-layer is {largest}; it must be from 1 to the {params} parameters of the model")
+    chain = nn.Sequential()
+    for begin in range(0, params, largest):
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.empty(min(largest, params - begin), device="meta"))
+        chain.append(layer)
+    return chain
+
+
+def find_model(source: str) -> nn.Module:
+    """The model of ``module:function`` (called without arguments) or of a Hugging Face ``config.json``.
+
+    Raises UsageError when there is none such, or when it gives something else than a module.
+    """
+    path = Path(source)
+    if path.is_dir() or path.suffix == ".json":
+        return _from_hugging_face(path / "config.json" if path.is_dir() else path)
+    build = _find_function(source)
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:  # the user's code
+        raise UsageError(f"--model {source}: building it failed: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"--model {source}: gives a {type(model).__name__}; it must give a torch.nn.Module")
+    return model
+
+
+def _find_function(source: str) -> Callable[[], Any]:
+    name, _, attribute = source.partition(":")
+    if not attribute:
+        raise UsageError(f"--model is {source!r}; write module:function, or the path of a Hugging Face config.json")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules beside the user, as for python -m
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--model {source}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"--model {source}: {attribute} is not a function")
+    needed = [
+        p.name
+        for p in inspect.signature(found).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UsageError(f"--model {source}: needs arguments ({', '.join(needed)}); name a function without any")
+    return found  # type: ignore[no-any-return]
+
+
+def _from_hugging_face(path: Path) -> nn.Module:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {path}: {error}") from error
+    if not isinstance(raw, dict) or "model_type" not in raw:
+        raise UsageError(f"--model {path}: has no model_type, so it is no Hugging Face config.json")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise UsageError(
+            f"--model {path}: needs the transformers library, which is not installed; pip install transformers, or "
+            "give --params"
+        ) from None
+    try:
+        config = transformers.AutoConfig.for_model(**raw)
+        named = [getattr(transformers, n) for n in raw.get("architectures") or () if hasattr(transformers, n)]
+        with torch.device("meta"):
+            # In fp32, as the models of a training run are before they are cast.
+            model = named[0](config) if named else transformers.AutoModel.from_config(config)
+    except Exception as error:  # any of a large library's
+        raise UsageError(f"--model {path}: transformers cannot build it: {type(error).__name__}: {error}") from error
+    assert isinstance(model, nn.Module)
+    return model

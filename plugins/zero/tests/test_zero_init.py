@@ -1,0 +1,482 @@
+"""`ds_zero.Init`: models built in parts are, to the last bit, the models that plain construction gives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ds_zero
+import pytest
+import torch
+from ds_zero.parked import quietly
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import _len_torch_function_stack
+
+from ds_core.errors import UsageError
+from ds_core.testing import run_ranks
+
+D = 6
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+        self.gain = nn.Parameter(torch.rand(D))
+        self.register_buffer("seen", torch.rand(2))
+        with torch.no_grad():
+            self.gain.mul_(scale)  # after a child was finished, and of its own
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.inner(x)) * self.gain
+
+
+class LaterBlock(Block):
+    """Its parent's constructor is not the end of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(2.0)
+        self.more = nn.Parameter(torch.randn(D) + self.gain.detach())
+        nn.init.normal_(self.inner.weight, std=0.3)  # of a finished child
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + self.more
+
+
+class Everything(nn.Module):
+    """Constructors in all the ways that people write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Local(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(D, D)
+                self.shift = nn.Parameter(torch.randn(D))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) + self.shift
+
+        self.blocks = nn.ModuleList([Block(), LaterBlock(), Local()])
+        self.copies = nn.ModuleList([copy.deepcopy(self.blocks[0]) for _ in range(2)])
+        self.by_name = nn.ModuleDict({"norm": nn.BatchNorm1d(D), "conv": nn.Conv1d(1, 1, 3, padding=1)})
+        self.loose = nn.ParameterList([nn.Parameter(torch.randn(D, D)) for _ in range(2)])
+        self.emb, self.head = nn.Linear(D, D, bias=False), nn.Linear(D, D, bias=False)
+        self.head.weight = self.emb.weight
+        self.scalar, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, D))
+        data = self.emb.weight.data  # a view that lives on while others are built
+        self.late = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
+        data.mul_(0.5)
+        assert self.blocks[2].weight.shape == (D, D)
+        assert sum(p.numel() for p in self.blocks[2].parameters()) == D * D + 2 * D
+        self.blocks[0].inner.weight.data.add_(self.blocks[1].inner.weight.data.t())
+        self.frozen = nn.Linear(D, D).requires_grad_(False)
+        self.apply(self.start)
+
+    def start(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.2)
+        elif isinstance(module, Block):
+            torch.nn.init.uniform_(module.inner.bias)  # a child's
+
+    def forward(self, x: Tensor, step: int = 0) -> Any:
+        for block in (*self.blocks, *self.copies):
+            x = block(x) + x
+        x = self.by_name["conv"](self.by_name["norm"](x).unsqueeze(1)).squeeze(1)
+        return self.head(self.late(self.frozen(self.emb(x) @ self.loose[step % 2]))) * self.scalar + self.none.sum()
+
+
+def config(stage: int = 3, dtype: str = "float32", **section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 8, **section},
+    }
+
+
+def inputs(step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(4, D, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+
+
+def train(engine: Any, dtype: torch.dtype, steps: int = 3) -> list[float]:
+    from ds_core import comm
+
+    losses = []
+    for step in range(steps):
+        loss = engine(inputs(step, comm.rank(), dtype), step).float().square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def compare(stage: int, name: str, section: dict[str, Any]) -> None:
+    """Weights after construction, losses and weights after training: the same bits with and without `Init`."""
+    import ds_core
+    from ds_core import comm
+    from ds_core.testing.partitioner import whole_weights
+
+    dtype = getattr(torch, name)
+    torch.manual_seed(0)
+    plain = Everything()
+    start = {n: p.detach().clone().to(dtype) for n, p in plain.named_parameters()}
+    engine, *_ = ds_core.initialize(model=plain, config=config(stage, name, **section))
+    truth = train(engine, dtype), whole_weights(engine)
+    engine.destroy()
+
+    torch.manual_seed(comm.rank())
+    with ds_zero.Init(config_dict_or_path=config(3, name)):
+        model = Everything()
+    assert all(ds_zero.is_zero_param(p) and p.numel() == 0 for p in model.parameters())
+    with ds_zero.GatheredParameters(model):
+        for key, param in model.named_parameters():
+            assert param.shape == start[key].shape, key
+            assert torch.equal(param, start[key]), key
+    assert [n for n, _ in model.named_parameters()] == list(start)
+    engine, *_ = ds_core.initialize(model=model, config=config(stage, name, **section))
+    losses = train(engine, dtype)
+    assert losses == truth[0]
+    for key, value in whole_weights(engine).items():
+        assert torch.equal(value, truth[1][key]), key
+    engine.destroy()
+    assert not any(ds_zero.is_zero_param(p) for p in model.parameters())
+    assert model.head.weight is model.emb.weight
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_equals_plain_construction(world: int, name: str) -> None:
+    run_ranks(world, compare, 3, name, {})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_stages_take_the_model_too(stage: int) -> None:
+    run_ranks(2, compare, stage, "bfloat16", {})
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+WIDE, DEEP = 64, 9
+
+
+@quietly  # or looking would be touching
+def live_bytes() -> int:
+    """Bytes of every storage that a tensor object refers to."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor):
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Wide(nn.Module):
+    def __init__(self, looked: Callable[[], None], attached: bool) -> None:
+        super().__init__()
+        made = []
+        for _ in range(DEEP):
+            made.append(nn.Linear(WIDE, WIDE, bias=False))
+            looked()
+        self.layers = nn.ModuleList(made)
+        if attached:
+            for layer in self.layers:
+                nn.init.zeros_(layer.weight)
+                looked()
+        self.apply(self.start)
+        looked()
+
+    def start(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_()
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def measure() -> None:
+    """Peaks in elements of one layer: while building, and while `initialize` takes the parts over."""
+    from ds_zero.gather import Unit
+
+    import ds_core
+    from ds_core import comm
+
+    layer, before, peak = WIDE * WIDE * 4, live_bytes(), 0
+
+    def look() -> None:
+        nonlocal peak
+        peak = max(peak, live_bytes() - before)
+
+    with ds_zero.Init():
+        model = Wide(look, attached=True)
+        look()
+    share = DEEP / comm.world_size()
+    # The last finished, the one that begins, and what the thread that sends may still hold of the one before.
+    allowed = share + 3.1
+    assert peak / layer <= allowed < DEEP, peak / layer
+    assert (live_bytes() - before) / layer <= share + 0.1
+    made = Unit.__init__
+
+    def seen(self: Unit, *args: Any) -> None:
+        made(self, *args)
+        look()  # when a unit is whole
+
+    peak = 0
+    Unit.__init__ = seen  # type: ignore[method-assign]
+    try:
+        engine, *_ = ds_core.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "zero_optimization": {"stage": 3, "param_persistence_threshold": 0},
+            },
+        )
+    finally:
+        Unit.__init__ = made  # type: ignore[method-assign]
+    assert 0 < peak / layer <= allowed, peak / layer
+    assert (live_bytes() - before) / layer <= share + 0.1
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_peak_memory_is_near_one_module_and_the_parts(world: int) -> None:
+    run_ranks(world, measure)
+
+
+# -- devices, dtypes, places -------------------------------------------------------------------------------------
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.own = nn.Linear(D, D), nn.Parameter(torch.empty(D, D))
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x: Tensor, step: int = 0) -> Any:
+        return self.norm(self.lin(x) @ self.own)
+
+
+def check_meta() -> None:
+    import ds_core
+    from ds_core import comm
+
+    torch.manual_seed(0)
+    plain = NoReset()
+    torch.manual_seed(comm.rank())
+    with ds_zero.Init(), torch.device("meta"):
+        model = NoReset()
+    own = model.own
+    assert own is model.own and own.ds_shape == (D, D) and own.numel() == 0
+    assert not any(b.is_meta for b in model.buffers())
+    with pytest.raises(UsageError, match=r"own: built on the meta device.*load_state_dict"):
+        ds_core.initialize(model=model, config=config())
+    with ds_zero.GatheredParameters(model):
+        assert torch.equal(model.lin.weight, plain.lin.weight)  # as reset_parameters of the plain one
+        assert bool(model.own.isnan().all())
+    # As from_pretrained does: rank 0 alone has the values, one weight after the other.
+    for name, param in model.named_parameters():
+        with ds_zero.GatheredParameters(param, modifier_rank=0):
+            if comm.rank() == 0:
+                with torch.no_grad():
+                    param.copy_(torch.full(param.shape, float(len(name))))
+    engine, *_ = ds_core.initialize(model=model, config=config())
+    with ds_zero.GatheredParameters(engine.module):
+        assert all(bool((p == len(n)).all()) for n, p in model.named_parameters())
+    engine.destroy()
+
+    with ds_zero.Init(), torch.device("meta"):
+        model = NoReset()
+    values = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in plain.state_dict().items()}
+    comm_values = {n: t.clone() for n, t in values.items()}
+    for tensor in comm_values.values():
+        comm.broadcast(tensor, src=0)
+    model.load_state_dict(values if comm.rank() == 0 else {n: torch.zeros_like(t) for n, t in values.items()})
+    with ds_zero.GatheredParameters(model):
+        assert all(torch.equal(p, comm_values[n]) for n, p in model.named_parameters())
+
+
+def test_meta_device() -> None:
+    run_ranks(2, check_meta)
+
+
+def check_places() -> None:
+    import torch.distributed as dist
+
+    from ds_core import comm
+
+    rank = comm.rank()
+    existing = nn.Linear(D, D)
+    nn.init.constant_(existing.weight, rank)
+    ds_zero.Init(module=existing, dtype=torch.bfloat16)
+    assert existing.weight.dtype == existing.weight.ds_tensor.dtype == torch.bfloat16
+    assert existing.weight.ds_numel == D * D and existing.weight.ds_tensor.numel() == D * D // 2
+    with ds_zero.GatheredParameters(existing):
+        assert bool((existing.weight == 0).all())
+
+    pairs = [dist.new_group([0]), dist.new_group([1])]
+    with ds_zero.Init(data_parallel_group=pairs[rank], remote_device="cpu", pin_memory=True):
+        alone = nn.Linear(D, D)
+    assert alone.weight.ds_tensor.numel() == D * D
+
+    class Mpu:
+        def get_data_parallel_group(self) -> Any:
+            return pairs[rank]
+
+    with ds_zero.Init(mpu=Mpu()):
+        alone = nn.Linear(D, D)
+    assert alone.weight.ds_tensor.numel() == D * D
+    with pytest.raises(UsageError, match=rf"rank {rank} is not in data_parallel_group, which has \[{1 - rank}\]"):
+        ds_zero.Init(data_parallel_group=pairs[1 - rank]).__enter__()
+
+
+def test_places_and_dtypes() -> None:
+    run_ranks(2, check_places)
+
+
+def check_other_replicas() -> None:
+    """Parameters that differ over an axis: parked over all ranks, partitioned over the ranks that share them."""
+    import ds_core
+    from ds_core import comm
+    from ds_core.testing.partitioner import whole_weights
+
+    fake = {"fake_axes": {"axes": {"ep": 2}}, "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]}}
+    section = {**config(param_persistence_threshold=0), **fake}
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with ds_zero.Init(enabled=enabled):
+            model = nn.ModuleDict({"held_ep": nn.Linear(D, D), "shared": nn.Linear(D, D)})
+        engine, *_ = ds_core.initialize(model=model, config=section)
+        for step in range(2):
+            x = inputs(step, comm.rank(), torch.float32)
+            engine.backward(model["shared"](torch.tanh(model["held_ep"](x))).square().mean())
+            engine.step()
+        found.append(whole_weights(engine))
+        engine.destroy()
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+def test_parameters_that_fewer_ranks_share_are_partitioned_anew() -> None:
+    run_ranks(4, check_other_replicas)
+
+
+# -- what it leaves behind, and misuse ---------------------------------------------------------------------------
+
+
+def test_nothing_is_left_behind() -> None:
+    hooks = (torch_module._global_parameter_registration_hooks, torch_module._global_module_registration_hooks)
+    before = [dict(h) for h in hooks], nn.Linear.__init__, nn.Module.apply, _len_torch_function_stack()
+    with pytest.raises(ZeroDivisionError), ds_zero.Init():
+        first = nn.Linear(D, D)
+        broken = nn.Linear(D, D)
+        raise ZeroDivisionError
+    assert ds_zero.is_zero_param(first.weight)
+    assert not ds_zero.is_zero_param(broken.weight)
+    other: list[nn.Module] = []
+    with ds_zero.Init():
+        thread = threading.Thread(target=lambda: other.append(nn.Linear(D, D)))
+        thread.start()
+        thread.join()
+        with ds_zero.Init(enabled=False):
+            inner = nn.Linear(D, D)
+        with ds_zero.Init(dtype=torch.bfloat16):
+            nested = nn.Linear(D, D)
+        outer = nn.Linear(D, D)
+    assert not ds_zero.is_zero_param(other[0].weight)
+    assert ds_zero.is_zero_param(inner.weight)
+    assert (nested.weight.dtype, outer.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert before == ([dict(h) for h in hooks], nn.Linear.__init__, nn.Module.apply, _len_torch_function_stack())
+    assert nn.Linear(D, D).weight.shape == (D, D)
+    with ds_zero.Init(enabled=False):
+        assert nn.Linear(D, D).weight.shape == (D, D)
+
+
+class Within(nn.Module):
+    """Begins the context inside a constructor: what is under construction is its own business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with ds_zero.Init():
+            self.lin, self.own = nn.Linear(D, D), nn.Parameter(torch.ones(D))
+            self.lazy = nn.LazyLinear(3)
+        self.own.data.mul_(3.0)
+
+
+def test_a_module_under_construction_stays_whole() -> None:
+    model = Within()
+    assert ds_zero.is_zero_param(model.lin.weight)
+    assert torch.equal(model.own, torch.full((D,), 3.0))
+    assert not ds_zero.is_zero_param(model.lazy.weight)
+
+
+def test_weights_that_are_replaced_are_partitioned_too() -> None:
+    """As loaders do that build on the meta device and then put one whole parameter after the other in its place."""
+    with ds_zero.Init():
+        model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+        for layer in model:
+            for name, value in (("weight", torch.ones(D, D)), ("bias", torch.ones(D))):
+                setattr(layer, name, nn.Parameter(value))
+    assert all(ds_zero.is_zero_param(p) for p in model.parameters())
+    with ds_zero.GatheredParameters(model):
+        assert all(bool((p == 1).all()) for p in model.parameters())
+
+
+def test_a_model_without_an_engine_says_so() -> None:
+    with ds_zero.Init():
+        model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        assert model(torch.ones(2, D)).shape == (2, D)  # constructors may look at shapes
+    with pytest.raises(UsageError, match=r"Linear: its weights were partitioned by ds_zero.Init; give the model to"):
+        model(torch.ones(2, D))
+    with pytest.raises(UsageError, match=r"state_dict\(\): parameter '0.weight' is partitioned"):
+        model.state_dict()
+    with ds_zero.GatheredParameters(model):
+        assert model.state_dict()["0.weight"].shape == (D, D)
+        assert model(torch.ones(2, D)).shape == (2, D)
+    model[0].weight.data = torch.ones(D, D)
+    with pytest.raises(UsageError, match=r"was given data of shape \(6, 6\) while it is partitioned"):
+        ds_zero.GatheredParameters(model).__enter__()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float64}, "dtype is torch.float64; use torch.float16"),
+    ({"remote_device": "nvme"}, "NVMe will come with ds-offload; use 'cpu'"),
+    ({"remote_device": "gpu"}, "remote_device is 'gpu'; use 'cpu'"),
+    ({"zero_param_parallel_group": object()}, "hierarchical partitions"),
+    ({"zero_quantized_weights": True}, "quantised communication"),
+    ({"zero_quantized_nontrainable_weights": True}, "quantised communication"),
+    ({"config": config(), "config_dict_or_path": config()}, "are both given; give one"),
+    ({"config_dict_or_path": config(dtype="bfloat16"), "dtype": torch.float16}, "trains in torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, ValueError), match=message):
+        ds_zero.Init(**arguments)
+    ds_zero.Init(enabled=False, **arguments)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_config_below_stage_3_partitions_nothing(stage: int) -> None:
+    with ds_zero.Init(config_dict_or_path=config(stage)):
+        assert not ds_zero.is_zero_param(nn.Linear(D, D).weight)
+
+
+def test_the_package_loads_no_torch() -> None:
+    code = "import sys, ds_zero; assert set(ds_zero.__all__) <= set(dir(ds_zero)); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="has no attribute 'MiCS_Init'"):
+        ds_zero.MiCS_Init  # noqa: B018
+    assert all(callable(getattr(ds_zero, name)) for name in ds_zero.__all__)

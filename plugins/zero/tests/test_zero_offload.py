@@ -1,0 +1,72 @@
+"""Offload trains exactly as one process of plain torch does, and as the same stage does without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from ds_core.testing.partitioner import PartitionerConformance
+
+SMALL = {"reduce_bucket_size": 200, "param_persistence_threshold": 10, "prefetch_bucket_size": 150}
+CPU = {"device": "cpu", "pin_memory": True}
+ALL3 = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU, **SMALL}
+
+
+class _Some(PartitionerConformance):
+    """The kit, with the cases that offload can touch."""
+
+    __test__ = False
+
+    @pytest.mark.parametrize(
+        ("name", "how", "world"),
+        [
+            ("plain-fp32-clip", "manual", 1),
+            ("bf16", "direct", 1),
+            ("shared", "direct", 2),
+            ("frozen-accumulate", "manual", 2),
+            ("bf16", "manual", 2),
+            ("unused", "train_batch", 2),
+            ("partly-used", "manual", 4),
+            ("groups", "direct", 4),
+        ],
+    )
+    def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
+        leaf = {"leaf_module": {"classes": "_Net"}} if name == "partly-used" else {}
+        self.config = {"zero_optimization": {**self.config["zero_optimization"], **leaf}}  # type: ignore[misc]
+        super().test_trains_as_one_process(name, how, world)
+
+    @pytest.mark.parametrize(("name", "clip"), [("ep2", 0.05), ("pp2-tp2", 0.05), ("pp2-ep2", 0.0)])
+    def test_products_of_axes(self, name: str, clip: float) -> None:
+        super().test_products_of_axes(name, clip)
+
+
+class TestStage1(_Some):
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, "offload_optimizer": CPU, **SMALL}}
+
+
+class TestStage2(_Some):
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": CPU, "overlap_comm": True, **SMALL}
+    }
+
+
+class TestStage3(_Some):
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": ALL3}
+
+
+class TestStage3InParts(_Some):
+    """Some masters on the device, some on the host; on 4 ranks with axes, some parameters are of one rank only."""
+
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {
+            **ALL3,
+            "offload_optimizer": {**CPU, "ratio": 0.5},
+            "use_all_reduce_for_fetch_params": True,
+        }
+    }

@@ -1,0 +1,391 @@
+"""Offload changes where states rest, not one bit of the result; and what rests elsewhere takes no memory here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_core.testing import run_ranks
+
+STORE = "plugins.zero.tests.disk_store"
+CPU = {"device": "cpu", "pin_memory": True}
+STATES, WEIGHTS, ALL = (
+    {"offload_optimizer": CPU},
+    {"offload_param": CPU},
+    {"offload_optimizer": CPU, "offload_param": CPU},
+)
+D, LAYERS = 24, 5
+DTYPES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"bf16": {"enabled": True}},
+    "float16": {"fp16": {"enabled": True, "loss_scale": 64}},
+}
+
+
+class Net(nn.Module):
+    """Frozen, tied and odd-sized weights, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(7, D)
+        self.layers = nn.ModuleList(nn.Linear(D, D, bias=i % 2 == 0) for i in range(LAYERS))
+        self.layers[3].weight = self.layers[1].weight
+        self.layers[2].weight.requires_grad_(False)
+        self.spare = nn.Linear(3, 5)
+        self.out = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return self.out(x).float().square().mean()
+
+
+def make(zero: dict[str, Any], folder: Path | None = None, *, dtype: str = "float32", **more: Any) -> Any:
+    import ds_core
+
+    torch.manual_seed(0)
+    model = more.pop("model", None) or Net()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "zero_optimization": {"reduce_bucket_size": 900, "param_persistence_threshold": 20, **zero},
+        **DTYPES[dtype],
+    }
+    if folder is not None:
+        config |= {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(folder)}}
+    optimizer = more.pop("optimizer", None)
+    if "optimizer_section" in more:
+        config["optimizer"] = more.pop("optimizer_section")
+    engine, *_ = ds_core.initialize(
+        model=model, model_parameters=more.pop("model_parameters", None), optimizer=optimizer, config=config | more
+    )
+    return engine
+
+
+def steps(engine: Any, which: range, gas: int = 1, width: int = 7) -> list[float]:
+    """Losses on this rank."""
+    from ds_core import comm
+
+    losses = []
+    dtype = engine.ctx.precision.param or torch.float32
+    for step in which:
+        for micro in range(gas):
+            seed = 1000 * step + 10 * micro + comm.rank()
+            x = torch.randn(2, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            loss = engine(x)
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def whole(engine: Any) -> dict[str, Tensor]:
+    from ds_core.testing.partitioner import whole_weights
+
+    found: dict[str, Tensor] = whole_weights(engine)
+    return found
+
+
+def trained(zero: dict[str, Any], dtype: str, gas: int, folder: Path | None = None, **more: Any) -> Any:
+    engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas, **more)
+    losses = steps(engine, range(3), gas)
+    found = whole(engine), losses, engine.get_global_grad_norm()
+    engine.destroy()
+    return found
+
+
+def difference(
+    zero: dict[str, Any], offload: dict[str, Any], dtype: str, gas: int, folder: Path | None = None
+) -> float:
+    """The largest difference of weights, losses and norm that offload makes, relative to the largest weight."""
+    weights, losses, norm = trained(zero, dtype, gas)
+    others, other_losses, other_norm = trained({**zero, **offload}, dtype, gas, folder)
+    far = [float((weights[n] - others[n]).abs().max() / weights[n].abs().max()) for n in weights]
+    far += [abs(a - b) / abs(a) for a, b in zip(losses, other_losses, strict=True)]
+    return max(*far, abs(norm - other_norm) / norm)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "dtype", "gas", "world"),
+    [
+        (1, STATES, "float32", 4, 2),
+        (1, STATES, "bfloat16", 1, 2),
+        (2, STATES, "float32", 4, 4),
+        (2, STATES, "float16", 1, 2),
+        (2, STATES, "bfloat16", 1, 1),
+        (3, STATES, "float32", 1, 2),
+        (3, STATES, "bfloat16", 1, 4),
+        (3, WEIGHTS, "float32", 4, 2),
+        (3, WEIGHTS, "bfloat16", 4, 2),
+        (3, ALL, "float32", 4, 4),
+        (3, ALL, "float16", 1, 2),
+        (3, {**ALL, "use_all_reduce_for_fetch_params": True}, "float32", 1, 2),
+        (3, {**ALL, "max_reuse_distance": 0, "prefetch_bucket_size": 0}, "float32", 1, 2),
+        (3, {"offload_optimizer": {**CPU, "ratio": 0.4}}, "float32", 4, 2),
+        (3, {"offload_optimizer": {**CPU, "ratio": 0.4}, "offload_param": CPU}, "bfloat16", 1, 2),
+    ],
+)
+def test_offload_changes_no_bit(stage: int, offload: dict[str, Any], dtype: str, gas: int, world: int) -> None:
+    assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas) == [0.0] * world
+
+
+def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
+    """With an optimizer that is given whole tensors: whether weights are the same, and masters on the host's."""
+    found = []
+    for offload in ({}, ALL if zero["stage"] == 3 else STATES):
+        engine = make(
+            {**zero, **offload},
+            dtype=dtype,
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01),
+            zero_allow_untested_optimizer=True,
+            zero_force_ds_cpu_optimizer=False,
+        )
+        steps(engine, range(3))
+        found.append(whole(engine))
+        masters = [p.master for b in engine.partitioner.buckets if b.whole for p in b.whole.pieces if p.stop]
+        weights = {b.full.untyped_storage()._cdata for b in engine.partitioner.buckets}
+        weights |= {b.part.untyped_storage()._cdata for b in engine.partitioner.buckets}
+        apart = bool(masters) and all(m.untyped_storage()._cdata not in weights for m in masters)
+        engine.destroy()
+    return all(torch.equal(found[0][n], found[1][n]) for n in found[0]), apart
+
+
+@pytest.mark.parametrize(("stage", "dtype", "world"), [(1, "float32", 2), (2, "bfloat16", 4), (3, "float32", 4)])
+def test_whole_tensors_are_offloaded_too(stage: int, dtype: str, world: int) -> None:
+    assert run_ranks(world, undeclared, {"stage": stage}, dtype) == [(True, True)] * world
+
+
+def undeclared_on_disk(folder: Path) -> str:
+    from ds_core.errors import UsageError
+
+    try:
+        make(
+            {"stage": 3, **DISK},
+            folder,
+            optimizer=lambda groups: torch.optim.AdamW(groups),
+            zero_allow_untested_optimizer=True,
+            zero_force_ds_cpu_optimizer=False,
+        )
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_whole_tensors_need_a_store_that_stays_in_memory(tmp_path: Path) -> None:
+    assert "does not keep states in memory" in run_ranks(1, undeclared_on_disk, tmp_path)[0]
+
+
+def accumulated(accumulate: str) -> list[bool]:
+    """Whether weights are those of accumulation on the device in `accumulate`: with offload, and without."""
+    on_host, plain = (trained({"stage": 2, **o}, "bfloat16", 4)[0] for o in (STATES, {}))
+    truth = trained({"stage": 2}, "bfloat16", 4, data_types={"grad_accum_dtype": accumulate})[0]
+    return [all(torch.equal(found[n], truth[n]) for n in truth) for found in (on_host, plain)]
+
+
+def test_reduced_gradients_are_added_in_the_precision_of_masters() -> None:
+    """16-bit parts of four micro-batches are added in fp32 on the host, as grad_accum_dtype asks for on the device."""
+    assert run_ranks(2, accumulated, "fp32") == [[True, False]] * 2
+    assert run_ranks(2, accumulated, "bf16") == [[False, True]] * 2
+
+
+def test_one_rank_releases_weights_that_rest_on_the_host() -> None:
+    """Alone, the arithmetic is stage 0's, and gathered weights leave the device after use."""
+    for far, empty in run_ranks(1, alone):
+        assert far < 1e-6
+        assert empty
+
+
+def alone() -> tuple[float, bool]:
+    weights, losses, norm = trained({"stage": 0}, "float32", 2)
+    engine = make({"stage": 3, **ALL}, gradient_accumulation_steps=2)
+    other_losses = steps(engine, range(3), 2)
+    others = whole(engine)
+    units = engine.partitioner.units
+    empty = bool(units) and all(u.bucket.full.untyped_storage().nbytes() == 0 for u in units)
+    far = max(float((weights[n] - others[n]).abs().max()) for n in weights)
+    far = max(far, *(abs(a - b) for a, b in zip(losses, other_losses, strict=True)))
+    far = max(far, abs(norm - engine.get_global_grad_norm()))
+    engine.destroy()
+    return far, empty and all(p.numel() == math.prod(p.shape) > 0 for p in engine.module.parameters())
+
+
+# -- a store that gives memory back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "dtype", "gas", "world", "more"),
+    [
+        (3, "nvme", "bfloat16", 1, 2, {}),
+        (3, "nvme", "float32", 4, 2, {"offload_param": CPU}),
+        (3, "disk", "float32", 1, 4, {"ratio": 0.5}),
+        (3, "disk", "float16", 1, 1, {}),
+        (2, "disk", "float32", 1, 2, {}),
+    ],
+)
+def test_states_on_disk_change_no_bit(
+    stage: int, device: str, dtype: str, gas: int, world: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    states = {"device": device, **{k: v for k, v in more.items() if k == "ratio"}}
+    offload = {"offload_optimizer": states, **{k: v for k, v in more.items() if k != "ratio"}}
+    assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas, tmp_path) == [0.0] * world
+
+
+def emptied(folder: Path) -> dict[str, Any]:
+    """What of masters and moments is in memory: between steps, and at most inside one."""
+    engine = make({"stage": 3, "offload_optimizer": {"device": "disk"}}, folder, dtype="bfloat16")
+    buckets = [b for b in engine.partitioner.buckets if b.away]
+    most = 0
+
+    def states() -> list[Tensor]:
+        moments = [v for s in engine.optimizer.state.values() for v in s.values() if v.dim()]
+        return [b.master for b in buckets] + moments
+
+    def resident(tensors: list[Tensor]) -> int:
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    def watch(*_: Any) -> None:
+        nonlocal most
+        most = max(most, resident(states()))
+
+    ids = [id(t) for t in (b.master for b in buckets)]
+    engine.optimizer.register_step_post_hook(watch)
+    found: dict[str, Any] = {"first": resident(states())}
+    steps(engine, range(1))
+    kept = {id(v) for s in engine.optimizer.state.values() for v in s.values()}
+    steps(engine, range(1, 3))
+    found["between"] = resident(states())
+    found["total"] = sum(12 * b.layout.part for b in buckets)
+    found["largest"] = max(12 * b.layout.part for b in buckets)
+    found["most"] = most
+    found["same"] = ids == [id(b.master) for b in buckets] and kept == {
+        id(v) for s in engine.optimizer.state.values() for v in s.values()
+    }
+    found["moved"] = engine.partitioner.offload.optimizer.moved["read"]
+    engine.destroy()
+    return found
+
+
+def test_states_on_disk_leave_the_memory_between_steps(tmp_path: Path) -> None:
+    for found in run_ranks(2, emptied, tmp_path):
+        assert found["first"] == found["between"] == 0
+        assert 0 < found["most"] <= 2 * found["largest"] < found["total"]
+        assert found["same"]
+        assert found["moved"] > found["total"]
+
+
+def counting(folder: Path) -> str:
+    """An optimizer that counts its steps in its groups would count tiles."""
+    from ds_core.errors import UsageError
+
+    engine = make({"stage": 3, "offload_optimizer": {"device": "disk"}}, folder, optimizer_section={"type": "Counting"})
+    try:
+        steps(engine, range(1))
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, counting, tmp_path)
+    assert "Counting changes its parameter groups in each step" in told
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+GLOBAL = 4
+DISK = {"offload_optimizer": {"device": "disk"}}
+
+
+def saved(folder: Path, dtype: str, zero: dict[str, Any]) -> dict[str, Tensor]:
+    """Save after two steps, train two more."""
+    from ds_core import comm
+
+    gas = GLOBAL // comm.world_size()
+    engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas)
+    shared_steps(engine, range(2), gas)
+    engine.save_checkpoint(str(folder / "saved"), tag="two")
+    shared_steps(engine, range(2, 4), gas)
+    found = whole(engine)
+    engine.destroy()
+    return found
+
+
+def resumed(folder: Path, dtype: str, zero: dict[str, Any]) -> dict[str, Tensor]:
+    from ds_core import comm
+
+    gas = GLOBAL // comm.world_size()
+    engine = make(zero, folder, dtype=dtype, gradient_accumulation_steps=gas)
+    shared_steps(engine, range(7, 8), gas)  # the states to be replaced are not empty
+    engine.load_checkpoint(str(folder / "saved"), tag="two")
+    for piece in engine.partitioner.pieces.values() if zero["stage"] else ():
+        for key, value in engine.optimizer.state.get(piece.master, {}).items():
+            if value.dim():
+                assert (value.device, value.stride()) == (piece.master.device, piece.master.stride()), key
+    shared_steps(engine, range(2, 4), gas)
+    found = whole(engine)
+    engine.destroy()
+    return found
+
+
+def shared_steps(engine: Any, which: range, gas: int) -> None:
+    """The same micro-batches at every world size."""
+    from ds_core import comm
+
+    dtype = engine.ctx.precision.param or torch.float32
+    for step in which:
+        for micro in range(gas):
+            seed = 100 * step + micro * comm.world_size() + comm.rank()
+            x = torch.randn(2, 7, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            engine.backward(engine(x))
+            engine.step()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "dtype"),
+    [
+        (({"stage": 3, **ALL}, 4), ({"stage": 0}, 1), "float32"),
+        (({"stage": 0}, 1), ({"stage": 3, **ALL}, 2), "bfloat16"),
+        (({"stage": 0}, 1), ({"stage": 3, **ALL}, 1), "float32"),
+        (({"stage": 2}, 2), ({"stage": 2, **STATES}, 4), "float32"),
+        (({"stage": 1, **STATES}, 2), ({"stage": 3, **DISK}, 2), "bfloat16"),
+        (({"stage": 3, **DISK}, 2), ({"stage": 3, **DISK}, 4), "float32"),
+        (({"stage": 3, **DISK}, 4), ({"stage": 1}, 2), "bfloat16"),
+    ],
+)
+def test_checkpoints_go_between_offload_choices(source: Any, target: Any, dtype: str, tmp_path: Path) -> None:
+    truth = run_ranks(source[1], saved, tmp_path, dtype, source[0])[0]
+    found = run_ranks(target[1], resumed, tmp_path, dtype, target[0])[0]
+    for name, value in truth.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-6 if dtype == "float32" else 2e-2), name
+
+
+def both_ways(folder: Path) -> bool:
+    """Saved and loaded where nothing else changes, so to the last bit; also a weights-only 16-bit file."""
+    from safetensors.torch import load_file
+
+    engine = make({"stage": 3, **ALL, **DISK}, folder, dtype="bfloat16")
+    steps(engine, range(2))
+    engine.save_checkpoint(str(folder / "saved"), tag="two")
+    engine.save_16bit_model(str(folder / "saved"))
+    weights = load_file(folder / "saved" / "model.safetensors")
+    same = all(torch.equal(weights[n], t.to(torch.bfloat16)) for n, t in whole(engine).items())
+    steps(engine, range(2, 4))
+    first = whole(engine)
+    engine.load_checkpoint(str(folder / "saved"), tag="two")
+    steps(engine, range(2, 4))
+    second = whole(engine)
+    engine.destroy()
+    return same and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_resuming_with_states_on_disk_is_exact(tmp_path: Path) -> None:
+    assert run_ranks(2, both_ways, tmp_path) == [True, True]

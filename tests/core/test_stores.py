@@ -1,0 +1,175 @@
+"""State stores: the host's memory, a store of somebody else's, and what is said when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_core.errors import PluginError, UsageError
+from ds_core.params import GradGroup, GradNorm
+from ds_core.plugins import Plugins, PluginSettings
+from ds_core.stores import HostStore, StateStore, away, check_store, open_store, owns_storage
+from ds_core.testing import run_ranks
+
+THEIRS = """
+from ds_core.entries import StateStoreEntry
+from ds_core.stores import HostStore
+
+class Attic(HostStore):
+    def __init__(self, ctx, options):
+        super().__init__(ctx, options)
+        self.told = options
+
+def ds_state_stores():
+    return {"Attic": StateStoreEntry("attic:Attic"), "cellar": StateStoreEntry("attic:THEIRS"), "cpu": 7}
+
+def THEIRS(ctx, options):
+    return 7
+"""
+
+
+class Cellar(StateStore):
+    """Keeps copies elsewhere, and counts."""
+
+    resident = False
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(accelerator=None), {})  # type: ignore[arg-type]
+        self.kept: dict[int, Tensor] = {}
+        self.written = 0
+
+    def fetch(self, tensors: Sequence[Tensor]) -> None:
+        for storage in (t.untyped_storage() for t in tensors if away(t)):
+            kept = self.kept[storage._cdata]
+            storage.resize_(kept.untyped_storage().nbytes())
+            storage.copy_(kept.untyped_storage())
+
+    def ready(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def stow(self, tensors: Sequence[Tensor], *, changed: bool = True) -> None:
+        for storage in (t.untyped_storage() for t in tensors):
+            if changed:
+                self.kept[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage.clone())
+                self.written += 1
+            storage.resize_(0)
+
+    def drop(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self.kept.pop(tensor.untyped_storage()._cdata, None)
+
+
+def plugins(folder: Path, monkeypatch: pytest.MonkeyPatch, *load: str) -> Plugins:
+    (folder / "attic.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(str(folder))
+    return Plugins(PluginSettings(load=load))
+
+
+def test_the_hosts_memory_is_a_copy_in_the_wanted_dtype() -> None:
+    ctx: Any = SimpleNamespace(accelerator=SimpleNamespace(pin=lambda t: t))
+    store = HostStore(ctx, {"pin_memory": True})
+    weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16))
+    host = store.place(weight, torch.float32)
+    assert (host.shape, host.dtype, host.requires_grad) == ((12,), torch.float32, False)
+    assert torch.equal(host, weight.detach().float().view(-1))
+    same = store.place(weight)
+    assert same.dtype == torch.bfloat16
+    assert same.data_ptr() != weight.data_ptr()
+    assert store.resident
+    store.stow([host])
+    assert store.read(host[2:5]) is not None
+    assert not away(host)
+    store.write(host[2:5], torch.zeros(3))
+    assert host[2:5].tolist() == [0, 0, 0]
+
+
+def test_reading_and_writing_leave_a_tensor_where_it_is() -> None:
+    store = Cellar()
+    tensor = store.place(torch.arange(6.0))
+    piece = tensor[2:4]
+    assert owns_storage(tensor)
+    assert not owns_storage(piece)
+    store.stow([tensor])
+    assert away(piece)
+    assert store.read(piece).tolist() == [2, 3]
+    assert store.written == 1  # reading writes nothing
+    store.write(piece, torch.tensor([7.0, 8.0]))
+    assert away(tensor)
+    store.fetch([tensor])
+    assert tensor.tolist() == [0, 1, 7, 8, 4, 5]
+    assert store.read(piece).data_ptr() == piece.data_ptr()
+    store.write(piece, torch.zeros(2))
+    assert tensor.tolist() == [0, 1, 0, 0, 4, 5]
+
+
+def test_a_plugin_offers_a_store_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offers = plugins(tmp_path, monkeypatch, "attic")
+    assert check_store(offers, "ATTIC", "x.device") is None
+    ctx: Any = SimpleNamespace(plugins=offers, accelerator=None)
+    assert open_store(ctx, "attic", {"pin_memory": False, "shelf": 3}).told["shelf"] == 3  # type: ignore[attr-defined]
+    for wrong in ("cellar", "cpu"):
+        with pytest.raises(PluginError, match=rf"attic.*'{wrong}' must be a ds_core.stores.StateStore"):
+            open_store(ctx, wrong, {})
+
+
+def test_a_store_that_nobody_offers_is_named() -> None:
+    offers = Plugins(PluginSettings())
+    assert check_store(offers, "cpu", "a.device") is None
+    assert str(check_store(offers, "nvme", "a.device")).startswith("a.device: the state store 'nvme' will come with")
+    assert "did you mean 'cpu'?" in str(check_store(offers, "cpuu", "a.device"))
+    assert "there are none, cpu" in str(check_store(offers, "zzz", "a.device"))
+    with pytest.raises(UsageError, match="no state store is called 'zzz'"):
+        open_store(SimpleNamespace(plugins=offers), "zzz", {})  # type: ignore[arg-type]
+
+
+def test_the_norm_uses_the_kernel_of_the_masters_device_and_dtype() -> None:
+    asked: list[tuple[str, torch.dtype]] = []
+
+    def kernel_for(device: str, dtype: torch.dtype) -> Any:
+        asked.append((device, dtype))
+
+        def kernel(tensors: list[Tensor]) -> Tensor:
+            assert {(t.device.type, t.dtype) for t in tensors} == {(device, dtype)}
+            return sum((t.double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64))
+
+        return kernel
+
+    from ds_core.mesh import plan_mesh
+
+    mesh, here = plan_mesh([], 1, 0), torch.device("cpu")
+    masters = [torch.zeros(2), torch.zeros(1, dtype=torch.float64)]
+    norm = GradNorm(mesh, [()], kernel_for, masters)
+    assert sorted(asked, key=str) == [("cpu", torch.float32), ("cpu", torch.float64)]
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.float64), torch.tensor([0.0, 12.0])]
+    assert norm([GradGroup((), grads)], here) == 13.0
+    assert norm([GradGroup((), [])], here) == 0.0
+    only = GradNorm(mesh, [()], kernel_for, masters[:1])
+    assert only([GradGroup((), grads[:1])], here) == 3.0
+
+
+def resolved(section: str) -> list[str]:
+    """Under which devices and dtypes the engine looks for the norm's kernel."""
+    import ds_core
+
+    engine, *_ = ds_core.initialize(
+        model=torch.nn.Linear(3, 3),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            section: {"enabled": True},
+        },
+    )
+    kinds = [f"{device} {dtype}" for device, dtype in engine._global_norm._kernels]
+    engine.destroy()
+    return kinds
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+def test_under_16_bit_modes_the_norm_is_of_fp32_masters(section: str) -> None:
+    assert run_ranks(1, resolved, section) == [["cpu torch.float32"]]
