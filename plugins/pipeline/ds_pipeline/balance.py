@@ -29,16 +29,16 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     # Per prefix that is cut into j parts: the heaviest and the lightest part, and where the last begins.
     best: list[tuple[float, float, list[int]]] = [(sums[i], sums[i], [0]) for i in range(count + 1)]
     for j in range(2, parts + 1):
-        best = [_extend(best, sums, i) if i >= j else best[i] for i in range(count + 1)]
+        best = [_extend(best, sums, i, j) if i >= j else best[i] for i in range(count + 1)]
     return [*best[count][2], count]
 
 
 def _extend(
-    best: Sequence[tuple[float, float, list[int]]], sums: Sequence[float], end: int
+    best: Sequence[tuple[float, float, list[int]]], sums: Sequence[float], end: int, parts: int
 ) -> tuple[float, float, list[int]]:
-    """The best way to add a last part that ends at `end`."""
+    """The best way to add a last part that ends at `end`, the `parts`-th; each before it has a layer."""
     found: tuple[float, float, list[int]] | None = None
-    for begin in range(end):
+    for begin in range(parts - 1, end):
         before, weight = best[begin], sums[end] - sums[begin]
         high, low = max(before[0], weight), min(before[1], weight)
         if found is None or high - low <= found[0] - found[1]:  # ties to the larger beginning

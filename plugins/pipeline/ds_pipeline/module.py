@@ -231,9 +231,10 @@ class PipelineModule(nn.Module):
     def bind(self, mesh: Mesh) -> None:
         """Compare what was built with the run's mesh, and take its groups; called by `ds_core.initialize`."""
         if (mesh.size("pp"), mesh.coord["pp"]) != (self.num_stages, self.stage_id):
+            here = f"stage {mesh.coord['pp']} of {mesh.size('pp')}"
             raise UsageError(
                 f"rank {mesh.rank} built stage {self.stage_id} of {self.num_stages}, but the mesh {mesh.describe()} "
-                f"puts it on stage {mesh.coord['pp']} of {mesh.size('pp')}; build the module in the process that trains it"
+                f"puts it on {here}; build the module in the process that trains it"
             )
         if self._given_topology is None:
             names = [n for n in mesh.names if n in AXES]

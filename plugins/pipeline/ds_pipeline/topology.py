@@ -29,7 +29,7 @@ class ProcessTopology:
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         self.mapping = {
-            self.ProcessCoord(*place): rank for rank, place in enumerate(itertools.product(*map(range, self.dims)))
+            self.ProcessCoord._make(place): rank for rank, place in enumerate(itertools.product(*map(range, self.dims)))
         }
 
     def get_rank(self, **coords: int) -> int:

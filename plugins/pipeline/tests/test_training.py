@@ -15,7 +15,6 @@ from pipe_models import MICRO, SEED, Plain, batch, loss_fn, specs
 
 from ds_core.testing.pool import run_ranks
 
-LOAD = ["pipeline=ds_pipeline.plugin", "zero_optimization=ds_zero.plugin"]
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
 
@@ -27,7 +26,6 @@ def make_config(schedule: str, zero: int, gas: int, **more: Any) -> dict[str, An
         "gradient_clipping": 0.4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
         "pipeline": section,
-        "plugins": {"load": LOAD},
         **more,
     }
     if zero:
