@@ -96,6 +96,9 @@ class Partitioner(ABC):
     partitions_gradients = False
     """True when gradients are spread over ranks during backward, which rules out `no_sync`."""
 
+    releases_weights = False
+    """True when weights may be away between a forward and its backward."""
+
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -90,7 +90,7 @@ class PipelineRunner(Runner):
         self.transport = Transport(ctx, self.stages, self.stage, self.chunks, split)
         self.ties = Ties(ctx, self.module)
         self.additional_losses: dict[str, float] = {}
-        self._shapes = {p: p.shape for p in self.module.parameters()}
+        self._failed = False
         self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Want], int]] = {}
         self._signatures: dict[bool, Any] = {}
         self._does = {
@@ -142,10 +142,12 @@ class PipelineRunner(Runner):
         self._extra: dict[str, float] = {}
         self._loaded = dict.fromkeys(range(self.chunks), 0)
         self._micros, headers, signature = self._pull(batches)
+        self._failed = True  # until all is done; see `_pull`
         self.transport.begin(wants, train=self._train, headers=headers, most=most)
         for what in commands:
             self._handler(what)(what)
         self.transport.finish()
+        self._failed = False
         self._signatures[self._train] = signature
         self.module.shapes_known = True
         self._slots.clear()
@@ -165,8 +167,13 @@ class PipelineRunner(Runner):
     def _pull(self, batches: Iterator[Any]) -> tuple[list[Any], str, Any]:
         """All micro-batches, before any work: (they, which headers are due, the shapes of the inputs).
 
-        Raises StopIteration on every stage when there are too few.
+        Raises StopIteration on every rank when any has too few.
         """
+        if self._failed:
+            raise UsageError(
+                "an earlier batch failed in its middle on this rank, and messages of it may still be under way; start "
+                "the processes again, from a checkpoint"
+            )
         micros: list[Any] = []
         short = False
         if self.stage == 0 or self._has_last:
@@ -178,9 +185,9 @@ class PipelineRunner(Runner):
         mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
         known = self.module.shapes_known and self._signatures.get(self._train) == (shapes[0] if shapes else None)
         word = [short, mixed, not known and self.stage == 0]
-        if self.stages > 1:
+        if self.ctx.world_size > 1:
             told = torch.tensor(word, dtype=torch.uint8, device=self.ctx.accelerator.current_device())
-            comm.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=self.ctx.mesh.group("pp"))
+            comm.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
             word = [bool(x) for x in told.tolist()]
         if word[0]:
             raise StopIteration
@@ -247,14 +254,25 @@ class PipelineRunner(Runner):
                     f"pipeline.schedule: {type(mine).__name__} is for {mine.chunks} chunks per stage, the "
                     f"PipelineModule has {self.chunks}"
                 )
-            try:
-                proof = check(lambda stage: self._make(count, train, stage), train=train)
-            except ScheduleError as error:
-                raise UsageError(f"pipeline.schedule: {type(mine).__name__} is wrong: {error}") from error
+            most = self._prove(lambda stage: self._make(count, train, stage), type(mine).__name__, count, train)
             commands = [what for step in mine for what in step]
             wants = [self._want(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))]
-            self._plans[count, train] = commands, wants, 16 * (max(proof.activations) + self.parts)
+            self._plans[count, train] = commands, wants, most
         return self._plans[count, train]
+
+    def _prove(self, make: Callable[[int], s.PipeSchedule], name: str, count: int, train: bool) -> int:
+        """How many messages may be under way from a stage; UsageError for a schedule that is wrong."""
+        try:
+            most = max(check(make, train=train).activations) + 1
+            while most < count * self.chunks:
+                try:
+                    check(make, train=train, capacity=most)
+                    break
+                except ScheduleError:
+                    most *= 2
+        except ScheduleError as error:
+            raise UsageError(f"pipeline.schedule: {name} is wrong: {error}") from error
+        return most
 
     def _want(self, what: s.BufferOpInstruction) -> Want:
         return Want("act" if isinstance(what, s.RecvActivation) else "grad", self._part(what))
@@ -289,7 +307,8 @@ class PipelineRunner(Runner):
         slot, last = self._slot(what), self._part(what) == self.parts - 1
         inputs = slot.inputs
         if slot.leaves and getattr(self.module.first_layer(what.chunk), "inplace", False):
-            inputs = inputs.clone()  # a leaf cannot be changed in place
+            # A leaf cannot be changed in place.
+            inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
         autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
         if autocast is None:
             self._compute(slot, inputs, what.chunk, last)
@@ -388,9 +407,9 @@ class PipelineRunner(Runner):
 
     def _can_cut(self, roots: Sequence[Tensor]) -> bool:
         """Not where activations are recomputed, or weights are away after forward (ZeRO-3)."""
-        if self.module.activation_checkpoint_interval or not roots or any(t.grad_fn is None for t in roots):
+        if self.module.activation_checkpoint_interval or self._engine.partitioner.releases_weights:
             return False
-        return all(p.shape == shape for p, shape in self._shapes.items())
+        return bool(roots) and all(t.grad_fn is not None for t in roots)
 
     def _backward_weight(self, what: s.BufferOpInstruction) -> None:
         slot = self._slot(what)

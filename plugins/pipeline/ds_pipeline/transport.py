@@ -84,7 +84,7 @@ class Transport:
     def begin(self, wants: Iterable[Want], *, train: bool, headers: str, most: int) -> None:
         """A batch begins. wants: what will be received, in order. headers: "none", "first" (per part) or "each".
 
-        most: sends of a kind that may be under way at a time.
+        most: messages of a kind that may be under way at a time.
         """
         self._train, self._headers, self._most = train, headers, most
         self._wants: dict[str, deque[Want]] = {"act": deque(), "grad": deque()}
@@ -92,7 +92,7 @@ class Transport:
             self._wants[want.kind].append(want)
         self._told: set[int] = set()
         self._heard: set[int] = set()
-        self._sending: dict[str, deque[tuple[Any, Tensor]]] = {"act": deque(), "grad": deque()}
+        self._sending: dict[str, deque[list[tuple[Any, Tensor]]]] = {"act": deque(), "grad": deque()}
         self._posted: dict[str, deque[tuple[Meta, list[_Arriving]]]] = {"act": deque(), "grad": deque()}
         for queue in self._local.values():
             queue.clear()
@@ -107,17 +107,18 @@ class Transport:
         if self._stages == 1:
             self._local["act"].append((meta, [t.detach() for t in tensors]))
             return meta
+        flat = [self._outgoing(tensor, "act") for tensor in tensors]
         if self._headers == "each" or (self._headers == "first" and part not in self._told):
-            self._send(_header(meta).to(self._device), "act", part)
+            flat.insert(0, _header(meta).to(self._device))
             self._known[key] = meta
             self._told.add(part)
         elif self._known[key] != meta:
             raise UsageError(
                 f"stage {self._stage} gives {_shown(meta)}, and gave {_shown(self._known[key])} before, for inputs "
-                "of the same shapes; build the PipelineModule with dynamic_shape=True"
+                "of the same shapes; call engine.reset_activation_shape() before the batch on every rank when the "
+                "model has changed, build the PipelineModule with dynamic_shape=True when the shapes depend on values"
             )
-        for tensor in tensors:
-            self._send(self._outgoing(tensor, "act"), "act", part)
+        self._send(flat, "act", part)
         return meta
 
     def send_gradient(self, part: int, grads: Sequence[Tensor]) -> None:
@@ -125,8 +126,7 @@ class Transport:
         if self._stages == 1:
             self._local["grad"].append((Meta((), False), list(grads)))
             return
-        for grad in grads:
-            self._send(self._outgoing(grad, "grad"), "grad", part)
+        self._send([self._outgoing(grad, "grad") for grad in grads], "grad", part)
 
     def _outgoing(self, tensor: Tensor, kind: str) -> Tensor:
         flat = _bytes(tensor.detach())
@@ -135,20 +135,19 @@ class Transport:
             flat = flat.view(count, -1)[place]
         return flat
 
-    def _send(self, flat: Tensor, kind: str, part: int) -> None:
-        if not flat.numel():
-            return
+    def _send(self, message: Sequence[Tensor], kind: str, part: int) -> None:
+        """Begin to send. Tensors are kept until they have gone, which waits for the oldest when there are many."""
         stage, group = self._peer(kind, part)
         sending = self._sending[kind]
-        sending.append((comm.isend(flat, self._column[stage], group), flat))
-        while len(sending) > self._most:  # the schedule has it that the oldest was received long ago
-            sending.popleft()[0].wait()
+        sending.append([(comm.isend(flat, self._column[stage], group), flat) for flat in message if flat.numel()])
+        while len(sending) > self._most:  # proved not to deadlock, see `PipelineRunner._prove`
+            _wait(sending.popleft())
 
     def finish(self) -> None:
         """Wait for all sends."""
         for sending in self._sending.values():
             while sending:
-                sending.popleft()[0].wait()
+                _wait(sending.popleft())
 
     # -- receiving -------------------------------------------------------------------------------------------
 
@@ -243,6 +242,11 @@ class _Arriving:
         return self._whole
 
 
+def _wait(message: Iterable[tuple[Any, Tensor]]) -> None:
+    for work, _ in message:
+        work.wait()
+
+
 def _channels(ctx: Context, more: Sequence[str]) -> dict[str, Any]:
     """Groups along pp: the mesh's own for activations, new ones for the rest. Collective."""
     mesh = ctx.mesh
@@ -282,4 +286,5 @@ def _read_header(numbers: list[int]) -> Meta:
 
 
 def _shown(meta: Meta) -> str:
-    return ", ".join(f"{str(d).removeprefix('torch.')}{list(s)}" for s, d, _ in meta.tensors) or "nothing"
+    """For messages; a star where the gradient is wanted."""
+    return ", ".join(f"{str(d).removeprefix('torch.')}{list(s)}{'*' * w}" for s, d, w in meta.tensors) or "nothing"

@@ -1,14 +1,14 @@
 """Proves a schedule: complete, free of deadlock, and how large its bubble and its activations are.
 
-All stages' instructions are carried out on counters instead of tensors. Two kinds of transport are tried: sends that do
-not wait (as on the engine), and sends that wait for their receive (the weakest promise of any backend, for schedules
-whose steps are atomic).
+All stages' instructions are carried out on counters instead of tensors, over one of three kinds of transport: sends that
+never wait, those that wait when so many messages are under way (as on the engine), and sends that wait for their receive
+(the weakest promise of any backend, for schedules whose steps are atomic).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_pipeline.schedule import (
@@ -103,27 +103,38 @@ def check(
     *,
     train: bool = True,
     waiting: bool = False,
+    capacity: int | None = None,
     forward: float = 1.0,
     backward: float = 2.0,
 ) -> Proof:
     """Carry out the schedules ``make(0) .. make(stages - 1)``; ScheduleError when they do not do their work.
 
     train: whether every micro-batch must also go backward, be reduced and stepped. waiting: sends wait for receives.
+    capacity: a send waits while so many messages of its kind from its stage are not received yet (None: never).
     forward, backward: time of one chunk's passes; each half of a split backward takes half.
     """
     schedules = [make(0)]
     schedules += [make(s) for s in range(1, schedules[0].num_stages)]
-    run = _Run(schedules, train=train, waiting=waiting, forward=forward, backward=backward)
+    if wrong := [s.chunks for s in schedules if s.chunks != schedules[0].chunks]:
+        raise ScheduleError(f"stage 0 has {schedules[0].chunks} chunks, another {wrong[0]}")
+    costs = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+    run = _Run(schedules, costs, train=train, waiting=waiting, capacity=capacity)
     run.go()
     return run.proof()
 
 
 class _Run:
     def __init__(
-        self, schedules: Sequence[PipeSchedule], *, train: bool, waiting: bool, forward: float, backward: float
+        self,
+        schedules: Sequence[PipeSchedule],
+        costs: Mapping[str, float],
+        *,
+        train: bool,
+        waiting: bool,
+        capacity: int | None,
     ) -> None:
-        self.schedules, self.train, self.waiting = schedules, train, waiting
-        self.cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+        self.schedules, self.cost, self.train = schedules, costs, train
+        self.waiting, self.capacity = waiting, capacity
         self.count, self.chunks = len(schedules), schedules[0].chunks
         self.parts = self.count * self.chunks
         self.stages = [_Stage(deque(i for step in s.steps() for i in step), s.chunks) for s in schedules]
@@ -199,6 +210,8 @@ class _Run:
             if not (peer.todo and isinstance(peer.todo[0], wanted)) and target % self.count != number:
                 return False
             stage.clock = max(stage.clock, peer.clock)
+        elif self.capacity is not None and len(wire) >= self.capacity and target % self.count != number:
+            return False
         wire.append((buffer.micro, target, stage.clock))
         if not forward:
             buffer.input_grad = False
@@ -239,6 +252,8 @@ class _Run:
             raise self._wrong(number, what, f"its buffer does not hold what it needs ({buffer})")
         if kind == "F" and part == self.parts - 1 and buffer.labels != buffer.micro:
             raise self._wrong(number, what, f"labels of micro-batch {buffer.labels} for micro-batch {buffer.micro}")
+        if stage.ended:
+            raise self._wrong(number, what, f"it comes after {stage.ended[-1]}")
         done = {"F": stage.forwards, "B": stage.backwards, "I": stage.backwards, "W": stage.weights}[kind]
         if (buffer.micro, what.chunk) in done:
             raise self._wrong(number, what, f"micro-batch {buffer.micro} was there before")
@@ -263,11 +278,12 @@ class _Run:
         micro_batches = self.schedules[0].num_micro_batches
         everything = {(m, c) for m in range(micro_batches) for c in range(self.chunks)}
         for number, stage in enumerate(self.stages):
-            kinds = [("forward", stage.forwards)] + ([("backward", stage.backwards)] if self.train else [])
-            if any(s.kind == "I" for s in stage.spans):
-                kinds.append(("weights' backward", stage.weights))
-            for name, done in kinds:
-                if missing := sorted(everything - done):
+            halves = {(s.micro, s.chunk) for s in stage.spans if s.kind == "I"}
+            kinds = [("forward", stage.forwards, everything), ("weights' backward", stage.weights, halves)]
+            if self.train:
+                kinds.insert(1, ("backward", stage.backwards, everything))
+            for name, done, wanted in kinds:
+                if missing := sorted(wanted - done):
                     raise ScheduleError(
                         f"stage {number}: no {name} of micro-batch {missing[0][0]}, chunk {missing[0][1]}"
                     )
