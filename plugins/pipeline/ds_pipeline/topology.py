@@ -28,9 +28,9 @@ class ProcessTopology:
             raise ValueError(f"axes {list(axes)} with sizes {list(dims)}: one size of at least 1 for each, names once")
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
-        self.mapping = {
-            self.ProcessCoord._make(place): rank for rank, place in enumerate(itertools.product(*map(range, self.dims)))
-        }
+        places = itertools.product(*map(range, self.dims))
+        coords = (self.ProcessCoord(**dict(zip(self.axes, place, strict=True))) for place in places)
+        self.mapping = {coord: rank for rank, coord in enumerate(coords)}
 
     def get_rank(self, **coords: int) -> int:
         """The rank at `coords`, which name every axis; ValueError else."""

@@ -1,8 +1,8 @@
 """Proves a schedule: complete, free of deadlock, and how large its bubble and its activations are.
 
-All stages' instructions are carried out on counters instead of tensors, over one of three kinds of transport: sends that
-never wait, those that wait when so many messages are under way (as on the engine), and sends that wait for their receive
-(the weakest promise of any backend, for schedules whose steps are atomic).
+All stages' instructions are carried out on counters instead of tensors, over one of three kinds of transport: sends
+that never wait, those that wait when so many messages are under way (as on the engine), and sends that wait for their
+receive (the weakest promise of any backend, for schedules whose steps are atomic).
 """
 
 from __future__ import annotations

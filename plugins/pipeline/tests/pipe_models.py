@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ds_pipeline import LayerSpec, TiedLayerSpec
+from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 VOCAB, WIDTH, LENGTH, MICRO, SEED = 11, 6, 5, 2, 77
@@ -51,6 +51,30 @@ def specs() -> list[Any]:
 
 def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def pipeline(stages: int, chunks: int = 1, **options: Any) -> PipelineModule:
+    """`specs` in stages, with the weights of `Plain`, in fp64."""
+    options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, **options}
+    model = PipelineModule(specs(), num_stages=stages, loss_fn=loss_fn, chunks=chunks, **options).double()
+    model.seed_layers = False  # nothing in forward is random
+    return model
+
+
+def two() -> PipelineModule:
+    return pipeline(2)
+
+
+def four() -> PipelineModule:
+    return pipeline(4)
+
+
+def two_chunked() -> PipelineModule:
+    return pipeline(2, 2)
+
+
+def four_chunked() -> PipelineModule:
+    return pipeline(4, 2)
 
 
 class Plain(nn.Module):

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pipe_models import MICRO, SEED, Plain, batch, loss_fn, specs
+from pipe_models import MICRO, Plain, batch, pipeline
 
 from ds_core.testing.pool import run_ranks
 
@@ -34,14 +34,9 @@ def make_config(schedule: str, zero: int, gas: int, **more: Any) -> dict[str, An
 
 
 def make_engine(stages: int, chunks: int, config: dict[str, Any], **more: Any) -> Any:
-    from ds_pipeline import PipelineModule
-
     import ds_core
 
-    options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, **more}
-    model = PipelineModule(specs(), num_stages=stages, loss_fn=loss_fn, chunks=chunks, **options).double()
-    model.seed_layers = False  # nothing in forward is random
-    return ds_core.initialize(model=model, config=config)[0]
+    return ds_core.initialize(model=pipeline(stages, chunks, **more), config=config)[0]
 
 
 def compare(stages: int, cases: list[list[Any]]) -> list[list[Any]]:
@@ -86,16 +81,12 @@ def check(answers: list[list[list[Any]]]) -> None:
             assert max(loss, norm, weight) <= 1e-12, f"rank {rank}, {case}: loss {loss}, norm {norm}, weights {weight}"
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2), (4, 4)])
-def test_every_schedule_is_plain_torch(world: int, stages: int, zero: int) -> None:
-    counts = {0: [1, 2, 5, 8], 1: [2, 5], 2: [5], 3: [2, 5]}[zero]
-    reduces = ["batch", "micro_batch"] if zero > 1 else ["batch"]
+def test_adamw_recompute_and_early_reduction(world: int, stages: int) -> None:
+    """What the conformance kit does not vary: the optimizer, `reduce`, recomputation, shapes that change."""
     cases = [
-        [name, chunks, zero, gas, reduce, 0]
+        [name, chunks, zero, 3, reduce, interval]
         for name, chunks in SCHEDULES
-        for gas in counts
-        for reduce in reduces
-        if (stages, chunks) != (4, 2) or gas == counts[-1]
+        for zero, reduce, interval in [(0, "batch", 1), (1, "batch", 0), (2, "micro_batch", 2), (3, "micro_batch", 0)]
     ]
     check(run_ranks(world, compare, stages, cases, timeout=150.0))
