@@ -39,10 +39,10 @@ def project(module: nn.Embedding, hidden: Tensor) -> Tensor:
 
 
 def specs() -> list[Any]:
-    """Eight layers, of which the first and the last share a weight."""
+    """Nine layers, of which the first and the last share a weight."""
     return [
         TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH, forward_fn=embed),
-        *(LayerSpec(Block, WIDTH) for _ in range(4)),
+        *(LayerSpec(Block, WIDTH) for _ in range(5)),
         drop_mask,
         LayerSpec(nn.Linear, WIDTH, WIDTH),
         TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH, forward_fn=project),
