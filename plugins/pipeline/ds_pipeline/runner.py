@@ -174,21 +174,27 @@ class PipelineRunner(Runner):
                 "an earlier batch failed in its middle on this rank, and messages of it may still be under way; start "
                 "the processes again, from a checkpoint"
             )
-        micros: list[Any] = []
-        short = False
-        if self.stage == 0 or self._has_last:
-            try:
-                micros = [self._placed(next(batches)) for _ in range(self._count)]
-            except StopIteration:
-                short = True
-        shapes = [_signature(self._parts_of(m)[0]) for m in micros] if self.stage == 0 else []
+        micros: list[tuple[Any, Any]] = []
+        short, trouble = False, None
+        try:
+            if self.stage == 0 or self._has_last:
+                micros = [self._parts_of(self._placed(next(batches))) for _ in range(self._count)]
+        except StopIteration:
+            short = True
+        except Exception as error:  # all shall know; it is raised below
+            trouble = error
+        shapes = [_signature(inputs) for inputs, _ in micros] if self.stage == 0 else []
         mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
         known = self.module.shapes_known and self._signatures.get(self._train) == (shapes[0] if shapes else None)
-        word = [short, mixed, not known and self.stage == 0]
+        word = [short, mixed, not known and self.stage == 0, trouble is not None]
         if self.ctx.world_size > 1:
             told = torch.tensor(word, dtype=torch.uint8, device=self.ctx.accelerator.current_device())
             comm.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
             word = [bool(x) for x in told.tolist()]
+        if trouble is not None:
+            raise trouble
+        if word[3]:
+            raise UsageError("lost this batch: a peer failed while it took its micro-batches, and says why itself")
         if word[0]:
             raise StopIteration
         headers = "each" if word[1] else "first" if word[2] else "none"
@@ -288,7 +294,7 @@ class PipelineRunner(Runner):
     def _load(self, what: s.BufferOpInstruction) -> None:
         micro = self._loaded[what.chunk]
         self._loaded[what.chunk] += 1
-        inputs, labels = self._parts_of(self._micros[micro])
+        inputs, labels = self._micros[micro]
         part = self._part(what)
         if part == 0:
             slot = self._slots[what.chunk, what.buffer_id] = _Slot(inputs=inputs)

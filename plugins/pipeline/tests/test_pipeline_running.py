@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pipe_models import MICRO, Plain, batch, pipeline
 
+from ds_core.errors import DSError, UsageError
 from ds_core.testing import run_ranks
+from ds_core.testing.pool import RemoteError
 
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
@@ -29,7 +31,7 @@ def start(model: nn.Module, gas: int = 2, schedule: str = "auto", **more: Any) -
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": 0.4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
         **({"pipeline": {"schedule": schedule}} if not isinstance(model, Plain) else {}),
         **more.pop("config", {}),
     }
@@ -45,7 +47,8 @@ def plain_loss(truth: Plain, count: int, step: int = 0, length: int = 5) -> floa
 
 
 def close(ours: Any, theirs: Any) -> bool:
-    return bool(torch.allclose(torch.as_tensor(ours).double(), torch.as_tensor(theirs).double(), rtol=1e-12))
+    a, b = (x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (ours, theirs))
+    return bool(torch.allclose(a, b, rtol=1e-12, atol=1e-14))
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------------
@@ -66,7 +69,7 @@ def evaluates(chunks: int) -> None:
     with pytest.raises(StopIteration):
         engine.eval_batch(batches(1))
     assert close(engine.train_batch(batches(2)), plain_loss(truth, 2))
-    with pytest.raises(ValueError, match="reduce_output"):
+    with pytest.raises(UsageError, match="reduce_output"):
         engine.eval_batch(batches(2), reduce_output="sum")
     engine.destroy()
 
@@ -108,15 +111,46 @@ def takes_data() -> None:
     engine.destroy()
 
     engine = start(pipeline(2), training_data=Numbers())
-    first = list(engine.training_dataloader)[:2]
-    engine.set_batch_fn(arranged)
-    assert close(engine.train_batch(), sum(truth(*arranged(row)).item() for row in first) / 2)
+    rows: list[Any] = []
+    engine.set_batch_fn(lambda row: rows.append(arranged(row)) or rows[-1])
+    assert close(engine.train_batch(), sum(truth(*row).item() for row in rows) / 2)
+    assert len(rows) == 2
     engine.set_batch_fn(None)
-    with pytest.raises(ValueError, match=r"\(inputs, labels\), got a dict of 3; .*set_batch_fn"):
+    with pytest.raises(UsageError, match=r"\(inputs, labels\), got a dict of 3; .*set_batch_fn"):
         engine.train_batch()
-    with pytest.raises(ValueError, match="failed in its middle on this rank"):
+    assert engine.global_steps == 1
+    engine.set_batch_fn(arranged if engine.is_first_stage() else None)
+    with pytest.raises(UsageError, match="a peer failed" if engine.is_first_stage() else "got a dict of 3"):
         engine.train_batch()
+    engine.set_batch_fn(arranged)
+    engine.train_batch()
     engine.destroy()
+
+
+class Explodes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("boom")
+
+
+def fails_half_way() -> None:
+    from ds_pipeline import PipelineModule
+
+    from ds_core import comm
+
+    engine = start(PipelineModule([nn.Linear(6, 6), Explodes()], num_stages=2, loss_fn=squares).double(), gas=1)
+    if engine.is_last_stage():
+        with pytest.raises(RuntimeError, match="boom"):
+            engine.train_batch(iter([numbers(0, 0)]))
+        with pytest.raises(UsageError, match="failed in its middle on this rank"):
+            engine.train_batch(iter([numbers(0, 0)]))
+        assert comm.rank() == 1
+        raise RuntimeError("and the other rank waits")
+    engine.train_batch(iter([numbers(0, 0)]))
+
+
+def test_a_batch_that_failed_half_way_is_not_mixed_with_the_next() -> None:
+    with pytest.raises(RemoteError, match="rank 1 raised RuntimeError"):
+        run_ranks(2, fails_half_way)
 
 
 def test_where_batches_come_from() -> None:
@@ -236,6 +270,8 @@ def trains_in(name: str, schedule: str, stages: int, chunks: int, zero: int) -> 
         if name == "fp16" and step == 1:
             engine.scaler.scale = 1e30
         losses.append(engine.train_batch(batches(3, step)).item())
+        if name == "fp16":
+            engine.scaler.scale = 256.0
     weights = {n: w.float() for n, w in whole_weights(engine).items()}
     answer = [losses, weights, engine.skipped_steps]
     engine.destroy()
@@ -334,8 +370,6 @@ def test_activations_are_shared_out_over_tensor_parallel_ranks() -> None:
 def refuses() -> list[str]:
     from ds_pipeline import LayerSpec, PipelineModule
 
-    import ds_core
-
     linear = nn.Linear(2, 2)
     attempts = [
         lambda: PipelineModule([linear]),
@@ -353,7 +387,7 @@ def refuses() -> list[str]:
     ]
     told = []
     for attempt in attempts:
-        with pytest.raises(ds_core.DSError) as caught:
+        with pytest.raises(DSError) as caught:
             attempt()
         told.append(str(caught.value))
     return told
