@@ -75,7 +75,7 @@ class RunnerConformance:
         for world in self.worlds:
             cases = [[name, dict(self.variants[name]), gas, dtype] for name, gas, dtype in self.cases(world)]
             for rank, rows in enumerate(self._run(world, _train_all, cases)):
-                for (name, _, gas, dtype), (loss, weight) in zip(cases, rows, strict=True):
+                for (name, gas, dtype), (loss, weight) in zip(self.cases(world), rows, strict=True):
                     where = f"world {world}, rank {rank}, {name or 'plain'}, {gas} micro-batches, {dtype}"
                     assert loss <= TOLERANCE[dtype], f"{where}: losses off by {loss:.3g}"
                     assert weight <= TOLERANCE[dtype], f"{where}: weights off by {weight:.3g}"

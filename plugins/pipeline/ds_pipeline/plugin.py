@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ds_core.entries import Axis, Phase, Transform
+from ds_core.entries import Axis, CommandEntry, Phase, Transform
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.runner import Runner
 
-__all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "ds_runner", "ds_transforms"]
+__all__ = ["ds_commands", "ds_config", "ds_mesh_axes", "ds_param_axes", "ds_runner", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -22,6 +22,11 @@ def ds_config() -> type[BaseModel]:
     from ds_pipeline.config import PipelineConfig
 
     return PipelineConfig
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore pipeline``."""
+    return {"pipeline": CommandEntry("ds_pipeline.command:app", "Prove and draw pipeline schedules.")}
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.entries import resolve
 from ds_core.errors import UsageError
 from ds_core.params import COUNTED_ELSEWHERE
 from ds_core.precision import autocast_context, cast_floats
 from ds_core.runner import Runner, loss_of
 from ds_pipeline import schedule as s
+from ds_pipeline.choose import make_schedule
 from ds_pipeline.module import PipelineModule
-from ds_pipeline.planned import InterleavedInferenceSchedule, InterleavedSchedule, ZeroBubbleSchedule
 from ds_pipeline.split import Later, backward_inputs
 from ds_pipeline.ties import Ties, copies_elsewhere
 from ds_pipeline.transport import DTYPES, Meta, Transport, Want
@@ -235,31 +234,12 @@ class PipelineRunner(Runner):
     # -- plans -----------------------------------------------------------------------------------------------
 
     def _make(self, count: int, train: bool, stage: int) -> s.PipeSchedule:
-        name = self.section.schedule
-        if not train:
-            if self.chunks > 1:
-                return InterleavedInferenceSchedule(count, self.stages, stage, self.chunks)
-            return s.InferenceSchedule(count, self.stages, stage)
-        if name == "interleaved" or (name == "auto" and self.chunks > 1):
-            return InterleavedSchedule(count, self.stages, stage, self.chunks)
-        if name == "zero_bubble":
-            return ZeroBubbleSchedule(count, self.stages, stage)
-        if name in ("auto", "1f1b"):
-            return s.TrainSchedule(count, self.stages, stage)
-        made = resolve(name)(count, self.stages, stage)
-        if not isinstance(made, s.PipeSchedule):
-            raise UsageError(f"pipeline.schedule: {name} gives a {type(made).__name__}, not a PipeSchedule")
-        return made
+        return make_schedule(self.section.schedule, count, self.stages, stage, self.chunks, train=train)
 
     def _plan(self, count: int, train: bool) -> tuple[list[s.PipeInstruction], list[Want], int]:
         """This stage's instructions, what it will receive, and how many sends may be under way; proved once."""
         if (count, train) not in self._plans:
             mine = self._make(count, train, self.stage)
-            if mine.chunks != self.chunks:
-                raise UsageError(
-                    f"pipeline.schedule: {type(mine).__name__} is for {mine.chunks} chunks per stage, the "
-                    f"PipelineModule has {self.chunks}"
-                )
             most = self._prove(lambda stage: self._make(count, train, stage), type(mine).__name__, count, train)
             commands = [what for step in mine for what in step]
             wants = [self._want(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))]

@@ -180,6 +180,8 @@ class _Run:
     def _load(self, number: int, stage: _Stage, what: BufferOpInstruction, buffer: _Buffer, part: int) -> bool:
         micro = stage.loaded.get(what.chunk, 0)
         stage.loaded[what.chunk] = micro + 1
+        if micro >= self.schedules[number].num_micro_batches:
+            raise self._wrong(number, what, f"there are only {micro} micro-batches")
         if part == 0:
             self._begin(number, what, buffer, micro)
         elif part != self.parts - 1:
