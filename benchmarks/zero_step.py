@@ -182,7 +182,7 @@ class Processes:
     errors: list[IO[str]]
 
     @classmethod
-    def start(cls, python: str, nproc: int, cache: str) -> Processes:
+    def start(cls, python: str, nproc: int, cache: str, script: str = __file__) -> Processes:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -195,7 +195,7 @@ class Processes:
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": cache,
         }
-        command, pipe = [python, __file__, *sys.argv[1:], "--child"], subprocess.PIPE
+        command, pipe = [python, script, *sys.argv[1:], "--child"], subprocess.PIPE
         errors = [tempfile.TemporaryFile("w+") for _ in range(nproc)]  # noqa: SIM115
         ranks = [
             subprocess.Popen(

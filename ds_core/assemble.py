@@ -32,7 +32,7 @@ from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
 from ds_core.optim import torch_grain
-from ds_core.params import collect_params
+from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner, Replicated
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
 from ds_core.process import make_free
@@ -127,7 +127,7 @@ def initialize(
     cast_module(model, precision)
     model.to(accelerator.current_device())
     ctx.module = model
-    ctx.params = collect_params(model, ctx)
+    ctx.params, ctx.buffers = collect_params(model, ctx), collect_buffers(model, ctx)
     if precision.autocast is not None:
         ctx.stash[WIRE_DTYPES] = wire_dtypes(model, precision.autocast, precision.autocast_modules)
     _check_vocabulary(core.vocabulary_size, ctx)
@@ -367,7 +367,7 @@ def _attach(
     make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
     if make is None:
         return None
-    if not any(len(g["params"]) for g in groups):
+    if not _trains_anywhere(ctx, any(len(g["params"]) for g in groups)):
         raise UsageError(
             "there is nothing to train: model_parameters is empty (or a used-up generator), or all are frozen"
         )
@@ -381,6 +381,13 @@ def _attach(
             "which may hold fp32 masters or partitions of the parameters"
         )
     return built
+
+
+def _trains_anywhere(ctx: Context, here: bool) -> bool:
+    """Whether any rank has something to train; without axes but dp all have the same."""
+    if ctx.mesh.size("dp") == ctx.world_size:
+        return here
+    return any(comm.all_gather_json(here))
 
 
 def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:

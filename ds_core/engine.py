@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +89,7 @@ class Engine:
         self._driven = self._loss_was_scaled = False
         self._window_driven: bool | None = None
         self._train_iterator: Iterator[Any] | None = None
+        self._given_iterator: Iterator[Any] | None = None
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
@@ -450,6 +451,7 @@ class Engine:
                 iter(data_iter),
                 num_micro_batches or self._batch.gas,
                 return_logits=return_logits or not compute_loss,
+                compute_loss=compute_loss,
             )
         finally:
             for module, mode in modes:
@@ -467,10 +469,23 @@ class Engine:
         comm.all_reduce(total, group=self.ctx.mesh.group("dp"))
         return total / self.ctx.mesh.size("dp")
 
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """What `train_batch` takes its micro-batches from when it is given nothing."""
+        self._given_iterator = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """The same, from a loader that is started again whenever it ends."""
+        from ds_core.data import RepeatingLoader
+
+        self._given_iterator = iter(RepeatingLoader(loader))
+
     def _own_batches(self) -> Iterator[Any]:
+        if self._given_iterator is not None:
+            return self._given_iterator
         if self.training_dataloader is None:
             raise UsageError(
-                "train_batch() without an iterator needs training_data in initialize(); or pass an iterator"
+                "train_batch() without an iterator needs training_data in initialize(), or set_dataiterator(); or pass "
+                "an iterator"
             )
         if self._train_iterator is None:
             from ds_core.data import RepeatingLoader

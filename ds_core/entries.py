@@ -155,11 +155,15 @@ class CommandEntry:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply the world."""
+    """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply the world.
+
+    outermost: its ranks are as far apart as can be (little is sent along it), whatever other axes there are.
+    """
 
     name: str
     size: int
     inside: str | None = None
+    outermost: bool = False
 
 
 class Phase(IntEnum):

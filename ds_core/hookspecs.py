@@ -105,6 +105,7 @@ def ds_param_axes(name: str, param: nn.Parameter, ctx: Context) -> Collection[st
     """Hook, merged by union: the mesh axes on which ranks hold *different* parameters under this name.
 
     name: the parameter's name in the transformed model. None or an empty collection: no opinion.
+    Asked about buffers too (`param` is a plain tensor then).
     Gradient reduction, the global norm, partitioning and checkpoint layout all follow from the union.
     """
 

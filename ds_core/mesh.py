@@ -177,6 +177,7 @@ def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
 
     Raises ConfigError with the numbers when they do not divide.
     """
+    axes = sorted(axes, key=lambda a: not a.outermost)
     outer = [a for a in axes if a.inside is None]
     folded = [a for a in axes if a.inside is not None]
     names = [a.name for a in (*outer, *folded)]

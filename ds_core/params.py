@@ -17,25 +17,43 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import PluginError
+from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["GradGroup", "GradNorm", "ParamInfo", "collect_params", "squared_norm"]
+__all__ = [
+    "COUNTED_ELSEWHERE",
+    "GradGroup",
+    "GradNorm",
+    "ParamInfo",
+    "collect_buffers",
+    "collect_params",
+    "squared_norm",
+]
+
+COUNTED_ELSEWHERE: StashKey[Collection[str]] = StashKey("counted elsewhere")
+"""Names of parameters and buffers of which this rank has a copy that is kept equal to the one of a rank along an axis
+in `held` (weights tied over pipeline stages). This rank updates its copy, but the global norm and checkpoints take the
+other's. Whoever stashes the names (in a transform) keeps the copies' gradients equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """A parameter's name and its place on the mesh.
+    """A parameter's (or buffer's) name and its place on the mesh.
 
     held: axes on which ranks hold different parameters under this name (grid order, size > 1).
     replicas: the parts of dp over which it is the same, so over which gradients are reduced.
+    counted: whether the norm and checkpoints take this copy; see `COUNTED_ELSEWHERE`.
     """
 
     name: str
     held: tuple[str, ...]
     replicas: tuple[str, ...]
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +71,35 @@ class GradGroup:
 def collect_params(module: nn.Module, ctx: Context) -> dict[nn.Parameter, ParamInfo]:
     """Ask all plugins about every parameter of `module`; a shared weight is asked about once, under its first name."""
     found: dict[nn.Parameter, ParamInfo] = {}
+    elsewhere = ctx.stash.get(COUNTED_ELSEWHERE) or ()
     for name, param in module.named_parameters():
-        held: set[str] = set(_megatron_axes(param, ctx.mesh))
-        for answer in ctx.plugins.ask("ds_param_axes", name=name, param=param, ctx=ctx):
-            unknown = [a for a in answer.value if not ctx.mesh.has(a)]
-            if unknown:
-                raise PluginError(
-                    f"plugin {answer.plugin} puts parameter {name!r} on axes {unknown}, which this mesh "
-                    f"({ctx.mesh.describe()}) does not have; declare them with ds_mesh_axes"
-                )
-            held.update(answer.value)
-        found[param] = ParamInfo(name, ctx.mesh.expand(held), ctx.mesh.replicas(held))
+        held = {*_megatron_axes(param, ctx.mesh), *_asked(name, param, ctx)}
+        found[param] = ParamInfo(name, ctx.mesh.expand(held), ctx.mesh.replicas(held), name not in elsewhere)
     return found
+
+
+def collect_buffers(module: nn.Module, ctx: Context) -> dict[str, ParamInfo]:
+    """Ask the same of every buffer of `module`."""
+    elsewhere = ctx.stash.get(COUNTED_ELSEWHERE) or ()
+    found = {}
+    for name, buffer in module.named_buffers():
+        held = _asked(name, buffer, ctx)
+        found[name] = ParamInfo(name, ctx.mesh.expand(held), ctx.mesh.replicas(held), name not in elsewhere)
+    return found
+
+
+def _asked(name: str, tensor: Tensor, ctx: Context) -> set[str]:
+    """The union of what plugins say."""
+    held: set[str] = set()
+    for answer in ctx.plugins.ask("ds_param_axes", name=name, param=tensor, ctx=ctx):
+        unknown = [a for a in answer.value if not ctx.mesh.has(a)]
+        if unknown:
+            raise PluginError(
+                f"plugin {answer.plugin} puts parameter {name!r} on axes {unknown}, which this mesh "
+                f"({ctx.mesh.describe()}) does not have; declare them with ds_mesh_axes"
+            )
+        held.update(answer.value)
+    return held
 
 
 def _megatron_axes(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:

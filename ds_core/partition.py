@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.mesh import Mesh
+    from ds_core.params import ParamInfo
 
 __all__ = [
     "Partitioner",
@@ -37,6 +38,7 @@ __all__ = [
     "StateSource",
     "StateTensor",
     "broadcast_from_first",
+    "buffer_states",
     "saved_optimizer_states",
     "set_optimizer_state",
 ]
@@ -101,6 +103,9 @@ class Partitioner(ABC):
     partitions_gradients = False
     """True when gradients are spread over ranks during backward, which rules out `no_sync`."""
 
+    releases_weights = False
+    """True when weights may be away between a forward and its backward."""
+
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
 
@@ -161,6 +166,10 @@ class Partitioner(ABC):
 
     def begin(self) -> None:  # noqa: B027
         """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
+
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made by hand."""
+        torch.autograd.backward([param], [grad])
 
     @abstractmethod
     def finish(self) -> None:
@@ -321,9 +330,8 @@ class Replicated(Partitioner):
         mesh = self.ctx.mesh
         if mesh.size("dp") == 1:
             return
-        everywhere = mesh.replicas(())
         tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
-        tensors += [(everywhere, b.data) for b in module.buffers()]
+        tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
         broadcast_from_first(mesh, tensors)
 
     # -- backward --------------------------------------------------------------------------------------------
@@ -424,7 +432,8 @@ class Replicated(Partitioner):
             if (grad := slot.master.grad) is not None:
                 if grad.is_sparse:  # of nn.Embedding(sparse=True); what follows is for dense ones
                     grad = slot.master.grad = grad.to_dense()
-                by_axes.setdefault(slot.held, []).append(grad)
+                if self.ctx.params[slot.param].counted:
+                    by_axes.setdefault(slot.held, []).append(grad)
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
     def _cast_gradients(self) -> None:
@@ -480,25 +489,22 @@ class Replicated(Partitioner):
         """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
         assert self._module is not None
         mesh = self.ctx.mesh
-        for name, tensor, held in self._tensors(optimizer):
-            copies = tuple(a for a in mesh.expand(mesh.names) if a not in held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), held, True, copies)
-        persistent = self._module.state_dict(keep_vars=True)
-        for name, buffer in self._module.named_buffers():
-            if name in persistent:
-                shape = tuple(buffer.shape)
-                yield StateTensor(f"module/{name}", buffer, shape, 0, buffer.numel(), (), mesh.rank == 0)
+        for name, tensor, info in self._tensors(optimizer):
+            copies = tuple(a for a in mesh.expand(mesh.names) if a not in info.held)
+            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), info.held, info.counted, copies)
+        yield from buffer_states(self.ctx, self._module)
 
-    def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, tuple[str, ...]]]:
+    def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, ParamInfo]]:
         assert self._module is not None
         for name, param in self._module.named_parameters():
-            yield f"module/{name}", param.data, self.ctx.params[param].held
+            yield f"module/{name}", param.data, self.ctx.params[param]
         for slot in self._slots:
+            info = self.ctx.params[slot.param]
             if slot.master is not slot.param:
-                yield f"master/{slot.name}", slot.master.data, slot.held
+                yield f"master/{slot.name}", slot.master.data, info
             for key, value in optimizer.state.get(slot.master, {}).items() if optimizer is not None else ():
                 if isinstance(value, Tensor):
-                    yield f"optimizer/{key}/{slot.name}", value, slot.held
+                    yield f"optimizer/{key}/{slot.name}", value, info
 
     @torch.no_grad()
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
@@ -533,6 +539,18 @@ class Replicated(Partitioner):
         for slot in self._slots:
             slot.total = slot.master_grad = None
         self._buckets, self._place = [], {}
+
+
+def buffer_states(ctx: Context, module: nn.Module) -> Iterator[StateTensor]:
+    """The persistent buffers; replicas may differ in theirs, and the first rank's count."""
+    mesh, persistent = ctx.mesh, module.state_dict(keep_vars=True)
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            info = ctx.buffers.get(name)  # None: one that came after initialize
+            held, counted = (info.held, info.counted) if info is not None else ((), True)
+            others = [a for a in mesh.expand(mesh.names) if a not in held]
+            store = counted and mesh.index(*others) == 0
+            yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), held, store)
 
 
 class _Copy(Holding):

@@ -36,9 +36,12 @@ class Runner(ABC):
 
     @abstractmethod
     def evaluate(
-        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool
+        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool, compute_loss: bool = True
     ) -> tuple[Tensor | None, Any]:
-        """Forward only: (mean loss or None when the module gives none, the outputs when asked)."""
+        """Forward only: (mean loss or None when the module gives none, the outputs when asked).
+
+        compute_loss=False: only outputs are wanted, and batches may have no labels.
+        """
 
 
 class Sequential(Runner):
@@ -56,9 +59,9 @@ class Sequential(Runner):
         return total / count
 
     def evaluate(
-        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool
+        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool, compute_loss: bool = True
     ) -> tuple[Tensor | None, Any]:
-        """See `Runner.evaluate`."""
+        """See `Runner.evaluate`; the module takes whole batches, and gives a loss with its outputs or none."""
         losses, outputs = [], []
         for _ in range(count):
             output = call_with_batch(engine, next(batches))

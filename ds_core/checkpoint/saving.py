@@ -70,7 +70,7 @@ def save(
         lambda p: {"tag": p.tag, "buffers": digests(engine.module)},
     )
     tag = _agreed_tag(engine, [report["tag"] for report in reports])
-    own = own_buffers(engine.module, reports[0]["buffers"])
+    own = own_buffers(engine.ctx, engine.module, [report["buffers"] for report in reports])
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
     root, config = Path(save_dir), engine.ctx.config.core.checkpoint
     began = on_first_rank(action, lambda: {"name": files.make_temporary(root, tag).name, "id": secrets.token_hex(16)})

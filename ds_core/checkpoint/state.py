@@ -99,13 +99,19 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
-def own_buffers(module: nn.Module, others: Mapping[str, str]) -> dict[str, Tensor]:
-    """The buffers that are not as on the rank that stores them, whose digests are `others`.
+def own_buffers(ctx: Context, module: nn.Module, others: Sequence[Mapping[str, str]]) -> dict[str, Tensor]:
+    """The buffers that are not as on the rank that stores them; others: the digests of each rank.
 
     Running statistics see each rank's own data; without them a resumed rank would not be what it was.
     """
-    mine = digests(module)
-    return {n: b for n, b in persistent_buffers(module).items() if mine[n] != others.get(n)}
+    mine, mesh = digests(module), ctx.mesh
+    found = {}
+    for name, buffer in persistent_buffers(module).items():
+        info = ctx.buffers[name]
+        first = mesh.ranks(*(a for a in mesh.expand(mesh.names) if a not in info.held))[0]
+        if mine[name] != others[first].get(name):
+            found[name] = buffer
+    return found
 
 
 def digests(module: nn.Module) -> dict[str, str]:

@@ -16,7 +16,8 @@ __all__ = ["Failure", "describe", "exit_code", "first", "gather", "signal_name"]
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(
-    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror", re.IGNORECASE
+    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror|a peer failed",
+    re.IGNORECASE,
 )
 _ENDED = (-signal.SIGTERM, -signal.SIGKILL)  # how the launcher ends a process
 _HINTS = {

@@ -25,9 +25,7 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often to start all processes again after one fails.")
     ] = 0,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
-    ] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")] = False,
     launcher: Annotated[str, typer.Option(help="Who starts the processes; plugins can add launchers.")] = "local",
     nnodes: Annotated[str, typer.Option(help="Machines: a number, or MIN:MAX for an elastic run.")] = "1",
     node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the machines this one is, from 0.")] = None,

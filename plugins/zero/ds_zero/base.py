@@ -140,7 +140,7 @@ class ZeroPartitioner(Partitioner):
         """Give every rank the parameters that are in no bucket, and the buffers, of the first of its replicas."""
         mesh = self.ctx.mesh
         tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters() if p not in self.pieces]
-        tensors += [(mesh.replicas(()), b.data) for b in module.buffers()]
+        tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
         broadcast_from_first(mesh, tensors)
 
     @property
@@ -166,6 +166,10 @@ class ZeroPartitioner(Partitioner):
         """See `Partitioner.begin`."""
         self.moved.refuse("backward", BACKWARD)
         self.reducer.begin()
+
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """See `Partitioner.add_gradient`; a released parameter takes one too."""
+        self.reducer.add(param, grad)
 
     def finish(self) -> None:
         """See `Partitioner.finish`."""

@@ -81,6 +81,15 @@ class DirectReducer(Reducer):
         if self._hooks and self._trainable != [p.requires_grad for p in self._place]:
             self._install_hooks()
 
+    @torch.no_grad()
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """See `Reducer.add`."""
+        if param in self._place:
+            if param.grad is None:
+                param.grad = grad.clone()
+            else:
+                param.grad += grad
+
     def finish(self) -> None:
         """See `Reducer.finish`: every gradient is final as it is."""
 
@@ -92,11 +101,14 @@ class DirectReducer(Reducer):
                 grads.used = [p.grad is not None for p in bucket.params]
             self._refuse_unused()
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        self._given = []
         for bucket, pairs in self._pairs.items():
             found = by_axes.setdefault(self._axes[bucket], [])
             give = _cast if bucket.master.dtype != bucket.dtype else _flat
-            found += give(bucket, pairs)
-        self._given = [t for tensors in by_axes.values() for t in tensors]
+            given = give(bucket, pairs)
+            self._given += given
+            if bucket.counted:
+                found += given
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
     def scale(self, factor: float) -> None:

@@ -68,8 +68,8 @@ class FlatBucket:
     """Parameters of one dtype, device and replica group, one after the other in a flat buffer.
 
     full: the buffer, of which parameters are views. part: this rank's part of it. master: what the optimizer updates:
-    the part itself, or its copy in the dtype of master weights, or where masters rest. axes, held: see `ParamInfo`.
-    whole: set where the optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
+    the part itself, or its copy in the dtype of master weights, or where masters rest. axes, held, counted: see
+    `ParamInfo`. whole: set where the optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class FlatBucket:
         self.axes, self.held, self.share = infos[0].replicas, infos[0].held, share
         run = f"{self.names[0]!r}" + (f" to {self.names[-1]!r}" if len(self.names) > 1 else "")
         self.about_weights, self.about_gradients = f"weights of {run}", f"gradients of {run}"  # for comm.label
+        self.counted = infos[0].counted
         self.group, self.world, self.rank = mesh.group(*self.axes), mesh.size(*self.axes), mesh.index(*self.axes)
         self.layout = Layout.of([p.numel() for p in params], self.world)
         self.full = self._flatten(mesh.ranks(*self.axes)[0])
@@ -308,10 +309,10 @@ def make_buckets(
 
     def kind(param: nn.Parameter) -> tuple[Any, ...]:
         info = ctx.params[param]
-        return info.replicas, info.held, param.dtype, param.device, param.requires_grad, home(param)
+        return info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad, home(param)
 
     def most(key: tuple[Any, ...]) -> int:
-        axes, _, dtype, device, *_ = key
+        axes, _, _, dtype, device, *_ = key
         limit = capacity(ctx.mesh.size(*axes))
         return min(limit, HOST_BYTES // dtype.itemsize) if brief and device.type == "cpu" else limit
 

@@ -201,11 +201,18 @@ class Reducer:
             self.after(param)
 
     @torch.no_grad()
-    def _absorb(self, grads: _Grads, index: int) -> None:
-        """Move a parameter's gradient into the flat buffer."""
+    def add(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Take a gradient that no backward has made; like one that comes at the end of a backward."""
+        if param in self._place:
+            self._reduced = False
+            self._absorb(*self._place[param], grad)
+
+    @torch.no_grad()
+    def _absorb(self, grads: _Grads, index: int, grad: Tensor | None = None) -> None:
+        """Move a parameter's gradient (or `grad`) into the flat buffer."""
         bucket = grads.bucket
         param = bucket.params[index]
-        grad = param.grad
+        given, grad = grad is not None, param.grad if grad is None else grad
         assert grad is not None
         if grads.local is None:
             if not self._keeps:
@@ -216,7 +223,8 @@ class Reducer:
             grad = grad.to_dense()
         view.add_(grad) if grads.filled[index] else view.copy_(grad)
         grads.filled[index] = True
-        param.grad = None
+        if not given:
+            param.grad = None
 
     def begin(self) -> None:
         """The engine starts a backward and will call `finish` after it."""
@@ -389,8 +397,9 @@ class Reducer:
             part = grads.part
             if bucket.whole is not None:
                 if part is not None and any(grads.used):
-                    found = by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), [])
-                    found += bucket.whole.gradients(part, grads.used)
+                    whole = bucket.whole.gradients(part, grads.used)
+                    if bucket.counted:
+                        by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), []).extend(whole)
                 if not self._keeps:
                     grads.part = None  # whatever of it the optimizer needs, its gradients refer to
                 continue
@@ -403,7 +412,8 @@ class Reducer:
                 piece.master.grad = None
                 if part is not None and grads.used[piece.index] and piece.stop > piece.start:
                     piece.master.grad = part[piece.within]
-                    found.append(piece.master.grad)
+                    if bucket.counted:
+                        found.append(piece.master.grad)
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
     def _refuse_unused(self) -> None:

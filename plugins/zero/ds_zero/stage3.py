@@ -69,6 +69,11 @@ class Stage3(ZeroPartitioner):
                 self._add_unit(bucket, gatherer.leaf, mine)
         return whole + [u.bucket for u in self.units]
 
+    @property
+    def releases_weights(self) -> bool:  # type: ignore[override]
+        """See `Partitioner.releases_weights`."""
+        return bool(self.units)
+
     def _capacity(self, world: int) -> int:
         """The most elements of a unit: all of its module's, unless the config wants parameters one at a time."""
         return self.section.unit_elements(world)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.partition import StateSource, StateTensor, saved_optimizer_states, set_optimizer_state
+from ds_core.partition import StateSource, StateTensor, buffer_states, saved_optimizer_states, set_optimizer_state
 from ds_zero.flat import FlatBucket, Piece, Share
 
 if TYPE_CHECKING:
@@ -36,13 +36,12 @@ def states(
     parted = {p for b in buckets if b.share is Share.PART for p in b.params}
     for name, param in module.named_parameters():
         if param not in parted:
-            held = ctx.params[param].held if param in ctx.params else ()  # one that came after initialize
-            shape = tuple(param.shape)
-            yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, True, others(*held))
-    for name, buffer in _persistent_buffers(module):
-        yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), (), first())
+            info, shape = ctx.params.get(param), tuple(param.shape)  # None: one that came after initialize
+            held, counted = (info.held, info.counted) if info is not None else ((), True)
+            yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, counted, others(*held))
+    yield from buffer_states(ctx, module)
     for bucket in buckets:
-        store = first(*bucket.held, *bucket.axes)
+        store = bucket.counted and first(*bucket.held, *bucket.axes)
         for piece in bucket.pieces:
             if bucket.share is Share.PART and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)

@@ -1,0 +1,56 @@
+"""``dscore pipeline``: look at schedules before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def pipeline() -> None:
+    """Look at pipeline schedules."""
+
+
+@app.command()
+def draw(
+    schedule: Annotated[
+        str, typer.Argument(help="1f1b, interleaved, zero_bubble, inference or package.module:Class.")
+    ] = "1f1b",
+    stages: Annotated[int, typer.Option("--stages", "-s", min=1, help="Pipeline stages.")] = 4,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", min=1, help="Per batch.")] = 8,
+    chunks: Annotated[int, typer.Option("--chunks", "-c", min=1, help="Parts of the model per stage.")] = 1,
+    forward: Annotated[float, typer.Option(min=0.1, help="Time of one forward of one chunk.")] = 1.0,
+    backward: Annotated[float, typer.Option(min=0.1, help="Time of one backward; each half takes half.")] = 2.0,
+    svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
+) -> None:
+    """Prove a schedule, and draw who does what when."""
+    from ds_core.cli.show import say_error
+    from ds_core.errors import UsageError
+    from ds_pipeline.choose import make_schedule
+    from ds_pipeline.draw import as_svg, as_text
+    from ds_pipeline.validate import ScheduleError, check
+
+    train = schedule != "inference"
+    if schedule == "interleaved" and chunks == 1:
+        chunks = 2
+    try:
+        proof = check(
+            lambda stage: make_schedule(schedule, micro_batches, stages, stage, chunks, train=train),
+            train=train,
+            forward=forward,
+            backward=backward,
+        )
+    except (ScheduleError, UsageError) as error:
+        say_error(str(error))
+        raise typer.Exit(1) from None
+    print(as_text(proof))
+    if svg is not None:
+        parts = f", {chunks} chunks" if chunks > 1 else ""
+        svg.write_text(as_svg(proof, f"{schedule}: {stages} stages{parts}, {micro_batches} micro-batches"))
+        print(f"drawn in {svg}")

@@ -1,0 +1,63 @@
+"""The section ``pipeline`` (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from ds_core.config import Section, not_built, option
+
+__all__ = ["PipelineConfig"]
+
+
+class PipelineConfig(Section):
+    """Pipeline parallelism. A `ds_pipeline.PipelineModule` asks for the section by itself, with its stages."""
+
+    stages: int | Literal["auto"] = option(
+        "auto", "Pipeline stages; the PipelineModule says how many. A number must agree."
+    )
+    chunks: int = option(
+        1, "Parts of the model per stage; the PipelineModule says how many. A number must agree.", ge=1
+    )
+    partition: str = option("best", "How layers were divided, for the reader: the PipelineModule decides.")
+    seed_layers: bool = not_built(
+        False, "layers are built before the config is read; give seed_layers=True to PipelineModule"
+    )
+    activation_checkpoint_interval: int = option(
+        0, "Recompute activations in groups of so many layers; 0 leaves it to the PipelineModule.", ge=0
+    )
+    use_reentrant: bool = option(
+        True, "Recompute with torch's re-entrant kind of checkpoint; the first stage takes the other where it must."
+    )
+    pipe_partitioned: bool = option(
+        True, "With tensor parallelism, each of its ranks sends its share of an activation, where the size divides."
+    )
+    grad_partitioned: bool = option(True, "The same for gradients; needs pipe_partitioned.")
+    schedule: str = Field(
+        "auto",
+        description="'1f1b', 'interleaved' (chunks > 1), 'zero_bubble', or 'package.module:Class', a PipeSchedule. "
+        "'auto': 1f1b, or interleaved where there are chunks.",
+    )
+    reduce: Literal["batch", "micro_batch"] = option(
+        "batch",
+        "With ZeRO-2 and 3: 'batch' reduces gradients once per batch and keeps the whole gradients of the stage until "
+        "then; 'micro_batch' reduces after each micro-batch, so that only this rank's part is kept.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "grad_partitioned" in self.model_fields_set and self.grad_partitioned and not self.pipe_partitioned:
+            raise ValueError("grad_partitioned needs pipe_partitioned; set both to false")
+        known = self.schedule in ("auto", "1f1b", "interleaved", "zero_bubble")
+        if not known and ":" not in self.schedule:
+            raise ValueError(
+                f"schedule {self.schedule!r} is unknown; use 'auto', '1f1b', 'interleaved', 'zero_bubble' or "
+                "'package.module:Class'"
+            )
+        if self.schedule == "interleaved" and self.chunks == 1:
+            raise ValueError("schedule 'interleaved' needs a PipelineModule with chunks=2 or more")
+        if self.schedule in ("1f1b", "zero_bubble") and self.chunks > 1:
+            raise ValueError(f"schedule {self.schedule!r} is for one chunk per stage, the model has {self.chunks}")
+        return self

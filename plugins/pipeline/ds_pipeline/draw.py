@@ -1,0 +1,92 @@
+"""Timelines of schedules, as text and as SVG (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_pipeline.validate import Proof, Span
+
+__all__ = ["as_svg", "as_text", "facts"]
+
+COLOURS = {"F": "#7fb3e6", "B": "#86c98a", "I": "#a5dba8", "W": "#f0c36d"}
+MEANING = {"F": "forward", "B": "backward", "I": "backward, inputs' half", "W": "backward, weights' half"}
+ROW, LEFT, TOP = 26, 64, 30
+
+
+def facts(proof: Proof) -> str:
+    """The figures in one line."""
+    kept = ", ".join(map(str, proof.activations))
+    return (
+        f"makespan {proof.makespan:g} forwards, bubble {100 * proof.bubble:.1f} %, speed-up {proof.speedup:.2f} of "
+        f"{len(proof.spans)}, micro-batches kept per stage: {kept}"
+    )
+
+
+def _label(span: Span) -> str:
+    return f"{span.kind}{span.micro}" + ("'" * span.chunk)
+
+
+def as_text(proof: Proof) -> str:
+    """One line per stage; a letter for the kind, the micro-batch, a prime per chunk after the first.
+
+    The shortest piece of work is as wide as the longest label; dots are idle.
+    """
+    spans = [s for row in proof.spans for s in row]
+    begin, unit = min(s.start for s in spans), min(s.stop - s.start for s in spans)
+    scale = (max(len(_label(s)) for s in spans) + 1) / unit
+    lines = []
+    for stage, row in enumerate(proof.spans):
+        line = ""
+        for span in row:
+            start, stop = round((span.start - begin) * scale), round((span.stop - begin) * scale)
+            line = line.ljust(start, ".") + _label(span).ljust(stop - start - 1, "-") + " "
+        lines.append(f"stage {stage:<2} {line.ljust(round(proof.makespan * scale), '.')}")
+    kinds = ", ".join(f"{k} {MEANING[k]}" for k in MEANING if any(s.kind == k for s in spans))
+    return "\n".join([*lines, "", f"{kinds}; . idle", facts(proof)])
+
+
+def as_svg(proof: Proof, title: str) -> str:
+    """A drawing that stands on its own."""
+    spans = [s for row in proof.spans for s in row]
+    begin, unit = min(s.start for s in spans), min(s.stop - s.start for s in spans)
+    scale = 9 * max(len(_label(s)) for s in spans) / unit
+    width, height = LEFT + proof.makespan * scale + 10, TOP + ROW * (len(proof.spans) + 2)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
+        f'<text x="8" y="19" font-size="14">{_escaped(title)}</text>',
+        *_rows(proof, begin, scale),
+        *_legend(spans, TOP + ROW * len(proof.spans) + 18),
+        f'<text x="8" y="{TOP + ROW * (len(proof.spans) + 1) + 14:g}">{_escaped(facts(proof))}</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _rows(proof: Proof, begin: float, scale: float) -> Iterator[str]:
+    for stage, row in enumerate(proof.spans):
+        y = TOP + ROW * stage
+        yield f'<text x="8" y="{y + 17}">stage {stage}</text>'
+        yield f'<rect x="{LEFT}" y="{y}" width="{proof.makespan * scale:g}" height="{ROW - 4}" fill="#eeeeee"/>'
+        for span in row:
+            x, width = LEFT + (span.start - begin) * scale, (span.stop - span.start) * scale
+            shade = 1 - 0.35 * (span.chunk % 3)
+            yield (
+                f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{ROW - 4}" fill="{COLOURS[span.kind]}" '
+                f'fill-opacity="{shade:g}" stroke="#555555" stroke-width="0.5"/>'
+            )
+            yield f'<text x="{x + width / 2:g}" y="{y + 15}" text-anchor="middle" font-size="11">{span.micro}</text>'
+
+
+def _legend(spans: list[Span], y: int) -> Iterator[str]:
+    x = 8
+    for kind, meaning in MEANING.items():
+        if any(s.kind == kind for s in spans):
+            yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}" stroke="#555555"/>'
+            yield f'<text x="{x + 17}" y="{y}">{meaning}</text>'
+            x += 40 + 7 * len(meaning)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

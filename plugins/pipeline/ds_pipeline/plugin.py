@@ -1,0 +1,61 @@
+"""What this distribution offers to ds_core: the section ``pipeline``, its axis, its runner (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ds_core.entries import Axis, CommandEntry, Phase, Transform
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.runner import Runner
+
+__all__ = ["ds_commands", "ds_config", "ds_mesh_axes", "ds_param_axes", "ds_runner", "ds_transforms"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``pipeline``."""
+    from ds_pipeline.config import PipelineConfig
+
+    return PipelineConfig
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore pipeline``."""
+    return {"pipeline": CommandEntry("ds_pipeline.command:app", "Prove and draw pipeline schedules.")}
+
+
+def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
+    """``pp``, outside of all others: what goes between stages is small."""
+    from ds_pipeline.config import PipelineConfig
+
+    section = config.section("pipeline")
+    stages = section.stages if isinstance(section, PipelineConfig) else 1
+    return [Axis("pp", stages if isinstance(stages, int) else 1, outermost=True)]
+
+
+def ds_param_axes(name: str) -> Collection[str]:
+    """Every stage has its own."""
+    return ("pp",)
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """The model must be a PipelineModule that was built for this mesh."""
+
+    def apply(model):  # type: ignore[no-untyped-def]
+        from ds_pipeline.runner import prepare
+
+        return prepare(model, ctx)
+
+    return [Transform(Phase.SPLIT, apply)]
+
+
+def ds_runner(ctx: Context) -> Runner | None:
+    """Who carries out schedules."""
+    from ds_pipeline.runner import PipelineRunner
+
+    return PipelineRunner(ctx)

@@ -1,0 +1,443 @@
+"""Carries out schedules: train_batch and eval_batch of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.errors import UsageError
+from ds_core.params import COUNTED_ELSEWHERE
+from ds_core.precision import autocast_context, cast_floats
+from ds_core.runner import Runner, loss_of
+from ds_pipeline import schedule as s
+from ds_pipeline.choose import make_schedule
+from ds_pipeline.module import PipelineModule
+from ds_pipeline.split import Later, backward_inputs
+from ds_pipeline.ties import Ties, copies_elsewhere
+from ds_pipeline.transport import DTYPES, Meta, Transport, Want
+from ds_pipeline.validate import ScheduleError, check
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_core.engine import Engine
+    from ds_pipeline.config import PipelineConfig
+
+__all__ = ["PipelineRunner", "prepare"]
+
+BY_HAND = (
+    "the micro-batches of a pipeline run at the same time on its stages; use engine.train_batch(iterator) and "
+    "engine.eval_batch(iterator)"
+)
+
+
+def prepare(model: nn.Module, ctx: Context) -> nn.Module:
+    """Check that `model` was built for this run, and apply what the config says about it."""
+    if not isinstance(model, PipelineModule):
+        raise UsageError(
+            f"the config has a section pipeline, but the model is a {type(model).__name__}; give a PipelineModule"
+        )
+    section = cast("PipelineConfig", ctx.config.section("pipeline"))
+    model.bind(ctx.mesh)
+    if section.activation_checkpoint_interval:
+        model.activation_checkpoint_interval = section.activation_checkpoint_interval
+    model.use_reentrant = section.use_reentrant
+    ctx.stash[COUNTED_ELSEWHERE] = {*(ctx.stash.get(COUNTED_ELSEWHERE) or ()), *copies_elsewhere(model)}
+    return model
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A pipeline buffer: one micro-batch in one chunk.
+
+    leaves: the inputs, as autograd's leaves where they came from another stage. outputs, roots: all, and those with a
+    gradient; root_grads: what came back for them.
+    """
+
+    micro: int = -1
+    inputs: Any = None
+    leaves: list[Tensor] = field(default_factory=list)
+    labels: Any = None
+    outputs: list[Tensor] = field(default_factory=list)
+    is_tuple: bool = False
+    meta: Meta | None = None
+    root_grads: list[Tensor] = field(default_factory=list)
+    input_grads: list[Tensor] = field(default_factory=list)
+    later: Later | None = None
+    whole: tuple[list[Tensor], list[Tensor]] | None = None
+
+
+class PipelineRunner(Runner):
+    """See `ds_core.runner.Runner`. Made on all ranks together.
+
+    additional_losses: on the last stage, the means over the last batch of what `get_additional_losses` told.
+    """
+
+    manual, manual_reason = False, BY_HAND
+
+    def __init__(self, ctx: Context) -> None:
+        assert isinstance(ctx.module, PipelineModule)
+        self.ctx, self.module = ctx, ctx.module
+        self.section = cast("PipelineConfig", ctx.config.section("pipeline"))
+        self.stages, self.stage, self.chunks = self.module.num_stages, self.module.stage_id, self.module.chunks
+        self.parts = self.stages * self.chunks
+        split = (self.section.pipe_partitioned, self.section.pipe_partitioned and self.section.grad_partitioned)
+        self.transport = Transport(ctx, self.stages, self.stage, self.chunks, split)
+        self.ties = Ties(ctx, self.module)
+        self.additional_losses: dict[str, float] = {}
+        self._failed = False
+        self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Want], int]] = {}
+        self._signatures: dict[bool, Any] = {}
+        self._does = {
+            s.LoadMicroBatch: self._load,
+            s.ForwardPass: self._forward,
+            s.BackwardPass: self._backward,
+            s.BackwardInput: self._backward_input,
+            s.BackwardWeight: self._backward_weight,
+            s.SendActivation: self._send_activation,
+            s.RecvActivation: self._receive_activation,
+            s.SendGrad: self._send_gradient,
+            s.RecvGrad: self._receive_gradient,
+            s.ReduceTiedGrads: self._reduce_ties,
+            s.ReduceGrads: self._reduce,
+            s.OptimizerStep: lambda what: None,  # the engine's, once `train` has returned
+        }
+
+    # -- batches ---------------------------------------------------------------------------------------------
+
+    def train(self, engine: Engine, batches: Iterator[Any], count: int) -> Tensor:
+        """See `Runner.train`."""
+        self._engine, self._count, self._train, self._with_loss = engine, count, True, True
+        partitioner = engine.partitioner
+        partitioner.sync = False
+        partitioner.hold = partitioner.partitions_gradients and self.section.reduce == "batch"
+        self.ties.begin()
+        self._go(batches, return_logits=False)
+        loss = self._shared_loss()
+        assert loss is not None
+        return loss
+
+    def evaluate(
+        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool, compute_loss: bool = True
+    ) -> tuple[Tensor | None, Any]:
+        """See `Runner.evaluate`; the outputs are on the last stage, the loss everywhere."""
+        self._engine, self._count, self._train, self._with_loss = engine, count, False, compute_loss
+        self._go(batches, return_logits=return_logits)
+        outputs: Any = self._logits if self._has_last else None
+        if outputs is not None and count == 1:
+            outputs = outputs[0]
+        return self._shared_loss() if compute_loss else None, outputs if return_logits else None
+
+    def _go(self, batches: Iterator[Any], *, return_logits: bool) -> None:
+        commands, wants, most = self._plan(self._count, self._train)
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._loss: Tensor | None = None
+        self._keep = return_logits
+        self._logits: list[Any] = []
+        self._extra: dict[str, float] = {}
+        self._loaded = dict.fromkeys(range(self.chunks), 0)
+        self._micros, headers, signature = self._pull(batches)
+        self._failed = True  # until all is done; see `_pull`
+        self.transport.begin(wants, train=self._train, headers=headers, most=most)
+        for what in commands:
+            self._handler(what)(what)
+        self.transport.finish()
+        self._failed = False
+        self._signatures[self._train] = signature
+        self.module.shapes_known = True
+        self._slots.clear()
+        self._micros = []
+        self.additional_losses = {k: v / self._count for k, v in self._extra.items()}
+
+    def _handler(self, what: s.PipeInstruction) -> Any:
+        for kind in type(what).__mro__:
+            if kind in self._does:
+                return self._does[kind]
+        raise UsageError(f"the schedule has an instruction {what!r}, which nobody here knows how to carry out")
+
+    @property
+    def _has_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def _pull(self, batches: Iterator[Any]) -> tuple[list[Any], str, Any]:
+        """All micro-batches, before any work: (they, which headers are due, the shapes of the inputs).
+
+        Raises StopIteration on every rank when any has too few.
+        """
+        if self._failed:
+            raise UsageError(
+                "an earlier batch failed in its middle on this rank, and messages of it may still be under way; start "
+                "the processes again, from a checkpoint"
+            )
+        micros: list[tuple[Any, Any]] = []
+        short, trouble = False, None
+        try:
+            if self.stage == 0 or self._has_last:
+                micros = [self._parts_of(self._placed(next(batches))) for _ in range(self._count)]
+        except StopIteration:
+            short = True
+        except Exception as error:  # all shall know; it is raised below
+            trouble = error
+        shapes = [_signature(inputs) for inputs, _ in micros] if self.stage == 0 else []
+        mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
+        known = self.module.shapes_known and self._signatures.get(self._train) == (shapes[0] if shapes else None)
+        word = [short, mixed, not known and self.stage == 0, trouble is not None]
+        if self.ctx.world_size > 1:
+            told = torch.tensor(word, dtype=torch.uint8, device=self.ctx.accelerator.current_device())
+            comm.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
+            word = [bool(x) for x in told.tolist()]
+        if trouble is not None:
+            raise trouble
+        if word[3]:
+            raise UsageError("lost this batch: a peer failed while it took its micro-batches, and says why itself")
+        if word[0]:
+            raise StopIteration
+        headers = "each" if word[1] else "first" if word[2] else "none"
+        return micros, headers, None if word[1] or not shapes else shapes[0]
+
+    def _placed(self, batch: Any) -> Any:
+        batch = self.module.batch_fn(batch) if self.module.batch_fn is not None else batch
+        return _to(batch, self.ctx.accelerator.current_device())
+
+    def _parts_of(self, batch: Any) -> tuple[Any, Any]:
+        """(inputs, labels) of a micro-batch; labels may be missing where no loss is wanted."""
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            inputs, labels = batch
+        elif (self._with_loss and self.module.has_loss) or isinstance(batch, list):
+            shown = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
+            raise UsageError(
+                f"a pipeline's micro-batch is (inputs, labels), got a {shown}; bring it into that form with "
+                "engine.set_batch_fn(function)"
+            )
+        else:
+            inputs, labels = batch, None
+        if self.ctx.precision.cast_inputs:
+            inputs = cast_floats(inputs, torch.float16)
+        return tuple(inputs) if isinstance(inputs, list) else inputs, labels
+
+    def _shared_loss(self) -> Tensor | None:
+        """The last stage's mean loss, on every stage."""
+        device = self.ctx.accelerator.current_device()
+        told = torch.zeros(2, dtype=torch.float64, device=device)
+        if self._has_last:
+            assert self._loss is not None
+            told[0], told[1] = self._loss.double() / self._count, float(DTYPES.index(self._loss.dtype))
+        if self.stages > 1:
+            mesh = self.ctx.mesh
+            comm.broadcast(told, src=mesh.ranks("pp")[-1], group=mesh.group("pp"))
+        return told[0].to(DTYPES[int(told[1].item())])
+
+    # -- plans -----------------------------------------------------------------------------------------------
+
+    def _make(self, count: int, train: bool, stage: int) -> s.PipeSchedule:
+        return make_schedule(self.section.schedule, count, self.stages, stage, self.chunks, train=train)
+
+    def _plan(self, count: int, train: bool) -> tuple[list[s.PipeInstruction], list[Want], int]:
+        """This stage's instructions, what it will receive, and how many sends may be under way; proved once."""
+        if (count, train) not in self._plans:
+            mine = self._make(count, train, self.stage)
+            most = self._prove(lambda stage: self._make(count, train, stage), type(mine).__name__, count, train)
+            commands = [what for step in mine for what in step]
+            wants = [self._want(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))]
+            self._plans[count, train] = commands, wants, most
+        return self._plans[count, train]
+
+    def _prove(self, make: Callable[[int], s.PipeSchedule], name: str, count: int, train: bool) -> int:
+        """How many messages may be under way from a stage; UsageError for a schedule that is wrong."""
+        try:
+            most = max(check(make, train=train).activations) + 1
+            while most < count * self.chunks:
+                try:
+                    check(make, train=train, capacity=most)
+                    break
+                except ScheduleError:
+                    most *= 2
+        except ScheduleError as error:
+            raise UsageError(f"pipeline.schedule: {name} is wrong: {error}") from error
+        return most
+
+    def _want(self, what: s.BufferOpInstruction) -> Want:
+        return Want("act" if isinstance(what, s.RecvActivation) else "grad", self._part(what))
+
+    def _part(self, what: s.BufferOpInstruction) -> int:
+        return what.chunk * self.stages + self.stage
+
+    def _slot(self, what: s.BufferOpInstruction) -> _Slot:
+        return self._slots.setdefault((what.chunk, what.buffer_id), _Slot())
+
+    # -- instructions ----------------------------------------------------------------------------------------
+
+    def _load(self, what: s.BufferOpInstruction) -> None:
+        micro = self._loaded[what.chunk]
+        self._loaded[what.chunk] += 1
+        inputs, labels = self._micros[micro]
+        part = self._part(what)
+        if part == 0:
+            slot = self._slots[what.chunk, what.buffer_id] = _Slot(inputs=inputs)
+        slot = self._slot(what)
+        if part == self.parts - 1:
+            slot.labels = labels
+
+    def _receive_activation(self, what: s.BufferOpInstruction) -> None:
+        meta, tensors = self.transport.receive_activation(self._part(what))
+        slot = self._slots[what.chunk, what.buffer_id] = _Slot(labels=self._slot(what).labels)
+        if self._train:
+            slot.leaves = [t.requires_grad_() for t, (_, _, wants) in zip(tensors, meta.tensors, strict=True) if wants]
+        slot.inputs = tuple(tensors) if meta.is_tuple else tensors[0]
+
+    def _forward(self, what: s.BufferOpInstruction) -> None:
+        slot, last = self._slot(what), self._part(what) == self.parts - 1
+        inputs = slot.inputs
+        if slot.leaves and getattr(self.module.first_layer(what.chunk), "inplace", False):
+            # A leaf cannot be changed in place.
+            inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
+        autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
+        if autocast is None:
+            self._compute(slot, inputs, what.chunk, last)
+        else:
+            with autocast:
+                self._compute(slot, inputs, what.chunk, last)
+
+    def _compute(self, slot: _Slot, inputs: Any, chunk: int, last: bool) -> None:
+        out = self.module(inputs, chunk=chunk)
+        slot.inputs = None
+        if not last:
+            slot.is_tuple = isinstance(out, tuple)
+            slot.outputs = list(out) if isinstance(out, tuple) else [out]
+            if wrong := [type(t).__name__ for t in slot.outputs if not isinstance(t, Tensor)]:
+                raise UsageError(
+                    f"stage {self.stage} gives a {wrong[0]}; a layer's outputs are a tensor or a tuple of tensors"
+                )
+            return
+        if self._keep:
+            self._logits.append(out)
+        if not self._with_loss:
+            return
+        loss = self.module.loss_fn(out, slot.labels) if self.module.loss_fn is not None else out
+        loss = loss_of(loss)
+        shown = loss.detach()
+        self._loss = shown if self._loss is None else self._loss + shown
+        for name, value in (self.module.get_additional_losses() or {}).items():
+            self._extra[name] = self._extra.get(name, 0.0) + float(value)
+        if self._train:
+            self._engine._check_loss(loss)
+            scaler = self._engine.scaler
+            factor = (scaler.scale if scaler is not None else 1.0) / self._count
+            slot.outputs = [loss * factor if factor != 1.0 else loss]
+
+    def _send_activation(self, what: s.BufferOpInstruction) -> None:
+        slot = self._slot(what)
+        slot.meta = self.transport.send_activation(self._part(what) + 1, slot.outputs, slot.is_tuple)
+        if not self._train:
+            slot.outputs = []
+
+    def _receive_gradient(self, what: s.BufferOpInstruction) -> None:
+        slot = self._slot(what)
+        assert slot.meta is not None
+        slot.root_grads = self.transport.receive_gradient(self._part(what), slot.meta)
+
+    def _send_gradient(self, what: s.BufferOpInstruction) -> None:
+        slot = self._slot(what)
+        self.transport.send_gradient(self._part(what) - 1, slot.input_grads)
+        slot.input_grads = []
+
+    def _take_roots(self, slot: _Slot) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs to start backward from, and their gradients; the slot lets go of them."""
+        roots = [t for t in slot.outputs if t.requires_grad]
+        grads = slot.root_grads or [torch.ones_like(t) for t in roots]
+        slot.outputs, slot.root_grads = [], []
+        return roots, grads
+
+    def _backward(self, what: s.BufferOpInstruction) -> None:
+        slot = self._slot(what)
+        self._run_backward(*self._take_roots(slot))
+        self._collect(slot)
+
+    def _run_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        partitioner = self._engine.partitioner
+        partitioner.begin()
+        if roots:
+            torch.autograd.backward(roots, grads)
+        partitioner.finish()
+
+    def _collect(self, slot: _Slot) -> None:
+        """The inputs' gradients; zeros for one that was not used."""
+        slot.input_grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in slot.leaves]
+        slot.leaves = []
+
+    def _backward_input(self, what: s.BufferOpInstruction) -> None:
+        """The first half. Nobody waits for a first part, which does all in the second; some graphs cannot be cut."""
+        slot = self._slot(what)
+        roots, grads = self._take_roots(slot)
+        if not slot.leaves:
+            slot.whole = roots, grads
+            return
+        if not self._can_cut(roots):
+            self._run_backward(roots, grads)
+            self._collect(slot)
+            return
+        partitioner = self._engine.partitioner
+        partitioner.begin()
+        self.ties.diverting = False  # gradients come to `_give` by hand
+        found, slot.later = backward_inputs(roots, grads, slot.leaves, self._give)
+        self.ties.diverting = True
+        partitioner.finish()
+        slot.input_grads = [
+            g if g is not None else torch.zeros_like(t) for t, g in zip(slot.leaves, found, strict=True)
+        ]
+        slot.leaves = []
+
+    def _can_cut(self, roots: Sequence[Tensor]) -> bool:
+        """Not where activations are recomputed, or weights are away after forward (ZeRO-3)."""
+        if self.module.activation_checkpoint_interval or self._engine.partitioner.releases_weights:
+            return False
+        return bool(roots) and all(t.grad_fn is not None for t in roots)
+
+    def _backward_weight(self, what: s.BufferOpInstruction) -> None:
+        slot = self._slot(what)
+        if slot.whole is not None:
+            self._run_backward(*slot.whole)
+            slot.whole = None
+        elif slot.later is not None:
+            partitioner = self._engine.partitioner
+            partitioner.begin()
+            self.ties.diverting = False
+            slot.later.run(self._give)
+            self.ties.diverting = True
+            partitioner.finish()
+            slot.later = None
+
+    def _give(self, leaf: Tensor, grad: Tensor) -> None:
+        """A gradient that did not come by autograd's own way."""
+        if leaf in self.ties:
+            self.ties.take(leaf, grad)
+        else:
+            self._engine.partitioner.add_gradient(cast(nn.Parameter, leaf), grad)
+
+    def _reduce_ties(self, what: s.PipeInstruction) -> None:
+        self.ties.reduce(self._engine.partitioner)
+
+    def _reduce(self, what: s.PipeInstruction) -> None:
+        partitioner = self._engine.partitioner
+        partitioner.hold, partitioner.sync = False, True
+        partitioner.finish()
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to(v, device) for v in value)
+    return value
+
+
+def _signature(inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return tuple(inputs.shape), str(inputs.dtype)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(_signature(v) for v in inputs)
+    return type(inputs).__name__

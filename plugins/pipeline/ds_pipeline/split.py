@@ -1,0 +1,114 @@
+"""A backward in two halves: gradients of a stage's inputs now, those of its weights later, and no work twice.
+
+[Note: cuts] The graph's nodes that lead to an input must run first. Where such a node also has an edge that leads only
+to weights (a matrix product does), that side waits: the node's incoming gradient is kept, and the node runs again
+later, computing the other edge alone. A weight that waits must be reached through one such node only; those that are
+used twice, and those below a function written in Python (which would do everything twice), do not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+__all__ = ["Later", "backward_inputs"]
+
+Give = Callable[[Tensor, Tensor], None]
+
+
+@dataclass
+class Later:
+    """What is left to do. cuts: per node its weights; caught: its incoming gradients."""
+
+    cuts: dict[Any, list[Tensor]] = field(default_factory=dict)
+    caught: dict[Any, Sequence[Tensor | None]] = field(default_factory=dict)
+
+    def run(self, give: Give) -> None:
+        """Compute the weights' gradients and hand each to `give`."""
+        for node, weights in self.cuts.items():
+            edges = [(k, g) for k, g in enumerate(self.caught.pop(node, ())) if g is not None]
+            if not edges:
+                continue
+            grads = torch.autograd.grad(
+                [GradientEdge(node, k) for k, _ in edges], weights, [g for _, g in edges], allow_unused=True
+            )
+            for weight, grad in zip(weights, grads, strict=True):
+                if grad is not None:
+                    give(weight, grad)
+        self.cuts.clear()
+
+
+def backward_inputs(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], give: Give
+) -> tuple[list[Tensor | None], Later]:
+    """Gradients of `inputs` (leaves that require them), and what is left for later.
+
+    outputs: with a graph; grads: theirs. Weights that cannot wait are handed to `give` now.
+    """
+    now, cuts, alive = _cut([t.grad_fn for t in outputs], inputs)
+    later = Later(cuts)
+    handles = [
+        node.register_prehook(lambda incoming, node=node: later.caught.__setitem__(node, tuple(incoming)))
+        for node in cuts
+    ]
+    try:
+        found = torch.autograd.grad(outputs, [*inputs, *now], grads, retain_graph=bool(cuts), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    del alive
+    for weight, grad in zip(now, found[len(inputs) :], strict=True):
+        if grad is not None:
+            give(weight, grad)
+    return list(found[: len(inputs)]), later
+
+
+def _cut(roots: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[Any, list[Tensor]], list[Any]]:
+    """(weights that cannot wait, node -> weights that wait there, all nodes: their identity holds while they live)."""
+    order = _children_first(roots)
+    wanted = {id(t) for t in inputs}
+    leads: dict[Any, bool] = {}
+    below: dict[Any, dict[Tensor, None]] = {}  # leaves under a node that leads to no input
+    cuts: dict[Any, dict[Tensor, None]] = {}
+    times: dict[Tensor, int] = {}
+    for node in order:
+        children = [child for child, _ in node.next_functions if child is not None]
+        leaf = getattr(node, "variable", None) if not children else None
+        leads[node] = any(leads[c] for c in children) or (leaf is not None and id(leaf) in wanted)
+        aside: dict[Tensor, None] = {leaf: None} if leaf is not None and not leads[node] else {}
+        for child in children:
+            if not leads[child]:
+                aside.update(below[child])
+        if not leads[node]:
+            below[node] = aside
+        elif aside:
+            cuts[node] = aside
+            for weight in aside:
+                times[weight] = times.get(weight, 0) + (2 if isinstance(node, BackwardCFunction) else 1)
+    for root in dict.fromkeys(roots):
+        if not leads[root]:
+            times.update(dict.fromkeys(below[root], 2))
+    waiting = {n: [w for w in weights if times[w] == 1] for n, weights in cuts.items()}
+    return [w for w, n in times.items() if n > 1], {n: w for n, w in waiting.items() if w}, order
+
+
+def _children_first(roots: Sequence[Any]) -> list[Any]:
+    """Every node of the graph once, each after all that its edges lead to."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(r, False) for r in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return order

@@ -1,0 +1,106 @@
+"""Checkpoints of 4 stages go on with 2, with 1 and in plain torch as if nothing had happened."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pipe_models import MICRO, Plain, batch, pipeline
+
+from ds_core.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from ds_core.checkpoint.offline import open_saved
+from ds_core.testing import run_ranks
+
+GAS = 2
+
+
+def start(stages: int | None, chunks: int, zero: int) -> Any:
+    """An engine of so many stages; None: of the plain module."""
+    import ds_core
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": GAS,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8},
+    }
+    model = Plain() if stages is None else pipeline(stages, chunks)
+    with torch.no_grad():  # what is loaded must not have been there before
+        for param in model.parameters():
+            param.add_(1.0)
+    return ds_core.initialize(model=model, config=config)[0]
+
+
+def steps(engine: Any, begin: int, end: int) -> list[float]:
+    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    micros = GAS // dp  # the same samples, whatever the number of data ranks
+    engine.set_train_batch_size(MICRO * micros * dp)
+    rows = [[batch(step, index * micros + m, 0) for m in range(micros)] for step in range(begin, end)]
+    return [engine.train_batch(iter(row)).item() for row in rows]
+
+
+def saves(folder: Path, stages: int, chunks: int, zero: int) -> list[float]:
+    engine = start(stages, chunks, zero)
+    losses = steps(engine, 0, 2)
+    engine.save_checkpoint(str(folder), tag="here")
+    losses += steps(engine, 2, 4)
+    engine.save_checkpoint(str(folder), tag="end", save_latest=False)
+    engine.destroy()
+    return losses
+
+
+def goes_on(folder: Path, stages: int | None, chunks: int, zero: int, tag: str) -> list[float]:
+    engine = start(stages, chunks, zero)
+    engine.load_checkpoint(str(folder), tag="here")
+    assert engine.global_steps == 2
+    losses = steps(engine, 2, 4)
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    engine.destroy()
+    return losses
+
+
+def truth() -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = Plain()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), []
+    for step in range(4):
+        parts = [model(*batch(step, m, 0)) / GAS for m in range(GAS)]
+        sum(parts).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(p.item() for p in parts))
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("first", "zero"), [((4, 4, 1), 0), ((4, 4, 2), 1), ((4, 2, 1), 2), ((4, 2, 2), 3)])
+def test_a_checkpoint_goes_on_with_any_number_of_stages(first: tuple[int, int, int], zero: int, tmp_path: Path) -> None:
+    losses, weights = truth()
+    world, stages, chunks = first
+    for told in run_ranks(world, saves, tmp_path, stages, chunks, zero):
+        assert told == pytest.approx(losses, rel=1e-12)
+    targets = [(2, 2, 1, 1), (4, 2, 2, 0), (4, 4, 1, 3), (1, 1, 1, 0), (1, None, 1, 2), (2, None, 1, 3)]
+    for number, (ranks, stage_count, parts, target) in enumerate(targets):
+        for told in run_ranks(ranks, goes_on, tmp_path, stage_count, parts, target, f"again{number}"):
+            assert told == pytest.approx(losses[2:], rel=1e-12), (ranks, stage_count, parts, target)
+        whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag=f"again{number}")
+        assert set(whole) == set(weights)
+        assert all(torch.allclose(whole[n].double(), w, rtol=1e-6) for n, w in weights.items())
+        with open_saved(tmp_path, "end") as end, open_saved(tmp_path, f"again{number}") as other:
+            assert set(end.source.names()) == set(other.source.names())
+
+
+def test_plain_torch_takes_the_weights(tmp_path: Path) -> None:
+    run_ranks(4, saves, tmp_path, 4, 1, 0)
+    model, (_, weights) = Plain(), truth()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="end"))
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, weights[name], rtol=1e-6), name

@@ -1,0 +1,114 @@
+"""The conformance kit of runners: 2 and 4 stages x 1 and 2 data ranks x ZeRO 0-3 x schedules x micro-batches.
+
+Each normal run takes a part of the product that has every pair of values; the slow one takes all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pipe_models import Plain, batch, four, four_chunked, two, two_chunked
+
+from ds_core.testing import RunnerConformance
+
+
+def variant(schedule: str, zero: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"pipeline": {"schedule": schedule}}
+    if zero:
+        config["zero_optimization"] = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
+    return config
+
+
+def variants(*schedules: str) -> dict[str, dict[str, Any]]:
+    return {f"{s}-zero{z}": variant(s, z) for s, z in itertools.product(schedules, range(4))}
+
+
+class Pipeline(RunnerConformance):
+    """What all have in common."""
+
+    make_batch = staticmethod(batch)
+    make_truth = staticmethod(Plain)
+    gas = (1, 2, 5, 8)
+    dtypes = ("float64", "float32")
+    everything = False
+
+    @classmethod
+    def cases(cls, world: int) -> list[tuple[str, int, str]]:
+        """Every variant with two numbers of micro-batches, and both dtypes."""
+        found = super().cases(world)
+        if cls.everything:
+            return found
+        names, chosen = list(cls.variants), []
+        for name, gas, dtype in found:
+            turn = (names.index(name) + world) % 4
+            at = cls.gas.index(gas)
+            if at == turn or (at == (turn + 2) % 4 and dtype == "float64"):
+                chosen.append((name, gas, dtype))
+        return [c for c in chosen if c[2] == "float64" or c[1] > 1]
+
+
+class TestTwoStages(Pipeline):
+    """On 2 ranks, and on 4 with 2 data ranks."""
+
+    worlds = (2, 4)
+    make_model = staticmethod(two)
+    variants = variants("1f1b", "zero_bubble")
+
+
+class TestTwoStagesInterleaved(Pipeline):
+    """Two chunks per stage."""
+
+    worlds = (2, 4)
+    make_model = staticmethod(two_chunked)
+    variants = variants("interleaved")
+
+
+class TestFourStages(Pipeline):
+    """On 4 ranks."""
+
+    worlds = (4,)
+    make_model = staticmethod(four)
+    variants = variants("1f1b", "zero_bubble")
+
+
+class TestFourStagesInterleaved(Pipeline):
+    """Two chunks per stage: eight parts."""
+
+    worlds = (4,)
+    make_model = staticmethod(four_chunked)
+    variants = variants("interleaved")
+
+
+@pytest.mark.slow
+class TestAllOfTwoStages(TestTwoStages):
+    """The whole product."""
+
+    everything, timeout = True, 900.0
+
+
+@pytest.mark.slow
+class TestAllOfTwoStagesInterleaved(TestTwoStagesInterleaved):
+    """The whole product."""
+
+    everything, timeout = True, 900.0
+
+
+@pytest.mark.slow
+class TestAllOfFourStages(TestFourStages):
+    """The whole product."""
+
+    everything, timeout = True, 900.0
+
+
+@pytest.mark.slow
+class TestAllOfFourStagesInterleaved(TestFourStagesInterleaved):
+    """The whole product."""
+
+    everything, timeout = True, 900.0
