@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pipe_models import MICRO, Plain, batch, pipeline
 
-from ds_core.testing.pool import run_ranks
+from ds_core.testing.pool import RemoteError, run_ranks
 
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
@@ -90,3 +90,21 @@ def test_adamw_recompute_and_early_reduction(world: int, stages: int) -> None:
         for zero, reduce, interval in [(0, "batch", 1), (1, "batch", 0), (2, "micro_batch", 2), (3, "micro_batch", 0)]
     ]
     check(run_ranks(world, compare, stages, cases, timeout=150.0))
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 4)])
+def test_a_schedule_of_ones_own_trains(world: int, stages: int) -> None:
+    cases = [["own_schedule:GPipe", 1, zero, gas, "batch", 0] for zero, gas in [(0, 5), (2, 8)]]
+    check(run_ranks(world, compare, stages, cases))
+
+
+def runs_a_wrong_schedule() -> None:
+    config = make_config("own_schedule:Forgetful", 0, 2)
+    make_engine(2, 1, config).train_batch(iter([batch(0, m, 0) for m in range(2)]))
+
+
+def test_a_wrong_schedule_does_not_run() -> None:
+    with pytest.raises(
+        RemoteError, match=r"pipeline.schedule: Forgetful is wrong: stage 0: no backward of micro-batch 0"
+    ):
+        run_ranks(2, runs_a_wrong_schedule)

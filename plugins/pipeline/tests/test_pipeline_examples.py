@@ -1,0 +1,88 @@
+"""The examples run as their documentation says, and ``dscore pipeline draw`` draws."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from ds_pipeline.command import app
+from typer.testing import CliRunner
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "pipeline"
+
+
+def run(folder: Path, script: str, *words: str, nproc: int = 2) -> str:
+    command = [sys.executable, "-m", "ds_core.cli", "run", "--nproc", str(nproc), str(EXAMPLES / script), *words]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=one_thread, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(200)
+def test_alexnet_trains_in_two_stages(tmp_path: Path) -> None:
+    told = run(tmp_path, "alexnet.py", "--steps", "3", "--shrink", "16")
+    found = re.search(r"step 3: loss ([\d.]+)\n", told)
+    assert found is not None, told
+    assert 2.2 < float(found[1]) < 2.4  # ln 10 is 2.303
+    assert "% right" in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_alexnet_learns(tmp_path: Path) -> None:
+    found = re.search(r"([\d.]+) % right", run(tmp_path, "alexnet.py"))
+    assert found is not None
+    assert float(found[1]) > 80
+
+
+@pytest.mark.timeout(300)
+def test_gpt_trains_in_two_stages_and_goes_on_in_one_process(tmp_path: Path) -> None:
+    words = ["--width", "32", "--run", str(tmp_path / "run")]
+    first = re.search(r"step 2: loss ([\d.]+)", run(tmp_path, "gpt.py", "--steps", "2", *words))
+    told = run(tmp_path, "gpt.py", "--steps", "8", "--stages", "1", *words, nproc=1)
+    last = re.search(r"step 8: loss ([\d.]+)", told)
+    assert first is not None
+    assert last is not None
+    assert "resumed from step 2" in told
+    assert float(last[1]) < float(first[1]) < 5.7  # ln 256 is 5.55
+
+
+def draw(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["draw", *words])
+    return done.exit_code, done.output
+
+
+def test_schedules_are_drawn_as_text() -> None:
+    code, told = draw("zero_bubble", "--stages", "2", "--micro-batches", "3")
+    assert code == 0
+    lines = told.splitlines()
+    assert [line.rstrip() for line in lines[:2]] == [
+        "stage 0  F0 F1 ...I0 F2 W0 I1 W1 I2 W2",
+        "stage 1  ...F0 I0 F1 I1 F2 W0 I2 W1 W2",
+    ]
+    assert "makespan 10 forwards, bubble 10.0 %, speed-up 1.80 of 2, micro-batches kept per stage: 3, 3" in lines
+    assert draw("inference", "-s", "2", "-m", "2")[1].startswith("stage 0  F0 F1 ...\nstage 1  ...F0 F1 \n")
+
+
+def test_schedules_are_drawn_as_svg(tmp_path: Path) -> None:
+    code, told = draw("interleaved", "-s", "2", "-m", "4", "-c", "2", "--svg", str(tmp_path / "a.svg"))
+    assert code == 0, told
+    tree = ElementTree.parse(tmp_path / "a.svg")
+    kind = "{http://www.w3.org/2000/svg}"
+    texts = [t.text for t in tree.iter(f"{kind}text")]
+    assert texts[0] == "interleaved: 2 stages, 2 chunks, 4 micro-batches"
+    assert len([t for t in texts if t in "0123"]) == 2 * 2 * 2 * 4, "a forward and a backward per stage and chunk"
+
+
+def test_a_schedule_that_is_wrong_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    code, told = draw("own_schedule:Forgetful", "-s", "2", "-m", "2")
+    assert code == 1
+    assert "no backward of micro-batch 0" in told or told == ""
+    assert draw("gpipe")[0] == 1
