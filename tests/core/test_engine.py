@@ -18,7 +18,7 @@ from ds_core.testing import run_ranks
 pytestmark = pytest.mark.usefixtures("clean_ds")
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
-OWN = {"plugins": {"disable": ["ds-optimizers"]}}  # the core's optimizers, not those of a plugin
+OWN = {"plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]}}  # the core's own optimizers and kernels, bit for bit
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "gradient_clipping": 0}
 
 
