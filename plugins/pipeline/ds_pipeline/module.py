@@ -297,9 +297,15 @@ class PipelineModule(nn.Module):
         modules = [m.args[0] if isinstance(m, functools.partial) and m.args else m for m in modules]
         return any(isinstance(m, nn.Module) and next(m.parameters(), None) is not None for m in modules)
 
-    def first_layer(self, chunk: int) -> Any:
-        """The first callable of a chunk; None for one without layers."""
-        return self._chunks[chunk][0][1] if self._chunks[chunk] else None
+    def changes_inputs(self, chunk: int) -> bool:
+        """Whether a module before the chunk's first weight works in place, as ``ReLU(inplace=True)`` does."""
+        for _, layer in self._chunks[chunk]:
+            for module in layer.modules() if isinstance(layer, nn.Module) else ():
+                if getattr(module, "inplace", False):
+                    return True
+                if next(module.parameters(recurse=False), None) is not None:
+                    return False
+        return False
 
     def get_additional_losses(self) -> Mapping[str, Any] | None:
         """Override to tell of losses besides: ``{name: value}`` of the micro-batch that has just gone forward."""

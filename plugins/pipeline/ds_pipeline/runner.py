@@ -16,6 +16,7 @@ from ds_core.precision import autocast_context, cast_floats
 from ds_core.runner import Runner, loss_of
 from ds_pipeline import schedule as s
 from ds_pipeline.choose import make_schedule
+from ds_pipeline.micros import Work, agree, place, signature, take
 from ds_pipeline.module import PipelineModule
 from ds_pipeline.split import Later, backward_inputs
 from ds_pipeline.ties import Ties, copies_elsewhere
@@ -177,19 +178,16 @@ class PipelineRunner(Runner):
         short, trouble = False, None
         try:
             if self.stage == 0 or self._has_last:
-                micros = [self._parts_of(self._placed(next(batches))) for _ in range(self._count)]
+                micros = take(batches, self._count, self.module.batch_fn, self._with_loss and self.module.has_loss)
         except StopIteration:
             short = True
         except Exception as error:  # all shall know; it is raised below
             trouble = error
-        shapes = [_signature(inputs) for inputs, _ in micros] if self.stage == 0 else []
+        shapes = [signature(inputs) for inputs, _ in micros] if self.stage == 0 else []
         mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
         known = self.module.shapes_known and self._signatures.get(self._train) == (shapes[0] if shapes else None)
-        word = [short, mixed, not known and self.stage == 0, trouble is not None]
-        if self.ctx.world_size > 1:
-            told = torch.tensor(word, dtype=torch.uint8, device=self.ctx.accelerator.current_device())
-            comm.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-            word = [bool(x) for x in told.tolist()]
+        work = Work(self._count, self._train, self._with_loss)
+        word = agree(self.ctx, work, [short, mixed, not known and self.stage == 0, trouble is not None])
         if trouble is not None:
             raise trouble
         if word[3]:
@@ -198,26 +196,6 @@ class PipelineRunner(Runner):
             raise StopIteration
         headers = "each" if word[1] else "first" if word[2] else "none"
         return micros, headers, None if word[1] or not shapes else shapes[0]
-
-    def _placed(self, batch: Any) -> Any:
-        batch = self.module.batch_fn(batch) if self.module.batch_fn is not None else batch
-        return _to(batch, self.ctx.accelerator.current_device())
-
-    def _parts_of(self, batch: Any) -> tuple[Any, Any]:
-        """(inputs, labels) of a micro-batch; labels may be missing where no loss is wanted."""
-        if isinstance(batch, (tuple, list)) and len(batch) == 2:
-            inputs, labels = batch
-        elif (self._with_loss and self.module.has_loss) or isinstance(batch, list):
-            shown = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-            raise UsageError(
-                f"a pipeline's micro-batch is (inputs, labels), got a {shown}; bring it into that form with "
-                "engine.set_batch_fn(function)"
-            )
-        else:
-            inputs, labels = batch, None
-        if self.ctx.precision.cast_inputs:
-            inputs = cast_floats(inputs, torch.float16)
-        return tuple(inputs) if isinstance(inputs, list) else inputs, labels
 
     def _shared_loss(self) -> Tensor | None:
         """The last stage's mean loss, on every stage."""
@@ -275,12 +253,14 @@ class PipelineRunner(Runner):
         micro = self._loaded[what.chunk]
         self._loaded[what.chunk] += 1
         inputs, labels = self._micros[micro]
-        part = self._part(what)
+        part, device = self._part(what), self.ctx.accelerator.current_device()
         if part == 0:
-            slot = self._slots[what.chunk, what.buffer_id] = _Slot(inputs=inputs)
-        slot = self._slot(what)
+            inputs = place(inputs, device)
+            if self.ctx.precision.cast_inputs:
+                inputs = cast_floats(inputs, torch.float16)
+            self._slots[what.chunk, what.buffer_id] = _Slot(inputs=inputs)
         if part == self.parts - 1:
-            slot.labels = labels
+            self._slot(what).labels = place(labels, device)
 
     def _receive_activation(self, what: s.BufferOpInstruction) -> None:
         meta, tensors = self.transport.receive_activation(self._part(what))
@@ -292,7 +272,7 @@ class PipelineRunner(Runner):
     def _forward(self, what: s.BufferOpInstruction) -> None:
         slot, last = self._slot(what), self._part(what) == self.parts - 1
         inputs = slot.inputs
-        if slot.leaves and getattr(self.module.first_layer(what.chunk), "inplace", False):
+        if slot.leaves and self.module.changes_inputs(what.chunk):
             # A leaf cannot be changed in place.
             inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
         autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
@@ -425,19 +405,3 @@ class PipelineRunner(Runner):
         partitioner = self._engine.partitioner
         partitioner.hold, partitioner.sync = False, True
         partitioner.finish()
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_to(v, device) for v in value)
-    return value
-
-
-def _signature(inputs: Any) -> Any:
-    if isinstance(inputs, Tensor):
-        return tuple(inputs.shape), str(inputs.dtype)
-    if isinstance(inputs, (tuple, list)):
-        return tuple(_signature(v) for v in inputs)
-    return type(inputs).__name__
