@@ -362,14 +362,9 @@ class PipelineRunner(Runner):
             return
         partitioner = self._engine.partitioner
         partitioner.begin()
-        self.ties.diverting = False  # gradients come to `_give` by hand
-        found, slot.later = backward_inputs(roots, grads, slot.leaves, self._give)
-        self.ties.diverting = True
+        slot.later = backward_inputs(roots, grads, slot.leaves)
         partitioner.finish()
-        slot.input_grads = [
-            g if g is not None else torch.zeros_like(t) for t, g in zip(slot.leaves, found, strict=True)
-        ]
-        slot.leaves = []
+        self._collect(slot)
 
     def _can_cut(self, roots: Sequence[Tensor]) -> bool:
         """Not where activations are recomputed, or weights are away after forward (ZeRO-3)."""
@@ -385,18 +380,9 @@ class PipelineRunner(Runner):
         elif slot.later is not None:
             partitioner = self._engine.partitioner
             partitioner.begin()
-            self.ties.diverting = False
-            slot.later.run(self._give)
-            self.ties.diverting = True
+            slot.later.run()
             partitioner.finish()
             slot.later = None
-
-    def _give(self, leaf: Tensor, grad: Tensor) -> None:
-        """A gradient that did not come by autograd's own way."""
-        if leaf in self.ties:
-            self.ties.take(leaf, grad)
-        else:
-            self._engine.partitioner.add_gradient(cast(nn.Parameter, leaf), grad)
 
     def _reduce_ties(self, what: s.PipeInstruction) -> None:
         self.ties.reduce(self._engine.partitioner)
