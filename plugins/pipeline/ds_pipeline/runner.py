@@ -89,6 +89,8 @@ class PipelineRunner(Runner):
         split = (self.section.pipe_partitioned, self.section.pipe_partitioned and self.section.grad_partitioned)
         self.transport = Transport(ctx, self.stages, self.stage, self.chunks, split)
         self.ties = Ties(ctx, self.module)
+        if ctx.accelerator.device_type == "cpu":
+            _keep_memory()
         self.additional_losses: dict[str, float] = {}
         self._failed = False
         self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Want], int]] = {}
@@ -391,3 +393,12 @@ class PipelineRunner(Runner):
         partitioner = self._engine.partitioner
         partitioner.hold, partitioner.sync = False, True
         partitioner.finish()
+
+
+def _keep_memory() -> None:
+    """Let the C library keep freed memory, up to 64 MB, instead of paging it in anew for every micro-batch.
+
+    glibc gives back what lies idle beyond twice the largest block that was ever freed (mallopt(3), M_MMAP_THRESHOLD);
+    32 MB is the most it looks at. This block is never touched. Measured: 5 % of the time of a step of 200 ms.
+    """
+    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
