@@ -47,16 +47,26 @@ def test_alexnet_learns(tmp_path: Path) -> None:
     assert float(found[1]) > 80
 
 
+def gpt(folder: Path, steps: int, stages: int) -> tuple[str, float]:
+    words = ["--width", "32", "--run", str(folder / "run"), "--steps", str(steps), "--stages", str(stages)]
+    told = run(folder, "gpt.py", *words, nproc=stages)
+    found = re.search(rf"step {steps}: loss ([\d.]+)", told)
+    assert found is not None, told
+    return told, float(found[1])
+
+
+@pytest.mark.timeout(200)
+def test_gpt_trains_in_two_stages(tmp_path: Path) -> None:
+    assert 5.3 < gpt(tmp_path, 2, 2)[1] < 5.7  # ln 256 is 5.55
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_gpt_trains_in_two_stages_and_goes_on_in_one_process(tmp_path: Path) -> None:
-    words = ["--width", "32", "--run", str(tmp_path / "run")]
-    first = re.search(r"step 2: loss ([\d.]+)", run(tmp_path, "gpt.py", "--steps", "2", *words))
-    told = run(tmp_path, "gpt.py", "--steps", "8", "--stages", "1", *words, nproc=1)
-    last = re.search(r"step 8: loss ([\d.]+)", told)
-    assert first is not None
-    assert last is not None
+def test_gpt_goes_on_in_one_process(tmp_path: Path) -> None:
+    _, first = gpt(tmp_path, 2, 2)
+    told, last = gpt(tmp_path, 8, 1)
     assert "resumed from step 2" in told
-    assert float(last[1]) < float(first[1]) < 5.7  # ln 256 is 5.55
+    assert last < first
 
 
 def draw(*words: str) -> tuple[int, str]:

@@ -113,7 +113,7 @@ def test_inference_is_proven(m: int, s: int, waiting: bool) -> None:
     assert check(lambda i: InferenceSchedule(m, s, i), train=False, waiting=waiting).makespan == m + s - 1
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(micro, stages, chunks)
 def test_interleaved_is_proven(m: int, s: int, c: int) -> None:
     proof = check(lambda i: InterleavedSchedule(m, s, i, c))
