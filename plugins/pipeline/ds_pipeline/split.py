@@ -42,6 +42,9 @@ def backward_inputs(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: 
     outputs: with a graph; grads: theirs. Gradients of weights that cannot wait accumulate as well.
     """
     now, cuts, alive = _cut([t.grad_fn for t in outputs], inputs)
+    if any(isinstance(node, BackwardCFunction) and "Checkpoint" in type(node).__name__ for node in alive):
+        torch.autograd.backward(outputs, grads)  # re-entrant recomputation refuses to be asked for some gradients only
+        return Later()
     later = Later(cuts)
     handles = [
         node.register_prehook(lambda incoming, node=node: later.caught.__setitem__(node, tuple(incoming)))

@@ -176,6 +176,32 @@ def recomputes() -> None:
         engine.destroy()
 
 
+class Inside(nn.Module):
+    """Recomputes by itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant, self.layers = reentrant, nn.Sequential(*linears(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        out: Tensor = checkpoint(self.layers, x, use_reentrant=self.reentrant and x.requires_grad)
+        return out
+
+
+def recomputes_inside() -> None:
+    from ds_pipeline import PipelineModule
+
+    for reentrant in (True, False):
+        layers = [*linears(2), Inside(reentrant), *linears(1)]
+        truth = copy.deepcopy(layers)
+        model = PipelineModule(layers, num_stages=2, loss_fn=squares, partition_method="uniform")
+        engine = start(model, config={"pipeline": {"schedule": "zero_bubble"}})
+        trains_like(engine, truth)
+        engine.destroy()
+
+
 def seeds() -> None:
     from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -241,6 +267,10 @@ def test_frozen_stages() -> None:
 
 def test_recomputation_by_interval_and_by_class() -> None:
     run_ranks(2, recomputes)
+
+
+def test_layers_that_recompute_by_themselves() -> None:
+    run_ranks(2, recomputes_inside)
 
 
 def test_seeds_are_as_documented() -> None:
@@ -376,12 +406,12 @@ def reports(folder: Path) -> None:
         model, gas=3, config={"csv_monitor": monitor, "steps_per_print": 1, "comms_guard": {"enabled": True}}
     )
     engine.compile(backend="eager")
-    with engine.no_sync():
-        pass
+    with engine.no_sync():  # a batch is whole: it reduces and steps by itself
+        assert engine.train_batch(iter(rows(3, 9))).item() == pytest.approx(plain_step(truth, rows(3, 9)), rel=1e-12)
     trains_like(engine, truth)
-    assert engine.runner.additional_losses == ({"micro": 5.0} if engine.is_last_stage() else {})
+    assert engine.runner.additional_losses == ({"micro": 8.0} if engine.is_last_stage() else {})
     assert engine.was_step_applied()
-    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 6, 2 * 3 * MICRO)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 9, 3 * 3 * MICRO)
     engine.reset_activation_shape()
     trains_like(engine, truth)
     engine.destroy()
