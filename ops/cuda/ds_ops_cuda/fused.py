@@ -19,13 +19,12 @@ from torch.autograd.function import once_differentiable
 from ds_core.errors import UsageError
 from ds_ops_cuda import formulas, native_fused
 from ds_ops_cuda.extension import available
-from ds_ops_cuda.native import TYPES
+from ds_ops_cuda.native import TYPES, serves
 
 __all__ = ["attention", "bias_dropout_add", "bias_gelu", "gelu_linear", "layer_norm", "softmax_dropout"]
 
 log = logging.getLogger("ds_ops_cuda")
 
-DEVICE = "cuda"
 # An output from which the input is worked out loses at most this many roundings' worth.
 _MOST_LOST = 16
 
@@ -33,8 +32,7 @@ _MOST_LOST = 16
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "tanh", deterministic: bool = True) -> Tensor:
     """See `references.bias_gelu`."""
     _check("bias_gelu", x, bias=bias)
-    out: Tensor = _BiasGelu.apply(x, bias, approximate, deterministic)
-    return out
+    return _apply(_BiasGelu, x, bias, approximate, deterministic)
 
 
 def layer_norm(
@@ -47,15 +45,13 @@ def layer_norm(
     """
     _check("layer_norm", x, weight=weight, bias=bias)
     inverts = invertible and bool(((weight != 0) & (weight.abs() * _MOST_LOST >= bias.abs())).all())
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, inverts, deterministic)
-    return out
+    return _apply(_LayerNorm, x, weight, bias, eps, inverts, deterministic)
 
 
 def softmax_dropout(x: Tensor, mask: Tensor | None = None, *, p: float = 0.0, seed: int = 0) -> Tensor:
     """See `references.softmax_dropout`."""
     _check_mask(x, mask)
-    out: Tensor = _SoftmaxDropout.apply(x, mask, p, seed)
-    return out
+    return _apply(_SoftmaxDropout, x, mask, p, seed)
 
 
 def bias_dropout_add(
@@ -68,8 +64,7 @@ def bias_dropout_add(
             f"bias_dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; "
             "they must be alike"
         )
-    out: Tensor = _BiasDropoutAdd.apply(x, bias, residual, p, seed, deterministic)
-    return out
+    return _apply(_BiasDropoutAdd, x, bias, residual, p, seed, deterministic)
 
 
 def attention(
@@ -80,8 +75,7 @@ def attention(
     recompute: do not keep the probabilities after dropout for the backward pass, but draw it again.
     """
     _check_mask(scores, mask)
-    out: Tensor = _Attention.apply(scores, mask, value, p, seed, recompute)
-    return out
+    return _apply(_Attention, scores, mask, value, p, seed, recompute)
 
 
 def gelu_linear(
@@ -95,7 +89,11 @@ def gelu_linear(
 ) -> Tensor:
     """``bias_gelu(x, bias) @ weight.T``: [..., out]. weight: [out, cols]; recompute: do not keep GELU's output."""
     _check("gelu_linear", x, bias=bias)
-    out: Tensor = _GeluLinear.apply(x, bias, weight, approximate, recompute, deterministic)
+    return _apply(_GeluLinear, x, bias, weight, approximate, recompute, deterministic)
+
+
+def _apply(function: Any, *arguments: object) -> Tensor:
+    out: Tensor = function.apply(*arguments)
     return out
 
 
@@ -108,18 +106,19 @@ class _BiasGelu(torch.autograd.Function):
         ctx.save_for_backward(x, bias)
         ctx.options = approximate, deterministic
         rows, bias = _rows(x), bias.contiguous()
-        return _by(rows, bias).bias_gelu_forward(rows, bias, approximate).view(x.shape)
+        y: Tensor = _by(rows, bias).bias_gelu_forward(rows, bias, approximate)
+        return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx, db = _gelu_gradients(_rows(grad), x, bias, *ctx.options, ctx.needs_input_grad[1])
+        dx, db = _gelu_gradients(_rows(grad), x, bias, *ctx.options, wants_bias=ctx.needs_input_grad[1])
         return dx, db, None, None
 
 
 def _gelu_gradients(
-    grad: Tensor, x: Tensor, bias: Tensor, approximate: str, deterministic: bool, wants_bias: bool
+    grad: Tensor, x: Tensor, bias: Tensor, approximate: str, deterministic: bool, *, wants_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
     rows = _rows(x)
     by = _by(rows, bias, grad)
@@ -176,7 +175,8 @@ class _BiasDropoutAdd(torch.autograd.Function):
     ) -> Tensor:
         rows, other, bias = _rows(x), _rows(residual), bias.contiguous()
         ctx.options = p, seed, deterministic, bias.dtype
-        return _by(rows, bias, other).bias_dropout_add_forward(rows, bias, other, p, seed).view(x.shape)
+        y: Tensor = _by(rows, bias, other).bias_dropout_add_forward(rows, bias, other, p, seed)
+        return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -219,7 +219,7 @@ class _GeluLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor, weight: Tensor, approximate: str, recompute: bool, deterministic: bool
     ) -> Tensor:
         rows, bias = _rows(x), bias.contiguous()
-        y = _by(rows, bias).bias_gelu_forward(rows, bias, approximate)
+        y: Tensor = _by(rows, bias).bias_gelu_forward(rows, bias, approximate)
         ctx.save_for_backward(x, bias, weight, None if recompute else y)
         ctx.options = approximate, deterministic
         return (y @ weight.t()).view(*x.shape[:-1], weight.shape[0])
@@ -233,7 +233,7 @@ class _GeluLinear(torch.autograd.Function):
             rows = _rows(x)
             y = _by(rows, bias).bias_gelu_forward(rows, bias, ctx.options[0])
         dw = grad.t() @ y
-        dx, db = _gelu_gradients(_rows(grad @ weight), x, bias, *ctx.options, ctx.needs_input_grad[1])
+        dx, db = _gelu_gradients(_rows(grad @ weight), x, bias, *ctx.options, wants_bias=ctx.needs_input_grad[1])
         return dx, db, dw, None, None, None
 
 
@@ -243,7 +243,7 @@ class _GeluLinear(torch.autograd.Function):
 def _by(x: Tensor, *others: Tensor) -> ModuleType:
     """Who works on these tensors: the kernels or the formulas."""
     device = x.device
-    if device.type != DEVICE or any(t.dtype not in TYPES or t.device != device for t in (x, *others)):
+    if not serves(device) or any(t.dtype not in TYPES or t.device != device for t in (x, *others)):
         return formulas
     reason = available()
     if reason is not None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from ds_core.errors import KernelError
 from ds_core.kernels import references
 from ds_core.params import squared_norm as reference_squared_norm
-from ds_ops_cuda.native import NONE, TYPES, call, native
+from ds_ops_cuda import native
+from ds_ops_cuda.native import NONE, TYPES
 
 __all__ = ["accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd", "squared_norm"]
 
@@ -182,7 +183,7 @@ def _step(
     kinds = [set(map(_dtype, tensors)) for tensors in everything]
     devices = set().union(*(map(_device, ts) for ts in everything))
     plain = all(len(k) == 1 for k in kinds) and takes([next(iter(k)) for k in kinds], copies is not None)
-    plain = plain and len(devices) == 1 and next(iter(devices)).type == "cuda"
+    plain = plain and len(devices) == 1 and native.serves(next(iter(devices)))
     if plain and all(all(map(Tensor.is_contiguous, ts)) for ts in everything):
         out = _call(name, numbers, everything, copies is not None)
     else:
@@ -201,11 +202,11 @@ def _call(name: str, numbers: tuple[float, ...], lists: Sequence[Tensors], has_c
     addresses += [[]] * (4 - len(addresses)) + [copies]
     kinds = (types[0], types[1], types[2] if len(types) > 2 else NONE, copy_type)
     if name != "lamb":
-        call(name, device, sizes, kinds, addresses, *numbers)
+        native.call(name, device, sizes, kinds, addresses, *numbers)
         return []
     partials = torch.empty(2 * _blocks(sizes), dtype=torch.float64, device=device)
     coeffs = torch.ones(len(sizes), device=device)  # tensors without elements keep it
-    call(name, device, sizes, kinds, addresses, partials.data_ptr(), coeffs.data_ptr(), *numbers)
+    native.call(name, device, sizes, kinds, addresses, partials.data_ptr(), coeffs.data_ptr(), *numbers)
     found: list[float] = coeffs.tolist()
     return found
 
@@ -226,7 +227,7 @@ def _sorted_out(
     for place, row in enumerate(rows):
         dtypes = tuple(t.dtype for t in row)
         device = row[0].device
-        fits = takes(dtypes, has_copies) and device.type == "cuda" and all(t.device == device for t in row)
+        fits = takes(dtypes, has_copies) and native.serves(device) and all(t.device == device for t in row)
         kinds.setdefault((device, *dtypes) if fits else None, []).append(place)
     out: dict[int, float] = {}
     for kind, places in kinds.items():
@@ -264,7 +265,7 @@ def sizes_differ(lists: Sequence[Tensors]) -> str:
 
 
 def _blocks(sizes: Sequence[int]) -> int:
-    chunk: int = native().CHUNK
+    chunk: int = native.native().CHUNK
     return sum((n + chunk - 1) // chunk for n in sizes)
 
 
@@ -275,14 +276,14 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     """See `ds_core.params.squared_norm`; fp64, so finite exactly when all elements are. Never waits for the device."""
     devices = set(map(_device, tensors))
     kinds = [_NORM_TYPES.get(d, NONE) for d in map(_dtype, tensors)]
-    if len(devices) != 1 or next(iter(devices)).type != "cuda" or NONE in kinds:
+    if len(devices) != 1 or not native.serves(next(iter(devices))) or NONE in kinds:
         return reference_squared_norm(tensors)
     device = next(iter(devices))
     tensors = [t if references.is_dense(t) else t.detach().contiguous() for t in tensors]
     sizes, addresses = list(map(Tensor.numel, tensors)), list(map(Tensor.data_ptr, tensors))
     room = torch.empty(_blocks(sizes) + 1, dtype=torch.float64, device=device)
     total = torch.empty((), dtype=torch.float64, device=device)
-    call("squared_norm", device, sizes, kinds, addresses, room.data_ptr(), total.data_ptr())
+    native.call("squared_norm", device, sizes, kinds, addresses, room.data_ptr(), total.data_ptr())
     return total
 
 
@@ -293,7 +294,7 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
     kinds: dict[tuple[torch.device, torch.dtype] | None, tuple[list[Tensor], list[Tensor]]] = {}
     for total, more in zip(into, added, strict=True):
         alike = total.stride() == more.stride() and total.device == more.device and references.is_dense(total)
-        fits = total.dtype is torch.float32 and more.dtype in TYPES and total.is_cuda and alike
+        fits = total.dtype is torch.float32 and more.dtype in TYPES and native.serves(total.device) and alike
         totals, mores = kinds.setdefault((total.device, more.dtype) if fits else None, ([], []))
         totals.append(total)
         mores.append(more)
@@ -302,7 +303,7 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
             references.accumulate(totals, mores, scale=scale)
             continue
         lists = [list(map(Tensor.data_ptr, totals)), list(map(Tensor.data_ptr, mores))]
-        call("accumulate", kind[0], list(map(Tensor.numel, totals)), TYPES[kind[1]], lists, scale)
+        native.call("accumulate", kind[0], list(map(Tensor.numel, totals)), TYPES[kind[1]], lists, scale)
         torch.autograd.graph.increment_version(totals)
 
 
@@ -312,7 +313,7 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
 def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `ds_core.kernels.references.quantize`; the same bits."""
     references.check_quantize(bits, group)
-    if x.dtype not in TYPES or not x.is_cuda:
+    if x.dtype not in TYPES or not native.serves(x.device):
         return references.quantize(x, bits=bits, group=group, symmetric=symmetric)
     x = x.detach().contiguous()
     n = x.numel()
@@ -320,7 +321,7 @@ def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tens
     q = torch.empty(n if bits == 8 else (n + 1) // 2, dtype=kind, device=x.device)
     scales = torch.empty((n + group - 1) // group, device=x.device)
     lows = None if symmetric else torch.empty_like(scales)
-    call(
+    native.call(
         "quantize", x.device, n, TYPES[x.dtype], x.data_ptr(), group, bits, symmetric, q.data_ptr(),
         scales.data_ptr(), 0 if lows is None else lows.data_ptr(),
     )  # fmt: skip
@@ -341,12 +342,12 @@ def dequantize(
         )
     kind = torch.int8 if bits == 8 and lows is None else torch.uint8
     wanted = [kind, torch.float32, torch.float32][: len(given)]
-    alike = [t.dtype for t in given] == wanted and all(t.is_cuda and t.device == q.device for t in given)
+    alike = [t.dtype for t in given] == wanted and all(native.serves(t.device) and t.device == q.device for t in given)
     if dtype not in TYPES or not alike:
         return references.dequantize(q, scales, lows, bits=bits, group=group, numel=numel, dtype=dtype)
     given = [t.detach().contiguous() for t in given]
     out = torch.empty(numel, dtype=dtype, device=q.device)
-    call(
+    native.call(
         "dequantize", q.device, numel, TYPES[dtype], out.data_ptr(), group, bits, given[0].data_ptr(),
         given[1].data_ptr(), 0 if lows is None else given[2].data_ptr(),
     )  # fmt: skip

@@ -11,10 +11,11 @@ from ds_core.errors import KernelError
 from ds_core.kernels import build
 from ds_ops_cuda.extension import EXTENSION
 
-__all__ = ["NONE", "TYPES", "call", "native"]
+__all__ = ["NONE", "TYPES", "call", "native", "serves"]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NONE = 4
+DEVICE = "cuda"
 
 _native: ModuleType | None = None
 
@@ -33,6 +34,11 @@ def native() -> ModuleType:
             )
         _native = module
     return _native
+
+
+def serves(device: torch.device) -> bool:
+    """Whether tensors on `device` are this package's to work on."""
+    return device.type == DEVICE
 
 
 def _version(number: int) -> str:

@@ -71,8 +71,8 @@ def softmax_forward(x: Tensor, mask: Tensor | None, p: float, seed: int) -> tupl
     rows, cols = _matrix(x)
     kind, address, strides = (NONE, 0, []) if mask is None else (TYPES[mask.dtype], mask.data_ptr(), [*mask.stride()])
     native.call(
-        "softmax_dropout_forward", x.device, rows, cols, TYPES[x.dtype], kind, x.data_ptr(), address, list(x.shape), strides,
-        probs.data_ptr(), dropped.data_ptr() if threshold(p) else 0, *_dropout(p, seed),
+        "softmax_dropout_forward", x.device, rows, cols, TYPES[x.dtype], kind, x.data_ptr(), address, list(x.shape),
+        strides, probs.data_ptr(), dropped.data_ptr() if threshold(p) else 0, *_dropout(p, seed),
     )  # fmt: skip
     return probs, dropped
 

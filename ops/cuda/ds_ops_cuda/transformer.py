@@ -38,12 +38,12 @@ class DeepSpeedTransformerConfig:
     times hidden_size. attn_dropout_ratio, hidden_dropout_ratio: of the attention's probabilities, and of the two
     outputs that are added to the residual; not given: 0. num_hidden_layers, initializer_range: of the weights' standard
     deviation. local_rank: the CUDA device that parameters are made on. seed: makes dropout differ from that of
-    another seed under one `torch.manual_seed`. fp16: work in fp16, whatever the parameters and inputs are. normalize_invertible:
-    layer norms keep their output and not their input. gelu_checkpoint: GELU's output is made anew in the backward
-    pass. attn_dropout_checkpoint: so is the attention's dropout. adjust_init_range: weights of the two outputs start
-    smaller, by sqrt(2 num_hidden_layers). stochastic_mode: sums of bias and norm gradients in any order: faster on a
-    GPU, and not the same bits in every run. huggingface, return_tuple: `forward` returns a tuple. training: how the
-    layer starts.
+    another seed under one `torch.manual_seed`. fp16: work in fp16, whatever the parameters and inputs are.
+    normalize_invertible: layer norms keep their output and not their input. gelu_checkpoint: GELU's output is made anew
+    in the backward pass. attn_dropout_checkpoint: so is the attention's dropout. adjust_init_range: weights of the two
+    outputs start smaller, by sqrt(2 num_hidden_layers). stochastic_mode: sums of bias and norm gradients in any order:
+    faster on a GPU, and not the same bits in every run. huggingface, return_tuple: `forward` returns a tuple.
+    training: how the layer starts.
     """
 
     batch_size: int = -1
@@ -109,7 +109,8 @@ class DeepSpeedTransformerConfig:
             raise UsageError(f"{where}.initializer_range is not given; give the weights' standard deviation, as 0.02")
         if draws_weights and self.adjust_init_range and self.num_hidden_layers <= 0:
             raise UsageError(
-                f"{where}.num_hidden_layers is {self.num_hidden_layers}; adjust_init_range needs it, or set that to False"
+                f"{where}.num_hidden_layers is {self.num_hidden_layers}, and adjust_init_range needs it; give the "
+                "number of layers, or set adjust_init_range to False"
             )
 
 
