@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_core import comm
+from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
+from ds_core.comm import guard
 from ds_core.compose import Composition, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
@@ -33,6 +34,7 @@ from ds_core.optim import torch_grain
 from ds_core.params import collect_params
 from ds_core.partition import Partitioner, Replicated
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
+from ds_core.process import make_free
 from ds_core.report import Reporter
 from ds_core.runner import Runner, Sequential
 
@@ -107,10 +109,14 @@ def initialize(
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     ctx.grain, ctx.own_optimizer = _grain(optimizer, chosen), optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
+    if mesh.rank == 0:
+        _tell_kernels(kernels)
+    guard.configure(core.comms_guard)
     if world_size > 1:
-        mesh.build_groups()
+        mesh.build_groups(own=joint.others())
 
     # The model.
+    make_free(model)
     accelerator.set_device(accelerator.local_index())
     for transform in sorted(
         (t for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value), key=lambda t: t.phase
@@ -273,6 +279,15 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     for op in ctx.kernels.ops():
         ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
+
+
+def _tell_kernels(kernels: Kernels) -> None:
+    """One line on who serves the kernels, where it is not the references, and one on what stands in the way."""
+    served, missed = kernels.told()
+    if " by reference (ds-core)" not in served or ";" in served:
+        log.info("kernels: %s", served)
+    if missed:
+        log.warning("kernels: %s", "; ".join(missed))
 
 
 def _grain(optimizer: Any, chosen: Composition) -> Grain | None:
