@@ -278,8 +278,9 @@ def _check_mask(x: Tensor, mask: Tensor | None) -> None:
         return
     if mask.requires_grad:
         raise UsageError("softmax_dropout: the mask needs a gradient, which is not worked out; pass mask.detach()")
-    fits = x.dim() == 4 and mask.is_floating_point() and mask.dim() <= 4
-    if not fits or torch.broadcast_shapes(mask.shape, x.shape) != x.shape:
+    sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
+    fits = x.dim() == 4 and mask.is_floating_point() and mask.dim() <= 4 and all(m in (1, n) for m, n in sizes)
+    if not fits:
         raise UsageError(
             f"softmax_dropout: the mask is {mask.dtype} {list(mask.shape)}, the scores are {list(x.shape)}; an "
             "additive mask of floats that broadcasts to [batch, heads, queries, keys] is needed"

@@ -65,9 +65,9 @@ def check_step(name: str, states: int, options: dict[str, Any], kinds: Any, scal
         assert got == pytest.approx(wanted, rel=1e-5)
     for mine_each, their_each in zip(mine, theirs, strict=True):
         for a, b in zip(mine_each, their_each, strict=True):
-            # one rounding of the type may fall the other way
-            rtol = {F32: 1e-5, BF16: 2**-7, F16: 2**-10, F64: 1e-12}[a.dtype]
-            torch.testing.assert_close(a, b, rtol=rtol, atol=2e-6 if a.dtype != F64 else 1e-12)
+            # one rounding of the type may fall the other way; some of torch's own round a 16-bit step once more
+            rtol, atol = {F32: (1e-5, 2e-6), BF16: (2**-7, 1e-4), F16: (2**-10, 2e-5), F64: (0, 0)}[a.dtype]
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
     assert all(torch.equal(a, b) for a, b in zip(mine[1], before[1], strict=True)), "gradients were changed"
 
 
@@ -144,8 +144,9 @@ def test_what_is_not_finite_stays_visible(device: list[str]) -> None:
         theirs = clone(rows)
         run(getattr(kernels, name), rows, False, name == "sgd" and not states, **options)
         run(getattr(references, name), theirs, False, name == "sgd" and not states, **options)
-        assert rows[0][0][4].isnan(), name
-        assert torch.equal(rows[0][0].isnan(), theirs[0][0].isnan()), name
+        for mine, wanted in zip(rows, theirs, strict=True):
+            assert torch.equal(mine[0].isnan(), wanted[0].isnan()), name
+        assert any(ts[0].isnan().any() for i, ts in enumerate(rows) if i != 1), name
 
 
 def test_sizes_that_differ_are_refused(device: list[str]) -> None:

@@ -11,9 +11,6 @@
 
 namespace py = pybind11;
 
-// Found in the library's bytes before anything of it runs; see [Note: which library is loaded] in the core.
-extern "C" __attribute__((visibility("default"), used)) const char ds_build_key[] = "ds-build-key:" DS_BUILD_KEY;
-
 namespace {
 
 using ds::Address;

@@ -44,7 +44,7 @@ struct Lion {
 
   __device__ void operator()(float (&x)[kLists]) const {
     float g = x[1] * scale, ahead = lerp(x[2], g, take1);
-    float sign = isnan(ahead) ? ahead : static_cast<float>((ahead > 0.0f) - (ahead < 0.0f));
+    float sign = static_cast<float>((ahead > 0.0f) - (ahead < 0.0f));  // 0 for NaN, as torch.sign has it
     x[0] = keep * x[0] - lr * sign;
     x[2] = lerp(x[2], g, take2);
   }
