@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from ds_ops_cuda import fused, native
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are imported without their folder

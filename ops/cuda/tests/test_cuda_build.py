@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ds_ops_cuda import extension, native
+from ds_ops_cuda.extension import EXTENSION
+from ds_ops_cuda.plugin import FUSED, OPS, ds_kernels
 
 from ds_core.errors import KernelError
 from ds_core.kernels import Kernels, build
 from ds_core.plugins import Plugins
-from ds_ops_cuda import extension, native
-from ds_ops_cuda.extension import EXTENSION
-from ds_ops_cuda.plugin import FUSED, OPS, ds_kernels
 
 NVCC = shutil.which("nvcc")
 

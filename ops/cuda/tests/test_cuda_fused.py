@@ -1,4 +1,4 @@
-"""The fused operations: formulas against torch's own gradients, and the CUDA sources, emulated, against the formulas."""
+"""The fused operations: formulas against torch's own gradients, and the CUDA sources, emulated, against both."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from ds_ops_cuda import formulas, fused, references
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_ops_cuda import formulas, fused, references
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -200,14 +200,22 @@ def test_recomputing_keeps_less_and_gives_the_same_bits() -> None:
     s, v = torch.randn(2, 2, 9, 9, requires_grad=True), torch.randn(2, 2, 9, 4)
     kept = [saved(lambda r=r: fused.attention(s, None, v, p=0.3, seed=4, recompute=r)) for r in (False, True)]
     assert len(kept[0]) == len(kept[1]) + 1
-    each = [gradients(lambda s, v, r=r: fused.attention(s, None, v, p=0.3, seed=4, recompute=r), [s, v.requires_grad_()])
-            for r in (False, True)]  # fmt: skip
+    v.requires_grad_()
+    each = [
+        gradients(lambda s, v, r=r: fused.attention(s, None, v, p=0.3, seed=4, recompute=r), [s, v])
+        for r in (False, True)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*each, strict=True))
 
 
 def test_masks_and_shapes_that_do_not_fit_are_refused() -> None:
     s = torch.zeros(2, 3, 4, 5)
-    for mask in (torch.zeros(2, 4), torch.zeros(5, dtype=torch.bool), torch.zeros(7, 2, 3, 4, 5), torch.zeros(4, 1, 1, 5)):
+    for mask in (
+        torch.zeros(2, 4),
+        torch.zeros(5, dtype=torch.bool),
+        torch.zeros(7, 2, 3, 4, 5),
+        torch.zeros(4, 1, 1, 5),
+    ):
         with pytest.raises(UsageError, match="an additive mask of floats"):
             fused.softmax_dropout(s, mask)
     with pytest.raises(UsageError, match=r"pass mask\.detach\(\)"):
@@ -239,6 +247,4 @@ def test_torch_serves_and_says_so_where_no_kernel_can(
     for _ in range(2):
         fused.bias_gelu(torch.zeros(2, 4), torch.zeros(4))
     assert not device
-    assert [r.getMessage() for r in caplog.records] == [
-        "fused operations run on plain torch: a reason for this test"
-    ]
+    assert [r.getMessage() for r in caplog.records] == ["fused operations run on plain torch: a reason for this test"]

@@ -10,19 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from ds_ops_cuda.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_core.errors import UsageError
-from ds_ops_cuda.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
-H, HEADS, I = 32, 4, 48
+H, HEADS, INNER = 32, 4, 48
 SAVING = ("normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint", "stochastic_mode")
 
 
 def config(**changes: Any) -> DeepSpeedTransformerConfig:
-    given = {"hidden_size": H, "intermediate_size": I, "heads": HEADS, "num_hidden_layers": 2, "initializer_range": 0.2}
+    given = {
+        "hidden_size": H,
+        "intermediate_size": INNER,
+        "heads": HEADS,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.2,
+    }
     return DeepSpeedTransformerConfig(**(given | changes))
 
 
@@ -128,7 +134,7 @@ def test_saving_options_save_what_they_say() -> None:
     x = torch.randn(b, s, H, requires_grad=True)
     ratios = {"attn_dropout_ratio": 0.1, "hidden_dropout_ratio": 0.1}
     usual = held(layer(**ratios), x)
-    assert usual - held(layer(**ratios, gelu_checkpoint=True), x) == 4 * b * s * I
+    assert usual - held(layer(**ratios, gelu_checkpoint=True), x) == 4 * b * s * INNER
     assert usual - held(layer(**ratios, attn_dropout_checkpoint=True), x) == 4 * b * HEADS * s * s
     # pre-LN: of the two norms' inputs one is the layer's own, which stays in any case
     assert usual - held(layer(**ratios, normalize_invertible=True), x) == 4 * b * s * H
