@@ -1,8 +1,8 @@
 """Saving and loading 100 M parameters with Adam states: ds_core against torch.save, torch's DCP and DeepSpeed.
 
-All on the same ranks, the same bytes, the same folder, in the same run, in interleaved rounds; the median counts. Every
-save ends with fsync (those that do not call it are followed by one of their files, which is told apart), so that what
-is measured is work that is done. Before each load the files are dropped from the system's cache.
+All on the same ranks, the same bytes, the same folder, in the same run, in rounds that begin with another one each.
+Every save ends with fsync (those that do not call it are followed by one of their files, which is told apart), so that
+what is measured is work that is done. Before each load the files are dropped from the system's cache.
 
     python benchmarks/checkpoint.py [--nproc 2] [--millions 100] [--folder .] [--deepspeed-python /tmp/dsv/bin/python]
 """
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -158,6 +159,7 @@ def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callabl
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
+            os.sync()  # what was deleted is not paid for by the next one
         dist.barrier()
 
     def torch_save() -> None:
@@ -174,28 +176,35 @@ def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callabl
     def dcp_state() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": {str(i): s for i, s in enumerate(optimizer.state.values())}}
 
-    for _ in range(arguments.rounds):
-        clean()
-        if rank == 0:
-            note("the disk, one stream", disk(folder, size))
+    def by_torch() -> None:
         note("torch.save by one process: save", timed(torch_save))
         rank or forget(folder)
         note("torch.save by one process: load", timed(torch_load))
-        clean()
+
+    def by_dcp() -> None:
         note("torch DCP: save", timed(lambda: (dcp.save(dcp_state(), checkpoint_id=folder), rank or sync(folder))))
         rank or forget(folder)
         note("torch DCP: load", timed(lambda: dcp.load(dcp_state(), checkpoint_id=folder)))
-        for name, engine in engines.items():
+
+    def by_engine(name: str) -> None:
+        engine = engines[name]
+        note(f"{name}: save", timed(lambda: engine.save_checkpoint(str(folder))))
+        note(f"{name}: until it is on the disk", timed(engine.wait_for_checkpoint))
+        if rank == 0:
+            held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            note(f"{name}: bytes / bytes of states", held / size)
+        rank or forget(folder)
+        note(f"{name}: load", timed(lambda: engine.load_checkpoint(str(folder))))
+
+    def by_hand() -> None:
+        if rank == 0:
+            note("the disk, one stream", disk(folder, size))
+
+    turns: list[Callable[[], None]] = [by_hand, by_torch, by_dcp, *(partial(by_engine, name) for name in engines)]
+    for turn in range(arguments.rounds):
+        for work in turns[turn % len(turns) :] + turns[: turn % len(turns)]:  # who follows whom matters to a disk
             clean()
-            note(f"{name}: save", timed(lambda e=engine: e.save_checkpoint(str(folder))))
-            note(f"{name}: until it is on the disk", timed(engine.wait_for_checkpoint))
-            if rank == 0:
-                note(
-                    f"{name}: bytes / bytes of states",
-                    sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / size,
-                )
-            rank or forget(folder)
-            note(f"{name}: load", timed(lambda e=engine: e.load_checkpoint(str(folder))))
+            work()
 
 
 def launch(python: str, kind: str, arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:

@@ -3,10 +3,10 @@
 One process, one thread; every contestant does the same: zero gradients, forward, backward, clip, fused AdamW step.
 Contestants run interleaved in blocks, and the median block counts, so that a noisy machine hits all alike.
 
-    python benchmarks/overhead.py [--layers 2 32] [--width 16] [--deepspeed PYTHON]
+    python benchmarks/overhead.py [--layers 2 32] [--width 16] [--stages 0 1 2 3] [--deepspeed PYTHON]
 
-``--deepspeed PYTHON`` names an interpreter that has deepspeed; it is timed in its own process, with its own bare loop
-beside it, because it patches torch.
+``--stages`` names the ZeRO stages to measure. ``--deepspeed PYTHON`` names an interpreter that has deepspeed; it is
+timed in processes of its own, with its own bare loop beside it, because it patches torch.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ def bare(layers: int, width: int) -> Step:
     return step
 
 
-def config() -> dict[str, object]:
+def config(stage: int) -> dict[str, object]:
     return {
+        "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
 
 
-def ours(layers: int, width: int) -> Step:
+def ours(layers: int, width: int, stage: int) -> Step:
     import ds_core
 
     model, x = build(layers, width)
-    engine, *_ = ds_core.initialize(model=model, config=config())
+    engine, *_ = ds_core.initialize(model=model, config=config(stage))
 
     def step() -> None:
         loss = engine(x).square().mean()
@@ -71,11 +72,14 @@ def ours(layers: int, width: int) -> Step:
     return step
 
 
-def theirs(layers: int, width: int) -> Step:
+def theirs(layers: int, width: int, stage: int) -> Step:
     import deepspeed  # type: ignore[import-not-found]
 
     model, x = build(layers, width)
-    settings = {**config(), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}}}
+    settings = {
+        **config(stage),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}},
+    }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
     def step() -> None:
@@ -101,12 +105,12 @@ def measure(contestants: dict[str, Step]) -> dict[str, float]:
     return {name: median(t) for name, t in times.items()}
 
 
-def run_deepspeed(python: str, layers: int, width: int) -> dict[str, float]:
+def run_deepspeed(python: str, layers: int, width: int, stage: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
         quiet = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": cache, "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **alone, **quiet}
-        command = [python, __file__, "--child", str(layers), str(width)]
+        command = [python, __file__, "--child", str(layers), str(width), str(stage)]
         done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
     for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):  # 66 MiB a rank, which it never unlinks
         os.unlink(leftover)
@@ -120,23 +124,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 32])
     parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--stages", type=int, nargs="+", default=[0], choices=range(4))
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed installed")
-    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.child:
-        layers, width = arguments.child
-        print(json.dumps(measure({"bare torch": bare(layers, width), "deepspeed": theirs(layers, width)})))
+        layers, width, stage = arguments.child
+        print(json.dumps(measure({"bare torch": bare(layers, width), "deepspeed": theirs(layers, width, stage)})))
         return
     print(f"torch {torch.__version__}, python {sys.version.split()[0]}, width {arguments.width}, batch {BATCH}")
     for layers in arguments.layers:
-        times = measure({"bare torch": bare(layers, arguments.width), "ds_core": ours(layers, arguments.width)})
+        own = {f"ds_core stage {stage}": ours(layers, arguments.width, stage) for stage in arguments.stages}
+        times = measure({"bare torch": bare(layers, arguments.width), **own})
         rows = {name: (us, us / times["bare torch"]) for name, us in times.items()}
-        if arguments.deepspeed:
-            other = run_deepspeed(arguments.deepspeed, layers, arguments.width)
-            rows["deepspeed"] = (other["deepspeed"], other["deepspeed"] / other["bare torch"])
+        for stage in arguments.stages if arguments.deepspeed else ():
+            other = run_deepspeed(arguments.deepspeed, layers, arguments.width, stage)
+            rows[f"deepspeed stage {stage}"] = (other["deepspeed"], other["deepspeed"] / other["bare torch"])
         for name, (us, ratio) in rows.items():
-            print(f"{layers:3d} layers  {name:12s} {us:8.1f} us/step  {ratio:5.2f}x bare torch")
+            print(f"{layers:3d} layers  {name:17s} {us:8.1f} us/step  {ratio:5.2f}x bare torch")
 
 
 if __name__ == "__main__":

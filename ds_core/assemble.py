@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_core import comm
+from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
+from ds_core.comm import guard
 from ds_core.compose import Composition, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
@@ -33,6 +34,7 @@ from ds_core.optim import torch_grain
 from ds_core.params import collect_params
 from ds_core.partition import Partitioner, Replicated
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
+from ds_core.process import make_free
 from ds_core.report import Reporter
 from ds_core.runner import Runner, Sequential
 
@@ -107,10 +109,12 @@ def initialize(
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     ctx.grain, ctx.own_optimizer = _grain(optimizer, chosen), optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
+    guard.configure(core.comms_guard)
     if world_size > 1:
-        mesh.build_groups()
+        mesh.build_groups(own=joint.others())
 
     # The model.
+    make_free(model)
     accelerator.set_device(accelerator.local_index())
     for transform in sorted(
         (t for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value), key=lambda t: t.phase

@@ -29,9 +29,9 @@ class Bucket:
     """Parameters of one wire dtype, device and replica group, whose gradients are reduced together."""
 
     def __init__(
-        self, params: Sequence[nn.Parameter], dtype: torch.dtype, group: Any, before: float, after: float
+        self, params: Sequence[nn.Parameter], dtype: torch.dtype, group: Any, before: float, after: float, about: str
     ) -> None:
-        self.params = list(params)
+        self.params, self._about = list(params), about
         self.arrived: set[Tensor] = set()
         self._group, self._before, self._after = group, before, after
         sizes = [p.numel() for p in params]
@@ -72,6 +72,7 @@ class Bucket:
             torch._foreach_copy_(into, given)
         if self._before != 1.0:
             self._flat.mul_(self._before)
+        comm.label(self._about)
         self._work = comm.all_reduce(self._flat, group=self._group, async_op=True)
 
     def collect(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -105,7 +106,9 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
 
     def close(key: tuple[Any, ...]) -> None:
         axes, dtype, _ = key
-        buckets.append(Bucket(open_.pop(key), dtype, mesh.group(*axes), before, after))
+        members = open_.pop(key)
+        about = f"gradients of {ctx.params[members[0]].name!r} to {ctx.params[members[-1]].name!r}"
+        buckets.append(Bucket(members, dtype, mesh.group(*axes), before, after, about))
 
     for param in reversed(params):
         axes = ctx.params[param].replicas

@@ -11,19 +11,20 @@ import functools
 import inspect
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_core import comm
+from ds_core import comm, joint
 from ds_core.config.batch import Batch, with_micro_batch_size, with_train_batch_size
 from ds_core.data import DistributedLoader
 from ds_core.errors import UsageError
 from ds_core.params import GradNorm
 from ds_core.precision import LossScaler, autocast_context, cast_floats
-from ds_core.process import STATE
+from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
 from ds_core.runstate import load_run_state, run_state
 
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 log = logging.getLogger("ds_core.engine")
+
+MIXED = (
+    "gradients of one accumulation window came both from engine.backward(loss), which divides by "
+    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the two between two "
+    "steps, or add the losses up and call engine.backward once (engine.zero_grad() drops what has come)"
+)
 
 
 class Engine:
@@ -99,6 +106,8 @@ class Engine:
         self.serial = STATE.next_serial()
         self._update_sync()
         STATE.engines.add(self)
+        joint.enter(self.serial, partitioner, ctx.mesh, ctx.accelerator.current_device())
+        STATE.taken[partitioner] = Taken(weakref.ref(self), weakref.ref(self.module))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("module", "partitioner"):
@@ -169,19 +178,33 @@ class Engine:
                 "use one of the two between two steps, since they divide by gradient_accumulation_steps at "
                 "different times"
             )
+        if self.partitioner.strayed and self._batch.gas > 1:
+            raise UsageError(MIXED)
         self._driven = True
-        factor = (self.scaler.scale if self.scaler is not None else 1.0) / gas
+        factor = self._factor(gas)
         root = loss * factor if factor != 1.0 else loss
         self._report.loss(loss if gas == self._batch.gas else loss.detach() * self._batch.gas)
-        if not self._distributed and self._timers is None:
-            root.backward(retain_graph=retain_graph)
-            return
-        with self._report.phase("backward"):
-            self.partitioner.begin()
-            with self._report.phase("backward_inner"):
+        outer = STATE.driver, STATE.factor
+        STATE.driver, STATE.factor = self.partitioner, self._factor()
+        try:
+            if not self._distributed and self._timers is None:
                 root.backward(retain_graph=retain_graph)
-            with self._report.phase("backward_allreduce"):
-                self.partitioner.finish()
+                return
+            with self._report.phase("backward"):
+                self.partitioner.begin()
+                with self._report.phase("backward_inner"):
+                    root.backward(retain_graph=retain_graph)
+                with self._report.phase("backward_allreduce"):
+                    if STATE.joint is None:
+                        self.partitioner.finish()
+                    else:
+                        STATE.joint.finish(self.partitioner)
+        finally:
+            STATE.driver, STATE.factor = outer
+
+    def _factor(self, gas: int | None = None) -> float:
+        """What losses are multiplied by before backward; gas: by how much they are divided, if not as usual."""
+        return (self.scaler.scale if self.scaler is not None else 1.0) / (gas or self._batch.gas)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -276,19 +299,32 @@ class Engine:
 
     def _note_window(self) -> None:
         """Work out who drove this micro-batch's backward, and refuse what cannot give a right gradient."""
+        partitioner, several = self.partitioner, self._batch.gas > 1
+        joined = partitioner.joined is not None
+        if several and partitioner.strayed and (self._driven or joined):
+            raise UsageError(MIXED)
+        if joined and partitioner.joined != self._factor():
+            raise UsageError(
+                "gradients came from another engine's backward (a joint loss), which multiplied the loss by "
+                f"{partitioner.joined:g}, and this engine multiplies by {self._factor():g} (loss scale over "
+                "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
+                "and bf16 or fp32, or the same fp16.loss_scale"
+            )
+        plain = partitioner.strayed or not (self._driven or joined)
+        if plain and self.scaler is not None and not self._loss_was_scaled:
+            raise UsageError(
+                "loss.backward() was called without the loss scale that fp16 needs; write "
+                "engine.scale(loss).backward(), or engine.backward(loss)"
+            )
         if not self._driven:
-            if self.scaler is not None and not self._loss_was_scaled:
-                raise UsageError(
-                    "loss.backward() was called without the loss scale that fp16 needs; write "
-                    "engine.scale(loss).backward(), or engine.backward(loss)"
-                )
-            if self._window_driven and self._batch.gas > 1:
+            if self._window_driven and several and not joined:
                 raise UsageError(
                     "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window had "
                     "one. A window that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip "
                     "its step() too"
                 )
-        self._window_driven = self._driven
+        # A joint loss that another engine's backward took was divided there.
+        self._window_driven = self._driven or joined
         self._driven = self._loss_was_scaled = False
 
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
@@ -333,7 +369,7 @@ class Engine:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         self.global_samples += self._batch.train
-        self._window_driven = None
+        self._forget_origins()
         report.step_end(self)
 
     def was_step_applied(self) -> bool:
@@ -351,8 +387,15 @@ class Engine:
 
     def _forget_window(self) -> None:
         self._driven = self._loss_was_scaled = False
-        self._window_driven = None
+        self._forget_origins()
         self._report.drop_loss()
+
+    def _forget_origins(self) -> None:
+        """Gradients are dropped, and with them how they came about."""
+        self._window_driven = None
+        self.partitioner.strayed, self.partitioner.joined = False, None
+        if STATE.joint is not None:
+            STATE.joint.forget()
 
     # -- whole batches ---------------------------------------------------------------------------------------
 
@@ -490,6 +533,7 @@ class Engine:
 
     def _set_batch(self, batch: Batch) -> None:
         self._batch = self.ctx.batch = batch
+        self.partitioner.rewatch()
         self._update_sync()
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -632,6 +676,8 @@ class Engine:
         """
         if self in STATE.engines:
             STATE.engines.discard(self)
+            STATE.taken.pop(self.partitioner, None)
+            joint.leave(self.serial)
             self.wait_for_checkpoint()
             self._report.close()
             self.partitioner.detach()

@@ -83,14 +83,17 @@ class Mesh:
         without = set(self.expand(held))
         return tuple(a for a in self.expand(("dp",)) if a not in without)
 
-    def build_groups(self, timeout: Any = None) -> None:
-        """Make every group; a collective over the world. Needs torch.distributed to be initialised."""
+    def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
+        """Make every group; a collective over the world. Needs torch.distributed to be initialised.
+
+        own: a group of its own also where the default group would do, so that nobody else talks on it.
+        """
         import torch.distributed as dist
 
         live = [n for n, s in zip(self.names, self.shape, strict=True) if s > 1]
         for count in range(1, len(live) + 1):
             for combo in itertools.combinations(live, count):
-                if len(combo) == len(live):
+                if len(combo) == len(live) and not own:
                     world = dist.group.WORLD
                     assert world is not None
                     self._groups[combo] = world
@@ -149,8 +152,8 @@ class MpuMesh(Mesh):
         given = {"dp": mpu.get_data_parallel_group(), "tp": getattr(mpu, f"get_{tensor}_group")()}
         self._given = {axis: group for axis, group in given.items() if self.size(axis) > 1}
 
-    def build_groups(self, timeout: Any = None) -> None:
-        """Take the mpu's groups; only the world is added, for what concerns all ranks."""
+    def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
+        """Take the mpu's groups, whether or not others use them; the world is added, for what concerns all ranks."""
         import torch.distributed as dist
 
         world = dist.group.WORLD

@@ -9,6 +9,7 @@ already averaged is the same on all ranks, so averaging it again together with t
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ds_core.buckets import Bucket, make_buckets
 from ds_core.errors import UsageError
 from ds_core.holding import Holding
 from ds_core.params import GradGroup
+from ds_core.process import STATE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -84,6 +86,11 @@ class StateSource(Protocol):
         """The range [start, stop) of the row-major flattened state, as a new 1-d CPU tensor."""
 
 
+def origin_matters(ctx: Context) -> bool:
+    """Whether gradients from ``engine.backward`` differ from those of ``loss.backward()`` or another engine's."""
+    return ctx.batch.gas > 1 or ctx.precision.scales_loss or sum(r() is not None for r in STATE.attached.values()) > 1
+
+
 class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
@@ -103,6 +110,13 @@ class Partitioner(ABC):
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
 
+    strayed = False
+    """Whether gradients came from a plain ``loss.backward()`` in this accumulation window."""
+
+    joined: float | None = None
+    """What other engines' ``backward`` multiplied the losses by whose gradients came in this accumulation window (a
+    joint loss); None: no such came; nan: not always the same."""
+
     @abstractmethod
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """Take over `module`, whose weights are cast and on their device, and make ranks agree on them.
@@ -117,6 +131,33 @@ class Partitioner(ABC):
         It becomes the state of what the optimizer updates in its place; empty: none.
         """
         return dict(state)
+
+    def note_other_driver(self) -> None:
+        """For hooks on gradients: one has come while `STATE.driver` is not this partitioner.
+
+        The engine multiplies a loss before backward, and what came otherwise in the step; so where `origin_matters`, a
+        partitioner's hooks must say what came otherwise.
+        """
+        self.note_origin()
+        if STATE.joint is not None:
+            STATE.joint.touch(self)
+
+    def note_origin(self) -> None:
+        """Gradients come from a backward that this partitioner's engine did not begin."""
+        if STATE.driver is None:
+            self.strayed = True
+        elif self.joined != STATE.factor:
+            self.joined = STATE.factor if self.joined is None else math.nan
+
+    def finish_later(self) -> None:
+        """Have `finish` called when the running backward ends, which nobody else will do."""
+        if STATE.joint is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        else:
+            STATE.joint.touch(self)
+
+    def rewatch(self) -> None:  # noqa: B027
+        """What `origin_matters` says may have changed."""
 
     def begin(self) -> None:  # noqa: B027
         """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
@@ -238,11 +279,17 @@ class Replicated(Partitioner):
         for hook in self._hooks:
             hook.remove()
         self._trainable = [s.param.requires_grad for s in self._slots]
+        watched = origin_matters(self.ctx)
         self._hooks = [
             s.param.register_post_accumulate_grad_hook(self._on_gradient)
             for s in self._slots
-            if s.param.requires_grad and (self._buckets != [] or self._accumulates(s))
+            if s.param.requires_grad and (self._buckets != [] or watched or self._accumulates(s))
         ]
+
+    def rewatch(self) -> None:
+        """See `Partitioner.rewatch`; with one rank, hooks are there only for what needs them."""
+        if self._hooks or self._module is not None:
+            self._install_hooks()
 
     def _slot(self, param: nn.Parameter) -> _Slot:
         info = self.ctx.params.get(param)
@@ -278,6 +325,8 @@ class Replicated(Partitioner):
 
     def _on_gradient(self, param: Tensor) -> None:
         """Runs inside backward each time the gradient of `param` is complete for this backward."""
+        if STATE.driver is not self:
+            self.note_other_driver()
         slot = self._by_param[param]  # type: ignore[index]
         if self._accumulates(slot):
             assert param.grad is not None
@@ -291,7 +340,7 @@ class Replicated(Partitioner):
         if not self._running:
             # A plain loss.backward(): gradients shall be final after it, too.
             self._start()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self.finish_later()
         assert self._buckets is not None
         if (bucket := self._place.get(param)) is not None:  # type: ignore[call-overload]
             # [Note: gradients that arrive twice] Re-entrant recomputation runs a backward inside the backward, so a
@@ -386,7 +435,7 @@ class Replicated(Partitioner):
                 continue
             if slot.master_grad is None:
                 slot.master_grad = torch.empty_like(slot.master)
-            slot.master_grad.copy_(grad)
+            slot.master_grad.copy_(grad.to_dense() if grad.is_sparse else grad)
             slot.master.grad = slot.master_grad
 
     def scale(self, factor: float) -> None:

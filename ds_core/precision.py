@@ -53,6 +53,7 @@ class Precision:
     param: model weights. master: what the optimizer updates. accumulate: gradients between micro-batches.
     wire: gradient reduction. autocast: compute dtype inside forward. cast_inputs: ``fp16.auto_cast``.
     skip_nonfinite: a step with an inf or NaN gradient is skipped (else the gradient is let through, with a warning).
+    scales_loss: losses are multiplied by a `LossScaler`.
     """
 
     param: torch.dtype | None = None
@@ -64,6 +65,7 @@ class Precision:
     autocast_modules: tuple[str, ...] = ()
     cast_inputs: bool = False
     skip_nonfinite: bool = True
+    scales_loss: bool = False
 
 
 class LossScaler:
@@ -151,6 +153,7 @@ def make_precision(config: RunConfig) -> tuple[Precision, LossScaler | None]:
         accumulate = torch.float32
     auto = core.torch_autocast
     autocast = DTYPES[auto.dtype or "bfloat16"] if auto.enabled else None
+    scaler = _make_scaler(config, autocast)
     precision = Precision(
         param=low or (DTYPES[types.param_dtype] if types.param_dtype else None),
         buffer=DTYPES[types.buffer_dtype] if types.buffer_dtype else None,
@@ -161,8 +164,9 @@ def make_precision(config: RunConfig) -> tuple[Precision, LossScaler | None]:
         autocast_modules=_autocast_modules(auto.lower_precision_safe_modules) if auto.enabled else (),
         cast_inputs=bool(core.fp16.enabled and core.fp16.auto_cast),
         skip_nonfinite=not core.bf16.enabled or core.bf16.check_grad_overflow,
+        scales_loss=scaler is not None,
     )
-    return precision, _make_scaler(config, autocast)
+    return precision, scaler
 
 
 def _make_scaler(config: RunConfig, autocast: torch.dtype | None) -> LossScaler | None:

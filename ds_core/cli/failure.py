@@ -45,11 +45,16 @@ class Failure:
 
 
 def gather(
-    folder: Path, attempt: int, endings: Mapping[Started, Ending], known: Iterable[tuple[int, int, int, int]] = ()
+    folder: Path,
+    attempt: int,
+    endings: Mapping[Started, Ending],
+    known: Iterable[tuple[int, int, int, int]] = (),
+    grace: float = 0.0,
 ) -> tuple[list[Failure], int]:
     """The failures of one attempt in order of time, and how many processes were ended because of them.
 
-    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`.
+    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`. grace: seconds between the first
+    failure and the launcher's own SIGKILL; who had one sooner was killed by somebody else.
     """
     rows = [
         _failure(folder, attempt, one.local_rank, one.rank, one.pid, ending.code, ending.time)
@@ -63,7 +68,12 @@ def gather(
         if rank not in seen
     ]
     rows.sort(key=lambda row: (row.time, row.rank))
-    own = [row for at, row in enumerate(rows) if at == 0 or row.code not in _ENDED]
+    killed = rows[0].time + grace / 2 if rows else 0.0  # half, since the launcher notices the first one late
+    own = [
+        row
+        for at, row in enumerate(rows)
+        if at == 0 or row.code not in _ENDED or (row.code == -signal.SIGKILL and row.time < killed)
+    ]
     return own, len(rows) - len(own)
 
 

@@ -79,7 +79,7 @@ class _Run:
         return 0
 
     def _say_failure(self, known: list[tuple[int, int, int, int]]) -> int:
-        failures, ended = gather(self.folder, self.attempt, self.guard.endings, known)
+        failures, ended = gather(self.folder, self.attempt, self.guard.endings, known, self.request.grace)
         sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
         return exit_code(first(failures))
 
@@ -88,7 +88,7 @@ class _Run:
         some = next(iter(envs.values()))
         attempt, self.world_size = int(some["TORCHELASTIC_RESTART_COUNT"]), int(some["WORLD_SIZE"])
         if attempt > self.attempt:
-            failures, ended = gather(self.folder, self.attempt, self.guard.endings)
+            failures, ended = gather(self.folder, self.attempt, self.guard.endings, grace=self.request.grace)
             if failures:
                 sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
             self.guard.end(self.attempt)

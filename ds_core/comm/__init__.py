@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         world_size,
     )
     from ds_core.comm.fingerprint import check_ranks_agree
+    from ds_core.comm.guard import label, watch_place
     from ds_core.comm.log import CommsLog, CommsRow, configure, log_summary, reset
     from ds_core.comm.objects import all_gather_json, broadcast_json
     from ds_core.comm.start import find_rendezvous, init_distributed, is_initialized, local_rank
@@ -55,6 +56,7 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "label",
     "local_rank",
     "log_summary",
     "rank",
@@ -64,6 +66,7 @@ __all__ = [
     "reset",
     "scatter",
     "send",
+    "watch_place",
     "world_size",
 ]
 
@@ -75,6 +78,8 @@ _HOME = {
     "init_distributed": "start",
     "is_initialized": "start",
     "local_rank": "start",
+    "label": "guard",
+    "watch_place": "guard",
     "CommsLog": "log",
     "CommsRow": "log",
     "configure": "log",

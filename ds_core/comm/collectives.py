@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.comm import gloo
+from ds_core.comm import gloo, guard
 from ds_core.comm import log as comms_log
 from ds_core.comm.lane import AfterWork, Lane, Messages
 from ds_core.errors import CommError
@@ -89,17 +89,26 @@ def members(group: ProcessGroup | None) -> int:
 
 
 def _logged(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the comms log time `function` when it is on; one `if` otherwise."""
+    """Let the guard number `function`, and the comms log time it, when they are on; two `if`s otherwise."""
     name, signature = function.__name__, inspect.signature(function)
+    at = list(signature.parameters).index("group")
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        group = args[at] if len(args) > at else kwargs.get("group")
+        if group is None:
+            group = dist.group.WORLD
+        if guard.active is None or not isinstance(group, ProcessGroup):  # one rank alone
+            return function(*args, **kwargs)
+        return guard.active.run(name, group, function, args, kwargs)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if comms_log.active is None:
-            return function(*args, **kwargs)
+            return function(*args, **kwargs) if guard.active is None else cast(R, guarded(*args, **kwargs))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         group = bound.arguments.get("group")
-        return cast(R, comms_log.active.timed(name, bound.arguments, members(group), lambda: function(*args, **kwargs)))
+        return cast(R, comms_log.active.timed(name, bound.arguments, members(group), lambda: guarded(*args, **kwargs)))
 
     return call
 

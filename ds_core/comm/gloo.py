@@ -78,8 +78,9 @@ def all_gather_parts(
         work = lane.exchange(arrived, _repeat(mine, lane.size), even, even and [mine.numel()] * lane.size)
         deal = (lambda: _copy_all(parts, arrived.split(sizes))) if whole is None else None
         return _settle(AfterWork([work], deal), async_op)
-    works = [lane.recv(parts[i], i, _TAG_GATHER) for i in lane.peers() if sizes[i]]
-    works += [lane.send(mine, i, _TAG_GATHER) for i in lane.peers() if mine.numel()]
+    tag = lane.tag(_TAG_GATHER)
+    works = [lane.recv(parts[i], i, tag) for i in lane.peers() if sizes[i]]
+    works += [lane.send(mine, i, tag) for i in lane.peers() if mine.numel()]
     if parts[lane.rank].data_ptr() != mine.data_ptr():
         _copy(parts[lane.rank], mine)
     return _settle(AfterWork([Messages(works)]), async_op)
@@ -97,7 +98,7 @@ def reduce_scatter(output: Tensor, input: Tensor, op: Any, lane: Lane, async_op:
         return _settle(AfterWork([work], lambda: reduce_parts(output, parts, op)), async_op)
 
     spans = list(_spans(output.numel(), CHUNK_BYTES // output.element_size()))
-    tag = _TAG_SCATTER if len(spans) > 1 else _TAG_SCATTER_ONE
+    tag = lane.tag(_TAG_SCATTER if len(spans) > 1 else _TAG_SCATTER_ONE)
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         begin, end = spans[index]
@@ -117,7 +118,7 @@ def all_reduce(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork |
     if size == 0:
         return AfterWork(()) if async_op else None
     if lane.size == 2:
-        if size > PAIR_BYTES and _adds_alike(flat.dtype, op, 2):
+        if size > PAIR_BYTES and _adds_alike(flat.dtype, op, 2) and not lane.guarded:
             work = dist.all_reduce(flat, ReduceOp.SUM, lane.group, async_op=True)
             return _settle(AfterWork([work], (lambda: average(flat, 2)) if op == ReduceOp.AVG else None), async_op)
         return _all_reduce_pair(flat, op, lane, async_op)
@@ -125,7 +126,8 @@ def all_reduce(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork |
         arrived = flat.new_empty(lane.size, flat.numel())
         work = lane.exchange(arrived.view(-1), _repeat(flat, lane.size))
         return _settle(AfterWork([work], lambda: reduce_parts(flat, arrived.unbind(), op)), async_op)
-    return lane.run(lambda: _all_reduce_blocks(flat, op, lane), async_op, flat.is_inference())
+    reducing, spreading = lane.tag(_TAG_REDUCE), lane.tag(_TAG_SPREAD)
+    return lane.run(lambda: _all_reduce_blocks(flat, op, lane, reducing, spreading), async_op, flat.is_inference())
 
 
 def _adds_alike(dtype: torch.dtype, op: Any, ranks: int) -> bool:
@@ -142,7 +144,7 @@ def _adds_alike(dtype: torch.dtype, op: Any, ranks: int) -> bool:
 def _all_reduce_pair(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
     """Two ranks: each sends all it has and adds all that comes; as many bytes as any way, in one round."""
     spans = list(_spans(flat.numel(), CHUNK_BYTES // flat.element_size()))
-    tag, (peer,) = _TAG_PAIR if len(spans) > 1 else _TAG_PAIR_ONE, lane.peers()
+    tag, (peer,) = lane.tag(_TAG_PAIR if len(spans) > 1 else _TAG_PAIR_ONE), lane.peers()
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         mine = flat[slice(*spans[index])]
@@ -155,7 +157,7 @@ def _all_reduce_pair(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> After
     return _rounds(len(spans), post, add, _Scratch(flat, spans[0][1], lane, len(spans)), lane, async_op)
 
 
-def _all_reduce_blocks(flat: Tensor, op: Any, lane: Lane) -> None:
+def _all_reduce_blocks(flat: Tensor, op: Any, lane: Lane, reduce_tag: int, spread_tag: int) -> None:
     """More ranks: block by block, each rank reduces its part and sends it to all."""
     step = CHUNK_BYTES // flat.element_size() * lane.size
     blocks = [flat[begin:end].tensor_split(lane.size) for begin, end in _spans(flat.numel(), step)]
@@ -164,15 +166,15 @@ def _all_reduce_blocks(flat: Tensor, op: Any, lane: Lane) -> None:
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         block = blocks[index]
         parts = scratch.parts(index, block[lane.rank])
-        works = [lane.recv(parts[i], i, _TAG_REDUCE) for i in lane.peers() if len(parts[i])]
-        works += [lane.send(block[i], i, _TAG_REDUCE) for i in lane.peers() if len(block[i])]
+        works = [lane.recv(parts[i], i, reduce_tag) for i in lane.peers() if len(parts[i])]
+        works += [lane.send(block[i], i, reduce_tag) for i in lane.peers() if len(block[i])]
         return parts, works
 
     def add(index: int, parts: list[Tensor]) -> None:
         block, mine = blocks[index], parts[lane.rank]
         reduce_parts(mine, parts, op)
-        spreading.extend(lane.recv(block[i], i, _TAG_SPREAD) for i in lane.peers() if len(block[i]))
-        spreading.extend(lane.send(mine, i, _TAG_SPREAD) for i in lane.peers() if len(mine))
+        spreading.extend(lane.recv(block[i], i, spread_tag) for i in lane.peers() if len(block[i]))
+        spreading.extend(lane.send(mine, i, spread_tag) for i in lane.peers() if len(mine))
 
     _pipeline(len(blocks), post, add, _Scratch(flat, len(blocks[0][0]), lane, len(blocks)))
     _wait_all(spreading)

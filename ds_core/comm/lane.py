@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_core.comm import guard
 from ds_core.errors import CommError
 
 __all__ = ["AfterWork", "Lane", "LaneWork", "Messages"]
 
+_TAG_EXCHANGE = 7
 _Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"]]
 
 
@@ -142,6 +144,15 @@ class Lane:
         """The other ranks, each rank starting at its right neighbour, so that not all send to one at once."""
         return [(self.rank + d) % self.size for d in range(1, self.size)]
 
+    @property
+    def guarded(self) -> bool:
+        """Whether messages must carry tags of their own, which gloo's own collectives cannot."""
+        return guard.active is not None
+
+    def tag(self, kind: int) -> int:
+        """The tag of messages of one kind, in the collective that this thread now starts; see `ds_core.comm.guard`."""
+        return kind if guard.active is None else guard.active.tag(kind)
+
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
         """Start sending a flat tensor; it must stay as it is until the work is done."""
         return self.group.send([tensor.view(torch.uint8)], to, tag)
@@ -154,11 +165,25 @@ class Lane:
         self, output: Tensor, input: Tensor, received: list[int] | None = None, sent: list[int] | None = None
     ) -> Any:
         """Start an all_to_all of flat tensors; sizes in elements, equal when None."""
+        if guard.active is not None:
+            return self._exchange_tagged(output, input, received, sent)
         width = output.element_size()
         out_bytes = None if received is None else [n * width for n in received]
         in_bytes = None if sent is None else [n * width for n in sent]
         raw = (output.view(torch.uint8), input.view(torch.uint8))
         return dist.all_to_all_single(*raw, out_bytes, in_bytes, group=self.group, async_op=True)
+
+    def _exchange_tagged(
+        self, output: Tensor, input: Tensor, received: list[int] | None, sent: list[int] | None
+    ) -> Messages:
+        """`exchange` by messages whose tag tells what they belong to."""
+        tag = self.tag(_TAG_EXCHANGE)
+        incoming = output.split(received if received is not None else output.numel() // self.size)
+        outgoing = input.split(sent if sent is not None else input.numel() // self.size)
+        works = [self.recv(incoming[i], i, tag) for i in self.peers() if incoming[i].numel()]
+        works += [self.send(outgoing[i], i, tag) for i in self.peers() if outgoing[i].numel()]
+        incoming[self.rank].copy_(outgoing[self.rank])
+        return Messages(works)
 
 
 def _serve(jobs: _Jobs, count: int = 0) -> None:

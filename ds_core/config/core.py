@@ -17,6 +17,7 @@ __all__ = [
     "FP16",
     "AmpConfig",
     "CheckpointConfig",
+    "CommsGuard",
     "CommsLogger",
     "CoreConfig",
     "DataTypes",
@@ -154,6 +155,15 @@ class CommsLogger(Section):
     prof_ops: list[str] = option([], "With prof_all false: the collectives to log, by name.")
 
 
+class CommsGuard(Section):
+    """The guard against ranks that disagree on the next collective."""
+
+    enabled: bool = option(False, "End the job with a message when ranks provably wait for different collectives.")
+    patience: float = option(
+        10.0, "Seconds that a rank waits for a collective before it asks where the others are.", gt=0
+    )
+
+
 class ParallelWrite(Section):
     """Which ranks write at once."""
 
@@ -254,6 +264,7 @@ class CoreConfig(Section):
     graph_harvesting: bool = not_built(False, "CUDA graphs of the optimizer step will come with ds-fused-ops")
     timers: Timers = option(Timers(), "Timers of the engine.")
     comms_logger: CommsLogger = option(CommsLogger(), "The log of collectives.")
+    comms_guard: CommsGuard = option(CommsGuard(), "Tell ranks that disagree on the next collective, within seconds.")
     # -- what is built by name
     optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")

@@ -43,6 +43,14 @@ def test_an_echo_of_a_lost_peer_gives_way_to_the_cause(tmp_path: Path) -> None:
     assert describe(failures, ended, 2).startswith(head)
 
 
+def test_a_kill_that_was_noticed_late_is_the_cause(tmp_path: Path) -> None:
+    """A killed process with much memory is gone for its peers before it is for its parent."""
+    word(tmp_path, 0, 5.0, "RuntimeError: gloo: Connection reset by peer")
+    endings = {started(0): Ending(1, 5.1), started(1): Ending(-9, 5.3), started(2): Ending(-9, 10.2)}
+    failures, ended = gather(tmp_path, 0, endings, grace=5.0)
+    assert ([f.rank for f in failures], first(failures).rank, ended) == ([0, 1], 1, 1)  # the launcher killed rank 2
+
+
 def test_an_echo_alone_is_shown(tmp_path: Path) -> None:
     word(tmp_path, 0, 5.0, "RuntimeError: Connection closed by peer")
     failures, ended = gather(tmp_path, 0, {started(0): Ending(1, 5.1), started(1): Ending(-15, 5.5)})

@@ -90,6 +90,7 @@ class ZeroPartitioner(Partitioner):
         restore(module)
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
+        self._reducer.owner, self._reducer.finish_later = self, self.finish_later
         self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
         self._settle_in(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
@@ -154,6 +155,11 @@ class ZeroPartitioner(Partitioner):
         return self._reducer
 
     # -- backward and step -----------------------------------------------------------------------------------
+
+    def rewatch(self) -> None:
+        """See `Partitioner.rewatch`."""
+        if self._reducer is not None:
+            self._reducer.rewatch()
 
     def begin(self) -> None:
         """See `Partitioner.begin`."""

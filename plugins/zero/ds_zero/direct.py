@@ -1,7 +1,7 @@
 """Gradients where dp has one rank: they stay in ``param.grad``, and the optimizer gets views of them.
 
-Nothing is reduced then, so neither hooks nor flat buffers nor flags are needed, and autograd adds up what
-micro-batches, nested backwards and shared weights give.
+Nothing is reduced then, so neither flat buffers nor flags are needed, and autograd adds up what micro-batches, nested
+backwards and shared weights give. Hooks are there only where it matters which backward a gradient came from.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.params import GradGroup
+from ds_core.partition import origin_matters
+from ds_core.process import STATE
 from ds_zero.grads import Reducer
 
 if TYPE_CHECKING:
@@ -56,13 +58,28 @@ class DirectReducer(Reducer):
         self._axes = {b: ctx.mesh.expand((*b.held, *b.axes)) for b in buckets}
 
     def _install_hooks(self) -> None:
-        """Nothing has to be done while backward runs."""
+        """While backward runs, at most `note_other_driver` has to be called."""
+        for hook in self._hooks:
+            hook.remove()
         self._trainable = [p.requires_grad for p in self._place]
+        watched = [p for p in self._place if p.requires_grad and origin_matters(self.ctx)]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in watched]
         for grads in self._all.values():
             grads.awaited = len(grads.bucket.params)  # a parameter may be frozen when it has its gradient
 
+    def rewatch(self) -> None:
+        """See `Reducer.rewatch`."""
+        self._install_hooks()
+
+    def _on_gradient(self, param: Tensor) -> None:
+        """Runs inside backward when the gradient of `param` is complete."""
+        if STATE.driver is not self.owner and self.owner is not None:
+            self.owner.note_other_driver()
+
     def begin(self) -> None:
-        """See `Reducer.begin`."""
+        """See `Reducer.begin`; parameters may have been frozen or thawed since the last."""
+        if self._hooks and self._trainable != [p.requires_grad for p in self._place]:
+            self._install_hooks()
 
     def finish(self) -> None:
         """See `Reducer.finish`: every gradient is final as it is."""

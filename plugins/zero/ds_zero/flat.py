@@ -86,6 +86,8 @@ class FlatBucket:
         self.params, self.names = list(params), [i.name for i in infos]
         self.shapes = [tuple(p.shape) for p in params]
         self.axes, self.held, self.share = infos[0].replicas, infos[0].held, share
+        run = f"{self.names[0]!r}" + (f" to {self.names[-1]!r}" if len(self.names) > 1 else "")
+        self.about_weights, self.about_gradients = f"weights of {run}", f"gradients of {run}"  # for comm.label
         self.group, self.world, self.rank = mesh.group(*self.axes), mesh.size(*self.axes), mesh.index(*self.axes)
         self.layout = Layout.of([p.numel() for p in params], self.world)
         self.full = self._flatten(mesh.ranks(*self.axes)[0])
@@ -126,6 +128,7 @@ class FlatBucket:
             param.data = view
             agreed = agreed and taken is not None and taken[1]
         if self.world > 1 and not agreed:
+            comm.label(self.about_weights)
             comm.broadcast(full, src=source, group=self.group)
         return full
 
@@ -272,6 +275,7 @@ class FlatBucket:
         mine = self._own()
         if self.world == 1:
             return []
+        comm.label(self.about_weights)
         if gather:
             return [comm.all_gather_into_tensor(self.full, mine, group=group, async_op=True)]
         ranks = torch.distributed.get_process_group_ranks(group)

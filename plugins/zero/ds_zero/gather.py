@@ -70,6 +70,7 @@ class Unit:
         if by_all_reduce and bucket.world > 1:
             bucket.full.zero_()
             bucket.own(bucket.full).copy_(bucket.part)
+            comm.label(bucket.about_weights)
             self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]
         else:
             self._works = bucket.spread(bucket.group, gather=True)
@@ -123,6 +124,7 @@ class Gathering:
         self.section, self.units = section, list(units)
         self.sizes = [u.size for u in units]
         self.live = self.peak = 0
+        self.passes = 0  # those that have ended
         self.in_backward = False
         self._traces = {True: Trace(), False: Trace()}  # by whether gradients are wanted
         self._trace = self._traces[True]
@@ -149,8 +151,13 @@ class Gathering:
     def end_pass(self) -> None:
         """Backward is over (or given up): release everything."""
         self.in_backward = False
+        self.passes += 1
         self._traces[True].end()
         self.release_all()
+
+    def trail(self) -> tuple[str, ...]:
+        """The modules (by a weight of theirs) that this pass has come to, in order."""
+        return tuple(f"the module of {self.units[i].bucket.names[0]!r}" for i in self._trace.seen())
 
     def release_all(self) -> None:
         """Release every unit but those that somebody keeps; nothing may be running."""

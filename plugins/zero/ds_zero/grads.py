@@ -23,9 +23,11 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.params import GradGroup
 from ds_core.precision import WIRE_DTYPES
+from ds_core.process import STATE
 
 if TYPE_CHECKING:
     from ds_core.context import Context
+    from ds_core.partition import Partitioner
     from ds_zero.config import ZeroConfig
     from ds_zero.flat import FlatBucket
 
@@ -160,6 +162,8 @@ class Reducer:
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
         self.reducing: Callable[[], bool] = lambda: True
+        self.owner: Partitioner | None = None
+        self.finish_later: Callable[[], None] = lambda: None
         self.after: Callable[[nn.Parameter], None] | None = None
         self._install_hooks()
 
@@ -173,16 +177,21 @@ class Reducer:
         for grads in self._all.values():
             grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
 
+    def rewatch(self) -> None:
+        """What `origin_matters` says may have changed; here there are hooks in any case."""
+
     def _on_gradient(self, param: Tensor) -> None:
         """Runs inside backward when the gradient of `param` is complete for this backward (or a nested one)."""
         assert isinstance(param, nn.Parameter)
+        if STATE.driver is not self.owner and self.owner is not None:
+            self.owner.note_other_driver()
         grads, index = self._place[param]
         self._reduced = False
         reducing = self.reducing()
         if reducing and not self.running:
             # A plain loss.backward(): gradients shall be final after it, too.
             self.start()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self.finish_later()
         if self._eager:
             self._absorb(grads, index)
         if reducing:
@@ -237,6 +246,11 @@ class Reducer:
         return wire
 
     def _advance(self) -> None:
+        # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If ranks came to the
+        # engines' parts in different orders, each would wait for a bucket of another engine. So only the engine that
+        # drives sends before backward ends.
+        if STATE.joint is not None and STATE.driver is not self.owner:
+            return
         while self._next < len(self._queue) and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited:
             self._launch(self._queue[self._next])
             self._next += 1
@@ -277,6 +291,7 @@ class Reducer:
         if bucket.world == 1:
             return _Travelling(grads, [], source, source)
         mine = bucket.own(source)
+        comm.label(bucket.about_gradients)
         if self.section.reduce_scatter:
             out = mine if self._keeps else self._pool.take(mine.numel(), mine.dtype, mine.device)
             works = [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)]
@@ -352,6 +367,7 @@ class Reducer:
             used = [u for g in members for u in g.used]
             if members[0].bucket.world > 1:
                 flags = torch.tensor(late + used, dtype=torch.uint8, device=members[0].bucket.full.device)
+                comm.label("flags of gradients, at the end of backward")
                 comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self._group(members[0].bucket))
                 agreed = [bool(f) for f in flags.tolist()]
                 late, used = agreed[: len(members)], agreed[len(members) :]

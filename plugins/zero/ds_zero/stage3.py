@@ -168,7 +168,7 @@ class Stage3(ZeroPartitioner):
         self.moved.refuse("backward", BACKWARD)
         if self.reducer.reducing() and not self.reducer.running:
             self.reducer.start()
-            torch.autograd.Variable._execution_engine.queue_callback(self.reducer.finish)
+            self.finish_later()
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:

@@ -34,6 +34,10 @@ class Trace:
         self._lost = here >= len(self._expected) or self._expected[here] != unit
         return not self._lost
 
+    def seen(self) -> list[int]:
+        """What this pass has needed so far."""
+        return list(self._seen)
+
     def ahead(self) -> list[int]:
         """What is expected to be needed from here on."""
         return [] if self._lost else self._expected[len(self._seen) :]

@@ -21,6 +21,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ds_core import comm
+from ds_core.comm.verdict import Place
 from ds_zero.gather import Gathering, State, Unit, tensors_in
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ class Watch:
         self._registered: dict[nn.Module, list[Unit]] = {}
         self._changed = False
         self._stack: list[tuple[nn.Module, list[Unit]]] = []
+        self._names = {g.module: g.name for g in modules}
+        self._behind: nn.Module | None = None  # the last module that backward came to
+        comm.watch_place(self.place)
         self._hooks: list[Any] = []
         self._owners: list[nn.Module] = []
         self.install()
@@ -149,6 +154,15 @@ class Watch:
                 more,
             )
             self._known.update(root.parameters())
+
+    def place(self) -> Place:
+        """What runs now, for messages; asked from another thread."""
+        gathering = self._gathering
+        running = [module for module, _ in list(self._stack)]
+        text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
+        if gathering.in_backward and self._behind is not None:
+            text = f"in backward of module {self._names[self._behind]!r}"
+        return Place(text, gathering.passes, gathering.trail())
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -236,6 +250,7 @@ class Watch:
         if not gathering.in_backward:
             gathering.in_backward = True
             self._backward_began()
+        self._behind = module
         for unit in self._units[module]:
             unit.wanted = True
             gathering.fetch(unit)

@@ -255,8 +255,13 @@ def check_several_engines() -> None:
                 param.fill_(number)
     for number, engine in enumerate((first, second, third)):
         assert all(bool((v == number).all()) for v in weights(engine).values())
+    part = nn.Sequential(first.module.a)
+    with pytest.raises(UsageError, match=r"parameter '0.weight' of the model belongs to .* call destroy\(\)"):
+        start(3, model=part)
+    part.requires_grad_(False)  # what is not trained may be shared, but not what is partitioned
     with pytest.raises(UsageError, match=r"parameter '0.weight' is partitioned by another engine; call that engine's"):
-        start(3, model=nn.Sequential(first.module.a))
+        start(3, model=part)
+    part.requires_grad_(True)
     joint = first(torch.ones(4, D)).sum() + third(torch.ones(4, D)).sum()
     joint.backward()
     for engine in (first, third):

@@ -1,0 +1,185 @@
+"""What the positions of waiting ranks prove: arithmetic only, no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["SHOWN", "Found", "Line", "Place", "Position", "judge"]
+
+SHOWN = 8
+MEND = (
+    "All ranks must make the same calls in the same order: run the same modules (a module whose parts only some ranks "
+    "run must be one that the partitioner treats as a leaf), and call backward and step equally often."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a rank has called on one group. calls: the last ones, as (number, digest of all up to it, description)."""
+
+    members: tuple[int, ...]
+    count: int
+    calls: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a part of the program (one engine's hooks) does now. text: for people, may be "".
+
+    passes: how many times it has gone through the model. trail: what it has run in this one, in order.
+    """
+
+    text: str
+    passes: int = 0
+    trail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank stands that waits, or has ended.
+
+    beat: grows with each publication. lines: by group name. wait: (group, number) of what it waits for.
+    at: the user's line. places: of each watched part. ended: how, "" for a rank that waits.
+    """
+
+    rank: int
+    beat: int
+    lines: Mapping[str, Line]
+    wait: tuple[str, int] | None
+    at: str = ""
+    places: tuple[Place, ...] = ()
+    ended: str = ""
+
+    @property
+    def issued(self) -> int:
+        """All collectives that the rank has called."""
+        return sum(line.count for line in self.lines.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """For `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Position:
+        """The reverse of `as_json`, after a trip through JSON."""
+        lines = {
+            name: Line(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
+            for name, v in data["lines"].items()
+        }
+        places = tuple(Place(p["text"], p["passes"], tuple(p["trail"])) for p in data["places"])
+        wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
+        return cls(data["rank"], data["beat"], lines, wait, data["at"], places, data["ended"])
+
+    def waits_for(self) -> str:
+        """A description of what it waits for."""
+        if self.wait is None:
+            return "nothing"
+        name, number = self.wait
+        return next((text for n, _, text in self.lines[name].calls if n == number), f"collective {number}")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A proof. certain: it holds whenever the positions were read; else only while the ranks in `waiting` stay."""
+
+    text: str
+    certain: bool
+    waiting: Sequence[int] = field(default=())
+
+
+def judge(positions: Mapping[int, Position], size: int) -> Found | None:
+    """What the positions of ranks that wait or have ended prove; None: nothing (the others may be only slow)."""
+    return _difference(positions) or _deadlock(positions, size)
+
+
+def _difference(positions: Mapping[int, Position]) -> Found | None:
+    """Two ranks made different collectives under the same number of the same group."""
+    for name in sorted({name for p in positions.values() for name in p.lines}):
+        made: dict[int, dict[int, list[int]]] = {}
+        texts: dict[tuple[int, int], str] = {}
+        for position in positions.values():
+            for number, digest, text in position.lines[name].calls if name in position.lines else ():
+                made.setdefault(number, {}).setdefault(digest, []).append(position.rank)
+                texts[number, digest] = text
+        for number in sorted(made):
+            if len(made[number]) > 1:
+                return Found(_tell_difference(positions, made[number], number, texts), True)
+    return None
+
+
+def _tell_difference(
+    positions: Mapping[int, Position],
+    by_digest: Mapping[int, Sequence[int]],
+    number: int,
+    texts: Mapping[tuple[int, int], str],
+) -> str:
+    lines = ["ranks disagree on the next collective, so that none can go on:"]
+    for digest, ranks in by_digest.items():
+        first = positions[ranks[0]]
+        lines.append(f"  {_ranks(ranks)}: {texts[number, digest]}{_where(first)}")
+    lines += _parting([positions[ranks[0]] for ranks in by_digest.values()])
+    return "\n".join([*lines, MEND])
+
+
+def _deadlock(positions: Mapping[int, Position], size: int) -> Found | None:
+    """Ranks that wait for each other, or for one that has ended."""
+    may_go_on = {rank for rank in range(size) if rank not in positions}
+    waiting = {rank: p for rank, p in positions.items() if p.wait is not None and not p.ended}
+    missing = {rank: _missing(p, positions) for rank, p in waiting.items()}
+    while freed := [r for r in waiting if r not in may_go_on and missing[r] <= may_go_on]:
+        may_go_on.update(freed)
+    dead = sorted(r for r in waiting if r not in may_go_on)
+    if not dead:
+        return None
+    lines = ["ranks wait for each other, so that none can go on:"]
+    for rank in dead[:SHOWN]:
+        lacking = sorted(missing[rank] - may_go_on)
+        lines.append(
+            f"  rank {rank} waits for {waiting[rank].waits_for()}{_where(waiting[rank])}, to which {_ranks(lacking)} "
+            f"{'has' if len(lacking) == 1 else 'have'} not come"
+        )
+    if len(dead) > SHOWN:
+        lines.append(f"  and {len(dead) - SHOWN} more")
+    lines += _parting([waiting[rank] for rank in dead])
+    lines += [f"  rank {p.rank} has ended ({p.ended})" for p in positions.values() if p.ended]
+    return Found("\n".join([*lines, MEND]), False, dead)
+
+
+def _missing(position: Position, positions: Mapping[int, Position]) -> set[int]:
+    """Members of the group it waits on that have not made the call; of those not published it is not known."""
+    assert position.wait is not None
+    name, number = position.wait
+
+    def made(rank: int) -> bool:
+        theirs = positions[rank].lines.get(name)
+        return theirs is not None and theirs.count >= number
+
+    return {r for r in position.lines[name].members if r not in positions or not made(r)}
+
+
+def _parting(positions: Sequence[Position]) -> list[str]:
+    """Where the ways of the first position and of another part: the modules that they ran."""
+    for first, other in ((positions[0], p) for p in positions[1:]):
+        for mine, theirs in zip(first.places, other.places, strict=False):
+            if mine.passes != theirs.passes:
+                return [
+                    f"  rank {first.rank} has gone through the model {mine.passes} times, rank {other.rank} "
+                    f"{theirs.passes} times"
+                ]
+            for index, (a, b) in enumerate(zip(mine.trail, theirs.trail, strict=False)):
+                if a != b:
+                    after = f"after {mine.trail[index - 1]}" if index else "at first"
+                    return [f"  {after}, rank {first.rank} came to {a}, and rank {other.rank} to {b}"]
+    return []
+
+
+def _where(position: Position) -> str:
+    parts = [p.text for p in position.places if p.text] + ([f"at {position.at}"] if position.at else [])
+    return "".join(f", {part}" for part in parts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

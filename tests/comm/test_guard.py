@@ -1,0 +1,282 @@
+"""The guard: ranks that disagree are ended with a message and never mix data; ranks that are slow are waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_core import comm
+from ds_core.comm import guard
+from ds_core.errors import ConfigError
+from ds_core.testing import RemoteError, run_ranks
+
+
+@dataclass
+class Section:
+    enabled: bool = True
+    patience: float = 0.4
+
+
+def everything(on: bool) -> list[Any]:
+    """Every collective, at sizes of every algorithm; the results."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    guard.configure(Section(enabled=on))
+    assert (guard.active is not None) == on
+    torch.manual_seed(rank)
+    out: list[Any] = []
+    for numel in (0, 1, 7, 4096, 300_000, 2_500_000):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(numel).to(dtype)
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+                total = x.clone()
+                comm.label("sum")
+                work = comm.all_reduce(total, op=op, async_op=True)
+                assert work is not None
+                work.wait()
+                out.append(total)
+            whole = torch.empty(numel * size, dtype=dtype)
+            comm.all_gather_into_tensor(whole, x)
+            part = torch.empty(numel, dtype=dtype)
+            comm.reduce_scatter_tensor(part, whole)
+            comm.broadcast(x, src=size - 1)
+            out += [whole, part, x.clone()]
+    uneven = [torch.empty(i, dtype=torch.int64) for i in range(size)]
+    comm.all_gather(uneven, torch.full((rank,), rank))
+    mixed = torch.empty(size, dtype=torch.int64)
+    comm.all_to_all_single(mixed, torch.arange(size) + 10 * rank)
+    comm.barrier()
+    out += [*uneven, mixed, comm.all_gather_json({"rank": rank})]
+    guard.reset()
+    return [o.double().sum().item() if isinstance(o, torch.Tensor) and o.numel() > 4096 else o for o in out]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_are_the_same_with_the_guard_and_without(size: int) -> None:
+    for off, on in zip(run_ranks(size, everything, False), run_ranks(size, everything, True), strict=True):
+        assert len(off) == len(on)
+        for a, b in zip(off, on, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def disagree(how: str) -> None:
+    guard.configure(Section())
+    rank = dist.get_rank()
+    n = 1000
+    comm.all_reduce(torch.ones(3))
+    if how == "label":  # equal sizes, so that without the guard they would be added up
+        comm.label(f"gradients of 'layer{rank}'")
+        comm.all_reduce(torch.ones(n))
+    elif how == "size":  # gloo ends the process without a word of ours
+        comm.label("gradients")
+        comm.all_reduce(torch.ones(n * (1 + 2 * rank)))
+    elif how == "kind":
+        if rank == 0:
+            comm.all_reduce(torch.ones(n))
+        else:
+            comm.all_gather_into_tensor(torch.empty(n * dist.get_world_size()), torch.ones(n))
+    elif how == "large":
+        comm.label(f"weights of 'layer{rank}'")
+        comm.all_reduce(torch.ones(2_000_000))
+    elif how == "groups":
+        groups = [dist.new_group(), dist.new_group()]
+        comm.label(f"work of group {rank % 2}")
+        comm.all_reduce(torch.ones(n), group=groups[rank % 2])
+    print("went on")
+
+
+@pytest.mark.parametrize(
+    ("size", "how", "words"),
+    [
+        (2, "label", ["rank 0: gradients of 'layer0' (all_reduce of 1000 float32)", "rank 1: gradients of 'layer1'"]),
+        (2, "size", ["gradients (all_reduce of 1000 float32)", "gradients (all_reduce of 3000 float32)"]),
+        (2, "kind", ["rank 0: all_reduce of 1000 float32", "rank 1: all_gather_into_tensor of 2000 float32"]),
+        (2, "large", ["rank 0: weights of 'layer0'", "rank 1: weights of 'layer1'"]),
+        (2, "groups", ["rank 0 waits for work of group 0", "rank 1 waits for work of group 1"]),
+        (4, "kind", ["rank 0: all_reduce of 1000 float32", "ranks 1, 2, 3: all_gather_into_tensor of 4000 float32"]),
+        (4, "groups", ["to which ranks 1, 3 have not come", "to which ranks 0, 2 have not come"]),
+    ],
+)
+def test_ranks_that_disagree_are_ended_with_a_message(size: int, how: str, words: list[str]) -> None:
+    with pytest.raises(RemoteError) as info:
+        run_ranks(size, disagree, how, timeout=40.0)
+    assert len(info.value.failures) == size
+    assert not any(f.kind == "hung" for f in info.value.failures)
+    for failure in info.value.failures:
+        told = str(failure)
+        assert all(word in told for word in words), told
+        assert "test_guard.py:" in told
+        assert "went on" not in failure.output  # nobody used what came
+
+
+def slow(seconds: float) -> list[float]:
+    guard.configure(Section())
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_core.comm").addHandler(handler)
+    total = torch.ones(5)
+    for step in range(2):
+        if dist.get_rank() == 1 and step == 1:
+            time.sleep(seconds)  # as in a data loader
+        comm.label("loss")
+        comm.all_reduce(total)
+    logging.getLogger("ds_core.comm").removeHandler(handler)
+    if dist.get_rank() == 0:
+        assert len([m for m in logged if "rank 0 has waited 0.4 s for loss" in m]) == 1, logged
+    return [float(x) for x in total]
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    assert run_ranks(2, slow, 1.6) == [[4.0] * 5] * 2
+
+
+def slow_chain() -> float:
+    """Rank 0 waits for 1, which waits for 2 on another group, which sleeps; then all go on."""
+    guard.configure(Section())
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    total = torch.ones(1)
+    if rank == 2:
+        time.sleep(1.6)
+    if rank in (1, 2):
+        comm.all_reduce(total, group=pairs[1])
+    if rank in (0, 1):
+        comm.all_reduce(total, group=pairs[0])
+    comm.barrier()
+    return total.item()
+
+
+def test_a_chain_of_waits_that_ends_in_a_slow_rank_is_waited_for() -> None:
+    assert run_ranks(4, slow_chain) == [3.0, 3.0, 2.0, 1.0]
+
+
+def many(count: int) -> float:
+    """Ranks that wait for each other all the time, each a little, are never stuck."""
+    guard.configure(Section(patience=0.05))
+    total = torch.ones(10)
+    for step in range(count):
+        if step % 50 == dist.get_rank() * 10:
+            time.sleep(0.1)
+        comm.all_reduce(total, op=dist.ReduceOp.AVG)
+    return total.sum().item()
+
+
+def test_many_short_waits_prove_nothing() -> None:
+    assert run_ranks(2, many, 200) == [10.0, 10.0]
+
+
+def off_and_on() -> int:
+    assert guard.active is None
+    comm.label("nothing")  # off: does nothing
+    guard.configure(Section())
+    first = guard.active
+    guard.configure(Section())
+    assert guard.active is first  # on stays on
+    comm.all_reduce(torch.ones(1))
+    guard.configure(Section(enabled=False))
+    assert guard.active is first  # another engine's config does not switch it off
+    guard.reset()
+    assert guard.active is None
+    comm.all_reduce(torch.ones(1))
+    guard.configure(Section())
+    assert guard.active is not first
+    comm.all_reduce(torch.ones(1))
+    return 1
+
+
+def test_it_can_be_switched_off_and_on() -> None:
+    assert run_ranks(2, off_and_on) == [1, 1]
+
+
+def test_one_rank_needs_no_guard() -> None:
+    guard.configure(Section())
+    assert guard.active is None
+
+
+def busy(seconds: float) -> list[str]:
+    """Rank 1 comes late; what rank 0 logged."""
+    guard.LOOK_FOR_OTHERS = 0.2
+    guard.configure(Section())
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_core.comm").addHandler(handler)
+    for _ in range(2):  # each wait is told of once
+        if dist.get_rank() == 1:
+            time.sleep(seconds)
+        comm.label("loss")
+        comm.all_reduce(torch.ones(1))
+    logging.getLogger("ds_core.comm").removeHandler(handler)
+    guard.reset()
+    guard.LOOK_FOR_OTHERS = 5.0
+    return [text for text in logged if "still waits" in text]
+
+
+def test_where_a_busy_rank_is_gets_logged() -> None:
+    waited, came_late = run_ranks(2, busy, 1.6)
+    assert not came_late
+    assert len(waited) == 2
+    assert all(
+        "rank 0 still waits for loss (all_reduce of 1 float32): rank 1 is busy at test_guard.py:" in t for t in waited
+    )
+
+
+def over_another_backend() -> str:
+    name, dist.get_backend = dist.get_backend, lambda *_: "nccl"
+    try:
+        guard.configure(Section())
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.get_backend = name
+    return ""
+
+
+def test_it_refuses_backends_whose_waits_it_cannot_see() -> None:
+    said = run_ranks(2, over_another_backend)
+    assert all("comms_guard.enabled" in text and "'nccl'" in text for text in said)
+
+
+ENDS = """
+from dataclasses import make_dataclass
+import torch, torch.distributed as dist
+from ds_core import comm
+from ds_core.comm import guard
+
+dist.init_process_group("gloo")
+guard.configure(make_dataclass("Section", [("enabled", bool), ("patience", float)])(True, 0.4))
+comm.all_reduce(torch.ones(3))
+if dist.get_rank() == 1:
+    raise ValueError("bad sample 17")
+comm.label("gradients of 'a.weight'")
+comm.all_reduce(torch.ones(9))
+"""
+
+
+def test_who_ended_and_how_is_told() -> None:
+    """Processes of their own: those of the pool outlive an exception."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=60)[1] for process in ranks]
+    assert all(process.returncode != 0 for process in ranks)
+    assert "rank 1 has ended (ValueError: bad sample 17)" in told[0]
+    assert "gradients of 'a.weight' (all_reduce of 9 float32)" in told[0]
+    assert "ValueError: bad sample 17" in told[1]
