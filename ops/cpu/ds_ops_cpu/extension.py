@@ -21,6 +21,7 @@ EXTENSION = Extension(
     folder=Path(__file__).parent / "cpp",
     units=(
         Unit("module.cpp", _OPENMP),
+        Unit("shared.cpp", ("-O1",)),
         Unit("generic.cpp"),
         *(
             (

@@ -24,6 +24,8 @@
 
 namespace py = pybind11;
 
+void register_shared(py::module_& m);  // shared.cpp
+
 namespace {
 
 const char* const BUILD_KEY = "ds-build-key:" DS_BUILD_KEY;
@@ -353,6 +355,7 @@ PYBIND11_MODULE(_ds_ops_cpu, m) {
 #else
     m.attr("OPENMP") = false;
 #endif
+    register_shared(m);
     m.def("adam", &adam);
     m.def("adagrad", &adagrad);
     m.def("lion", &lion);
