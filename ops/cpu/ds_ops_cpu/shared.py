@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -131,7 +130,7 @@ def open_segment(meeting: Meeting) -> Transport | None:
         module = native()
         reason = _obstacle(module, meeting)
         if meeting.rank == 0 and reason is None:
-            mine = _make(module.Segment.bytes_for(meeting.size, BOX))
+            mine = _make(module.Segment.bytes_for(meeting.size, BOX), key)
     except (DSError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
     told = {"host": _host(), "pid": os.getpid(), "file": mine, "key": key, "reason": (reason or "")[:800]}
@@ -143,7 +142,7 @@ def open_segment(meeting: Meeting) -> Transport | None:
             file = mine if meeting.rank == 0 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
             mine = -1  # the segment closes it
             spin = SPIN_NS if meeting.size <= _cores() else 0
-            args = (file, first["key"].encode(), meeting.rank == 0, meeting.rank, meeting.size, BOX, meeting.timeout)
+            args = (file, first["key"].encode(), meeting.rank, meeting.size, BOX, meeting.timeout)
             segment = module.Segment(*args, spin)
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -159,13 +158,6 @@ def open_segment(meeting: Meeting) -> Transport | None:
     return SharedMemory(segment, meeting, pids)
 
 
-def available() -> str | None:
-    """None where this can be tried, else what is missing; whether ranks share a host is seen when they meet."""
-    from ds_ops_cpu.extension import available as built
-
-    return "needs Linux" if sys.platform != "linux" else built()
-
-
 def _obstacle(module: Any, meeting: Meeting) -> str | None:
     if not hasattr(module, "Segment"):
         return "this system has no futex"
@@ -174,11 +166,12 @@ def _obstacle(module: Any, meeting: Meeting) -> str | None:
     return None
 
 
-def _make(size: int) -> int:
-    """A memory file of `size` bytes, which are there: a full machine is an error here, not a crash later."""
+def _make(size: int, key: str) -> int:
+    """A memory file of `size` bytes that begins with `key`. The bytes are there: a full machine is an error here, not a crash later."""
     file = os.memfd_create("ds_core collectives", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, size)
+        os.pwrite(file, key.encode(), 0)
     except OSError as error:
         os.close(file)
         raise OSError(error.errno, f"{size} bytes of shared memory are not to be had: {error.strerror}") from error

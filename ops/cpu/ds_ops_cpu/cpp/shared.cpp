@@ -99,8 +99,8 @@ uint64_t digest_of(const std::string& text) {
 
 class Segment {
   public:
-    // descriptor: of a file of `bytes_for` bytes, which this object closes. key: 32 bytes that tell this segment.
-    Segment(int descriptor, const std::string& key, bool create, int rank, int size, size_t box, double timeout,
+    // descriptor: of a file of `bytes_for` bytes, zeros after `key`; this object closes it.
+    Segment(int descriptor, const std::string& key, int rank, int size, size_t box, double timeout,
             long spin_ns)
         : fd_(descriptor), rank_(rank), size_(size), box_(box), timeout_ns_((long)(timeout * 1e9)), spin_ns_(spin_ns),
           fold_(chosen_fold()) {
@@ -113,9 +113,7 @@ class Segment {
             throw std::runtime_error("the shared memory cannot be mapped: " + why);
         }
         base_ = (char*)at;
-        auto head = (Head*)base_;
-        if (create) memcpy(head->key, key.data(), KEY);  // the rest is zeros already
-        const bool ours = memcmp(head->key, key.data(), KEY) == 0;
+        const bool ours = memcmp(((Head*)base_)->key, key.data(), KEY) == 0;
         if (!ours || !lock()) {
             const std::string why = ours ? strerror(errno) : "it is another one's";
             release();
@@ -419,7 +417,7 @@ uint32_t all_gather(Segment& segment, uint64_t tag, const std::string& text, boo
 
 void register_shared(py::module_& m) {
     py::class_<Segment>(m, "Segment")
-        .def(py::init<int, const std::string&, bool, int, int, size_t, double, long>())
+        .def(py::init<int, const std::string&, int, int, size_t, double, long>())
         .def_static("bytes_for", &Segment::bytes_for)
         .def("all_reduce", &Segment::all_reduce)
         .def("reduce_scatter", &Segment::reduce_scatter)
