@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_core.comm.shared import Meeting, Transport
-from ds_core.errors import CommError, DSError
+from ds_core.errors import CommError, DSError, LostRankError
 from ds_ops_cpu.kernels import native
 
 __all__ = ["BOX", "SharedMemory", "open_segment"]
@@ -54,10 +54,12 @@ _GONE, _LATE, _DIFFERENT, _INTERRUPTED, _LEFT = range(1, 6)
 
 
 class SharedMemory:
-    """A group's segment: a `Transport`. names: the ranks' numbers in the world; pids: their processes, for messages."""
+    """A group's segment: a `Transport`. pids: the ranks' processes, for messages."""
 
     def __init__(self, segment: Any, meeting: Meeting, pids: Sequence[int]) -> None:
-        self._segment, self._meeting, self._pids = segment, meeting, list(pids)
+        # Not the meeting itself: it knows the lane, which knows this object; both are to go with their group.
+        self._segment, self._pids = segment, list(pids)
+        self._rank, self._names, self._timeout = meeting.rank, meeting.names, meeting.timeout
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
         """See `Transport`."""
@@ -105,9 +107,9 @@ class SharedMemory:
 
     def _error(self, code: int, text: str) -> CommError:
         """What became of a collective, in words; the segment serves no other after it."""
-        me, kind, rank = self._meeting.rank, code & 0xFF, code >> 8
-        name = self._meeting.names[rank]
-        head = f"rank {self._meeting.names[me]}: {text} failed"
+        kind, rank = code & 0xFF, code >> 8
+        name = self._names[rank]
+        head = f"rank {self._names[self._rank]}: {text} failed"
         if kind == _DIFFERENT:
             return CommError(
                 f"{head}: rank {name} called {self._segment.call_of(rank)} at the same place; all ranks of a group "
@@ -115,11 +117,11 @@ class SharedMemory:
             )
         why = {
             _GONE: f"rank {name} (process {self._pids[rank]}) has ended",
-            _LATE: f"rank {name} has not come within {self._meeting.timeout:g} s, the process group's timeout",
+            _LATE: f"rank {name} has not come within {self._timeout:g} s, the process group's timeout",
             _INTERRUPTED: f"rank {name} was interrupted in it or in one before",
-            _LEFT: f"rank {name} has destroyed the process group, or an earlier collective failed there",
+            _LEFT: f"rank {name} has destroyed the process group",
         }[kind]
-        return CommError(f"{head}, for {why}")
+        return LostRankError(f"{head}, for {why}")
 
 
 def open_segment(meeting: Meeting) -> Transport | None:

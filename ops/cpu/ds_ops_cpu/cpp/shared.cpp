@@ -31,22 +31,26 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
 
 namespace {
 
-ds::Fold chosen_fold() {
+// Those this processor can run, best first.
+std::vector<std::pair<const char*, ds::Fold>> folds() {
+    std::vector<std::pair<const char*, ds::Fold>> usable;
 #ifdef DS_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return ds::fold_avx512;
+        usable.emplace_back("avx512", ds::fold_avx512);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        return ds::fold_avx2;
+        usable.emplace_back("avx2", ds::fold_avx2);
 #endif
-    return ds::fold_generic;
+    usable.emplace_back("generic", ds::fold_generic);
+    return usable;
 }
 
 enum Failure : uint32_t { OK = 0, GONE = 1, LATE = 2, DIFFERENT = 3, INTERRUPTED = 4, LEFT = 5 };
@@ -103,7 +107,7 @@ class Segment {
     Segment(int descriptor, const std::string& key, int rank, int size, size_t box, double timeout,
             long spin_ns)
         : fd_(descriptor), rank_(rank), size_(size), box_(box), timeout_ns_((long)(timeout * 1e9)), spin_ns_(spin_ns),
-          fold_(chosen_fold()) {
+          fold_(folds().front().second) {
         if (key.size() != KEY || rank < 0 || rank >= size || box % 4096) throw py::value_error("not a segment");
         bytes_ = bytes_for(size, box);
         void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
@@ -413,6 +417,14 @@ uint32_t all_gather(Segment& segment, uint64_t tag, const std::string& text, boo
     return segment.all_gather(tag, text, interruptible, to, bytes, mine);
 }
 
+void fold(const std::string& name, uintptr_t out, py::list parts, long n, int type, int op, bool average) {
+    std::vector<const void*> from;
+    for (auto part : parts) from.push_back((const void*)part.cast<uintptr_t>());
+    for (auto& [known, function] : folds())
+        if (name == known) return function((void*)out, from.data(), (int)from.size(), n, type, op, average);
+    throw py::value_error("this processor cannot run " + name);
+}
+
 }  // namespace
 
 void register_shared(py::module_& m) {
@@ -424,6 +436,7 @@ void register_shared(py::module_& m) {
         .def("all_gather", &all_gather)
         .def("call_of", &Segment::call_of)
         .def("leave", &Segment::leave);
+    m.def("fold", &fold, "For tests: the reduction alone, by the instruction set of that name.");
     m.attr("MOST_RANKS") = Segment::MOST;
 }
 
