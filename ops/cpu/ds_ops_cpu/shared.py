@@ -127,7 +127,7 @@ class SharedMemory:
 def open_segment(meeting: Meeting) -> Transport | None:
     """The segment of a group, or None when its ranks cannot share one; collective."""
     key = secrets.token_hex(16)
-    mine, reason = -1, None
+    mine, reason, module = -1, None, None
     try:
         module = native()
         reason = _obstacle(module, meeting)
@@ -139,9 +139,11 @@ def open_segment(meeting: Meeting) -> Transport | None:
     records = meeting.swap(told)
     pids, first = [r["pid"] for r in records], records[0]
     segment, reason = None, _why_apart(records, meeting)
-    if reason is None:
+    if reason is None and module is not None:
         try:
-            file = mine if meeting.rank == 0 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
+            file = (
+                mine if meeting.rank == 0 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
+            )
             mine = -1  # the segment closes it
             spin = SPIN_NS if meeting.size <= _cores() else 0
             args = (file, first["key"].encode(), meeting.rank, meeting.size, BOX, meeting.timeout)
@@ -169,7 +171,10 @@ def _obstacle(module: Any, meeting: Meeting) -> str | None:
 
 
 def _make(size: int, key: str) -> int:
-    """A memory file of `size` bytes that begins with `key`. The bytes are there: a full machine is an error here, not a crash later."""
+    """A memory file of `size` bytes that begins with `key`.
+
+    The bytes are there: a full machine is an error here, not a crash later.
+    """
     file = os.memfd_create("ds_core collectives", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, size)
@@ -181,7 +186,7 @@ def _make(size: int, key: str) -> int:
 
 
 def _host() -> str:
-    """What is equal exactly on processes that see each other in /proc: the boot of the kernel, and the pid namespace."""
+    """What is equal exactly on processes that see each other in /proc: the kernel's boot and the pid namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -1,4 +1,4 @@
-"""Collectives through shared memory: the core's own checks of collectives, groups, failures, and training as over gloo."""
+"""Collectives through shared memory: the core's own checks of collectives, groups, failures, training as over gloo."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_ops_cpu import shared as ours
+from ds_ops_cpu.kernels import native
 from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.comm import collectives, shared
 from ds_core.errors import CommError
 from ds_core.testing import RemoteError, run_ranks
-from ds_ops_cpu import shared as ours
-from ds_ops_cpu.kernels import native
 
 CHECKS = Path(__file__).parents[3] / "tests" / "comm"
 SMALL = 1 << 14  # boxes of so many bytes, so that small tensors go through in many pieces
@@ -80,11 +80,10 @@ def at_borders() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
             box = SMALL // dtype.itemsize
             for length in (box - 1, box, box + 1, 3 * box + 17, (1 << 12) // dtype.itemsize + 1):
-                for op in ("SUM", "AVG"):
-                    check(length, dtype, op, async_op=op == "AVG")
+                check(length, dtype, "AVG" if once else "SUM", async_op=length > box)
     start()
-    check(3_000_017, torch.float32, "SUM", False)
-    check(3_000_017, torch.float16, "AVG", True)
+    check(1_500_017, torch.float32, "SUM", False)
+    check(1_500_017, torch.float16, "AVG", True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -293,7 +292,9 @@ def guarded(name: str, *args: Any) -> Any:
 
 
 def test_the_guard_sees_these_collectives_too() -> None:
-    for off, on in zip(run_ranks(2, guarded, "everything", False), run_ranks(2, guarded, "everything", True), strict=True):
+    for off, on in zip(
+        run_ranks(2, guarded, "everything", False), run_ranks(2, guarded, "everything", True), strict=True
+    ):
         assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(off, on, strict=True))
     assert run_ranks(2, guarded, "slow", 1.2) == [[4.0] * 5] * 2
     for how, words in (
@@ -345,6 +346,7 @@ def without(why: str) -> list[Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before[2])
         logging.getLogger("ds_ops_cpu").removeHandler(handler)
     assert transport() is None
+    lane.opener = None  # the next test of these processes may ask again
     assert "/memfd:ds_core collectives" not in "".join(os.readlink(f"/proc/self/fd/{f}") for f in fds())
     return [total.tolist(), told]
 
@@ -397,9 +399,7 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
         engine.step()
         losses.append(loss.item())
     lanes = [lane for lane, _ in collectives._lanes.values() if lane is not None]
-    print(stage, provider, [(lane.size, lane.transport) for lane in lanes], shared._opener)
     assert any(isinstance(lane.transport, ours.SharedMemory) for lane in lanes) == (provider == "shm")
-    print(stage, provider, [(lane.size, lane.transport) for lane in lanes], shared._opener)
     engine.destroy()
     for lane in lanes:
         lane.opener = lane.transport = None
