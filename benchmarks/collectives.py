@@ -83,7 +83,7 @@ def worker(rank: int, ranks: int, store: str, plan: Plan) -> None:
                 dtype = DTYPES[dtype_name]
                 part = torch.zeros(max(1, size // dtype.itemsize // ranks), dtype=dtype)
                 whole = torch.zeros(part.numel() * ranks, dtype=dtype)
-                calls = [functools.partial(f, whole, part) for f in OPERATIONS[op]]
+                calls: list[Callable[[], object]] = [functools.partial(f, whole, part) for f in OPERATIONS[op]]
                 if plan.shared:
                     calls.append(functools.partial(through_memory, calls[1]))
                 plain, ours, *memory = median_times(calls, plan.budget)
@@ -93,7 +93,7 @@ def worker(rank: int, ranks: int, store: str, plan: Plan) -> None:
                     print(
                         f"{ranks:5d} {op:15s} {dtype_name:5s} {size:10d} "
                         + " ".join(f"{t * 1e3:10.3f}" for t in figures)
-                        + " ".join(f"{size / t / 1e9:8.3f}" for t in figures)
+                        + "".join(f" {size / t / 1e9:8.3f}" for t in figures)
                         + f" {gain:6.2f}x",
                         flush=True,
                     )
@@ -133,7 +133,7 @@ def main() -> int:
     )
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, gloo, one machine")
     names = ["plain", "ours", *(["shared"] if args.shared else [])]
-    columns = " ".join(f"{n + ' ms':>10s}" for n in names) + " ".join(f"{n[:3] + ' GB/s':>8s}" for n in names)
+    columns = " ".join(f"{n + ' ms':>10s}" for n in names) + "".join(f" {n[:3] + ' GB/s':>8s}" for n in names)
     print(f"ranks operation       dtype      bytes {columns}   gain")
     for ranks in (int(r) for r in args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
