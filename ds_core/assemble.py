@@ -109,6 +109,8 @@ def initialize(
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     ctx.grain, ctx.own_optimizer = _grain(optimizer, chosen), optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
+    if mesh.rank == 0:
+        _tell_kernels(kernels)
     guard.configure(core.comms_guard)
     shared.configure(kernels.get("collectives", "cpu"))
     if world_size > 1:
@@ -279,6 +281,15 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
         ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
     ctx.kernels.get("collectives", "cpu")
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
+
+
+def _tell_kernels(kernels: Kernels) -> None:
+    """One line on who serves the kernels, where it is not the references, and one on what stands in the way."""
+    served, missed = kernels.told()
+    if " by reference (ds-core)" not in served or ";" in served:
+        log.info("kernels: %s", served)
+    if missed:
+        log.warning("kernels: %s", "; ".join(missed))
 
 
 def _grain(optimizer: Any, chosen: Composition) -> Grain | None:

@@ -72,7 +72,8 @@ def _megatron_axes(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
 def squared_norm(tensors: list[Tensor]) -> Tensor:
     """The sum of squares of all elements: a 0-d tensor, fp64 for fp64 input and fp32 otherwise.
 
-    The reference of kernel ``squared_norm``; others may give fp64 always. `tensors` live on one device; an empty list gives a CPU zero.
+    The reference of kernel ``squared_norm``; others may give fp64 always. `tensors` live on one device; an empty list
+    gives a CPU zero.
     """
     if not tensors:
         return torch.zeros(())

@@ -59,7 +59,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode="rich" if sys.stdout.isatty() else None,
         pretty_exceptions_enable=False,
     )
-    from ds_core.cli import checkpoint, config, doctor, plugins, run
+    from ds_core.cli import checkpoint, config, doctor, ops, plugins, run
 
     app.callback()(_global_options)
     app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
@@ -67,6 +67,7 @@ def make_app() -> typer.Typer:
     app.command("doctor")(doctor.doctor)
     app.add_typer(config.make_app(), name="config")
     app.add_typer(checkpoint.make_app(), name="checkpoint")
+    app.add_typer(ops.make_app(), name="ops")
     return app
 
 

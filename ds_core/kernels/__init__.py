@@ -70,6 +70,24 @@ class Kernels:
         """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank fingerprint."""
         return dict(self._names)
 
+    def told(self) -> tuple[str, list[str]]:
+        """Who serves what was resolved so far, and why something better that is installed does not: for the log."""
+        served: dict[str, list[str]] = {}
+        for key, name in sorted(self._names.items()):
+            served.setdefault(name, []).append(key.partition("/")[0])
+        missed: dict[str, list[str]] = {}
+        for op, device, dtype in sorted(self._served):
+            if op not in self._forced:
+                for c in self.candidates(op, device, dtype):
+                    if c.reason is None:
+                        break
+                    if not _elsewhere(c.entry, device, dtype):
+                        missed.setdefault(f"{c.entry.provider} ({c.dist}): {c.reason}", []).append(op)
+        return (
+            "; ".join(f"{', '.join(dict.fromkeys(ops))} by {name}" for name, ops in served.items()),
+            [f"{', '.join(dict.fromkeys(ops))} not by {why}" for why, ops in missed.items()],
+        )
+
     def check_forced(self) -> None:
         """Raise KernelError now for a ``kernels`` entry that names an unknown op or provider."""
         for op, provider in self._forced.items():
@@ -120,8 +138,13 @@ class Kernels:
 
 
 def _reason(entry: KernelEntry, device: str, dtype: str) -> str | None:
+    return _elsewhere(entry, device, dtype) or ask(entry.available)
+
+
+def _elsewhere(entry: KernelEntry, device: str, dtype: str) -> str | None:
+    """Why the entry is not even meant for such tensors."""
     if entry.devices and device not in entry.devices:
         return f"serves {', '.join(entry.devices)} only"
     if entry.dtypes and dtype not in entry.dtypes:
         return f"serves {', '.join(entry.dtypes)} only"
-    return ask(entry.available)
+    return None

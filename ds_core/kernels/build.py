@@ -4,7 +4,7 @@
 kernel took 5 s without. So kernels take addresses and sizes through pybind11, and one build serves every torch.
 
 [Note: which library is loaded] A library's name holds the key of its build: a digest of sources, flags, compiler and
-Python's ABI (and torch, where its headers are used). The same key is compiled into it and looked for in the file's
+Python's ABI (and torch, where its headers are used). The same key is linked into it and looked for in the file's
 bytes before anything of it runs. So a file that was put under another key's name is not loaded, and is built anew; a
 record beside the library could be put there just as easily as the library. Who may write into the folder at all is
 checked too: it must belong to this user, and nobody else may have access.
@@ -206,7 +206,8 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
     log.warning("building %s (%d files, once for this compiler and Python)", extension.name, units)
     start = time.perf_counter()
     library = room / f"{extension.module}{_suffix()}"
-    (room / "build.ninja").write_text(_ninja_file(extension, key, library.name))
+    (room / "build.ninja").write_text(_ninja_file(extension, library.name))
+    (room / "key.cpp").write_text(f'__attribute__((used)) extern const char ds_build_key[] = "{MARK}{key}";\n')
     ninja = _tool("ninja")
     assert ninja is not None
     done = subprocess.run(
@@ -230,20 +231,20 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
     return library
 
 
-def _ninja_file(extension: Extension, key: str, library: str) -> str:
+def _ninja_file(extension: Extension, library: str) -> str:
     """Ninja's description of the build; ``$`` and spaces in paths are escaped its way."""
     include = " ".join(f"-isystem {_quote(path)}" for path in _includes(extension))
-    define = f'-DDS_BUILD_KEY="\\"{key}\\""'
     compiler, nvcc = _quote(str(_tool("g++"))), _quote(str(_tool("nvcc")))
     lines = [
         "rule cxx",
-        f"  command = {compiler} -MMD -MF $out.d {' '.join(extension.flags)} {define} {include} $flags -c $in -o $out",
+        f"  command = {compiler} -MMD -MF $out.d {' '.join(extension.flags)} {include} $flags -c $in -o $out",
         "rule cuda",
         f"  command = {nvcc} {' '.join(extension.cuda_flags)} {include} $flags -c $in -o $out",
         "rule link",
         f"  command = {compiler} $in {' '.join(extension.link)} -o $out",
     ]
-    objects = []
+    objects = ["key.o"]
+    lines.append("build key.o: cxx key.cpp")
     for i, unit in enumerate(extension.units):
         objects.append(f"{i}_{Path(unit.path).stem}.o")
         rule = "cuda" if unit.path.endswith(".cu") else "cxx"

@@ -136,7 +136,9 @@ def sgd(
     """SGD. momenta: None without momentum. first: momenta begin as the gradient, undampened."""
     if not params:
         return
-    if scale == 1 and _alike(params, grads, momenta or ()):
+    # torch 2.13 leaves most elements of 16-bit parameters as they were in a first step on the CPU.
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in params)
+    if scale == 1 and not half and _alike(params, grads, momenta or ()):
         torch._fused_sgd_(
             list(params), list(grads), list(momenta or ()),
             weight_decay=weight_decay, momentum=momentum, lr=lr, dampening=dampening, nesterov=nesterov,
@@ -191,7 +193,7 @@ def lamb(
         u = first / ((second + eps).sqrt_() if eps_inside_sqrt else second.sqrt().add_(eps))
         if weight_decay:
             u.add_(p, alpha=weight_decay)
-        norms = torch.stack([p.norm(), u.norm()]).double().tolist()
+        norms = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (p, u)]
         coeff = min(max(norms[0] / norms[1], min_coeff), max_coeff) if all(norms) else 1.0
         coeffs.append(coeff)
         p.add_(u, alpha=-size * coeff)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_core.testing.accelerator import AcceleratorConformance
+    from ds_core.testing.kernels import KernelConformance
     from ds_core.testing.monitor import MonitorConformance
     from ds_core.testing.plugin import PluginConformance
     from ds_core.testing.pool import RemoteError, WorkerPool, run_ranks
 
 _HOMES = {
     "AcceleratorConformance": "accelerator",
+    "KernelConformance": "kernels",
     "MonitorConformance": "monitor",
     "PartitionerConformance": "partitioner",
     "PluginConformance": "plugin",
@@ -27,6 +29,7 @@ _HOMES = {
 
 __all__ = [
     "AcceleratorConformance",
+    "KernelConformance",
     "MonitorConformance",
     "PluginConformance",
     "RemoteError",

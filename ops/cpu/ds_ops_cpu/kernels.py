@@ -5,8 +5,8 @@ strides. Others are worked on as contiguous copies and copied back. What it cann
 reference, which means the same.
 
 [Note: what is checked] Addresses bypass all of torch's own checks, so a wrong size, type or device would be memory
-written at random. Every list is looked through in whole, attribute by attribute with `map`, which takes about 50 ns for
-each; a cache of what was checked before could be deceived by ``tensor.data = ...``.
+written at random. Every tensor is looked at anew in every call; a cache of what was checked before could be deceived by
+``tensor.data = ...``. C++ does it (cpp/tensors.h), or Python with a torch that does not offer what that needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ Row = tuple[Tensor, ...]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NORM_TYPES = {**_TYPES, torch.float64: 3}
-_NONE = 4
 _dtype, _on_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 _native: ModuleType | None = None
 
@@ -112,9 +111,7 @@ def lion(
     """See `ds_core.kernels.references.lion`."""
 
     def reference(lists: list[list[Tensor]], copies: list[Tensor] | None) -> None:
-        references.lion(
-            *lists, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, scale=scale, copies=copies
-        )
+        references.lion(*lists, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, scale=scale, copies=copies)
 
     _step(native().lion, reference, (scale, lr, beta1, beta2, weight_decay), [params, grads, exp_avgs], copies)
 
@@ -142,7 +139,7 @@ def sgd(
         )  # fmt: skip
 
     numbers = (scale, lr, momentum, 1 - dampening, weight_decay, nesterov, first)
-    _step(native().sgd, reference, numbers, [params, grads, *([] if momenta is None else [momenta])], copies, states=1)
+    _step(native().sgd, reference, numbers, [params, grads, *([] if momenta is None else [momenta])], copies)
 
 
 def lamb(
@@ -184,45 +181,57 @@ def _step(
     numbers: tuple[float, ...],
     lists: Sequence[Tensors],
     copies: Tensors | None,
-    states: int | None = None,
 ) -> list[float]:
     """Call `run` for the places that C++ can take, `reference` for the others; the values of all, in order.
 
-    lists: parameters, gradients and states. states: how many `run` takes, where that is more than there are.
+    lists: parameters, gradients and states.
     """
-    absent = 0 if states is None else states + 2 - len(lists)
-    params = lists[0]
+    params, has_copies = lists[0], copies is not None
     if not params:
         return []
-    everything = [*lists, copies] if copies is not None else lists
-    sizes = list(map(Tensor.numel, params))
-    for other in everything[1:]:
-        if list(map(Tensor.numel, other)) != sizes:
-            raise KernelError(_sizes_differ(everything))
-    kinds = [set(map(_dtype, tensors)) for tensors in everything]
-    plain = all(len(k) == 1 for k in kinds) and _takes([next(iter(k)) for k in kinds], copies is not None)
-    if plain and all(all(map(_on_cpu, ts)) and all(map(Tensor.is_contiguous, ts)) for ts in everything):
-        out = _call(run, numbers, sizes, everything, copies is not None, absent)
+    everything = [*lists, copies] if copies is not None else list(lists)
+    given = None
+    if _takes([ts[0].dtype for ts in everything if ts], has_copies):
+        given = _plain(everything)
+    if given is not None:
+        out = run(torch.get_num_threads(), given, has_copies, *numbers) or []
     else:
-        out = _sorted_out(run, reference, numbers, everything, copies is not None, absent)
+        if len({len(ts) for ts in everything}) > 1:
+            raise KernelError(_sizes_differ(everything))
+        sizes = list(map(Tensor.numel, params))
+        if any(list(map(Tensor.numel, other)) != sizes for other in everything[1:]):
+            raise KernelError(_sizes_differ(everything))
+        out = _sorted_out(run, reference, numbers, everything, has_copies)
     torch.autograd.graph.increment_version(params)
     return out
 
 
-def _call(
-    run: Callable[..., list[float] | None],
-    numbers: tuple[float, ...],
-    sizes: list[int],
-    lists: Sequence[Tensors],
-    has_copies: bool,
-    absent: int,
-) -> list[float]:
-    """One call into C++; each list is of one dtype that it takes, every tensor's memory in the order of its place."""
-    types = [_TYPES[ts[0].dtype] for ts in lists]
-    addresses: list[list[int] | None] = [list(map(Tensor.data_ptr, ts)) for ts in lists]
-    copies, copy_type = (addresses.pop(), types.pop()) if has_copies else (None, _NONE)
-    kinds = (types[0], types[1], types[2] if len(types) > 2 else _NONE, copy_type)
-    return run(torch.get_num_threads(), sizes, kinds, *addresses, *[None] * absent, copies, *numbers) or []
+_EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def _plain(lists: Sequence[Tensors], mixed: bool = False) -> Any:
+    """The lists for C++, when all is plain: on the CPU, contiguous, sizes and dtypes alike. Else None.
+
+    mixed: a list may hold several dtypes.
+    """
+    if _EXCHANGE is not None:  # torch >= 2.10
+        return native().from_tensors(_EXCHANGE, list(lists), mixed)
+    sizes = list(map(Tensor.numel, lists[0]))
+    for tensors in lists:
+        dtypes = list(map(_dtype, tensors))
+        if list(map(Tensor.numel, tensors)) != sizes or not (mixed or len(set(dtypes)) == 1):
+            return None
+        if not all(d in _NORM_TYPES for d in set(dtypes)) or not all(map(_on_cpu, tensors)):
+            return None
+        if not all(map(Tensor.is_contiguous, tensors)):
+            return None
+    return _numbers(sizes, lists, mixed)
+
+
+def _numbers(sizes: list[int], lists: Sequence[Tensors], mixed: bool = False) -> Any:
+    """The lists for C++; each place's memory is known to be in one order."""
+    kinds = [[_NORM_TYPES[t.dtype] for t in (ts if mixed else ts[:1])] for ts in lists]
+    return native().from_numbers(sizes, kinds, [list(map(Tensor.data_ptr, ts)) for ts in lists])
 
 
 def _takes(dtypes: Sequence[torch.dtype], has_copies: bool) -> bool:
@@ -238,7 +247,6 @@ def _sorted_out(
     numbers: tuple[float, ...],
     lists: Sequence[Tensors],
     has_copies: bool,
-    absent: int,
 ) -> list[float]:
     """Tensors of several kinds: one call for each, by the reference where C++ cannot."""
     kinds: dict[tuple[torch.dtype, ...] | None, list[int]] = {}
@@ -257,7 +265,8 @@ def _sorted_out(
         else:
             flat = [_in_one_order(row) for row in members]
             columns = [list(c) for c in zip(*flat, strict=True)]
-            values = _call(run, numbers, [r[0].numel() for r in flat], columns, has_copies, absent)
+            given = _numbers([r[0].numel() for r in flat], columns)
+            values = run(torch.get_num_threads(), given, has_copies, *numbers) or []
             for row, worked in zip(members, flat, strict=True):
                 for index, (tensor, copy) in enumerate(zip(row, worked, strict=True)):
                     if copy is not tensor and index != 1:
@@ -289,13 +298,13 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     """See `ds_core.params.squared_norm`; summed in fp64, so finite exactly when every element is."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    if not all(map(Tensor.is_contiguous, tensors)) or not all(map(_on_cpu, tensors)):
+    given = _plain([tensors], mixed=True)
+    if given is None:
         tensors = [t if references.is_dense(t) else t.contiguous() for t in tensors]
-    kinds = [_NORM_TYPES.get(d, _NONE) for d in map(_dtype, tensors)]
-    if _NONE in kinds or not all(map(_on_cpu, tensors)):
-        return reference_squared_norm(tensors)
-    sizes, addresses = list(map(Tensor.numel, tensors)), list(map(Tensor.data_ptr, tensors))
-    total = native().squared_norm(torch.get_num_threads(), sizes, kinds, addresses)
+        if not all(map(_on_cpu, tensors)) or any(t.dtype not in _NORM_TYPES for t in tensors):
+            return reference_squared_norm(tensors)
+        given = _numbers(list(map(Tensor.numel, tensors)), [tensors], mixed=True)
+    total = native().squared_norm(torch.get_num_threads(), given)
     return torch.tensor(total, dtype=torch.float64)
 
 
@@ -308,9 +317,8 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
         if dtype is None:
             references.accumulate(totals, more, scale=scale)
             continue
-        targets, sources = list(map(Tensor.data_ptr, totals)), list(map(Tensor.data_ptr, more))
-        count = [t.numel() for t in totals]
-        native().accumulate(torch.get_num_threads(), count, _TYPES[dtype], targets, sources, scale)
+        given = _numbers(list(map(Tensor.numel, totals)), [totals, more])
+        native().accumulate(torch.get_num_threads(), given, scale)
         torch.autograd.graph.increment_version(totals)
 
 

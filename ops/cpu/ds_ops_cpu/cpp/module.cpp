@@ -17,18 +17,14 @@
 #endif
 
 #include "ops.h"
-
-#ifndef DS_BUILD_KEY
-#define DS_BUILD_KEY "none"
-#endif
+#include "tensors.h"
 
 namespace py = pybind11;
+using ds::Addresses, ds::Sizes, ds::Tensors, ds::width;
 
 void register_shared(py::module_& m);  // shared.cpp
 
 namespace {
-
-const char* const BUILD_KEY = "ds-build-key:" DS_BUILD_KEY;
 
 const ds::Table* chosen = nullptr;
 
@@ -45,43 +41,6 @@ std::vector<const ds::Table*> usable() {
     tables.push_back(&ds::generic);
     return tables;
 }
-
-// -- lists from Python -------------------------------------------------------------------------------------------------
-
-using Addresses = std::vector<char*>;
-using Sizes = std::vector<long>;
-
-template <class T>
-std::vector<T> numbers(const py::handle& from) {
-    PyObject* fast = PySequence_Fast(from.ptr(), "a list of whole numbers is needed");
-    if (!fast) throw py::error_already_set();
-    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
-    std::vector<T> out((size_t)n);
-    for (Py_ssize_t i = 0; i < n; i++) out[(size_t)i] = (T)PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(fast, i));
-    Py_DECREF(fast);
-    if (PyErr_Occurred()) throw py::error_already_set();
-    return out;
-}
-
-Addresses addresses(const py::handle& from, const Sizes& sizes, const char* what) {
-    auto as_numbers = numbers<uintptr_t>(from);
-    if (as_numbers.size() != sizes.size())
-        throw py::value_error(std::string(what) + ": " + std::to_string(as_numbers.size()) + " tensors, but " +
-                              std::to_string(sizes.size()) + " sizes");
-    Addresses out(as_numbers.size());
-    for (size_t i = 0; i < out.size(); i++) {
-        if (!as_numbers[i] && sizes[i])
-            throw py::value_error(std::string(what) + ": tensor " + std::to_string(i) + " has no memory");
-        out[i] = reinterpret_cast<char*>(as_numbers[i]);
-    }
-    return out;
-}
-
-Addresses maybe(const py::handle& from, const Sizes& sizes, const char* what) {
-    return from.is_none() ? Addresses() : addresses(from, sizes, what);
-}
-
-long width(int type) { return type == ds::F64 ? 8 : type == ds::F32 ? 4 : 2; }
 
 // -- dividing the work ---------------------------------------------------------------------------------------------------
 
@@ -157,48 +116,63 @@ class Layout {
 // Below this many bytes a copy that is written out is read again from the cache; above it would only push others out.
 constexpr long STREAM_FROM = 8L << 20;
 
-struct Tensors {
-    Sizes sizes;
-    Addresses params, grads, first, second, copies;
+// The operands of a step: parameters, gradients, up to two states, and with `copies` what the last list of `tensors` is.
+struct Operands {
+    const Sizes& sizes;
+    const Addresses *params, *grads, *first = nullptr, *second = nullptr, *copies = nullptr;
     ds::Types types;
 
-    Tensors(const py::handle& n, const py::tuple& kinds, const py::handle& p, const py::handle& g, const py::handle& a,
-            const py::handle& b, const py::handle& c)
-        : sizes(numbers<long>(n)),
-          params(addresses(p, sizes, "params")),
-          grads(addresses(g, sizes, "grads")),
-          first(maybe(a, sizes, "first state")),
-          second(maybe(b, sizes, "second state")),
-          copies(maybe(c, sizes, "copies")) {
+    Operands(const Tensors& from, bool has_copies, size_t most_states) : sizes(from.sizes) {
+        const size_t states = from.lists.size() - (has_copies ? 3 : 2);
+        if (from.lists.size() < (has_copies ? 3u : 2u) || states > most_states)
+            throw py::value_error(std::to_string(from.lists.size()) + " lists of tensors are not what this step takes");
+        params = &from.lists[0];
+        grads = &from.lists[1];
+        if (states > 0) first = &from.lists[2];
+        if (states > 1) second = &from.lists[3];
+        if (has_copies) copies = &from.lists.back();
         long total = 0;
         for (long size : sizes) total += size;
-        types = {kinds[0].cast<int>(), kinds[1].cast<int>(), kinds[2].cast<int>(), kinds[3].cast<int>(),
-                 total * 2 >= STREAM_FROM};
+        types = {from.type(0), from.type(1), states ? from.type(2) : ds::NONE,
+                 has_copies ? from.type(states + 2) : ds::NONE, total * 2 >= STREAM_FROM};
+        const bool wide = types.param == ds::F64 || types.grad == ds::F64 || types.state == ds::F64;
+        if (wide || (states > 1 && from.type(3) != types.state) || types.copy == ds::F32 || types.copy == ds::F64)
+            throw py::value_error("no path for tensors of these types");
     }
 
     ds::Block block(size_t t, long offset, long n) const {
-        return {params[t] + offset * width(types.param),
-                grads[t] + offset * width(types.grad),
-                first.empty() ? nullptr : first[t] + offset * width(types.state),
-                second.empty() ? nullptr : second[t] + offset * width(types.state),
-                copies.empty() ? nullptr : copies[t] + offset * width(types.copy),
+        return {(*params)[t] + offset * width(types.param),
+                (*grads)[t] + offset * width(types.grad),
+                first ? (*first)[t] + offset * width(types.state) : nullptr,
+                second ? (*second)[t] + offset * width(types.state) : nullptr,
+                copies ? (*copies)[t] + offset * width(types.copy) : nullptr,
                 n};
+    }
+
+    // The hardware finds the streams of the next tensor only when it is there.
+    void expect(size_t t) const {
+        if (t >= sizes.size()) return;
+        for (long at = 0; at < std::min(2048L, sizes[t] * 4); at += 64) {
+            __builtin_prefetch((*params)[t] + at);
+            __builtin_prefetch((*grads)[t] + at);
+            if (first) __builtin_prefetch((*first)[t] + at);
+            if (second) __builtin_prefetch((*second)[t] + at);
+        }
     }
 };
 
 template <class Factors>
-void step(int threads, const Tensors& tensors, void (*kernel)(const ds::Block&, const ds::Types&, const Factors&),
+void step(int threads, const Operands& operands, void (*kernel)(const ds::Block&, const ds::Types&, const Factors&),
           const Factors& factors) {
     py::gil_scoped_release release;
-    Layout(tensors.sizes).run(threads, [&](size_t t, long offset, long n, long) {
-        kernel(tensors.block(t, offset, n), tensors.types, factors);
+    Layout(operands.sizes).run(threads, [&](size_t t, long offset, long n, long) {
+        if (offset + n == operands.sizes[t]) operands.expect(t + 1);
+        kernel(operands.block(t, offset, n), operands.types, factors);
     });
 }
 
-void adam(int threads, py::object sizes, py::tuple types, py::object p, py::object g, py::object m, py::object v,
-          py::object copies, double scale, double lr, double beta1, double beta2, double eps, double weight_decay,
-          bool decoupled, double correction1, double correction2) {
-    const Tensors tensors(sizes, types, p, g, m, v, copies);
+void adam(int threads, const Tensors& tensors, bool copies, double scale, double lr, double beta1, double beta2,
+          double eps, double weight_decay, bool decoupled, double correction1, double correction2) {
     const ds::AdamFactors c = {(float)scale,
                                (float)(decoupled ? 0 : weight_decay),
                                (float)(decoupled ? 1 - lr * weight_decay : 1),
@@ -208,30 +182,27 @@ void adam(int threads, py::object sizes, py::tuple types, py::object p, py::obje
                                (float)(1 / std::sqrt(correction2)),
                                (float)eps,
                                (float)(lr / correction1)};
-    step(threads, tensors, chosen->adam, c);
+    step(threads, Operands(tensors, copies, 2), chosen->adam, c);
 }
 
-void adagrad(int threads, py::object sizes, py::tuple types, py::object p, py::object g, py::object s,
-             py::object copies, double scale, double lr, double eps, double weight_decay) {
-    const Tensors tensors(sizes, types, p, g, s, py::none(), copies);
+void adagrad(int threads, const Tensors& tensors, bool copies, double scale, double lr, double eps,
+             double weight_decay) {
     const ds::AdagradFactors c = {(float)scale, (float)weight_decay, (float)eps, (float)lr};
-    step(threads, tensors, chosen->adagrad, c);
+    step(threads, Operands(tensors, copies, 1), chosen->adagrad, c);
 }
 
-void lion(int threads, py::object sizes, py::tuple types, py::object p, py::object g, py::object m, py::object copies,
-          double scale, double lr, double beta1, double beta2, double weight_decay) {
-    const Tensors tensors(sizes, types, p, g, m, py::none(), copies);
+void lion(int threads, const Tensors& tensors, bool copies, double scale, double lr, double beta1, double beta2,
+          double weight_decay) {
     const ds::LionFactors c = {(float)scale, (float)(1 - lr * weight_decay), (float)(1 - beta1), (float)(1 - beta2),
                                (float)lr};
-    step(threads, tensors, chosen->lion, c);
+    step(threads, Operands(tensors, copies, 1), chosen->lion, c);
 }
 
-void sgd(int threads, py::object sizes, py::tuple types, py::object p, py::object g, py::object m, py::object copies,
-         double scale, double lr, double momentum, double fresh, double weight_decay, bool nesterov, bool first) {
-    const Tensors tensors(sizes, types, p, g, m, py::none(), copies);
+void sgd(int threads, const Tensors& tensors, bool copies, double scale, double lr, double momentum, double fresh,
+         double weight_decay, bool nesterov, bool first) {
     const ds::SgdFactors c = {(float)scale, (float)weight_decay, (float)momentum, (float)fresh, (float)lr, nesterov,
                               first};
-    step(threads, tensors, chosen->sgd, c);
+    step(threads, Operands(tensors, copies, 1), chosen->sgd, c);
 }
 
 std::vector<double> sums_per_tensor(const Sizes& sizes, const std::vector<double>& of_blocks) {
@@ -242,10 +213,9 @@ std::vector<double> sums_per_tensor(const Sizes& sizes, const std::vector<double
     return sums;
 }
 
-py::list lamb(int threads, py::object sizes, py::tuple types, py::object p, py::object g, py::object m, py::object v,
-              py::object copies, double scale, double step_size, double beta1, double beta2, double eps,
-              bool eps_inside, double weight_decay, double min_coeff, double max_coeff) {
-    const Tensors tensors(sizes, types, p, g, m, v, copies);
+py::list lamb(int threads, const Tensors& all, bool copies, double scale, double step_size, double beta1, double beta2,
+              double eps, bool eps_inside, double weight_decay, double min_coeff, double max_coeff) {
+    const Operands tensors(all, copies, 2);
     const ds::LambFactors c = {(float)scale,       (float)beta1, (float)(1 - beta1),  (float)beta2,
                                (float)(1 - beta2), (float)eps,   (float)weight_decay, eps_inside};
     std::vector<double> coeffs;
@@ -274,28 +244,29 @@ py::list lamb(int threads, py::object sizes, py::tuple types, py::object p, py::
 
 // -- the rest -----------------------------------------------------------------------------------------------------------------
 
-double squared_norm(int threads, py::object sizes_, py::object types_, py::object tensors_) {
-    const auto sizes = numbers<long>(sizes_);
-    const auto types = numbers<int>(types_);
-    const auto tensors = addresses(tensors_, sizes, "tensors");
-    if (types.size() != sizes.size()) throw py::value_error("types: one for each tensor is needed");
+double squared_norm(int threads, const Tensors& tensors) {
     py::gil_scoped_release release;
-    const Layout layout(sizes);
+    const Layout layout(tensors.sizes);
     std::vector<double> sums(layout.blocks());
+    const auto& types = tensors.types[0];
     layout.run(threads, [&](size_t t, long offset, long n, long b) {
-        sums[(size_t)b] = chosen->squared_norm(tensors[t] + offset * width(types[t]), types[t], n);
+        const int type = types[types.size() > 1 ? t : 0];
+        sums[(size_t)b] = chosen->squared_norm(tensors.lists[0][t] + offset * width(type), type, n);
     });
     double all = 0;
     for (double sum : sums) all += sum;
     return all;
 }
 
-void accumulate(int threads, py::object sizes_, int type, py::object into_, py::object from_, double scale) {
-    const auto sizes = numbers<long>(sizes_);
-    const auto into = addresses(into_, sizes, "targets"), from = addresses(from_, sizes, "sources");
+// lists: what is added to, in fp32, and what is added.
+void accumulate(int threads, const Tensors& tensors, double scale) {
+    const int type = tensors.type(1);
+    if (tensors.lists.size() != 2 || tensors.type(0) != ds::F32 || type == ds::F64)
+        throw py::value_error("two lists are needed, the first of fp32");
     py::gil_scoped_release release;
-    Layout(sizes).run(threads, [&](size_t t, long offset, long n, long) {
-        chosen->accumulate((float*)into[t] + offset, from[t] + offset * width(type), type, (float)scale, n);
+    Layout(tensors.sizes).run(threads, [&](size_t t, long offset, long n, long) {
+        chosen->accumulate((float*)tensors.lists[0][t] + offset, tensors.lists[1][t] + offset * width(type), type,
+                           (float)scale, n);
     });
 }
 
@@ -348,7 +319,6 @@ std::string use_instruction_set(const std::string& name) {
 
 PYBIND11_MODULE(_ds_ops_cpu, m) {
     chosen = usable().front();
-    m.attr("BUILD_KEY") = BUILD_KEY;
     m.attr("BLOCK") = ds::BLOCK;
 #ifdef _OPENMP
     m.attr("OPENMP") = true;
@@ -356,6 +326,9 @@ PYBIND11_MODULE(_ds_ops_cpu, m) {
     m.attr("OPENMP") = false;
 #endif
     register_shared(m);
+    py::class_<Tensors>(m, "Tensors");
+    m.def("from_numbers", &ds::from_numbers);
+    m.def("from_tensors", &ds::from_tensors);
     m.def("adam", &adam);
     m.def("adagrad", &adagrad);
     m.def("lion", &lion);

@@ -15,8 +15,8 @@ enum Type : int { F32 = 0, BF16 = 1, F16 = 2, F64 = 3, NONE = 4 };
 // Elements per block. A block of every operand in fp32 (4 x 4 KiB) stays in the first-level cache.
 constexpr long BLOCK = 1024;
 
-// Elements that a norm adds side by side. The same for every instruction set, so that all give the same bits.
-constexpr int LANES = 16;
+// Elements that a norm adds side by side.
+constexpr int LANES = 64;
 
 // Types of parameters, gradients, optimizer states and the copy that is written out; stream: past the cache.
 struct Types {

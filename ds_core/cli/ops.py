@@ -1,0 +1,212 @@
+"""``dscore ops``: what kernels there are, who serves them here, and building, checking and timing them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_core.cli.show import CommandError, say_error, show_json, show_table
+from ds_core.errors import KernelError
+
+if TYPE_CHECKING:
+    from ds_core.kernels import Candidate, Kernels
+    from ds_core.kernels.build import Extension
+
+__all__ = ["make_app"]
+
+Device = Annotated[str, typer.Option(help="A device type, as torch names it.")]
+Dtype = Annotated[str, typer.Option(help="A dtype, as torch names it.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Names = Annotated[list[str] | None, typer.Argument(help="Operations; all when left out.")]
+
+
+def make_app() -> typer.Typer:
+    """The group ``dscore ops``."""
+    app = typer.Typer(help="List, build, check and time kernels.", no_args_is_help=True)
+    app.command("list")(list_)
+    app.command("build")(build)
+    app.command("test")(compare)
+    app.command("bench")(bench)
+    return app
+
+
+def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = False) -> None:
+    """Show every operation: its providers, best first, and why one cannot serve."""
+    table = _kernels()
+    rows = []
+    for op in table.ops():
+        serving = True
+        for candidate in table.candidates(op, device, dtype):
+            state = candidate.reason or ("serves" if serving else "available")
+            serving = serving and candidate.reason is not None
+            entry = candidate.entry
+            where, kinds = ", ".join(entry.devices) or "any", ", ".join(entry.dtypes) or "any"
+            rows.append([op, entry.provider, candidate.dist, str(entry.priority), where, kinds, state])
+    columns = ("operation", "provider", "distribution", "priority", "devices", "dtypes", f"on {device} {dtype}")
+    if as_json:
+        show_json([dict(zip((*columns[:6], "state"), row, strict=True)) for row in rows])
+    else:
+        show_table(columns, rows)
+
+
+def build(
+    names: Annotated[list[str] | None, typer.Argument(help="Distributions; all when left out.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also what is built already.")] = False,
+) -> None:
+    """Compile kernels now, not when a run first needs them."""
+    from ds_core.kernels import build as builder
+
+    _log_to_stderr()
+    found = _extensions()
+    unknown = set(names or ()) - set(found)
+    if unknown:
+        raise CommandError(f"{', '.join(sorted(unknown))}: compiles nothing; known: {', '.join(found) or 'none'}")
+    failed = False
+    for name in names or sorted(found):
+        start = time.perf_counter()
+        try:
+            path = builder.build(found[name], again=again)
+        except KernelError as error:
+            say_error(str(error))
+            failed = True
+            continue
+        typer.echo(f"{name}: {path} ({time.perf_counter() - start:.1f} s)")
+    if not found:
+        typer.echo("no installed distribution has anything to compile")
+    if failed:
+        raise typer.Exit(1)
+
+
+def compare(names: Names = None, device: Device = "cpu") -> None:
+    """Compare every available provider with the reference; exits with 1 when one differs."""
+    from ds_core.testing import kernels as kit
+
+    _log_to_stderr()
+    rows, failed = [], False
+    for op, candidate in _providers(names, device):
+        entry = candidate.entry
+        name = [op, entry.provider, candidate.dist]
+        if entry.provider == "reference":
+            continue
+        if candidate.reason is not None:
+            rows.append([*name, f"not available: {candidate.reason}"])
+        elif op not in kit.CHECKS:
+            rows.append([*name, "has no check of its own"])
+        else:
+            try:
+                rows.append([*name, f"ok, {kit.check(entry, device)} comparisons"])
+            except (AssertionError, KernelError) as error:
+                failed = True
+                rows.append([*name, f"differs: {error}" if isinstance(error, AssertionError) else str(error)])
+    if not rows:
+        typer.echo(f"only references serve {device}: nothing to compare; pip install ds-ops-cpu")
+        return
+    show_table(("operation", "provider", "distribution", "result"), rows)
+    if failed:
+        raise typer.Exit(1)
+
+
+def bench(
+    names: Names = None,
+    size: Annotated[float, typer.Option(help="Elements.")] = 1e7,
+    threads: Annotated[int, typer.Option(help="Threads; 0: torch's number.")] = 0,
+) -> None:
+    """Time every provider on the CPU in fp32, and its speed against the reference."""
+    import torch
+
+    _log_to_stderr()
+    if threads:
+        torch.set_num_threads(threads)
+    rows: list[list[str]] = []
+    base: dict[str, float] = {}
+    for op, candidate in sorted(_providers(names, "cpu"), key=lambda r: (r[0], r[1].entry.priority)):
+        calls = _timed_calls(int(size))
+        if candidate.reason is not None or op not in calls:
+            continue
+        from ds_core.entries import resolve
+
+        function = resolve(candidate.entry.load)
+        seconds = _seconds(lambda call=calls[op], function=function: call(function))  # type: ignore[misc]
+        first = base.setdefault(op, seconds)
+        rows.append([op, candidate.entry.provider, f"{seconds * 1e3:.2f}", f"{first / seconds:.2f}x"])
+    show_table(("operation", "provider", "ms", "speed"), rows)
+    typer.echo(f"{int(size):,} elements of fp32, {torch.get_num_threads()} threads, median")
+
+
+# -- what they share ---------------------------------------------------------------------------------------------------
+
+
+def _kernels() -> Kernels:
+    from ds_core.kernels import Kernels
+    from ds_core.plugins import Plugins
+
+    return Kernels(Plugins())
+
+
+def _providers(names: list[str] | None, device: str) -> Iterator[tuple[str, Candidate]]:
+    """Everybody who could serve these operations on `device`, in some dtype."""
+    table = _kernels()
+    for op in names or table.ops():
+        for candidate in table.candidates(op, device, "float32"):
+            if not candidate.entry.devices or device in candidate.entry.devices:
+                yield op, candidate
+
+
+def _extensions() -> dict[str, Extension]:
+    """What can be compiled, by name."""
+    from ds_core.entries import resolve
+
+    table, found = _kernels(), {}
+    for op in table.ops():
+        for candidate in table.candidates(op, "", ""):
+            if candidate.entry.build is not None:
+                extension: Extension = resolve(candidate.entry.build)
+                found[extension.name] = extension
+    return found
+
+
+def _log_to_stderr() -> None:
+    """Building takes seconds; its log lines say so."""
+    import logging
+
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+def _timed_calls(n: int) -> dict[str, Callable[[Any], Any]]:
+    """One call of each operation that the core knows, on tensors of `n` elements."""
+    import torch
+
+    from ds_core.kernels import references
+    from ds_core.testing.kernels import STEPS
+
+    p, g, m, v = (torch.rand(n) for _ in range(4))
+    half = g.bfloat16()
+    how: dict[str, Any] = {"bits": 8, "group": 64}
+    q, scales, lows = references.quantize(g, **how, symmetric=True)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "squared_norm": lambda f: f([g]),
+        "accumulate": lambda f: f([p], [half]),
+        "quantize": lambda f: f(g, **how, symmetric=True),
+        "dequantize": lambda f: f(q, scales, lows, **how, numel=n, dtype=torch.float32),
+    }
+    for op, (states, factors) in STEPS.items():
+        lists = [[t] for t in (p, g, m, v)[: 2 + states]]
+        calls[op] = lambda f, lists=lists, factors=factors[0]: f(*lists, **factors)  # type: ignore[misc]
+    return calls
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + 1
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < 200):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return median(times)

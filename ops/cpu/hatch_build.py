@@ -1,0 +1,47 @@
+"""With ``DS_BUILD_OPS=1``, the wheel carries the compiled kernels (for this Python and platform); else sources only.
+
+What compiles is the builder in ds-core, which is taken from this checkout where it is not installed; it loads no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+HERE = Path(__file__).parent
+
+
+class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Compiles into ``ds_ops_cpu/prebuilt`` and adds that to the wheel."""
+
+    def dependencies(self) -> list[str]:
+        """What an isolated build needs beside hatchling."""
+        return ["pybind11>=2.12", "ninja>=1.11"] if self.wanted() else []
+
+    def wanted(self) -> bool:
+        """Whether a wheel with compiled kernels is asked for; an editable install has the sources at hand."""
+        asked = os.environ.get("DS_BUILD_OPS", "0")
+        if asked not in ("0", "1"):
+            raise ValueError(f"DS_BUILD_OPS={asked}: use 1 to compile the kernels into the wheel, or 0")
+        return asked == "1" and self.target_name == "wheel"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """See hatchling."""
+        if not self.wanted() or version == "editable":
+            return
+        for folder in (HERE, HERE.parent.parent):
+            if (folder / "ds_core").is_dir() or (folder / "ds_ops_cpu").is_dir():
+                sys.path.insert(0, str(folder))
+        from ds_ops_cpu.extension import EXTENSION
+
+        from ds_core.kernels.build import prebuild
+
+        assert EXTENSION.prebuilt is not None
+        for file in prebuild(EXTENSION, Path(self.directory) / "prebuilt"):
+            build_data["force_include"][str(file)] = f"ds_ops_cpu/prebuilt/{file.name}"
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True

@@ -1,0 +1,80 @@
+"""The engine takes these kernels through the hook, and trains without them where there is no compiler."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_core
+from ds_core.kernels import build
+
+pytestmark = pytest.mark.usefixtures("clean_ds")
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.01,
+    "plugins": {"load": ["ds_ops_cpu.plugin"], "disable": ["ds-ops-cpu"]},  # from here, also where it is installed
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def trained(config: dict[str, Any]) -> tuple[nn.Module, ds_core.Engine]:
+    engine, *_ = ds_core.initialize(model=model(), config=config)
+    for seed in range(5):
+        engine.backward(engine(torch.full((2, 4), float(seed))).square().mean())
+        engine.step()
+    return engine.module, engine
+
+
+def plain() -> nn.Module:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for seed in range(5):
+        optimizer.zero_grad()
+        net(torch.full((2, 4), float(seed))).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        optimizer.step()
+    return net
+
+
+def assert_same(mine: nn.Module, theirs: nn.Module) -> None:
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_norm_is_taken_here(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ds_core"):
+        net, engine = trained(CONFIG)
+    assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "cpp (plugins.load)"
+    assert any("squared_norm by cpp (plugins.load)" in r.getMessage() for r in caplog.records)
+    assert_same(net, plain())
+
+
+def test_a_machine_without_a_compiler_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DS_CORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_LOADED", {})
+    monkeypatch.setattr(build, "_tool", lambda _: None)
+    with caplog.at_level(logging.INFO, "ds_core"):
+        net, engine = trained(CONFIG)
+    assert set(engine.ctx.kernels.resolved().values()) == {"reference (ds-core)"}
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kernels:")]
+    assert len(lines) == 1 and "g++ and ninja not found" in lines[0] and "apt install g++" in lines[0]
+    assert_same(net, plain())
+
+
+def test_the_config_turns_it_off() -> None:
+    net, engine = trained({**CONFIG, "kernels": {"squared_norm": "reference"}})
+    assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "reference (ds-core)"
+    assert_same(net, plain())

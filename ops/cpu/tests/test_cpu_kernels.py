@@ -1,0 +1,217 @@
+"""ds-ops-cpu: against the references on every instruction set, and what callers may rely on beyond them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ds_ops_cpu import kernels
+from ds_ops_cpu.extension import EXTENSION
+from torch import Tensor
+
+from ds_core.errors import KernelError
+from ds_core.kernels import build
+from ds_core.testing.kernels import STEPS, KernelConformance
+
+SETS = ("avx512", "avx2", "generic")
+ADAM: dict[str, Any] = {"step": 3, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each that this processor can run; what it cannot is shown to be refused."""
+    native = kernels.native()
+    if request.param not in native.instruction_sets():
+        with pytest.raises(ValueError, match=f"cannot run {request.param}"):
+            native.use_instruction_set(request.param)
+        yield "generic"
+        return
+    before = native.use_instruction_set(request.param)
+    yield request.param
+    native.use_instruction_set(before)
+
+
+@pytest.mark.usefixtures("instruction_set")
+class TestConformance(KernelConformance):
+    plugin = "ds_ops_cpu.plugin"
+
+
+class TestWithoutExchangeTable(KernelConformance):
+    """torch before 2.10: Python looks the tensors up."""
+
+    plugin = "ds_ops_cpu.plugin"
+
+    @pytest.fixture(autouse=True)
+    def older_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "_EXCHANGE", None)
+
+
+def operands(op: str, n: int) -> list[Tensor]:
+    torch.manual_seed(n)
+    return [torch.randn(n).abs_() if i == 3 or op == "adagrad" else torch.randn(n) for i in range(2 + STEPS[op][0])]
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
+def test_a_result_does_not_depend_on_how_tensors_are_cut(op: str) -> None:
+    """So a partitioner may cut anywhere: bit for bit, on one thread and on two."""
+    run: Callable[..., Any] = getattr(kernels, op)
+    whole, cut = operands(op, 100_003), operands(op, 100_003)
+    pieces = [list(t.split([1, 1023, 5000, 1025, 16, 60_000, 32_937, 1])) for t in cut]
+    torch.set_num_threads(1)
+    run(*[[t] for t in whole], **STEPS[op][1][1])
+    torch.set_num_threads(2)
+    run(*pieces, **STEPS[op][1][1])
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
+def test_sums_do_not_depend_on_the_number_of_threads() -> None:
+    x = [torch.randn(n) for n in (70_000, 3, 150_001)]
+    norms, coeffs, params = set(), set(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        norms.add(float(kernels.squared_norm(x)))
+        lists = [[t] for t in operands("lamb", 90_000)]
+        coeffs.add(tuple(kernels.lamb(*lists, **STEPS["lamb"][1][0])))
+        params.append(lists[0][0])
+    assert len(norms) == len(coeffs) == 1
+    assert torch.equal(params[0], params[1]) and torch.equal(params[0], params[2])
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_every_16_bit_number_is_read_and_written_as_torch_does() -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        every = bits.view(dtype)
+        into = torch.zeros(2**16)
+        kernels.accumulate([into], [every])
+        torch.testing.assert_close(into, every.float(), rtol=0, atol=0, equal_nan=True)
+    # halfway between two numbers of 16 bits, just above and below, over all exponents
+    between = torch.arange(0, 2**31, 2**11 - 3, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    values = torch.cat(
+        [between, -between, torch.arange(0, 2**31, 2**15, dtype=torch.int64).to(torch.int32).view(torch.float32)]
+    )
+    for dtype in (torch.bfloat16, torch.float16):
+        param, copy = values.clone(), torch.zeros_like(values, dtype=dtype)
+        kernels.sgd(
+            [param], [torch.zeros_like(param)], None, lr=0.0, momentum=0.0, dampening=0.0, weight_decay=0.0,
+            nesterov=False, first=False, copies=[copy],
+        )  # fmt: skip
+        torch.testing.assert_close(copy, values.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_large_copies_are_written_past_the_cache_alike() -> None:
+    n = 5_000_001
+    p, g, m, v = operands("adam", n)
+    v.abs_()
+    small, copy = torch.zeros(n + 1, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.bfloat16)
+    for copies in (copy, small[1:]):  # the second is off alignment
+        q, a, b = p.clone(), m.clone(), v.clone()
+        kernels.adam([q], [g], [a], [b], **ADAM, copies=[copies])
+        assert torch.equal(copies, q.bfloat16())
+
+
+def test_autograd_notices_that_parameters_changed() -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    loss = (p * p).sum()
+    kernels.adam([p], [torch.ones(4)], [torch.zeros(4)], [torch.zeros(4)], **ADAM)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_lists_that_do_not_fit_are_refused(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if older:
+        monkeypatch.setattr(kernels, "_EXCHANGE", None)
+
+    def one() -> list[Tensor]:
+        return [torch.ones(4)]
+
+    p = torch.ones(4)
+    with pytest.raises(KernelError, match=r"place 0 have \[4, 3, 4, 4\] elements"):
+        kernels.adam([p], [torch.ones(3)], one(), one(), **ADAM)
+    with pytest.raises(KernelError, match=r"have \[1, 2, 1, 1\] tensors"):
+        kernels.adam([p], [*one(), *one()], one(), one(), **ADAM)
+    with pytest.raises(KernelError, match=r"place 0 have \[4, 5\] elements"):
+        kernels.accumulate([p], [torch.ones(5)])
+    with pytest.raises(KernelError, match="8 elements in groups of 4 at 8 bits are 8 in q and 2 in scales"):
+        kernels.dequantize(
+            torch.zeros(8, dtype=torch.int8), torch.ones(1), None, bits=8, group=4, numel=8, dtype=torch.float32
+        )
+    assert torch.equal(p, torch.ones(4))
+
+
+def test_memory_that_was_given_back_is_not_written() -> None:
+    """An offloaded tensor keeps its size and has no storage."""
+    p, rest = torch.ones(4), [torch.ones(4) for _ in range(3)]
+    rest[1].untyped_storage().resize_(0)
+    with pytest.raises((KernelError, ValueError, RuntimeError)):
+        kernels.adam([p], [rest[0]], [rest[1]], [rest[2]], **ADAM)
+    assert torch.equal(p, torch.ones(4))
+
+
+def test_nothing_is_built_at_import(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; os.environ['DS_CORE_CACHE'] = sys.argv[1]\n"
+        "import ds_ops_cpu.plugin, ds_ops_cpu.extension; assert 'torch' not in sys.modules\n"
+        "assert ds_ops_cpu.extension.available() is None; import ds_ops_cpu.kernels\n"
+        "assert not os.path.exists(sys.argv[1])\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "cache")], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_the_whole_build_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured as processor time of the compilers, so that a busy machine does not count; about 14 s."""
+    monkeypatch.setenv("DS_CORE_CACHE", str(tmp_path))
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    build.build(EXTENSION)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 60
+
+
+@pytest.mark.slow
+def test_a_wheel_with_compiled_kernels_needs_no_compiler(tmp_path: Path) -> None:
+    """``DS_BUILD_OPS=1``: the library is in the wheel, the wheel is for this platform, and nothing is compiled."""
+    root = Path(__file__).parents[1]
+    code = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    environment = {"PATH": "/usr/bin:/bin", "DS_BUILD_OPS": "1", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=root,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    name = done.stdout.split()[-1]
+    assert "none-any" not in name
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(tmp_path / name), str(tmp_path / "site")], check=True)
+    use = (
+        "import sys; sys.path[:0] = sys.argv[1:3]; import ds_ops_cpu, torch; from ds_ops_cpu import kernels\n"
+        "assert ds_ops_cpu.__file__.startswith(sys.argv[1]); print(float(kernels.squared_norm([torch.ones(9)])))\n"
+    )
+    repository = root.parents[1]
+    bare = {"PATH": "/nowhere", "HOME": str(tmp_path / "home"), "CXX": "/no/compiler"}
+    done = subprocess.run(
+        [sys.executable, "-c", use, str(tmp_path / "site"), str(repository)],
+        env=bare,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "9.0\n" and not (tmp_path / "home").exists()
