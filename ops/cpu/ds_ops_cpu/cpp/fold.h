@@ -13,17 +13,6 @@ inline F apply(F a, F b) {
     return ((a < b) | (a != a)) ? a : b;
 }
 
-template <int T>
-inline void put_as(typename Of<T>::element* to, F x, long n) {
-    if constexpr (T == F32) {
-        if (n == W) store(to, x);
-        else put_some(to, x, n);
-    } else {
-        H h = Of<T>::pack(x);
-        memcpy(to, &h, (size_t)n * 2);
-    }
-}
-
 template <int T, int OP>
 void fold_floats(void* out, const void* const* parts, int count, long n, bool average) {
     typedef typename Of<T>::element E;
@@ -32,12 +21,12 @@ void fold_floats(void* out, const void* const* parts, int count, long n, bool av
     for (; i + W <= n; i += W) {
         F total = Of<T>::get((const E*)parts[0] + i);
         for (int p = 1; p < count; p++) total = apply<OP>(total, Of<T>::get((const E*)parts[p] + i));
-        put_as<T>((E*)out + i, average ? total / by : total, W);
+        Of<T>::put((E*)out + i, average ? total / by : total);
     }
     if (i < n) {
         F total = get_some<T>((const E*)parts[0] + i, n - i);
         for (int p = 1; p < count; p++) total = apply<OP>(total, get_some<T>((const E*)parts[p] + i, n - i));
-        put_as<T>((E*)out + i, average ? total / by : total, n - i);
+        put_some<T>((E*)out + i, average ? total / by : total, n - i);
     }
 }
 
