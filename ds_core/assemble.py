@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
-from ds_core.comm import guard
+from ds_core.comm import guard, shared
 from ds_core.communicating import SelfReduced
 from ds_core.compose import Composition, compose
 from ds_core.config.batch import resolve_batch
@@ -114,6 +114,7 @@ def initialize(
     if mesh.rank == 0:
         _tell_kernels(kernels)
     guard.configure(core.comms_guard)
+    shared.configure(kernels.get("collectives", "cpu"))
     if world_size > 1:
         mesh.build_groups(own=joint.others())
 
@@ -284,6 +285,7 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
     for op in ctx.kernels.ops():
         ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
+    ctx.kernels.get("collectives", "cpu")
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
 

@@ -29,7 +29,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 from ds_core.comm.verdict import SHOWN, Line, Place, Position, judge
-from ds_core.errors import CommError, ConfigError
+from ds_core.errors import CommError, ConfigError, LostRankError
 
 __all__ = ["EXIT_CODE", "Guard", "configure", "label", "reset", "watch_place"]
 
@@ -190,7 +190,7 @@ class Guard:
 
     def failed(self, call: _Call, error: Exception) -> Exception:
         """The error to raise for a collective that the backend gave up: the verdict, or who has ended."""
-        if isinstance(error, CommError):
+        if isinstance(error, CommError) and not isinstance(error, LostRankError):
             return error
         text = f"rank {self.rank}: {call.describe()} failed"
         until = time.monotonic() + 2.0

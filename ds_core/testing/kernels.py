@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_core.entries import KernelEntry, ask, resolve
 from ds_core.kernels import references
+from ds_core.testing import transports
 
 __all__ = ["CHECKS", "KernelConformance", "check"]
 
@@ -338,5 +339,6 @@ CHECKS: dict[str, Callable[[Function, str, tuple[str, ...]], Cases]] = {
     "accumulate": _accumulations,
     "quantize": _quantisations,
     "dequantize": _dequantisations,
+    "collectives": transports.comparisons,
 }
 """Per operation, a function that gives named comparisons; a plugin with operations of its own adds to it."""
