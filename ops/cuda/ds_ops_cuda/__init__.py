@@ -2,7 +2,7 @@
 
 Nothing is imported here. `plugin` declares the kernels, `extension` says what is compiled, `kernels` are the core's
 operations on CUDA tensors, `formulas` and `fused` the operations of this package (meaning, and functions with
-gradients), `transformer` the layer, and `cuda` holds the sources.
+gradients), `checks` their comparisons, `transformer` the layer, and `cuda` holds the sources.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def ds_kernels() -> Iterable[KernelEntry]:
             dtypes=(*DTYPES, "float64") if op == "squared_norm" else DTYPES,
             available="ds_ops_cuda.extension:available",
             build="ds_ops_cuda.extension:EXTENSION",
+            check=f"ds_ops_cuda.checks:{op}" if op in FUSED else None,
         )
         for op, place in places.items()
     )
