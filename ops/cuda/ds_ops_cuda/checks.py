@@ -1,4 +1,4 @@
-"""Comparisons of this package's own operations with their references, for ``dscore ops test`` and `KernelConformance`."""
+"""Comparisons of this package's own operations with references, for ``dscore ops test`` and `KernelConformance`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def _compare(op: str, function: Any, device: str, dtype: str, cols: int) -> None
         found.append([out, *torch.autograd.grad(out, given, weights)])
     limit = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
     for i, (a, b) in enumerate(zip(*found, strict=True)):
-        # Of gradients that cancel to nothing only rounding is left, so small norms count as those of numbers around 0.1.
+        # Of gradients that cancel to nothing only rounding is left, so small norms count as of numbers of 0.1.
         error = ((a - b).double().norm() / b.double().norm().clamp(min=0.1 * b.numel() ** 0.5)).item()
         assert error < limit, f"result {i} is off by {error:.1e}"
