@@ -113,10 +113,12 @@ def initialize(
     comm.check_ranks_agree(_fingerprint(ctx))
     if mesh.rank == 0:
         _tell_kernels(kernels)
-    guard.configure(core.comms_guard)
+    guard.configure(core.comms_guard, {m.partition(".")[0] for m in chosen.plugins.loaded_versions()})
     shared.configure(kernels.get("collectives", "cpu"))
     if world_size > 1:
         mesh.build_groups(own=joint.others())
+        if accelerator.device_type == "cpu":
+            comm.meet(mesh.groups())
 
     # The model.
     make_free(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -36,6 +36,7 @@ __all__ = [
     "broadcast",
     "gather",
     "irecv",
+    "meet",
     "isend",
     "rank",
     "recv",
@@ -126,7 +127,7 @@ def all_reduce(
         work = dist.all_reduce(tensor, _wire_op(op, backend), group, async_op=True)
         return _end(work, _averager(tensor, op, backend, size), async_op)
     flat, back = _flat(tensor)
-    way = shared if shared.serves(lane, "all_reduce", flat.nbytes, flat.dtype, op) else gloo
+    way = shared if shared.serves(lane, "all_reduce", flat.nbytes, flat.dtype, op, async_op=async_op) else gloo
     return _after(way.all_reduce(flat, op, lane, async_op), back, async_op)
 
 
@@ -165,7 +166,7 @@ def all_gather_into_tensor(
         return _plain(_GATHER(output, input, group, async_op), async_op)
     flat, back = _flat(output, fill=False)
     mine, _ = _flat(input)
-    way = shared if shared.serves(lane, "all_gather", flat.nbytes, flat.dtype) else gloo
+    way = shared if shared.serves(lane, "all_gather", flat.nbytes, flat.dtype, async_op=async_op) else gloo
     return _after(way.all_gather_parts(flat.view(size, -1).unbind(), mine, lane, async_op, flat), back, async_op)
 
 
@@ -193,7 +194,7 @@ def all_gather(
     backs = [back for _, back in pairs if back is not None]
     finish = (lambda: [back() for back in backs]) if backs else None
     total = sum(t.nbytes for t in tensor_list)
-    way = shared if shared.serves(lane, "all_gather", total, mine.dtype) else gloo
+    way = shared if shared.serves(lane, "all_gather", total, mine.dtype, async_op=async_op) else gloo
     return _after(way.all_gather_parts([flat for flat, _ in pairs], mine, lane, async_op), finish, async_op)
 
 
@@ -213,7 +214,7 @@ def reduce_scatter_tensor(
         return _end(work, _averager(output, op, backend, size), async_op)
     flat, back = _flat(output, fill=False)
     whole, _ = _flat(input)
-    way = shared if shared.serves(lane, "reduce_scatter", whole.nbytes, whole.dtype, op) else gloo
+    way = shared if shared.serves(lane, "reduce_scatter", whole.nbytes, whole.dtype, op, async_op=async_op) else gloo
     return _after(way.reduce_scatter(flat, whole, op, lane, async_op), back, async_op)
 
 
@@ -324,6 +325,14 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
     if members(group) == 1:
         return _nothing(async_op)
     return _plain(dist.barrier(group, async_op), async_op)
+
+
+def meet(groups: Iterable[ProcessGroup]) -> None:
+    """Open the transports of `groups` now; a collective of each, so every rank names those it is in in one order."""
+    for group in groups:
+        lane, _ = _route(group, torch.empty(0))
+        if lane is not None and lane.size > 1:
+            shared.open_transport(lane)
 
 
 def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str]:

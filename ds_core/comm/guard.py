@@ -23,7 +23,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
@@ -120,15 +120,15 @@ class GuardedWork:
 class Guard:
     """Numbers this process's collectives, and watches for waits without end.
 
-    patience: seconds. store: the job's, used by this guard alone.
+    patience: seconds. store: the job's, used by this guard alone. packages: top-level names of what is not the user's.
     """
 
-    def __init__(self, patience: float, store: Any, rank: int, size: int) -> None:
+    def __init__(self, patience: float, store: Any, rank: int, size: int, packages: Collection[str] = ()) -> None:
         self.patience, self.rank, self.size = patience, rank, size
         self.local = threading.local()
         self.waiting: dict[int, _Call] = {}
         self.places: list[WeakMethod[Callable[[], Place]]] = []
-        self._store = store
+        self._store, self._packages = store, frozenset(packages)
         self._lines: WeakKeyDictionary[Any, _Line] = WeakKeyDictionary()
         self._marks: dict[tuple[str, str, int, Any], int] = {}
         self._seen: dict[_Call, float] = {}
@@ -256,8 +256,10 @@ class Guard:
     def _where(self) -> str:
         """The user's line that the program is at."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        lines = [f"{os.path.basename(f.f_code.co_filename)}:{n}" for f, n in traceback.walk_stack(main) if _users(f)]
-        return lines[0] if lines else ""
+        for frame, line in traceback.walk_stack(main):
+            if _users(frame) and str(frame.f_globals.get("__name__")).split(".")[0] not in self._packages:
+                return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+        return ""
 
     def _publish(self, call: _Call) -> None:
         if not self._key:
@@ -368,8 +370,11 @@ class Guard:
             self._thread.join(5.0)
 
 
-def configure(section: Any) -> None:
-    """Put a `comms_guard` section into effect, the process group running. Every rank calls it with the same section."""
+def configure(section: Any, packages: Collection[str] = ()) -> None:
+    """Put a `comms_guard` section into effect, the process group running. Every rank calls it with the same section.
+
+    packages: top-level packages of plugins, whose lines are not shown as the user's.
+    """
     global active
     import torch.distributed as dist
 
@@ -391,7 +396,7 @@ def configure(section: Any) -> None:
     made = _made.get(world, 0)
     _made[world] = made + 1
     own = PrefixStore(f"ds_core.guard/{made}", own)
-    active = _worlds[world] = Guard(section.patience, own, dist.get_rank(), dist.get_world_size())
+    active = _worlds[world] = Guard(section.patience, own, dist.get_rank(), dist.get_world_size(), packages)
     atexit.register(active.leave)
 
 
@@ -417,10 +422,10 @@ _OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
 
 
 def _users(frame: Any) -> bool:
-    """Whether a frame is of the user's program."""
+    """Whether a frame is outside this package, other installed ones and Python's own library."""
     name = frame.f_code.co_filename
     return not (
         name.startswith((*_OURS, "<"))
-        or any(f"{os.sep}{part}{os.sep}" in name for part in ("site-packages", "ds_zero"))
+        or f"{os.sep}site-packages{os.sep}" in name
         or f"{os.sep}lib{os.sep}python" in name
     )

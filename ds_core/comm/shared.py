@@ -1,9 +1,12 @@
 """Collectives of a group by another way than its backend, where one is installed: the ``collectives`` kernel.
 
-The kernel is a function ``(Meeting) -> Transport | None``, called once per group by all its ranks together, before the
-first collective that could use it; the answer must be of one kind on all of them. The reference, `backend_only`, says
-None: the backend does everything. A transport runs one collective at a time, on the group's lane, so that their order
-is that of the calls on every rank.
+The kernel is a function ``(Meeting) -> Transport | None``, called once per group by all its ranks together; the answer
+must be of one kind on all of them. The reference, `backend_only`, says None: the backend does everything. A transport
+runs one collective at a time, on the group's lane, so that their order is that of the calls on every rank.
+
+[Note: when ranks meet] A meeting blocks until the group's ranks are all there. An asynchronous collective must not: a
+rank may first have to launch one on another group, where its peer meets already. So the groups of a mesh meet when they
+are made (`ds_core.comm.collectives.meet`); other groups at their first synchronous collective, which blocks anyhow.
 """
 
 from __future__ import annotations
@@ -91,13 +94,21 @@ def backend_only(meeting: Meeting) -> Transport | None:
     return None
 
 
-def serves(lane: Lane, kind: str, size: int, dtype: torch.dtype, op: Any = None) -> bool:
-    """Whether the functions below are to run this collective; opens the transport on a group's first."""
+def open_transport(lane: Lane) -> None:
+    """Let the ranks of `lane` meet, unless they have; blocks until all are there."""
+    if _opener is not None and lane.opener is not _opener:
+        lane.opener, lane.transport = _opener, None
+        lane.transport = _opener(_meeting(lane))
+
+
+def serves(lane: Lane, kind: str, size: int, dtype: torch.dtype, op: Any = None, *, async_op: bool) -> bool:
+    """Whether the functions below are to run this collective. See [Note: when ranks meet]."""
     if _opener is None or size == 0:
         return False
     if lane.opener is not _opener:
-        lane.opener, lane.transport = _opener, None
-        lane.transport = _opener(_meeting(lane))
+        if async_op:
+            return False
+        open_transport(lane)
     return lane.transport is not None and bool(lane.transport.takes(kind, size, dtype, _NAMES.get(op, "")))
 
 
