@@ -329,10 +329,15 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
 
 def meet(groups: Iterable[ProcessGroup]) -> None:
     """Open the transports of `groups` now; a collective of each, so every rank names those it is in in one order."""
+    nothing = torch.empty(0)
     for group in groups:
-        lane, _ = _route(group, torch.empty(0))
-        if lane is not None and lane.size > 1:
+        lane, _ = _route(group, nothing)
+        if lane is None or lane.size == 1:
+            continue
+        if guard.active is None:
             shared.open_transport(lane)
+        else:
+            guard.active.run("meet", group, lambda _, lane=lane: shared.open_transport(lane), (nothing,), {})
 
 
 def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str]:

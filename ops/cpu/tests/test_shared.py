@@ -136,6 +136,28 @@ def test_every_instruction_set_reduces_alike() -> None:
                     assert torch.equal(out, want), (name, dtype, length, op)
 
 
+def crossing() -> None:
+    """Two groups that have not met, used in another order on each rank: nobody may wait in the first call."""
+    start()
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    mine = [torch.full((5,), float(i + 1)) for i in range(2)]
+    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    works = [comm.all_reduce(mine[i], group=groups[i], async_op=True) for i in order]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert [m[0].item() for m in mine] == [2.0, 4.0]
+    assert [transport(g) for g in groups] == [None, None]
+    for group in groups:
+        comm.all_reduce(mine[0], group=group)
+        assert isinstance(transport(group), ours.SharedMemory)
+    stop()
+
+
+def test_ranks_do_not_meet_in_an_asynchronous_call() -> None:
+    run_ranks(2, crossing)
+
+
 def overlapping() -> None:
     """Groups that share ranks, disjoint ones and the world, all in flight at once, waited for in any order."""
     start(SMALL)
@@ -143,6 +165,7 @@ def overlapping() -> None:
     data, reference = core_checks("test_collectives").data, core_checks("test_collectives").reference
     members = [[0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in members]
+    comm.meet(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)
     flying = []
     for turn in range(4):
         for ranks, group in zip(members, groups, strict=True):
