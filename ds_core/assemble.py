@@ -294,7 +294,7 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
 def _tell_kernels(kernels: Kernels) -> None:
     """One line on who serves the kernels, where it is not the references, and one on what stands in the way."""
     served, missed = kernels.told()
-    if " by reference (ds-core)" not in served or ";" in served:
+    if any(not name.startswith("reference ") for name in kernels.resolved().values()):
         log.info("kernels: %s", served)
     if missed:
         log.warning("kernels: %s", "; ".join(missed))

@@ -41,6 +41,9 @@ EXIT_CODE = 86
 KEPT = 64
 """Collectives per group that are remembered for comparison; tags stop ranks within a few of a difference."""
 
+HEAR_ALL = 5.0
+"""Seconds, at most, that a proof waits for more ranks to say where they are."""
+
 LOOK_FOR_OTHERS = 5.0
 """Seconds between questions of a rank that does not wait: have the others given up, or do they ask where it is?"""
 
@@ -135,6 +138,7 @@ class Guard:
         self._beat = 0
         self._key = ""  # under which our position is published
         self._suspected: dict[int, tuple[int, int]] = {}
+        self._proven = math.inf  # since when this rank, as judge, has had a proof
         self._warned: _Call | None = None
         self._asking: tuple[str, float] = ("", 0.0)  # what this rank, as judge, asks the others about, and since when
         self._answered = ""
@@ -299,12 +303,16 @@ class Guard:
         positions = self._positions()
         found = judge({p.rank: p for p in positions}, self.size)
         if found is None:
-            self._suspected = {}
+            self._suspected, self._proven = {}, math.inf
             self._ask(call, positions)
             return None
         # Positions are read one after the other. What rests on who waits must still be so a while later.
         beats = {p.rank: (p.issued, p.beat) for p in positions if p.rank in found.waiting}
         before, self._suspected = self._suspected, self._suspected or beats
+        # A proof can wait a little for ranks that have not told yet where they are, since the message shall name them.
+        self._proven = min(self._proven, time.monotonic())
+        if len(positions) < self.size and time.monotonic() - self._proven < min(self.patience, HEAR_ALL):
+            return None
         if found.certain or (
             before and all(r in before and before[r][0] == i and before[r][1] < b for r, (i, b) in beats.items())
         ):

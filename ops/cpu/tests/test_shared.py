@@ -151,7 +151,6 @@ def crossing() -> None:
     for group in groups:
         comm.all_reduce(mine[0], group=group)
         assert isinstance(transport(group), ours.SharedMemory)
-    stop()
 
 
 def test_ranks_do_not_meet_in_an_asynchronous_call() -> None:
