@@ -130,7 +130,8 @@ class KernelOptimizer(Optimizer):
                 if state.get("step") is not ticks[i]:
                     self._adopt(place + i, state)
             steps = self._tick([place + i for i in places])
-        kinds: list[set[Any]] = [{p.dtype for p in live}, {g.dtype for g in grads}, {p.device for p in live}, set(steps)]
+        dtypes: list[set[Any]] = [{p.dtype for p in live}, {g.dtype for g in grads}]
+        kinds = [*dtypes, {p.device for p in live}, set(steps)]
         if any(g.layout is not torch.strided for g in grads):
             self._refuse_sparse(live, grads)
         if all(len(kind) == 1 for kind in kinds) and not live[0].is_complex():
