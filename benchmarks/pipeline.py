@@ -2,7 +2,8 @@
 
 All train the same residual MLP blocks in fp32 with AdamW on the same data, 2 ranks over gloo, one thread each; the one
 process is rank 0 alone, while rank 1 waits. Contestants run in interleaved blocks of a few batches, so that a noisy
-machine hits all alike. DeepSpeed has processes of its own, which run in turn with the others.
+machine hits all alike. DeepSpeed has processes of its own, which run in turn with the others. The C library keeps freed
+memory in all of them, as ds_core asks it to: else page faults, which depend on who ran before, decide.
 
     python benchmarks/pipeline.py [--micro-batches 2 4 8] [--deepspeed-python PYTHON]
 
@@ -235,6 +236,7 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {count / 1e6:.1f}M parameters, {arguments.batch} x {arguments.width} a micro-batch"
     )
+    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(1 << 25), MALLOC_TRIM_THRESHOLD_=str(1 << 26))
     with tempfile.TemporaryDirectory() as cache:
         try:
             found = measure(arguments, cache)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceleratorEntry",
     "Axis",
+    "Chart",
     "CommandEntry",
     "Event",
     "KernelEntry",
@@ -145,6 +146,16 @@ class LauncherEntry:
 
     load: Ref
     help: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Something that ``dscore plan`` shows of a config. name: of its file; svg: a drawing that stands on its own."""
+
+    name: str
+    title: str
+    text: str
+    svg: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

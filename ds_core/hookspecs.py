@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ds_core.entries import (
         AcceleratorEntry,
         Axis,
+        Chart,
         CommandEntry,
         KernelEntry,
         LauncherEntry,
@@ -157,3 +158,8 @@ def ds_launchers() -> Mapping[str, LauncherEntry]:  # type: ignore[empty-body]
 @hookspec
 def ds_commands() -> Mapping[str, CommandEntry]:  # type: ignore[empty-body]
     """Hook: sub-commands for ``dscore``, by name. Two plugins with one name are an error naming both."""
+
+
+@hookspec
+def ds_charts(config: RunConfig) -> Iterable[Chart]:  # type: ignore[empty-body]
+    """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs."""

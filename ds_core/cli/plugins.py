@@ -31,6 +31,7 @@ _KINDS = {
     "ds_checkpointables": "checkpoint",
     "ds_launchers": "launcher",
     "ds_commands": "command",
+    "ds_charts": "chart",
 }
 
 

@@ -33,7 +33,7 @@ def draw(
     from ds_core.cli.show import say_error
     from ds_core.errors import UsageError
     from ds_pipeline.choose import make_schedule
-    from ds_pipeline.draw import as_svg, as_text
+    from ds_pipeline.draw import as_svg, as_text, titled
     from ds_pipeline.validate import ScheduleError, check
 
     train = schedule != "inference"
@@ -51,6 +51,5 @@ def draw(
         raise typer.Exit(1) from None
     print(as_text(proof))
     if svg is not None:
-        parts = f", {chunks} chunks" if chunks > 1 else ""
-        svg.write_text(as_svg(proof, f"{schedule}: {stages} stages{parts}, {micro_batches} micro-batches"))
+        svg.write_text(as_svg(proof, titled(schedule, stages, chunks, micro_batches)))
         print(f"drawn in {svg}")

@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ds_pipeline.validate import Proof, Span
+from ds_core.entries import Chart
+from ds_core.errors import UsageError
+from ds_pipeline.choose import make_schedule
+from ds_pipeline.config import PipelineConfig
+from ds_pipeline.validate import Proof, ScheduleError, Span, check
 
-__all__ = ["as_svg", "as_text", "facts"]
+if TYPE_CHECKING:
+    from ds_core.config import RunConfig
+
+__all__ = ["as_svg", "as_text", "facts", "timeline", "titled"]
 
 COLOURS = {"F": "#7fb3e6", "B": "#86c98a", "I": "#a5dba8", "W": "#f0c36d"}
 MEANING = {"F": "forward", "B": "backward", "I": "backward, inputs' half", "W": "backward, weights' half"}
 ROW, LEFT, TOP = 26, 64, 30
+
+
+def timeline(config: RunConfig) -> list[Chart]:
+    """What ``dscore plan`` shows: the schedule of the section ``pipeline``, once it says how many stages there are."""
+    section, count = config.section("pipeline"), config.core.gradient_accumulation_steps
+    if not isinstance(section, PipelineConfig):
+        return []
+    stages, chunks, count = section.stages, section.chunks, count if isinstance(count, int) else 1
+    if not isinstance(stages, int):
+        hint = 'the PipelineModule says how many stages there are; with "stages" in the config, they are drawn here'
+        return [Chart("pipeline", "pipeline", hint)]
+    try:
+        proof = check(lambda stage: make_schedule(section.schedule, count, stages, stage, chunks))
+    except ScheduleError as error:
+        raise UsageError(f"pipeline.schedule: {section.schedule} is wrong: {error}") from None
+    title = titled(section.schedule, stages, chunks, count)
+    return [Chart("pipeline", f"pipeline, {title}", as_text(proof), as_svg(proof, title))]
+
+
+def titled(schedule: str, stages: int, chunks: int, count: int) -> str:
+    """One line for a drawing."""
+    parts = f", {chunks} chunks" if chunks > 1 else ""
+    return f"{schedule}: {stages} stages{parts}, {count} micro-batches"
 
 
 def facts(proof: Proof) -> str:

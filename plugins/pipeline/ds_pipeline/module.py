@@ -6,6 +6,7 @@ number of stages: so checkpoints fit any number, and a plain module with the sam
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_core import comm
+from ds_core.accelerator import get_accelerator
 from ds_core.entries import Axis
 from ds_core.errors import UsageError
-from ds_core.mesh import plan_mesh
+from ds_core.mesh import MpuMesh, plan_mesh
 from ds_pipeline.balance import partition
 from ds_pipeline.profile import measure
 from ds_pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -173,8 +175,9 @@ class PipelineModule(nn.Module):
         def times() -> Sequence[float]:
             if example is None:
                 raise UsageError('partition_method "profile" needs example=, one input of the model')
-            comm.init_distributed()
-            return comm.broadcast_json(measure([functools.partial(_make, s) for s in specs], example))  # type: ignore[no-any-return]
+            comm.init_distributed(get_accelerator().communication_backend)
+            found = measure([functools.partial(_trial, s) for s in specs], example) if comm.rank() == 0 else None
+            return comm.broadcast_json(found)  # type: ignore[no-any-return]
 
         names, parts = [_name(s) for s in specs], self.num_stages * self.chunks
         try:
@@ -230,6 +233,8 @@ class PipelineModule(nn.Module):
 
     def bind(self, mesh: Mesh) -> None:
         """Compare what was built with the run's mesh, and take its groups; called by `ds_core.initialize`."""
+        if isinstance(mesh, MpuMesh):
+            raise UsageError("a PipelineModule brings its own mpu; call initialize without mpu=")
         if (mesh.size("pp"), mesh.coord["pp"]) != (self.num_stages, self.stage_id):
             here = f"stage {mesh.coord['pp']} of {mesh.size('pp')}"
             raise UsageError(
@@ -237,11 +242,10 @@ class PipelineModule(nn.Module):
                 f"puts it on {here}; build the module in the process that trains it"
             )
         if self._given_topology is None:
-            names = [n for n in mesh.names if n in AXES]
-            names = names if "dp" in names else [*names, "dp"]
-            self._grid = PipelineParallelGrid(
-                ProcessTopology([AXES[n] for n in names], [mesh.size(n) for n in names]), mesh.rank
-            )
+            parts = {part: axis for axis, inside in mesh.alias.items() for part in inside}
+            names = list(dict.fromkeys(parts.get(n, n) for n in mesh.names))
+            topology = ProcessTopology([AXES.get(n, n) for n in names], [mesh.size(n) for n in names])
+            self._grid = PipelineParallelGrid(topology, mesh.rank)
         elif self._grid.data_parallel_id != mesh.index("dp") or self._grid.data_parallel_size != mesh.size("dp"):
             raise UsageError(
                 f"the topology puts rank {mesh.rank} at data-parallel place {self._grid.data_parallel_id} of "
@@ -297,9 +301,15 @@ class PipelineModule(nn.Module):
         modules = [m.args[0] if isinstance(m, functools.partial) and m.args else m for m in modules]
         return any(isinstance(m, nn.Module) and next(m.parameters(), None) is not None for m in modules)
 
-    def first_layer(self, chunk: int) -> Any:
-        """The first callable of a chunk; None for one without layers."""
-        return self._chunks[chunk][0][1] if self._chunks[chunk] else None
+    def changes_inputs(self, chunk: int) -> bool:
+        """Whether a module before the chunk's first weight works in place, as ``ReLU(inplace=True)`` does."""
+        for _, layer in self._chunks[chunk]:
+            for module in layer.modules() if isinstance(layer, nn.Module) else ():
+                if getattr(module, "inplace", False):
+                    return True
+                if next(module.parameters(recurse=False), None) is not None:
+                    return False
+        return False
 
     def get_additional_losses(self) -> Mapping[str, Any] | None:
         """Override to tell of losses besides: ``{name: value}`` of the micro-batch that has just gone forward."""
@@ -357,6 +367,16 @@ def _place() -> tuple[int, int]:
 
 def _make(spec: Any) -> Any:
     return spec.build() if isinstance(spec, LayerSpec) else spec
+
+
+def _trial(spec: Any) -> tuple[Callable[[Any], Any], nn.Module | None]:
+    """A layer to measure: (how it is called, its module). Modules of the user are copied, they stay as they are."""
+    if not isinstance(spec, (nn.Module, LayerSpec)):
+        return spec, None
+    module = copy.deepcopy(spec) if isinstance(spec, nn.Module) else spec.build()
+    if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
+        return functools.partial(spec.forward_fn, module), module
+    return module, module
 
 
 def _name(spec: Any) -> str:

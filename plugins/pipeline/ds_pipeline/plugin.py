@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ds_core.entries import Axis, CommandEntry, Phase, Transform
+from ds_core.entries import Axis, Chart, CommandEntry, Phase, Transform
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.runner import Runner
 
-__all__ = ["ds_commands", "ds_config", "ds_mesh_axes", "ds_param_axes", "ds_runner", "ds_transforms"]
+__all__ = ["ds_charts", "ds_commands", "ds_config", "ds_mesh_axes", "ds_param_axes", "ds_runner", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -27,6 +27,13 @@ def ds_config() -> type[BaseModel]:
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore pipeline``."""
     return {"pipeline": CommandEntry("ds_pipeline.command:app", "Prove and draw pipeline schedules.")}
+
+
+def ds_charts(config: RunConfig) -> Iterable[Chart]:
+    """The timeline of the config's schedule."""
+    from ds_pipeline.draw import timeline
+
+    return timeline(config)
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

@@ -7,32 +7,43 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ds_core.accelerator import get_accelerator
+from ds_pipeline.micros import place
 
 __all__ = ["measure"]
 
 REPEATS = 3
 
+Made = tuple[Callable[[Any], Any], nn.Module | None]
 
-def measure(makers: Sequence[Callable[[], Any]], example: Any) -> list[float]:
-    """Seconds of forward and backward of each layer, the least of several runs.
 
-    makers: give the layers, one of which exists at a time. example: the first layer's input.
+def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
+    """Seconds of forward and backward of each layer on the accelerator, the least of several runs.
+
+    makers: give a layer's call and the module behind it, if any, of which one exists at a time; they may be changed.
+    example: the first layer's input.
     """
-    value, times = example, []
+    accelerator = get_accelerator()
+    device = accelerator.device(accelerator.local_index())
+    value, times = place(example, device), []
     with torch.random.fork_rng(), torch.enable_grad():
         for make in makers:
-            layer, given = make(), value
+            (call, module), given = make(), value
+            if module is not None:
+                module.to(device)
             best = float("inf")
             for _ in range(REPEATS + 1):  # the first is not like the others
+                inputs = _leaves(given)
+                accelerator.synchronize()
                 start = time.perf_counter()
-                value = layer(_leaves(given))
+                value = call(inputs)
                 outputs = [t for t in _tensors(value) if t.requires_grad]
                 if outputs:
                     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+                accelerator.synchronize()
                 best = min(best, time.perf_counter() - start)
-            for param in layer.parameters() if hasattr(layer, "parameters") else ():
-                param.grad = None
             times.append(best)
     return times
 

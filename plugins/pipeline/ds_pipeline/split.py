@@ -8,7 +8,7 @@ used twice, and those below a function written in Python (which would do everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,6 @@ from torch.autograd.graph import GradientEdge
 
 __all__ = ["Later", "backward_inputs"]
 
-Give = Callable[[Tensor, Tensor], None]
-
 
 @dataclass
 class Later:
@@ -29,27 +27,19 @@ class Later:
     cuts: dict[Any, list[Tensor]] = field(default_factory=dict)
     caught: dict[Any, Sequence[Tensor | None]] = field(default_factory=dict)
 
-    def run(self, give: Give) -> None:
-        """Compute the weights' gradients and hand each to `give`."""
+    def run(self) -> None:
+        """Compute the weights' gradients; they accumulate as in any backward."""
         for node, weights in self.cuts.items():
-            edges = [(k, g) for k, g in enumerate(self.caught.pop(node, ())) if g is not None]
-            if not edges:
-                continue
-            grads = torch.autograd.grad(
-                [GradientEdge(node, k) for k, _ in edges], weights, [g for _, g in edges], allow_unused=True
-            )
-            for weight, grad in zip(weights, grads, strict=True):
-                if grad is not None:
-                    give(weight, grad)
+            edges = [(GradientEdge(node, k), g) for k, g in enumerate(self.caught.pop(node, ())) if g is not None]
+            if edges:
+                torch.autograd.backward([e for e, _ in edges], [g for _, g in edges], inputs=weights)
         self.cuts.clear()
 
 
-def backward_inputs(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], give: Give
-) -> tuple[list[Tensor | None], Later]:
-    """Gradients of `inputs` (leaves that require them), and what is left for later.
+def backward_inputs(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Later:
+    """Accumulate gradients of `inputs` (leaves that require them); what is left for later.
 
-    outputs: with a graph; grads: theirs. Weights that cannot wait are handed to `give` now.
+    outputs: with a graph; grads: theirs. Gradients of weights that cannot wait accumulate as well.
     """
     now, cuts, alive = _cut([t.grad_fn for t in outputs], inputs)
     later = Later(cuts)
@@ -58,15 +48,12 @@ def backward_inputs(
         for node in cuts
     ]
     try:
-        found = torch.autograd.grad(outputs, [*inputs, *now], grads, retain_graph=bool(cuts), allow_unused=True)
+        torch.autograd.backward(outputs, grads, retain_graph=bool(cuts), inputs=[*inputs, *now])
     finally:
         for handle in handles:
             handle.remove()
     del alive
-    for weight, grad in zip(now, found[len(inputs) :], strict=True):
-        if grad is not None:
-            give(weight, grad)
-    return list(found[: len(inputs)]), later
+    return later
 
 
 def _cut(roots: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[Any, list[Tensor]], list[Any]]:

@@ -112,10 +112,15 @@ class PipeModelDataParallelTopology(ProcessTopology):
 class PipelineParallelGrid:
     """Where a rank stands; the mpu getters. Groups are there once `ds_core.initialize` has bound it to the mesh.
 
-    topology: None makes one of `stages` stages over the world. rank: this process's.
+    topology: None is data parallelism alone, over the world. rank: None is this process's.
     """
 
-    def __init__(self, topology: ProcessTopology, rank: int) -> None:
+    def __init__(self, topology: ProcessTopology | None = None, rank: int | None = None) -> None:
+        if topology is None or rank is None:
+            from ds_core import comm
+
+            rank = comm.rank() if rank is None else rank
+            topology = PipeDataParallelTopology(1, comm.world_size()) if topology is None else topology
         self._topo = topology
         self.global_rank, self.world_size = rank, topology.world_size()
         self.data_parallel_size = max(topology.get_dim("data"), 1)

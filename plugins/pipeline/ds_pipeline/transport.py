@@ -1,8 +1,8 @@
 """Activations and gradients between stages: asynchronous, received ahead, shapes told only when they are new.
 
-[Note: channels] Activations and gradients travel over groups of their own, and what goes from the last stage's chunk to
-the first stage's next one over further ones. So on each (channel, pair of ranks) messages are received in the order
-in which they were sent, whatever else is under way, and no backend can block one behind the other.
+[Note: channels] Messages travel over several groups along pp, so chosen that on each of them a rank only sends to one
+peer or only receives from one. So messages are received in the order in which they were sent, whatever else is under
+way, and no backend can block one behind another (NCCL carries out what is asked of a group one after the other).
 
 [Note: shapes] A stage's outputs have the shapes of the last batch unless the model's inputs have changed. Only then,
 and always for models with ``dynamic_shape``, a header goes before the message.
@@ -76,7 +76,7 @@ class Transport:
         count = mesh.size("tp") if mesh.has("tp") else 1
         self._share = {"act": split[0] and count > 1, "grad": split[1] and count > 1}
         self._tp_place = (mesh.index("tp"), count) if count > 1 else (0, 1)
-        self._groups = _channels(ctx, ["grad", "act wrap", "grad wrap"] if chunks > 1 else ["grad"])
+        self._groups = _channels(ctx, stages, chunks)
         self._known: dict[tuple[bool, int], Meta] = {}  # of what comes into a part, by whether gradients are wanted
         self._local: dict[str, deque[tuple[Meta, list[Tensor]]]] = {"act": deque(), "grad": deque()}
         self.begin((), train=True, headers="none", most=1)
@@ -131,15 +131,15 @@ class Transport:
     def _outgoing(self, tensor: Tensor, kind: str) -> Tensor:
         flat = _bytes(tensor.detach())
         place, count = self._tp_place
-        if self._share[kind] and tensor.numel() % count == 0:
+        if self._share[kind] and _divides(count, tensor):
             flat = flat.view(count, -1)[place]
         return flat
 
     def _send(self, message: Sequence[Tensor], kind: str, part: int) -> None:
         """Begin to send. Tensors are kept until they have gone, which waits for the oldest when there are many."""
-        stage, group = self._peer(kind, part)
+        target, group = self._column[part % self._stages], self._groups[_channel(kind, self._stage, self._stages)]
         sending = self._sending[kind]
-        sending.append([(comm.isend(flat, self._column[stage], group), flat) for flat in message if flat.numel()])
+        sending.append([(comm.isend(flat, target, group), flat) for flat in message if flat.numel()])
         while len(sending) > self._most:  # proved not to deadlock, see `PipelineRunner._prove`
             _wait(sending.popleft())
 
@@ -194,30 +194,23 @@ class Transport:
     def _meta(self, part: int) -> Meta:
         if self._headers == "each" or (self._headers == "first" and part not in self._heard):
             header = torch.empty(HEADER * 8, dtype=torch.uint8, device=self._device)
-            stage, group = self._source("act", part)
-            comm.irecv(header, self._column[stage], group).wait()
+            comm.irecv(header, *self._source("act", part)).wait()
             self._known[self._train, part] = _read_header(header.view(torch.int64).tolist())
             self._heard.add(part)
         return self._known[self._train, part]
 
     def _start(self, kind: str, part: int, meta: Meta) -> list[_Arriving]:
-        stage, group = self._source(kind, part)
+        source, group = self._source(kind, part)
         return [
-            _Arriving(self, kind, shape, dtype, self._column[stage], group)
+            _Arriving(self, kind, shape, dtype, source, group)
             for shape, dtype, wants_grad in meta.tensors
             if kind == "act" or wants_grad
         ]
 
-    # -- who -------------------------------------------------------------------------------------------------
-
-    def _peer(self, kind: str, part: int) -> tuple[int, Any]:
-        """The stage that has `part`, and the channel for a message to it."""
-        wraps = (part % self._stages == 0) if kind == "act" else (part % self._stages == self._stages - 1)
-        return part % self._stages, self._groups[f"{kind} wrap" if wraps and len(self._groups) > 2 else kind]
-
     def _source(self, kind: str, part: int) -> tuple[int, Any]:
-        """The stage from which `part` gets a message, and the channel."""
-        return (part - 1 if kind == "act" else part + 1) % self._stages, self._peer(kind, part)[1]
+        """The rank from which `part` gets a message, and the channel."""
+        stage = (part - 1 if kind == "act" else part + 1) % self._stages
+        return self._column[stage], self._groups[_channel(kind, stage, self._stages)]
 
 
 class _Arriving:
@@ -228,7 +221,7 @@ class _Arriving:
     ) -> None:
         self._whole = torch.empty(shape, dtype=dtype, device=owner._device)
         place, count = owner._tp_place
-        self._group = owner._tp if owner._share[kind] and self._whole.numel() % count == 0 else None
+        self._group = owner._tp if owner._share[kind] and _divides(count, self._whole) else None
         flat = self._whole.view(-1).view(torch.uint8)
         self._into = flat.view(count, -1)[place].clone() if self._group is not None else flat
         self._work = comm.irecv(self._into, source, group) if flat.numel() else None
@@ -247,19 +240,32 @@ def _wait(message: Iterable[tuple[Any, Tensor]]) -> None:
         work.wait()
 
 
-def _channels(ctx: Context, more: Sequence[str]) -> dict[str, Any]:
-    """Groups along pp: the mesh's own for activations, new ones for the rest. Collective."""
+def _channel(kind: str, source: int, stages: int) -> str:
+    """The group over which stage `source` sends; even and odd stages have different ones, the way round the end too."""
+    wraps = source == (stages - 1 if kind == "act" else 0)
+    return f"{kind} wrap" if wraps else f"{kind} {source % 2}"
+
+
+def _channels(ctx: Context, stages: int, chunks: int) -> dict[str, Any]:
+    """Groups along pp, one of them the mesh's own. Collective."""
     mesh = ctx.mesh
-    found: dict[str, Any] = {"act": mesh.group("pp")}
-    if mesh.size("pp") == 1:
-        return found | dict.fromkeys(more)
+    if stages == 1:
+        return {}
+    names = {_channel(kind, source, stages) for kind in ("act", "grad") for source in range(stages)}
+    if chunks == 1:
+        names -= {"act wrap", "grad wrap"}
+    found: dict[str, Any] = {"act 0": mesh.group("pp")}
     columns = sorted({tuple(row) for row in comm.all_gather_json(mesh.ranks("pp"))})
-    for name in more:
+    for name in sorted(names - set(found)):
         for column in columns:
             group = torch.distributed.new_group(list(column))
             if mesh.rank in column:
                 found[name] = group
     return found
+
+
+def _divides(count: int, tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.numel() % count == 0
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,7 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 from ds_pipeline.command import app
+from ds_pipeline.draw import as_text
+from ds_pipeline.planned import ZeroBubbleSchedule
+from ds_pipeline.validate import check
 from typer.testing import CliRunner
+
+from ds_core.cli.app import make_app
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "pipeline"
 
@@ -86,3 +92,33 @@ def test_a_schedule_that_is_wrong_is_not_drawn(monkeypatch: pytest.MonkeyPatch) 
     assert code == 1
     assert "no backward of micro-batch 0" in told or told == ""
     assert draw("gpipe")[0] == 1
+
+
+def plan(folder: Path, *words: str, **section: object) -> tuple[int, str, str]:
+    config = {"gradient_accumulation_steps": 4, "bf16": {"enabled": True}, "pipeline": section}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ("plan", "--world", "2", "--params", "1M", "--config", str(folder / "config.json"), *words)
+    done = CliRunner().invoke(make_app(), words)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_dscore_plan_shows_the_configs_schedule(tmp_path: Path) -> None:
+    code, told, where = plan(tmp_path, "--svg", str(tmp_path / "drawn"), stages=2, schedule="zero_bubble")
+    assert code == 0, where
+    proof = check(lambda stage: ZeroBubbleSchedule(4, 2, stage))
+    assert f"pipeline, zero_bubble: 2 stages, 4 micro-batches\n{as_text(proof)}" in told
+    assert (tmp_path / "drawn" / "pipeline.svg").read_text().startswith("<svg")
+    assert str(tmp_path / "drawn" / "pipeline.svg") in where.replace("\n", "")
+    charts = json.loads(plan(tmp_path, "--json", stages=2, chunks=3)[1])["charts"]
+    assert [c["title"] for c in charts] == ["pipeline, auto: 2 stages, 3 chunks, 4 micro-batches"]
+    assert "the PipelineModule says how many" in plan(tmp_path)[1]
+    code, _, why = plan(tmp_path, "--svg", str(tmp_path / "drawn"))
+    assert code == 1
+    assert "no plugin draws anything" in why.replace("\n", " ")
+
+
+def test_dscore_plan_refuses_a_wrong_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    code, _, why = plan(tmp_path, stages=2, schedule="own_schedule:Forgetful")
+    assert code == 1
+    assert "Forgetful is wrong: stage 0: no backward" in " ".join(why.split())

@@ -108,3 +108,48 @@ def test_a_wrong_schedule_does_not_run() -> None:
         RemoteError, match=r"pipeline.schedule: Forgetful is wrong: stage 0: no backward of micro-batch 0"
     ):
         run_ranks(2, runs_a_wrong_schedule)
+
+
+def sends(zero: int, reduce: str, gas: int, section: dict[str, Any]) -> float:
+    """Elements that this rank sends to its replicas per batch, in units of P(W-1)/W (README, ZeRO inside stages)."""
+    from ds_pipeline import PipelineModule
+
+    import ds_core
+    from ds_core.comm import log
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 16, bias=False) for _ in range(4)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+    config = make_config("1f1b", zero, gas, pipeline={"reduce": reduce}, comms_logger={"enabled": True})
+    config["zero_optimization"] = {"stage": zero, "param_persistence_threshold": 0, **section}
+    engine = ds_core.initialize(model=model, config=config)[0]
+    data = [(torch.ones(MICRO, 16), torch.ones(MICRO, 16)) for _ in range(gas)]
+    engine.train_batch(iter(data))
+    assert log.active is not None
+    log.active.clear()
+    engine.train_batch(iter(data))
+    total = 0.0
+    for row in log.active.rows():
+        if row.bytes > 200 and row.op not in ("isend", "irecv"):  # less is what ranks agree upon
+            total += row.count * row.bytes * (2 if row.op == "all_reduce" else 1)
+    engine.destroy()
+    return total / (2 * 16 * 16 * 4)
+
+
+def sends_all(cases: list[Any]) -> list[float]:
+    return [sends(*case) for case in cases]
+
+
+def test_what_zero_sends_inside_stages() -> None:
+    m = 3
+    cases: list[tuple[int, str, float, float]] = [
+        (0, "batch", 2, 2),
+        (1, "batch", 2, 2),
+        (2, "batch", 2, 2),
+        (2, "micro_batch", m + 1, m + 1),
+        (3, "batch", 1.5 * m + 1, 2 * m + 1),  # of two layers, the one that is used twice in a row stays
+        (3, "micro_batch", 2.5 * m, 3 * m),
+    ]
+    for told in run_ranks(4, sends_all, [[*case[:2], m, {"max_reuse_distance": 0}] for case in cases]):
+        for sent, (zero, reduce, least, most) in zip(told, cases, strict=True):
+            assert least <= sent <= most + 0.01, (zero, reduce, sent)

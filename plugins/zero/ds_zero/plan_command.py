@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ds_core.compose import Composition
+    from ds_core.entries import Chart
     from ds_zero.plan import Advice, Need
 
 __all__ = ["plan"]
@@ -47,6 +48,7 @@ def plan(
     host_memory: Annotated[str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")] = None,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks that share a machine's memory.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="A folder for drawings of what plugins plan of the config.")] = None,
 ) -> None:
     """Predict what each rank holds and sends under every stage and offload, and recommend one."""
     from ds_core.cli.show import say_error
@@ -74,7 +76,9 @@ def plan(
         advice = planning.recommend(needs, left, host, min(ranks_per_host, world))
     elif host_memory is not None or reserve != "0":
         raise UsageError("--host-memory and --reserve serve the recommendation; give --device-memory too")
-    _show(module, run, needs, advice, as_json)
+    charts = [chart for answer in chosen.plugins.ask("ds_charts", config=chosen.config) for chart in answer.value]
+    _show(module, run, needs, advice, charts, as_json)
+    _draw(charts, svg)
 
 
 def _model(params: str | None, largest_layer: str | None, model: str | None) -> nn.Module:
@@ -124,7 +128,9 @@ def _states(chosen: Composition) -> int:
     return round(sum(v.numel() for v in kept if isinstance(v, torch.Tensor)) / weight.numel())
 
 
-def _show(module: nn.Module, run: Any, needs: list[Need], advice: Advice | None, as_json: bool) -> None:
+def _show(
+    module: nn.Module, run: Any, needs: list[Need], advice: Advice | None, charts: list[Chart], as_json: bool
+) -> None:
     from ds_core.cli.show import show_json, show_table
 
     total = sum(p.numel() for p in module.parameters())
@@ -139,6 +145,7 @@ def _show(module: nn.Module, run: Any, needs: list[Need], advice: Advice | None,
                 "choices": rows,
                 "recommended": found,
                 "reason": None if advice is None else advice.reason,
+                "charts": [{"name": c.name, "title": c.title, "text": c.text} for c in charts],
             }
         )
         return
@@ -158,6 +165,22 @@ def _show(module: nn.Module, run: Any, needs: list[Need], advice: Advice | None,
     show_table((*columns, "device", "host", "sent per step"), shown)
     if advice is not None:
         typer.echo(advice.reason)
+    for chart in charts:
+        typer.echo(f"\n{chart.title}\n{chart.text}")
+
+
+def _draw(charts: list[Chart], folder: Path | None) -> None:
+    """Write the drawings; where they are goes to stderr, so that JSON stays JSON."""
+    if folder is None:
+        return
+    drawn = [chart for chart in charts if chart.svg is not None]
+    if not drawn:
+        raise UsageError("--svg: no plugin draws anything of this config")
+    folder.mkdir(parents=True, exist_ok=True)
+    for chart in drawn:
+        path = folder / f"{chart.name}.svg"
+        path.write_text(chart.svg or "")
+        typer.echo(f"drawn in {path}", err=True)
 
 
 def _row(need: Need) -> dict[str, Any]:

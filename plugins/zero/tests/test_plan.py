@@ -424,3 +424,18 @@ def test_hugging_face_configs_need_their_library(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", library)
     done = dscore("--world", "8", "--model", "config.json", "--json")
     assert json.loads(done.output)["parameters"] == 8 * 8 + 8
+
+
+def test_plugins_add_what_they_plan(tmp_path: Path) -> None:
+    (tmp_path / "sketch.py").write_text(
+        "from ds_core.entries import Chart\n"
+        "def ds_charts(config): return [Chart('a', 'A title', 'some text'), Chart('b', 'B', 'drawn', '<svg/>')]\n"
+    )
+    Path("c.json").write_text(json.dumps({"bf16": {"enabled": True}, "plugins": {"load": ["sketch=sketch"]}}))
+    done = dscore("--world", "8", "--params", "1M", "--config", "c.json", "--svg", "drawn")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.endswith("\nA title\nsome text\n\nB\ndrawn\n")
+    assert [(p.name, p.read_text()) for p in Path("drawn").iterdir()] == [("b.svg", "<svg/>")]
+    done = dscore("--world", "8", "--params", "1M", "--svg", "drawn")
+    assert done.exit_code == 1
+    assert "no plugin draws anything" in " ".join((done.output + done.stderr).split())

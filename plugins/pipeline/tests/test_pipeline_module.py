@@ -1,0 +1,471 @@
+"""Every argument of `PipelineModule`, and what the engine of a pipeline tells."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pipe_models import MICRO, Plain, batch, pipeline, specs
+
+from ds_core.errors import UsageError
+from ds_core.testing import run_ranks
+
+W = 6
+
+
+def start(model: nn.Module, gas: int = 2, **more: Any) -> Any:
+    import ds_core
+
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **more.pop("config", {}),
+    }
+    return ds_core.initialize(model=model, config=config, **more)[0]
+
+
+def squares(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - labels).square().mean()
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def rows(count: int, step: int = 0, width: int = W) -> list[tuple[Tensor, Tensor]]:
+    x = torch.randn(count, 2, 3, width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return [(a, b) for a, b in x]
+
+
+def linears(count: int, seed: int = 5) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Linear(W, W).double() for _ in range(count)]
+
+
+def plain_step(layers: list[Any], given: list[tuple[Tensor, Tensor]], loss_fn: Any = squares) -> float:
+    """One SGD step of plain torch over `layers`; the mean loss."""
+    params = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters() if p.requires_grad]
+    total = 0.0
+    for x, y in given:
+        for layer in layers:
+            x = layer(x)
+        loss = (loss_fn(x, y) if loss_fn is not None else x) / len(given)
+        loss.backward()
+        total += loss.item()
+    with torch.no_grad():
+        for param in dict.fromkeys(params):
+            param -= 0.1 * param.grad
+            param.grad = None
+    return total
+
+
+def trains_like(engine: Any, layers: list[Any], loss_fn: Any = squares, steps: int = 2) -> None:
+    for step in range(steps):
+        given = rows(engine.gradient_accumulation_steps(), step)
+        assert engine.train_batch(iter(given)).item() == pytest.approx(plain_step(layers, given, loss_fn), rel=1e-12)
+
+
+# -- what a module is made of --------------------------------------------------------------------------------------
+
+
+def takes_every_kind_of_layers() -> None:
+    from ds_pipeline import LayerSpec, PipelineModule
+
+    layers = linears(3)
+    truth = copy.deepcopy(layers)
+    net = nn.Sequential(layers[0], nn.ReLU(inplace=True), layers[1], nn.Tanh(), layers[2])
+    engine = start(PipelineModule(net, num_stages=2, loss_fn=squares, partition_method="uniform"))
+    trains_like(engine, [truth[0], torch.relu, truth[1], torch.tanh, truth[2]])
+    engine.destroy()
+
+    # Without loss_fn the last output is the loss; layers after a cut may work in place.
+    layers = linears(2)
+    truth = copy.deepcopy(layers)
+    parts = [layers[0], nn.Sequential(nn.Flatten(1), nn.ReLU(inplace=True), layers[1]), mean]
+    model = PipelineModule(parts, num_stages=2, partition_method="type:Linear|Sequential")
+    assert model.partitions() == [0, 1, 3]
+    assert model.changes_inputs(0) == model.is_last_stage()
+    engine = start(model)
+    trains_like(engine, [truth[0], torch.relu, truth[1], mean], None)
+    engine.destroy()
+
+    # Specs are built under their own seeds; a stage needs no weights, and none are optimized by name.
+    specs = [LayerSpec(nn.Linear, W, W), LayerSpec(nn.ReLU, inplace=True)]
+    model = PipelineModule(specs, num_stages=2, loss_fn=squares, seed_layers=True, base_seed=3).double()
+    model.seed_layers = False
+    torch.manual_seed(3)
+    truth = [nn.Linear(W, W).double(), torch.relu]
+    engine = start(model, model_parameters=[p for p in model.parameters() if p.requires_grad])
+    trains_like(engine, truth)
+    engine.destroy()
+
+
+def freezes() -> None:
+    """The first stage learns nothing, then does: what is sent back changes with it."""
+    from ds_pipeline import PipelineModule
+
+    for schedule in ("1f1b", "zero_bubble"):
+        layers = linears(4)
+        for layer in layers[:2]:
+            layer.requires_grad_(False)
+        truth = copy.deepcopy(layers)
+        model = PipelineModule(layers, num_stages=2, loss_fn=squares, partition_method="uniform")
+        config = {"pipeline": {"schedule": schedule}}
+        engine = start(model, config=config, model_parameters=list(model.parameters()))
+        trains_like(engine, truth)
+        for layer in (*layers[:2], *truth[:2]):
+            layer.requires_grad_(True)
+        engine.reset_activation_shape()
+        trains_like(engine, truth)
+        engine.destroy()
+
+
+class Told(nn.Linear):
+    """Tells of seeds, and of how often it runs."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Told.runs += 1
+        return super().forward(x)
+
+
+def recomputes() -> None:
+    from ds_pipeline import PipelineModule
+    from torch.utils.checkpoint import checkpoint
+
+    called = []
+
+    def through(function: Any, *inputs: Any) -> Any:
+        called.append(len(inputs))
+        return checkpoint(function, *inputs, use_reentrant=False)
+
+    def model(**options: Any) -> Any:
+        torch.manual_seed(5)
+        layers = [kind(W, W).double() for kind in (Told, nn.Linear, Told, nn.Linear)]
+        return PipelineModule(layers, num_stages=2, loss_fn=squares, partition_method="uniform", **options)
+
+    truth = linears(4)
+    cases: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
+        ({}, {}, 2, 0),
+        ({"activation_checkpoint_interval": 1}, {}, 4, 0),
+        ({}, {"activation_checkpoint_interval": 2}, 4, 0),
+        ({}, {"activation_checkpoint_interval": 2, "use_reentrant": False}, 4, 0),
+        ({"activation_checkpoint_interval": 1, "activation_checkpoint_func": through}, {}, 4, 4),
+        ({"activation_checkpoint_interval": 1, "checkpointable_layers": ["Linear"]}, {}, 2, 0),
+        ({"activation_checkpoint_interval": 1, "checkpointable_layers": ["Told"]}, {}, 4, 0),
+        ({"activation_checkpoint_interval": 2, "checkpointable_layers": ["Told"]}, {}, 2, 0),
+    ]
+    for options, section, runs, through_func in cases:
+        called.clear()
+        Told.runs = 0
+        engine = start(model(**options), config={"pipeline": section})
+        copied = copy.deepcopy(truth)
+        trains_like(engine, copied, steps=1)
+        assert (Told.runs, len(called)) == (runs, through_func), (options, section)
+        engine.destroy()
+
+
+def seeds() -> None:
+    from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+
+    told: list[int] = []
+
+    def seed_fn(seed: int) -> None:
+        told.append(seed)
+        torch.manual_seed(seed)
+
+    layers = [LayerSpec(nn.Linear, W, W), LayerSpec(nn.Dropout, 0.5), TiedLayerSpec("t", nn.Linear, W, W)]
+    options: dict[str, Any] = {"loss_fn": squares, "seed_layers": True, "seed_fn": seed_fn, "base_seed": 50}
+    model = PipelineModule(layers, num_stages=2, partition_method="uniform", **options).double()
+    mine = [0, 1] if model.is_first_stage() else [2]
+    assert told == [50 + i for i in mine]
+    told.clear()
+    engine = start(model, gas=2)
+    engine.train_batch(iter(rows(2)))
+    assert told == [50 * micro + i for micro in (1, 2) for i in mine]
+    engine.destroy()
+
+
+def balances() -> None:
+    """partition_method "profile" and its kin, with ties, functions and modules that remember what they saw."""
+    import time
+
+    from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02)
+            return super().forward(x)
+
+    norm = nn.BatchNorm1d(W)
+    before = copy.deepcopy(norm.state_dict())
+    layers = [
+        TiedLayerSpec("e", nn.Embedding, 11, W),
+        lambda x: x.flatten(0, 1),
+        norm,
+        LayerSpec(nn.Linear, W, W),
+        LayerSpec(Slow, W, W),
+        TiedLayerSpec("e", nn.Embedding, 11, W, forward_fn=lambda m, x: x @ m.weight.t()),
+    ]
+    model = PipelineModule(layers, num_stages=2, partition_method="profile", example=torch.zeros(3, 4).long())
+    assert model.partitions() in ([0, 4, 6], [0, 5, 6])
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values(), strict=True))
+    weights = PipelineModule(layers, num_stages=2, partition_method="Parameters").partitions()
+    assert weights == [0, 4, 6]  # 66 + 12 + 42 | 42 + 66
+    assert PipelineModule(layers, num_stages=2, partition_method="type:slow|linear").partitions() == [0, 4, 6]
+    assert [model.stage_owner(i) for i in (0, 5)] == [0, 1]
+    with pytest.raises(UsageError, match="no layer 6; the last is 5"):
+        model.stage_owner(6)
+    with pytest.raises(UsageError, match="has no weight 'scale'"):
+        TiedLayerSpec("e", nn.Embedding, 2, 2, tied_weight_attr=["weight", "scale"]).build()
+
+
+def test_layers_of_every_kind() -> None:
+    run_ranks(2, takes_every_kind_of_layers)
+
+
+def test_frozen_stages() -> None:
+    run_ranks(2, freezes)
+
+
+def test_recomputation_by_interval_and_by_class() -> None:
+    run_ranks(2, recomputes)
+
+
+def test_seeds_are_as_documented() -> None:
+    run_ranks(2, seeds)
+
+
+def test_partition_methods() -> None:
+    run_ranks(2, balances)
+
+
+# -- replicas and ties without seeds -------------------------------------------------------------------------------
+
+
+def starts_unseeded(zero: int) -> list[Any]:
+    from ds_core import comm
+    from ds_core.testing.partitioner import whole_weights
+
+    torch.manual_seed(comm.rank())  # every process its own weights
+    model = pipeline(2, seed_layers=False)
+    engine = start(model, config={"zero_optimization": {"stage": zero, "reduce_bucket_size": 300}})
+    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    first = whole_weights(engine)
+    for step in range(2):
+        engine.train_batch(iter([batch(step, m, index) for m in range(2)]))
+    assert dp == 2
+    answer = [first, whole_weights(engine)]
+    engine.destroy()
+    return answer
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_replicas_and_ties_are_equal_from_the_start(zero: int) -> None:
+    told = run_ranks(4, starts_unseeded, zero)
+    for when in (0, 1):
+        for a, b in ((0, 1), (2, 3)):  # replicas of a stage
+            assert told[a][when].keys() == told[b][when].keys()
+            assert all(torch.equal(told[a][when][n], told[b][when][n]) for n in told[a][when])
+        tied = [t[when]["tied.embed.weight"] for t in told]
+        assert all(torch.equal(tied[0], t) for t in tied)
+
+
+# -- topologies and the mpu ----------------------------------------------------------------------------------------
+
+
+def has_a_topology() -> None:
+    from ds_pipeline import (
+        PipeDataParallelTopology,
+        PipelineModule,
+        PipelineParallelGrid,
+        PipeModelDataParallelTopology,
+    )
+
+    import ds_core
+    from ds_core import comm
+
+    alone = PipelineParallelGrid()
+    assert (alone.get_data_parallel_world_size(), alone.get_data_parallel_rank()) == (4, comm.rank())
+    model = PipelineModule(linears(4), topology=PipeDataParallelTopology(2, 2), loss_fn=squares)
+    with pytest.raises(UsageError, match="once ds_core.initialize"):
+        model.mpu().get_pipe_parallel_group()
+    engine = start(model)
+    mpu, rank = engine.mpu(), comm.rank()
+    assert engine.topology().get_axis_names() == ["pipe", "data"]
+    assert engine.num_pipeline_stages() == mpu.get_pipe_parallel_world_size() == 2
+    assert (mpu.get_global_rank(), mpu.get_pipe_parallel_rank(), mpu.get_data_parallel_rank()) == (
+        rank,
+        rank // 2,
+        rank % 2,
+    )
+    groups = {"pipe": mpu.get_pipe_parallel_group(), "data": mpu.get_data_parallel_group()}
+    for axis, group in groups.items():
+        mine = next(r for r in engine.topology().get_axis_comm_lists(axis) if rank in r)
+        assert torch.distributed.get_process_group_ranks(group) == mine
+    assert comm.world_size(mpu.get_model_parallel_group() if engine.ctx.mesh.has("tp") else None) in (1, 4)
+    assert mpu.stage_to_global(1) == 2 + rank % 2
+    assert engine.is_first_stage() == mpu.is_first_stage() == (rank < 2)
+    engine.destroy()
+
+    wrong = [
+        (PipeDataParallelTopology(4, 2), "the topology has 8 ranks in 4 stages, this run 4 in 4"),
+        (PipeModelDataParallelTopology(2, 2, 1), "leave topology out and give num_stages"),
+    ]
+    for topology, why in wrong:
+        with pytest.raises(UsageError, match=why):
+            start(PipelineModule(linears(4), topology=topology, loss_fn=squares))
+
+    with pytest.raises(UsageError, match="brings its own mpu"):
+        ds_core.initialize(
+            model=PipelineModule(linears(4), num_stages=2, loss_fn=squares),
+            config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}},
+            mpu=mpu,
+        )
+
+
+def stands_beside_another_axis() -> list[Any]:
+    """An axis that the documents do not know is in the topology too."""
+    config = {"fake_axes": {"axes": {"sp": 2}}, "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]}}
+    engine, truth = start(pipeline(2), config=config), Plain()
+    assert set(engine.topology().get_axis_names()) == {"pipe", "sp", "data"}
+    ours = engine.train_batch(iter([batch(0, m, 0) for m in range(2)])).item()
+    assert ours == pytest.approx(sum(truth(*batch(0, m, 0)).item() for m in range(2)) / 2, rel=1e-12)
+    answer = [engine.mpu().get_global_rank(), engine.mpu().stage_to_global(1)]
+    engine.destroy()
+    return answer
+
+
+def test_a_topology_of_ones_own_and_the_mpu() -> None:
+    run_ranks(4, has_a_topology)
+
+
+def test_other_axes() -> None:
+    told = run_ranks(4, stands_beside_another_axis)
+    assert [t[0] for t in told] == [0, 1, 2, 3]
+    assert [t[1] for t in told] == [2, 3, 2, 3]
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------
+
+
+def reports(folder: Path) -> None:
+    """Additional losses, monitors, no_sync, compile: what the engine has runs with pipelines as well."""
+    from ds_pipeline import PipelineModule
+
+    class Tells(PipelineModule):
+        def get_additional_losses(self) -> dict[str, Tensor] | None:
+            return {"micro": torch.tensor(float(self._micro_offsets[0]))} if self.is_last_stage() else None
+
+    layers = linears(4)
+    truth = copy.deepcopy(layers)
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    model = Tells(layers, num_stages=2, loss_fn=squares, partition_method="uniform")
+    engine = start(
+        model, gas=3, config={"csv_monitor": monitor, "steps_per_print": 1, "comms_guard": {"enabled": True}}
+    )
+    engine.compile(backend="eager")
+    with engine.no_sync():
+        pass
+    trains_like(engine, truth)
+    assert engine.runner.additional_losses == ({"micro": 5.0} if engine.is_last_stage() else {})
+    assert engine.was_step_applied()
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 6, 2 * 3 * MICRO)
+    engine.reset_activation_shape()
+    trains_like(engine, truth)
+    engine.destroy()
+    if engine.ctx.mesh.rank == 0:
+        found = {p.name for p in (folder / "job").iterdir()}
+        assert any("loss" in name for name in found), found
+
+
+def only_evaluates(zero: int) -> None:
+    """Without an optimizer; and in turns with training, under every stage of ZeRO."""
+    import ds_core
+
+    truth = Plain()
+    wanted = sum(truth(*batch(0, m, 0)).item() for m in range(2)) / 2
+    if zero == 0:
+        engine, optimizer, *_ = ds_core.initialize(
+            model=pipeline(2), config={"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2}
+        )
+        assert optimizer is None
+        for _ in range(2):
+            ours = engine.eval_batch(iter([batch(0, m, 0) for m in range(2)])).item()
+            assert ours == pytest.approx(wanted, rel=1e-12)
+        unlabelled = iter([(batch(0, 0, 0)[0], None)])
+        outputs = engine.eval_batch(unlabelled, compute_loss=False, num_micro_batches=1)
+        assert (outputs is not None) == engine.is_last_stage()
+        engine.destroy()
+    for chunks in (1, 2):
+        section = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
+        engine, truth = start(pipeline(2, chunks), config={"zero_optimization": section}), Plain()
+        for step in range(2):
+            given = [batch(step, m, 0) for m in range(2)]
+            params = list(truth.parameters())
+            losses = [truth(*b) / 2 for b in given]
+            wanted = sum(x.item() for x in losses)
+            assert engine.eval_batch(iter(given)).item() == pytest.approx(wanted, rel=1e-12)
+            assert engine.train_batch(iter(given)).item() == pytest.approx(wanted, rel=1e-12)
+            for param, grad in zip(params, torch.autograd.grad(sum(losses), params), strict=True):
+                param.data -= 0.1 * grad
+        engine.destroy()
+
+
+def misuses() -> None:
+    """Ranks that are not at the same work all say so, and can go on; buffers that are filled again are noticed."""
+    from ds_core import comm
+
+    engine = start(pipeline(2))
+    first = comm.rank() == 0
+    pattern = "ranks are not at the same work: this one is in "
+    given = [batch(0, m, 0) for m in range(3)]
+    with pytest.raises(UsageError, match=pattern + f"eval_batch of {2 + first} micro-batches, another in eval_batch"):
+        engine.eval_batch(iter(given), num_micro_batches=2 + first)
+    with pytest.raises(UsageError, match=pattern + ("train" if first else "eval")):
+        (engine.train_batch if first else engine.eval_batch)(iter(given))
+    with pytest.raises(UsageError, match=pattern + "eval_batch of 2 micro-batches" + (" without" if first else ",")):
+        engine.eval_batch(iter(given), compute_loss=not first)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(given[:1]))
+    (tokens, mask), labels = batch(0, 0, 0)
+
+    def filled_again() -> Any:
+        for m in range(2):
+            labels.copy_(batch(0, m, 0)[1])
+            yield (tokens, mask), labels
+
+    with pytest.raises(UsageError, match="needs tensors of its own"):
+        engine.train_batch(filled_again())
+    assert engine.global_steps == 0
+    engine.train_batch(iter(given))
+    engine.destroy()
+
+
+def test_reports(tmp_path: Path) -> None:
+    run_ranks(2, reports, tmp_path)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_evaluation_alone_and_in_turns(zero: int) -> None:
+    run_ranks(2, only_evaluates, zero)
+
+
+def test_misuse_is_told_on_every_rank() -> None:
+    run_ranks(2, misuses)
+
+
+def test_specs_say_what_they_build() -> None:
+    assert repr(specs()[1]) == "Block(6)"
+    assert repr(specs()[0]) == "Embedding(11, 6)"
