@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
-from ds_core.comm import guard
+from ds_core.comm import guard, shared
 from ds_core.communicating import SelfReduced
 from ds_core.compose import Composition, compose
 from ds_core.config.batch import resolve_batch
@@ -113,9 +113,12 @@ def initialize(
     comm.check_ranks_agree(_fingerprint(ctx))
     if mesh.rank == 0:
         _tell_kernels(kernels)
-    guard.configure(core.comms_guard)
+    guard.configure(core.comms_guard, {m.partition(".")[0] for m in chosen.plugins.loaded_versions()})
+    shared.configure(kernels.get("collectives", "cpu"))
     if world_size > 1:
         mesh.build_groups(own=joint.others())
+        if accelerator.device_type == "cpu":
+            comm.meet(mesh.groups())
 
     # The model.
     make_free(model)
@@ -284,13 +287,14 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
     for op in ctx.kernels.ops():
         ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
+    ctx.kernels.get("collectives", "cpu")
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
 
 def _tell_kernels(kernels: Kernels) -> None:
     """One line on who serves the kernels, where it is not the references, and one on what stands in the way."""
     served, missed = kernels.told()
-    if " by reference (ds-core)" not in served or ";" in served:
+    if any(not name.startswith("reference ") for name in kernels.resolved().values()):
         log.info("kernels: %s", served)
     if missed:
         log.warning("kernels: %s", "; ".join(missed))

@@ -27,6 +27,7 @@ def ds_kernels() -> Iterable[KernelEntry]:
     """The references, which serve any tensor on any device."""
     ops = ("accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd")
     return (
+        KernelEntry("collectives", "reference", "ds_core.comm.shared:backend_only", 0),
         KernelEntry("squared_norm", "reference", "ds_core.params:squared_norm", 0),
         *(KernelEntry(op, "reference", f"ds_core.kernels.references:{op}", 0) for op in ops),
     )

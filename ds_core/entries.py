@@ -88,7 +88,8 @@ class KernelEntry:
 
     devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
     By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the `ds_core.kernels.build.Extension`
-    that is compiled on first use, for ``dscore ops build``.
+    that is compiled on first use, for ``dscore ops build``. check: for an operation of the plugin's own, reference to a
+    function like those in `ds_core.testing.kernels.CHECKS`, for ``dscore ops test`` and `KernelConformance`.
     """
 
     op: str
@@ -99,6 +100,7 @@ class KernelEntry:
     dtypes: tuple[str, ...] = ()
     available: Probe | None = None
     build: Ref | None = None
+    check: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True)

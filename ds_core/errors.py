@@ -78,6 +78,10 @@ class CommError(DSError, RuntimeError):
     """The process group could not be started or used."""
 
 
+class LostRankError(CommError):
+    """Another rank did not take part in a collective: its process has ended, or it has given up, or it is too late."""
+
+
 class RankMismatchError(CommError):
     """Ranks started with different plugins, configs or kernels."""
 

@@ -78,6 +78,10 @@ class Mesh:
         key = self.expand(axes)
         return self._groups[key] if key else ALONE
 
+    def groups(self) -> list[ProcessGroup]:
+        """Every group of this rank with others, in the same order on each rank of a group."""
+        return list(self._groups.values())
+
     def replicas(self, held: Iterable[str]) -> tuple[str, ...]:
         """The parts of dp on which a parameter with param axes `held` is the same on every rank."""
         without = set(self.expand(held))

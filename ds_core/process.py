@@ -63,6 +63,7 @@ STATE = ProcessState()
 _ELSEWHERE = (
     ("ds_core.comm.log", "reset"),
     ("ds_core.comm.guard", "reset"),
+    ("ds_core.comm.shared", "reset"),
     ("ds_core.comm.start", "stop_lone"),
     ("ds_core.accelerator.select", "reset_accelerator"),
     ("ds_core.plugins", "reset_discovery"),

@@ -18,6 +18,7 @@ from ds_core.checkpoint import background, files, rng
 from ds_core.checkpoint.format import COMMON, DAMAGED, LATEST, MANIFEST, Manifest, local_file, parse_manifest
 from ds_core.checkpoint.state import (
     Checkpointed,
+    HasRankState,
     SavedStates,
     Without,
     class_name,
@@ -304,6 +305,9 @@ def _apply(engine: Checkpointed, plan: _Plan, want: _Want) -> None:
         return
     if optimizer is not None:
         set_optimizer_values(optimizer, plan.local["optimizer"])
+        if isinstance(optimizer, HasRankState) and engine.ctx.world_size == plan.manifest.world_size:
+            # Checkpoints of other programs, and of ds_core before it kept this, have none.
+            optimizer.load_rank_state_dict(plan.local.get("optimizer_rank") or {})
     engine.load_run_state(plan.run, optimizer=optimizer is not None, scheduler=want.scheduler)
     _load_plugins(engine, plan.local["plugins"])
     if plan.own_local and plan.local["random"] is not None:  # None: imported from another program

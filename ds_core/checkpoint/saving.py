@@ -23,6 +23,7 @@ from ds_core.checkpoint.format import LATEST, check_tag
 from ds_core.checkpoint.layout import shares
 from ds_core.checkpoint.state import (
     Checkpointed,
+    HasRankState,
     class_name,
     digests,
     extra_modules,
@@ -146,6 +147,7 @@ def _local_values(engine: Checkpointed) -> dict[str, Any]:
         "plugins": {name: item.state_dict() for name, item in plugin_objects(engine.ctx).items()},
         "module_extra": {name: module.get_extra_state() for name, module in extra_modules(engine.module).items()},
         "optimizer": optimizer_values(engine.optimizer),
+        "optimizer_rank": engine.optimizer.rank_state_dict() if isinstance(engine.optimizer, HasRankState) else None,
     }
 
 

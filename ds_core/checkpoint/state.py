@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpointed",
+    "HasRankState",
     "SavedStates",
     "Without",
     "class_name",
@@ -153,6 +154,17 @@ def optimizer_values(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
         if values := {k: v for k, v in state.items() if not isinstance(v, Tensor)}:
             found[place] = values
     return found
+
+
+@runtime_checkable
+class HasRankState(Protocol):
+    """An optimizer that keeps something which is this rank's own, like the errors of compressed communication."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Values and tensors, kept in this rank's file of the checkpoint."""
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Called after all other states are loaded, and only if there are as many ranks as when it was saved."""
 
 
 def set_optimizer_values(optimizer: Optimizer, values: Mapping[str, Mapping[str, Any]]) -> None:

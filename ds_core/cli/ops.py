@@ -95,7 +95,7 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
             continue
         if candidate.reason is not None:
             rows.append([*name, f"not available: {candidate.reason}"])
-        elif op not in kit.CHECKS:
+        elif not kit.has_check(entry):
             rows.append([*name, "has no check of its own"])
         else:
             try:

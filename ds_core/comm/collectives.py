@@ -1,14 +1,15 @@
 """The collectives everything else calls: torch.distributed's signatures, the best algorithm for each backend.
 
 At one rank (or with no process group) nothing is called at all. Over gloo, CPU tensors take the algorithms of
-`ds_core.comm.gloo`; every other backend goes straight to torch.distributed. AVG works on all of them.
+`ds_core.comm.gloo`, or of `ds_core.comm.shared` where an installed kernel serves; every other backend goes straight to
+torch.distributed. AVG works on all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.comm import gloo, guard
+from ds_core.comm import gloo, guard, shared
 from ds_core.comm import log as comms_log
 from ds_core.comm.lane import AfterWork, Lane, Messages
 from ds_core.errors import CommError
@@ -35,6 +36,7 @@ __all__ = [
     "broadcast",
     "gather",
     "irecv",
+    "meet",
     "isend",
     "rank",
     "recv",
@@ -125,7 +127,8 @@ def all_reduce(
         work = dist.all_reduce(tensor, _wire_op(op, backend), group, async_op=True)
         return _end(work, _averager(tensor, op, backend, size), async_op)
     flat, back = _flat(tensor)
-    return _after(gloo.all_reduce(flat, op, lane, async_op), back, async_op)
+    way = shared if shared.serves(lane, "all_reduce", flat.nbytes, flat.dtype, op, async_op=async_op) else gloo
+    return _after(way.all_reduce(flat, op, lane, async_op), back, async_op)
 
 
 @_logged
@@ -163,7 +166,8 @@ def all_gather_into_tensor(
         return _plain(_GATHER(output, input, group, async_op), async_op)
     flat, back = _flat(output, fill=False)
     mine, _ = _flat(input)
-    return _after(gloo.all_gather_parts(flat.view(size, -1).unbind(), mine, lane, async_op, flat), back, async_op)
+    way = shared if shared.serves(lane, "all_gather", flat.nbytes, flat.dtype, async_op=async_op) else gloo
+    return _after(way.all_gather_parts(flat.view(size, -1).unbind(), mine, lane, async_op, flat), back, async_op)
 
 
 @_logged
@@ -189,7 +193,9 @@ def all_gather(
     mine, _ = _flat(tensor)
     backs = [back for _, back in pairs if back is not None]
     finish = (lambda: [back() for back in backs]) if backs else None
-    return _after(gloo.all_gather_parts([flat for flat, _ in pairs], mine, lane, async_op), finish, async_op)
+    total = sum(t.nbytes for t in tensor_list)
+    way = shared if shared.serves(lane, "all_gather", total, mine.dtype, async_op=async_op) else gloo
+    return _after(way.all_gather_parts([flat for flat, _ in pairs], mine, lane, async_op), finish, async_op)
 
 
 @_logged
@@ -208,7 +214,8 @@ def reduce_scatter_tensor(
         return _end(work, _averager(output, op, backend, size), async_op)
     flat, back = _flat(output, fill=False)
     whole, _ = _flat(input)
-    return _after(gloo.reduce_scatter(flat, whole, op, lane, async_op), back, async_op)
+    way = shared if shared.serves(lane, "reduce_scatter", whole.nbytes, whole.dtype, op, async_op=async_op) else gloo
+    return _after(way.reduce_scatter(flat, whole, op, lane, async_op), back, async_op)
 
 
 @_logged
@@ -318,6 +325,19 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
     if members(group) == 1:
         return _nothing(async_op)
     return _plain(dist.barrier(group, async_op), async_op)
+
+
+def meet(groups: Iterable[ProcessGroup]) -> None:
+    """Open the transports of `groups` now; a collective of each, so every rank names those it is in in one order."""
+    nothing = torch.empty(0)
+    for group in groups:
+        lane, _ = _route(group, nothing)
+        if lane is None or lane.size == 1:
+            continue
+        if guard.active is None:
+            shared.open_transport(lane)
+        else:
+            guard.active.run("meet", group, lambda _, lane=lane: shared.open_transport(lane), (nothing,), {})
 
 
 def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str]:

@@ -23,13 +23,13 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 from ds_core.comm.verdict import SHOWN, Line, Place, Position, judge
-from ds_core.errors import CommError, ConfigError
+from ds_core.errors import CommError, ConfigError, LostRankError
 
 __all__ = ["EXIT_CODE", "Guard", "configure", "label", "reset", "watch_place"]
 
@@ -40,6 +40,9 @@ EXIT_CODE = 86
 
 KEPT = 64
 """Collectives per group that are remembered for comparison; tags stop ranks within a few of a difference."""
+
+HEAR_ALL = 5.0
+"""Seconds, at most, that a proof waits for more ranks to say where they are."""
 
 LOOK_FOR_OTHERS = 5.0
 """Seconds between questions of a rank that does not wait: have the others given up, or do they ask where it is?"""
@@ -120,21 +123,22 @@ class GuardedWork:
 class Guard:
     """Numbers this process's collectives, and watches for waits without end.
 
-    patience: seconds. store: the job's, used by this guard alone.
+    patience: seconds. store: the job's, used by this guard alone. packages: top-level names of what is not the user's.
     """
 
-    def __init__(self, patience: float, store: Any, rank: int, size: int) -> None:
+    def __init__(self, patience: float, store: Any, rank: int, size: int, packages: Collection[str] = ()) -> None:
         self.patience, self.rank, self.size = patience, rank, size
         self.local = threading.local()
         self.waiting: dict[int, _Call] = {}
         self.places: list[WeakMethod[Callable[[], Place]]] = []
-        self._store = store
+        self._store, self._packages = store, frozenset(packages)
         self._lines: WeakKeyDictionary[Any, _Line] = WeakKeyDictionary()
         self._marks: dict[tuple[str, str, int, Any], int] = {}
         self._seen: dict[_Call, float] = {}
         self._beat = 0
         self._key = ""  # under which our position is published
         self._suspected: dict[int, tuple[int, int]] = {}
+        self._proven = math.inf  # since when this rank, as judge, has had a proof
         self._warned: _Call | None = None
         self._asking: tuple[str, float] = ("", 0.0)  # what this rank, as judge, asks the others about, and since when
         self._answered = ""
@@ -190,7 +194,7 @@ class Guard:
 
     def failed(self, call: _Call, error: Exception) -> Exception:
         """The error to raise for a collective that the backend gave up: the verdict, or who has ended."""
-        if isinstance(error, CommError):
+        if isinstance(error, CommError) and not isinstance(error, LostRankError):
             return error
         text = f"rank {self.rank}: {call.describe()} failed"
         until = time.monotonic() + 2.0
@@ -256,8 +260,10 @@ class Guard:
     def _where(self) -> str:
         """The user's line that the program is at."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        lines = [f"{os.path.basename(f.f_code.co_filename)}:{n}" for f, n in traceback.walk_stack(main) if _users(f)]
-        return lines[0] if lines else ""
+        for frame, line in traceback.walk_stack(main):
+            if _users(frame) and str(frame.f_globals.get("__name__")).split(".")[0] not in self._packages:
+                return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+        return ""
 
     def _publish(self, call: _Call) -> None:
         if not self._key:
@@ -297,12 +303,16 @@ class Guard:
         positions = self._positions()
         found = judge({p.rank: p for p in positions}, self.size)
         if found is None:
-            self._suspected = {}
+            self._suspected, self._proven = {}, math.inf
             self._ask(call, positions)
             return None
         # Positions are read one after the other. What rests on who waits must still be so a while later.
         beats = {p.rank: (p.issued, p.beat) for p in positions if p.rank in found.waiting}
         before, self._suspected = self._suspected, self._suspected or beats
+        # A proof can wait a little for ranks that have not told yet where they are, since the message shall name them.
+        self._proven = min(self._proven, time.monotonic())
+        if len(positions) < self.size and time.monotonic() - self._proven < min(self.patience, HEAR_ALL):
+            return None
         if found.certain or (
             before and all(r in before and before[r][0] == i and before[r][1] < b for r, (i, b) in beats.items())
         ):
@@ -368,8 +378,11 @@ class Guard:
             self._thread.join(5.0)
 
 
-def configure(section: Any) -> None:
-    """Put a `comms_guard` section into effect, the process group running. Every rank calls it with the same section."""
+def configure(section: Any, packages: Collection[str] = ()) -> None:
+    """Put a `comms_guard` section into effect, the process group running. Every rank calls it with the same section.
+
+    packages: top-level packages of plugins, whose lines are not shown as the user's.
+    """
     global active
     import torch.distributed as dist
 
@@ -391,7 +404,7 @@ def configure(section: Any) -> None:
     made = _made.get(world, 0)
     _made[world] = made + 1
     own = PrefixStore(f"ds_core.guard/{made}", own)
-    active = _worlds[world] = Guard(section.patience, own, dist.get_rank(), dist.get_world_size())
+    active = _worlds[world] = Guard(section.patience, own, dist.get_rank(), dist.get_world_size(), packages)
     atexit.register(active.leave)
 
 
@@ -417,10 +430,10 @@ _OURS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
 
 
 def _users(frame: Any) -> bool:
-    """Whether a frame is of the user's program."""
+    """Whether a frame is outside this package, other installed ones and Python's own library."""
     name = frame.f_code.co_filename
     return not (
         name.startswith((*_OURS, "<"))
-        or any(f"{os.sep}{part}{os.sep}" in name for part in ("site-packages", "ds_zero"))
+        or f"{os.sep}site-packages{os.sep}" in name
         or f"{os.sep}lib{os.sep}python" in name
     )

@@ -115,6 +115,8 @@ class Lane:
         self._jobs: _Jobs = queue.SimpleQueue()
         self._last: Future[None] | None = None
         self._started = False
+        self.opener: Any = None  # of `transport`; see `ds_core.comm.shared`
+        self.transport: Any = None
 
     def run(self, job: Callable[[], None], async_op: bool, inference: bool) -> LaneWork | None:
         """Run `job` after all that was called before it; on the lane's thread if `async_op`."""

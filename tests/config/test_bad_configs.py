@@ -403,7 +403,7 @@ def test_what_is_not_built_says_so(path: str, value: Any) -> None:
 def test_a_missing_plugin_is_named(name: str) -> None:
     (problem,) = refused({name: WITHOUT_PLUGIN[name]}).problems
     built = {"csv_monitor": "pip install ds-monitor-csv", "tensorboard": "pip install ds-monitor-tensorboard"}
-    built |= {"zero_optimization": "pip install ds-zero"}
+    built |= {"zero_optimization": "pip install ds-zero", "pipeline": "pip install ds-pipeline"}
     assert built.get(name, "documented but not built yet (it will come with ds-") in str(problem)
 
 

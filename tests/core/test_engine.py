@@ -29,7 +29,7 @@ def model(seed=0, dtype=torch.float32):
 
 def start(config=None, net=None, **kwargs):
     net = net if net is not None else model()
-    return ds_core.initialize(model=net, config={**BASE, **(config or {})}, **kwargs)
+    return ds_core.initialize(model=net, config={**BASE, **OWN, **(config or {})}, **kwargs)
 
 
 def data(n, seed=1, dtype=torch.float32):

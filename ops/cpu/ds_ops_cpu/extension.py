@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds_core.kernels.build import Extension, Unit, why_not
 
-__all__ = ["EXTENSION", "available"]
+__all__ = ["EXTENSION", "available", "can_share"]
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)  # Apple's compiler has none: one thread there
@@ -21,6 +21,7 @@ EXTENSION = Extension(
     folder=Path(__file__).parent / "cpp",
     units=(
         Unit("module.cpp", _OPENMP),
+        Unit("shared.cpp", ("-O1",)),
         Unit("generic.cpp"),
         *(
             (
@@ -43,3 +44,8 @@ EXTENSION = Extension(
 def available() -> str | None:
     """None when the kernels are built or can be, else what is missing."""
     return why_not(EXTENSION)
+
+
+def can_share() -> str | None:
+    """None when ranks on one host may share memory; whether they are on one is seen when they meet."""
+    return "needs Linux" if sys.platform != "linux" else available()

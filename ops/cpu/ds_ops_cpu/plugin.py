@@ -13,8 +13,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """One provider, ``cpp``, of each operation; built on its first use."""
-    return tuple(
+    """One provider, ``cpp``, of each operation, and the collectives of ranks on one host; built on first use."""
+    shared = KernelEntry(
+        "collectives",
+        "shm",
+        "ds_ops_cpu.shared:open_segment",
+        10,
+        devices=("cpu",),
+        available="ds_ops_cpu.extension:can_share",
+        build="ds_ops_cpu.extension:EXTENSION",
+    )
+    return shared, *(
         KernelEntry(
             op,
             "cpp",

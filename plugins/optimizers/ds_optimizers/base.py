@@ -110,42 +110,59 @@ class KernelOptimizer(Optimizer):
 
     def _batches(self, group: dict[str, Any], place: int) -> Iterator[Batch]:
         """The parameters of `group` that have gradients, by what one kernel call can take. See [Note: the clock]."""
-        batches: dict[Any, Batch] = {}
         names = self.states_of(group)
         if self.counts and len(self._ticks) != sum(len(g["params"]) for g in self.param_groups):
             self._wind()
-        live, states, places = [], [], []
-        for offset, param in enumerate(group["params"]):
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
+        # A thousand tensors pass here in every step, so what is asked of each is asked in comprehensions.
+        params: list[Tensor] = group["params"]
+        places = [i for i, p in enumerate(params) if p.grad is not None]
+        live = params if len(places) == len(params) else [params[i] for i in places]
+        grads: list[Tensor] = [p.grad for p in live]  # type: ignore[misc]
+        states = [self.state[p] for p in live]
+        if names:
+            for param, state in zip(live, states, strict=True):
+                if names[0] not in state:
+                    state.update(self.begin(param, group))
+        steps = [0] * len(live)
+        if self.counts:
+            ticks = self._ticks[place : place + len(params)]
+            for i, state in zip(places, states, strict=True):
+                if state.get("step") is not ticks[i]:
+                    self._adopt(place + i, state)
+            steps = self._tick([place + i for i in places])
+        dtypes: list[set[Any]] = [{p.dtype for p in live}, {g.dtype for g in grads}]
+        kinds = [*dtypes, {p.device for p in live}, set(steps)]
+        if any(g.layout is not torch.strided for g in grads):
+            self._refuse_sparse(live, grads)
+        if all(len(kind) == 1 for kind in kinds) and not live[0].is_complex():
+            rows = [[state[name] for state in states] for name in names]
+            return iter([Batch(live, live, grads, rows, steps[0])])
+        return self._sorted_out(live, grads, [[state[name] for name in names] for state in states], steps)
+
+    def _sorted_out(
+        self, live: list[Tensor], grads: list[Tensor], states: list[list[Tensor]], steps: list[int]
+    ) -> Iterator[Batch]:
+        batches: dict[Any, Batch] = {}
+        for param, grad, row, step in zip(live, grads, states, steps, strict=True):
+            key = (param.dtype, param.device, grad.dtype, step)
+            if key not in batches:
+                batches[key] = Batch(states=[[] for _ in row], step=step)
+            batch = batches[key]
+            real = torch.view_as_real if param.is_complex() else _itself
+            batch.owners.append(param)
+            batch.params.append(real(param))
+            batch.grads.append(real(grad))
+            for tensor, into in zip(row, batch.states, strict=True):
+                into.append(real(tensor))
+        return iter(batches.values())
+
+    def _refuse_sparse(self, live: list[Tensor], grads: list[Tensor]) -> None:
+        for param, grad in zip(live, grads, strict=True):
+            if grad.layout is not torch.strided:
                 raise UsageError(
                     f"{type(self).__name__}: a parameter of shape {tuple(param.shape)} has a sparse gradient; use "
                     "nn.Embedding(sparse=False)"
                 )
-            state = self.state[param]
-            if names and names[0] not in state:
-                state.update(self.begin(param, group))
-            if self.counts:
-                if state.get("step") is not self._ticks[place + offset]:
-                    self._adopt(place + offset, state)
-                places.append(place + offset)
-            live.append(param)
-            states.append(state)
-        steps = self._tick(places) if self.counts else [0] * len(live)
-        for param, state, step in zip(live, states, steps, strict=True):
-            key = (param.dtype, param.device, param.grad.dtype, step)
-            batch = batches.get(key)
-            if batch is None:
-                batch = batches[key] = Batch(states=[[] for _ in names], step=step)
-            real = torch.view_as_real if param.is_complex() else _itself
-            batch.owners.append(param)
-            batch.params.append(real(param))
-            batch.grads.append(real(param.grad))
-            for name, into in zip(names, batch.states, strict=True):
-                into.append(real(state[name]))
-        return iter(batches.values())
 
     def _wind(self) -> None:
         """Make the clock as long as there are parameters."""

@@ -200,28 +200,31 @@ def test_two_ranks_do_what_the_documents_say(kind: str, clip: float, gas: int, p
         assert worst <= 1e-9
 
 
-def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, float]:
-    """Saving, loading elsewhere and going on, against a simulation that loses its errors there."""
+def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, Any]:
+    """Saving and going on; loading elsewhere and going on; and what a simulation says of both."""
     params, rules = KINDS[kind]
-    engine = start(kind)
-    go(engine, range(at))
-    engine.save_checkpoint(folder, tag="here")
-    engine.destroy()
+    straight = start(kind)
+    go(straight, range(at))
+    straight.save_checkpoint(folder, tag="here")
+    go(straight, range(at, steps))
     engine = start(kind)
     engine.load_checkpoint(folder, tag="here")
     go(engine, range(at, steps))
     weights = [p.detach() for p in build().parameters()]
     simulated = getattr(papers, kind)(weights, WORLD, gradient)
     for step in range(steps):
-        if step == at:
-            simulated.wire.reset()
-            if kind == "ZeroOneAdam" and simulated.rates:
-                simulated.bring(exact=True)
+        if step == at and kind == "ZeroOneAdam" and simulated.rates:
+            simulated.bring(exact=True)
         simulated.step(step, lr=params["lr"], wd=params["weight_decay"], **rules)
-    worst = difference(engine, simulated)
-    averaged = engine.partitioner.averages
+    pairs = zip(engine.module.parameters(), straight.module.parameters(), strict=True)
+    found = {
+        "worst": difference(engine, simulated),
+        "averages": engine.partitioner.averages,
+        "same": all(torch.equal(a, b) for a, b in pairs),
+    }
+    straight.destroy()
     engine.destroy()
-    return {"worst": worst, "averages": float(averaged)}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -235,10 +238,36 @@ def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, float]:
         ("ZeroOneAdam", 35),
     ],
 )
-def test_a_checkpoint_keeps_everything_but_the_errors(kind: str, at: int, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(kind: str, at: int, tmp_path: Path) -> None:
     for found in run_ranks(WORLD, resumed, kind, str(tmp_path), at, 50):
         assert found["worst"] <= 1e-9
+        assert found["same"]
         assert not found["averages"]
+
+
+def saved_by_two(kind: str, folder: str) -> None:
+    engine = start(kind)
+    go(engine, range(20))
+    engine.save_checkpoint(folder, tag="here")
+    engine.destroy()
+
+
+def loaded_by_four(kind: str, folder: str) -> tuple[int, float]:
+    engine = start(kind)
+    engine.load_checkpoint(folder, tag="here")
+    kept = len(engine.optimizer.rank_state_dict())
+    go(engine, range(20, 25))
+    worst = max(float(p.detach().abs().max()) for p in engine.module.parameters())
+    engine.destroy()
+    return kept, worst
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+def test_more_ranks_begin_without_errors(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, saved_by_two, kind, str(tmp_path))
+    for kept, worst in run_ranks(4, loaded_by_four, kind, str(tmp_path)):
+        assert kept == 0
+        assert worst < 10
 
 
 def converges(kind: str) -> dict[str, float]:

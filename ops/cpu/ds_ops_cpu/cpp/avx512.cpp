@@ -4,4 +4,5 @@
 #define DS_ISA avx512
 #define DS_NAME "avx512"
 #include "isa.h"
+#include "fold.h"
 #endif

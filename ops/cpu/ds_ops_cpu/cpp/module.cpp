@@ -22,6 +22,8 @@
 namespace py = pybind11;
 using ds::Addresses, ds::Sizes, ds::Tensors, ds::width;
 
+void register_shared(py::module_& m);  // shared.cpp
+
 namespace {
 
 const ds::Table* chosen = nullptr;
@@ -323,6 +325,7 @@ PYBIND11_MODULE(_ds_ops_cpu, m) {
 #else
     m.attr("OPENMP") = false;
 #endif
+    register_shared(m);
     py::class_<Tensors>(m, "Tensors");
     m.def("from_numbers", &ds::from_numbers);
     m.def("from_tensors", &ds::from_tensors);

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_optimizers.onebit.compress import Errors, Exchange
+from ds_optimizers.onebit.compress import Errors, Exchange, padded
 
 __all__ = ["BACKENDS", "OneBit", "Work", "check_arguments"]
 
@@ -35,6 +35,7 @@ log = logging.getLogger("ds_optimizers")
 BACKENDS = ("nccl", "hccl", "compressed")
 Work = list[tuple[Tensor, Tensor]]
 """Parameters of one group, each with the gradient that its step takes."""
+_EACH, _FUSED = "each", "fused"  # errors of one parameter's exchange, and of all's that begin with that parameter
 Kind = tuple[ProcessGroup | None, torch.dtype, torch.device]
 
 
@@ -63,7 +64,7 @@ class OneBit(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._masks: dict[Tensor, Tensor] = {}
         self._alive: dict[Tensor, Tensor | None] = {}
-        self._errors: dict[Any, Errors] = {}
+        self._errors: dict[tuple[str, Tensor], Errors] = {}
         self._exchanges: dict[ProcessGroup | None, Exchange] = {}
         self._group_of: Callable[[Tensor], ProcessGroup | None] | None = None
         super().__init__(params, defaults)
@@ -83,9 +84,31 @@ class OneBit(Optimizer):
         """Make weights and states equal on all ranks. Collective. They always are, but for `ZeroOneAdam`."""
 
     def loaded(self) -> None:
-        """States are those of a checkpoint now: compression begins with no errors."""
+        """States are those of a checkpoint now: compression begins with no errors, unless they are loaded next."""
         self._errors.clear()
         self._alive.clear()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What compression has lost on this rank so far, for a checkpoint: "<kind>.<group>.<position>" -> errors."""
+        return {
+            f"{kind}.{place}": {"worker": errors.worker, "server": errors.server}
+            for place, param in self._places()
+            for kind in (_EACH, _FUSED)
+            if (errors := self._errors.get((kind, param))) is not None
+        }
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `rank_state_dict` gave on this rank of as many."""
+        for place, param in self._places():
+            for kind in (_EACH, _FUSED):
+                if (saved := state.get(f"{kind}.{place}")) is not None:
+                    found = (saved[key].to(param.device, copy=True) for key in ("worker", "server"))
+                    self._errors[kind, param] = Errors(*found)
+
+    def _places(self) -> Iterator[tuple[str, Tensor]]:
+        for g, group in enumerate(self.param_groups):
+            for p, param in enumerate(group["params"]):
+                yield f"{g}.{p}", param
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """torch's; then `loaded`."""
@@ -187,10 +210,8 @@ class OneBit(Optimizer):
             exchange = self._exchange(group)
             if exchange.ranks == 1:
                 continue
-            for param, tensor in members:
-                if param not in self._errors:
-                    self._errors[param] = Errors.of(tensor, exchange.ranks)
-            exchange.average([t for _, t in members], [self._errors[p] for p, _ in members])
+            errors = [self._errors_of(_EACH, p, t, exchange.ranks) for p, t in members]
+            exchange.average([t for _, t in members], errors)
 
     def compress_fused(self, pairs: Work) -> None:
         """The same with one scale for all, as if they were one tensor. Collective."""
@@ -200,11 +221,15 @@ class OneBit(Optimizer):
                 continue
             tensors = [t for _, t in members]
             flat = torch.cat([t.reshape(-1) for t in tensors])
-            key = (*kind, flat.numel())
-            if key not in self._errors:
-                self._errors[key] = Errors.of(flat, exchange.ranks)
-            exchange.average([flat], [self._errors[key]])
+            exchange.average([flat], [self._errors_of(_FUSED, members[0][0], flat, exchange.ranks)])
             _spread(flat, tensors)
+
+    def _errors_of(self, kind: str, param: Tensor, tensor: Tensor, ranks: int) -> Errors:
+        """The errors kept under `param`; none lost yet, if there are none or they are of another size or dtype."""
+        found = self._errors.get((kind, param))
+        if found is None or (found.worker.numel(), found.worker.dtype) != (padded(tensor.numel(), ranks), tensor.dtype):
+            found = self._errors[kind, param] = Errors.of(tensor, ranks)
+        return found
 
     def mean(self, pairs: Work) -> None:
         """Replace the tensors by their average in full precision. Collective."""
@@ -213,6 +238,15 @@ class OneBit(Optimizer):
                 tensors = [t for _, t in members]
                 flat = torch.cat([t.reshape(-1) for t in tensors])
                 comm.all_reduce(flat, op=torch.distributed.ReduceOp.AVG, group=group)
+                _spread(flat, tensors)
+
+    def equalize(self, pairs: Work) -> None:
+        """Replace the tensors, which differ by rounding, by those of the first rank. Collective."""
+        for (group, _, _), members in self._kinds(pairs).items():
+            if comm.world_size(group) > 1:
+                tensors = [t for _, t in members]
+                flat = torch.cat([t.reshape(-1) for t in tensors])
+                comm.broadcast(flat, get_process_group_ranks(group)[0], group)
                 _spread(flat, tensors)
 
     # -- arithmetic ---------------------------------------------------------------------------------------------

@@ -119,9 +119,15 @@ class ZeroOneAdam(OneBit):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """See `OneBit.synchronize`: what ranks did by themselves is averaged in full precision."""
+        """See `OneBit.synchronize`: what ranks did by themselves is averaged in full precision.
+
+        Then weights and momenta are made equal to the bit, so that a checkpoint, which has them once, is this very run.
+        """
         if self._drifted():
             self._bring_together(compressed=False)
+        if self._frozen:
+            params = [p for g in self.param_groups for p in g["params"] if self.state.get(p)]
+            self.equalize([(p, p) for p in params] + [(p, self.state[p]["exp_avg"]) for p in params])
 
     def _drifted(self) -> bool:
         group = self.param_groups[0]

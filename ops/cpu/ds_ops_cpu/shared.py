@@ -1,0 +1,221 @@
+"""The collectives of ranks on one host, through memory that all of them have mapped: the kernel ``collectives``.
+
+One rank makes an anonymous memory file (memfd), which has no name in any folder, so that nothing is left behind however
+the processes end; the others open it through /proc. All ranks agree, once per group, on whether it is used; where one
+of them cannot, the group's backend serves, and a line in the debug log says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_core.comm.shared import Meeting, Transport
+from ds_core.errors import CommError, DSError, LostRankError
+from ds_ops_cpu.kernels import native
+
+__all__ = ["BOX", "SharedMemory", "open_segment"]
+
+log = logging.getLogger("ds_ops_cpu")
+
+BOX = 1 << 20
+"""Bytes of a box; each rank has two. What is larger goes through them piece by piece."""
+
+ONCE = 1 << 15
+"""all_reduce of up to so many bytes: every rank adds up all of it, which saves one of two waits."""
+
+SPIN_NS = 30_000
+"""How long a rank that has a core of its own looks for the others before it sleeps."""
+
+_TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int16: 6,
+    torch.int8: 7,
+    torch.uint8: 8,
+    torch.bool: 8,
+}
+_OPS = {"SUM": 0, "AVG": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "BAND": 4, "BOR": 5, "BXOR": 6}
+_BOOL_OPS = {"SUM": 5, "MAX": 5, "BOR": 5, "PRODUCT": 4, "MIN": 4, "BAND": 4, "BXOR": 6}
+_BITS = ("BAND", "BOR", "BXOR")
+_GONE, _LATE, _DIFFERENT, _INTERRUPTED, _LEFT = range(1, 6)
+
+
+class SharedMemory:
+    """A group's segment: a `Transport`. pids: the ranks' processes, for messages."""
+
+    def __init__(self, segment: Any, meeting: Meeting, pids: Sequence[int]) -> None:
+        # Not the meeting itself: it knows the lane, which knows this object; both are to go with their group.
+        self._segment, self._pids = segment, list(pids)
+        self._rank, self._names, self._timeout = meeting.rank, meeting.names, meeting.timeout
+
+    def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
+        """See `Transport`."""
+        if kind == "all_gather":
+            return True
+        if dtype not in _TYPES:
+            return False
+        if dtype == torch.bool:
+            return op in _BOOL_OPS
+        return op in _OPS and not (op in _BITS and dtype.is_floating_point)
+
+    def all_reduce(self, flat: Tensor, op: str, tag: int) -> None:
+        """See `Transport`."""
+        text = f"all_reduce {op} of {flat.numel()} {flat.dtype}"
+        code = self._segment.all_reduce(
+            tag, text, _is_main(), flat.data_ptr(), flat.numel(), *_arithmetic(flat.dtype, op), ONCE
+        )
+        if code:
+            raise self._error(code, text)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, tag: int) -> None:
+        """See `Transport`."""
+        text = f"reduce_scatter {op} of {input.numel()} {input.dtype}"
+        code = self._segment.reduce_scatter(
+            tag,
+            text,
+            _is_main(),
+            output.data_ptr(),
+            input.data_ptr(),
+            output.numel(),
+            *_arithmetic(output.dtype, op),
+        )
+        if code:
+            raise self._error(code, text)
+
+    def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> None:
+        """See `Transport`."""
+        sizes = [p.nbytes for p in parts]
+        even = len(set(sizes)) == 1
+        text = f"all_gather of {sum(sizes)} bytes of {mine.dtype}" + ("" if even else f" in parts of {sizes}")
+        addresses = [p.data_ptr() for p in parts]
+        code = self._segment.all_gather(tag, text, _is_main(), addresses, sizes, mine.data_ptr())
+        if code:
+            raise self._error(code, text)
+
+    def _error(self, code: int, text: str) -> CommError:
+        """What became of a collective, in words; the segment serves no other after it."""
+        kind, rank = code & 0xFF, code >> 8
+        name = self._names[rank]
+        head = f"rank {self._names[self._rank]}: {text} failed"
+        if kind == _DIFFERENT:
+            return CommError(
+                f"{head}: rank {name} called {self._segment.call_of(rank)} at the same place; all ranks of a group "
+                'must make the same collectives in the same order ("comms_guard": {"enabled": true} finds the place)'
+            )
+        why = {
+            _GONE: f"rank {name} (process {self._pids[rank]}) has ended",
+            _LATE: f"rank {name} has not come within {self._timeout:g} s, the process group's timeout",
+            _INTERRUPTED: f"rank {name} was interrupted in it or in one before",
+            _LEFT: f"rank {name} has destroyed the process group",
+        }[kind]
+        return LostRankError(f"{head}, for {why}")
+
+
+def open_segment(meeting: Meeting) -> Transport | None:
+    """The segment of a group, or None when its ranks cannot share one; collective."""
+    key = secrets.token_hex(16)
+    mine, reason, module = -1, None, None
+    try:
+        module = native()
+        reason = _obstacle(module, meeting)
+        if meeting.rank == 0 and reason is None:
+            mine = _make(module.Segment.bytes_for(meeting.size, BOX), key)
+    except (DSError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    told = {"host": _host(), "pid": os.getpid(), "file": mine, "key": key, "reason": (reason or "")[:800]}
+    records = meeting.swap(told)
+    pids, first = [r["pid"] for r in records], records[0]
+    segment, reason = None, _why_apart(records, meeting)
+    if reason is None and module is not None:
+        try:
+            file = (
+                mine if meeting.rank == 0 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
+            )
+            mine = -1  # the segment closes it
+            spin = SPIN_NS if meeting.size <= _cores() else 0
+            args = (file, first["key"].encode(), meeting.rank, meeting.size, BOX, meeting.timeout)
+            segment = module.Segment(*args, spin)
+        except (OSError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        answers = meeting.swap({"reason": (reason or "")[:800]})
+        reason = _first_reason(answers, meeting)
+    elif mine >= 0:
+        with contextlib.suppress(OSError):
+            os.close(mine)
+    if reason is not None:
+        log.debug("collectives of ranks %s go through their backend, not shared memory: %s", meeting.names, reason)
+        return None
+    log.debug("collectives of ranks %s go through shared memory, %d bytes a rank", meeting.names, 2 * BOX)
+    return SharedMemory(segment, meeting, pids)
+
+
+def _obstacle(module: Any, meeting: Meeting) -> str | None:
+    if not hasattr(module, "Segment"):
+        return "this system has no futex"
+    if meeting.size > module.MOST_RANKS:
+        return f"{meeting.size} ranks; at most {module.MOST_RANKS} share a segment"
+    return None
+
+
+def _make(size: int, key: str) -> int:
+    """A memory file of `size` bytes that begins with `key`.
+
+    The bytes are there: a full machine is an error here, not a crash later.
+    """
+    file = os.memfd_create("ds_core collectives", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(file, 0, size)
+        os.pwrite(file, key.encode(), 0)
+    except OSError as error:
+        os.close(file)
+        raise OSError(error.errno, f"{size} bytes of shared memory are not to be had: {error.strerror}") from error
+    return file
+
+
+def _host() -> str:
+    """What is equal exactly on processes that see each other in /proc: the kernel's boot and the pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError as error:
+        return f"unknown {secrets.token_hex(8)} ({error.strerror})"
+
+
+def _why_apart(records: Sequence[dict[str, Any]], meeting: Meeting) -> str | None:
+    if (reason := _first_reason(records, meeting)) is not None:
+        return reason
+    other = next((i for i, r in enumerate(records) if r["host"] != records[0]["host"]), None)
+    return None if other is None else f"rank {meeting.names[other]} is on another host than rank {meeting.names[0]}"
+
+
+def _first_reason(records: Sequence[dict[str, Any]], meeting: Meeting) -> str | None:
+    return next((f"rank {n}: {r['reason']}" for n, r in zip(meeting.names, records, strict=True) if r["reason"]), None)
+
+
+def _arithmetic(dtype: torch.dtype, op: str) -> tuple[int, int, int, bool]:
+    """Width, type, operation and whether to average, in the numbers of fold_table.h."""
+    ops = _BOOL_OPS if dtype == torch.bool else _OPS
+    return dtype.itemsize, _TYPES[dtype], ops[op], op == "AVG"
+
+
+def _is_main() -> bool:
+    """Whether Ctrl-C may break off the wait: signals come to the main thread only."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
