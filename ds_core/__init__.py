@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from ds_core.data import DistributedLoader, RepeatingLoader
     from ds_core.engine import Engine
     from ds_core.hookspecs import hookimpl
-    from ds_core.partition import Partitioner, Replicated
+    from ds_core.partition import Partitioner
     from ds_core.precision import (
         get_default_autocast_lower_precision_modules,
         init_autocast_params,
         is_autocast_initialized,
     )
     from ds_core.process import reset
+    from ds_core.replicated import Replicated
     from ds_core.runner import Runner, Sequential
 
 _WHERE = {
@@ -30,7 +31,7 @@ _WHERE = {
     "Engine": "engine",
     "Partitioner": "partition",
     "RepeatingLoader": "data",
-    "Replicated": "partition",
+    "Replicated": "replicated",
     "Runner": "runner",
     "Section": "config",
     "Sequential": "runner",

@@ -33,9 +33,10 @@ from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
 from ds_core.optim import torch_grain
 from ds_core.params import collect_buffers, collect_params
-from ds_core.partition import Partitioner, Replicated
+from ds_core.partition import Partitioner
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
 from ds_core.process import make_free
+from ds_core.replicated import Replicated
 from ds_core.report import Reporter
 from ds_core.runner import Runner, Sequential
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from ds_core.errors import UsageError
 from ds_core.mesh import ALONE
 from ds_core.params import GradGroup
-from ds_core.partition import Replicated, StateSource, StateTensor
+from ds_core.partition import StateSource, StateTensor
+from ds_core.replicated import Replicated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

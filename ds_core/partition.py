@@ -1,14 +1,7 @@
-"""Who owns model states: the Partitioner contract, and `Replicated`, real data parallelism.
-
-[Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. While `sync` is on, a gradient that
-is ready goes into its bucket, and a full bucket is reduced while backward goes on; `finish` waits. Buckets are
-reduced in one fixed order on all ranks. A second backward at the same boundary needs no special case: what is
-already averaged is the same on all ranks, so averaging it again together with the new local part changes nothing.
-"""
+"""Who owns model states: the `Partitioner` contract, and what its implementations share."""
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.buckets import Bucket, make_buckets
-from ds_core.errors import UsageError
 from ds_core.holding import Holding
 from ds_core.params import GradGroup
 from ds_core.process import STATE
@@ -30,11 +21,9 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.mesh import Mesh
-    from ds_core.params import ParamInfo
 
 __all__ = [
     "Partitioner",
-    "Replicated",
     "StateSource",
     "StateTensor",
     "broadcast_from_first",
@@ -42,8 +31,6 @@ __all__ = [
     "saved_optimizer_states",
     "set_optimizer_state",
 ]
-
-log = logging.getLogger("ds_core.partition")
 
 ParamGroups = list[dict[str, Any]]
 
@@ -219,328 +206,6 @@ class Partitioner(ABC):
         """Remove hooks and free buffers; the module keeps its weights."""
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A trainable parameter, what the optimizer updates for it, and where its gradient accumulates.
-
-    master: the parameter itself when no other dtype is wanted. total: the accumulator when gradients accumulate
-    in another dtype than the parameter's, else None (then ``param.grad`` accumulates).
-    """
-
-    name: str
-    param: nn.Parameter
-    master: nn.Parameter
-    held: tuple[str, ...]
-    total: Tensor | None = None
-    master_grad: Tensor | None = None
-
-
-class Replicated(Partitioner):
-    """Every rank holds everything; gradients are averaged over each parameter's replicas in overlapped buckets."""
-
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
-        self._slots: list[_Slot] = []
-        self._by_param: dict[nn.Parameter, _Slot] = {}
-        self._buckets: list[Bucket] | None = None
-        self._place: dict[nn.Parameter, Bucket] = {}
-        self._next = 0
-        self._running = False  # a backward that reduces is under way, and somebody will call `finish`
-        self._twice = False  # a gradient has arrived in parts, so nothing is reduced before backward ends
-        self._reduced = False  # all gradients are reduced
-        self._trainable: list[bool] = []
-        self._hooks: list[Any] = []
-        self._refresh: Any = None
-        self._module: nn.Module | None = None
-        self._alone: list[_Slot] = []  # on this rank only, though dp has others
-        self._plain = True  # the optimizer updates the module's own parameters
-
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are averaged over replicas; if not, each rank keeps its own (see `communicating`)."""
-        return True
-
-    # -- set-up ----------------------------------------------------------------------------------------------
-
-    def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
-        """See `Partitioner.attach`."""
-        self._module = module
-        self._broadcast(module)
-        out = []
-        for group in groups:
-            slots = [self._slot(p) for p in group["params"]]
-            self._slots += slots
-            out.append({**group, "params": [s.master for s in slots]})
-        self._by_param = {s.param: s for s in self._slots}
-        self._plain = all(s.master is s.param for s in self._slots)
-        if not any(self._replicas(s) for s in self._slots):
-            self._buckets = []
-        if self.ctx.mesh.size("dp") > 1:
-            self._alone = [s for s in self._slots if not self._replicas(s)]
-        self._install_hooks()
-        if not self._plain:
-            self._refresh = module.register_load_state_dict_post_hook(lambda *_: self._masters_from_weights())
-        return out
-
-    @torch.no_grad()
-    def _masters_from_weights(self) -> None:
-        """After a load_state_dict of the user's; the next step would publish the old weights otherwise."""
-        for slot in self._slots:
-            if slot.master is not slot.param:
-                slot.master.copy_(slot.param)
-
-    def _install_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._trainable = [s.param.requires_grad for s in self._slots]
-        watched = origin_matters(self.ctx)
-        self._hooks = [
-            s.param.register_post_accumulate_grad_hook(self._on_gradient)
-            for s in self._slots
-            if s.param.requires_grad and (self._buckets != [] or watched or self._accumulates(s))
-        ]
-
-    def rewatch(self) -> None:
-        """See `Partitioner.rewatch`; with one rank, hooks are there only for what needs them."""
-        if self._hooks or self._module is not None:
-            self._install_hooks()
-
-    def _slot(self, param: nn.Parameter) -> _Slot:
-        info = self.ctx.params.get(param)
-        if info is None:
-            raise UsageError(
-                f"model_parameters holds a tensor of shape {tuple(param.shape)} that is not a parameter of the model; "
-                "pass parameters of the model given to initialize (after any transform they must still be in it)"
-            )
-        master_dtype = self.ctx.precision.master
-        master = param
-        if master_dtype is not None and param.is_floating_point() and param.dtype != master_dtype:
-            master = nn.Parameter(param.detach().to(master_dtype, copy=True), requires_grad=param.requires_grad)
-        return _Slot(info.name, param, master, info.held)
-
-    def _accumulates(self, slot: _Slot) -> bool:
-        wanted = self.ctx.precision.accumulate
-        return wanted is not None and slot.param.is_floating_point() and wanted != slot.param.dtype
-
-    def _replicas(self, slot: _Slot) -> tuple[str, ...]:
-        return self.ctx.params[slot.param].replicas
-
-    def _broadcast(self, module: nn.Module) -> None:
-        """Give every rank the weights and buffers of the first of its replicas."""
-        mesh = self.ctx.mesh
-        if mesh.size("dp") == 1:
-            return
-        tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
-        tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
-        broadcast_from_first(mesh, tensors)
-
-    # -- backward --------------------------------------------------------------------------------------------
-
-    def _on_gradient(self, param: Tensor) -> None:
-        """Runs inside backward each time the gradient of `param` is complete for this backward."""
-        if STATE.driver is not self:
-            self.note_other_driver()
-        slot = self._by_param[param]  # type: ignore[index]
-        if self._accumulates(slot):
-            assert param.grad is not None
-            if slot.total is None:
-                slot.total = torch.zeros_like(param, dtype=self.ctx.precision.accumulate)
-            slot.total += param.grad
-            param.grad = None
-        self._reduced = False
-        if not self.sync or self._buckets == [] or not self.averages:
-            return
-        if not self._running:
-            # A plain loss.backward(): gradients shall be final after it, too.
-            self._start()
-            self.finish_later()
-        assert self._buckets is not None
-        if (bucket := self._place.get(param)) is not None:  # type: ignore[call-overload]
-            # [Note: gradients that arrive twice] Re-entrant recomputation runs a backward inside the backward, so a
-            # shared weight's hook fires for each. A bucket on its way has then missed a part: all are sent again at
-            # the end, and from now on none is sent earlier (every rank runs the same program, so all decide alike).
-            self._twice |= param in bucket.arrived
-            bucket.arrived.add(param)
-        while not self._twice and self._next < len(self._buckets) and self._buckets[self._next].complete:
-            self._launch(self._buckets[self._next])
-            self._next += 1
-
-    def begin(self) -> None:
-        """See `Partitioner.begin`."""
-        self._reduced = False
-        if self.sync and self._buckets != [] and self.averages:
-            self._start()
-
-    def _start(self) -> None:
-        """Prepare the buckets for one backward; parameters may have been frozen or unfrozen since the last."""
-        self._running = True
-        if self._buckets is None or self._trainable != [s.param.requires_grad for s in self._slots]:
-            self._install_hooks()
-            self._buckets = make_buckets([s.param for s in self._slots if s.param.requires_grad], self.ctx)
-            self._place = {p: b for b in self._buckets for p in b.params}
-        self._next = 0
-        for bucket in self._buckets:
-            bucket.settle()
-
-    def _gradient(self, param: nn.Parameter) -> Tensor | None:
-        total = self._by_param[param].total
-        return param.grad if total is None else total
-
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launch([self._gradient(p) for p in bucket.params])
-
-    def finish(self) -> None:
-        """See `Partitioner.finish`."""
-        if not self.sync or self._buckets == [] or self._reduced or not self.averages:
-            return
-        if not self._running:
-            self._start()
-        assert self._buckets is not None
-        if self._twice and self._next:
-            for bucket in self._buckets:
-                bucket.settle()
-            self._next = 0
-        for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
-        self._running = False
-        self._reduced = True
-        for bucket in self._buckets:
-            for param, reduced in bucket.collect():
-                slot = self._by_param[param]
-                if slot.total is not None:
-                    slot.total.copy_(reduced)
-                elif reduced.dtype == param.dtype:
-                    param.grad = reduced
-                elif param.grad is not None:
-                    param.grad.copy_(reduced)
-                else:
-                    param.grad = reduced.to(param.dtype)
-
-    # -- step ------------------------------------------------------------------------------------------------
-
-    def gradients(self) -> Sequence[GradGroup]:
-        """See `Partitioner.gradients`."""
-        if not self._plain or self.ctx.precision.accumulate is not None:
-            self._cast_gradients()
-        if self._alone:
-            # Nothing to reduce, but the average is over all of dp. Not before the step: a later backward adds to it.
-            lone = [s.master.grad for s in self._alone if s.master.grad is not None]
-            if lone:
-                torch._foreach_mul_(lone, 1.0 / self.ctx.mesh.size("dp"))
-        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        for slot in self._slots:
-            if (grad := slot.master.grad) is not None:
-                if grad.is_sparse:  # of nn.Embedding(sparse=True); what follows is for dense ones
-                    grad = slot.master.grad = grad.to_dense()
-                if self.ctx.params[slot.param].counted:
-                    by_axes.setdefault(slot.held, []).append(grad)
-        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
-
-    def _cast_gradients(self) -> None:
-        """Give each master weight its gradient, in buffers that live as long as the run."""
-        for slot in self._slots:
-            grad = self._gradient(slot.param)
-            if slot.master is slot.param:
-                if slot.total is not None:
-                    slot.param.grad = slot.total.to(slot.param.dtype)
-                continue
-            if grad is None:
-                slot.master.grad = None
-                continue
-            if slot.master_grad is None:
-                slot.master_grad = torch.empty_like(slot.master)
-            slot.master_grad.copy_(grad.to_dense() if grad.is_sparse else grad)
-            slot.master.grad = slot.master_grad
-
-    def scale(self, factor: float) -> None:
-        """See `Partitioner.scale`."""
-        grads = [s.master.grad for s in self._slots if s.master.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """See `Partitioner.publish`."""
-        if not self._plain:
-            pairs = [(s.param, s.master) for s in self._slots if s.master is not s.param]
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
-
-    def zero_grad(self) -> None:
-        """See `Partitioner.zero_grad`."""
-        self._reduced = False
-        if self._running:  # a backward broke off
-            self._running = False
-            for bucket in self._buckets or ():
-                bucket.settle()
-        for slot in self._slots:
-            slot.param.grad = None
-        if not self._plain or self.ctx.precision.accumulate is not None:
-            for slot in self._slots:
-                slot.master.grad = None
-                slot.total = None
-
-    def axes(self) -> Iterable[tuple[str, ...]]:
-        """See `Partitioner.axes`."""
-        return {s.held for s in self._slots} | {()}
-
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
-        assert self._module is not None
-        mesh = self.ctx.mesh
-        for name, tensor, info in self._tensors(optimizer):
-            copies = tuple(a for a in mesh.expand(mesh.names) if a not in info.held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), info.held, info.counted, copies)
-        yield from buffer_states(self.ctx, self._module)
-
-    def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, ParamInfo]]:
-        assert self._module is not None
-        for name, param in self._module.named_parameters():
-            yield f"module/{name}", param.data, self.ctx.params[param]
-        for slot in self._slots:
-            info = self.ctx.params[slot.param]
-            if slot.master is not slot.param:
-                yield f"master/{slot.name}", slot.master.data, info
-            for key, value in optimizer.state.get(slot.master, {}).items() if optimizer is not None else ():
-                if isinstance(value, Tensor):
-                    yield f"optimizer/{key}/{slot.name}", value, info
-
-    @torch.no_grad()
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """See `Partitioner.load_states`."""
-        known = set(source.names())
-        for state in self.states(None):
-            if state.name.startswith("module/") and (strict or state.name in known):
-                state.tensor.copy_(_read(source, state.name, state.tensor))
-        for slot in self._slots:
-            if slot.master is not slot.param:
-                name = f"master/{slot.name}"
-                slot.master.data.copy_(_read(source, name, slot.master) if name in known else slot.param.data)
-        if optimizer is not None:
-            saved = saved_optimizer_states(source)
-            for slot in self._slots:
-                names = saved.get(slot.name, {})
-                values = {key: source.read(name).view(source.shape(name)) for key, name in names.items()}
-                set_optimizer_state(optimizer, slot.master, values)
-
-    def locate(self, param: nn.Parameter) -> Holding | None:
-        """See `Partitioner.locate`."""
-        slot = self._by_param.get(param)
-        return None if slot is None else _Copy(self, slot)
-
-    def detach(self) -> None:
-        """See `Partitioner.detach`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._refresh is not None:
-            self._refresh.remove()
-        for slot in self._slots:
-            slot.total = slot.master_grad = None
-        self._buckets, self._place = [], {}
-
-
 def buffer_states(ctx: Context, module: nn.Module) -> Iterator[StateTensor]:
     """The persistent buffers; replicas may differ in theirs, and the first rank's count."""
     mesh, persistent = ctx.mesh, module.state_dict(keep_vars=True)
@@ -551,79 +216,6 @@ def buffer_states(ctx: Context, module: nn.Module) -> Iterator[StateTensor]:
             others = [a for a in mesh.expand(mesh.names) if a not in held]
             store = counted and mesh.index(*others) == 0
             yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), held, store)
-
-
-class _Copy(Holding):
-    """A parameter of `Replicated`: every rank holds all of it."""
-
-    partitions_weights = local = False
-
-    def __init__(self, owner: Replicated, slot: _Slot) -> None:
-        mesh, axes = owner.ctx.mesh, owner._replicas(slot)
-        self._owner, self._slot = owner, slot
-        self.name, self.shape, self.param, self.updated = slot.name, tuple(slot.param.shape), slot.param, slot.master
-        self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
-        self.ranges = self.updated_ranges = [(0, slot.param.numel())] * len(self.ranks)
-        self.device = slot.param.device
-        self._lone = len(self.ranks) == 1
-
-    def round(self) -> None:
-        """See `Holding.round`."""
-        if self.updated is not self.param:
-            self.param.copy_(self.updated)
-
-    def set_weight(self, master: Tensor) -> None:
-        """See `Holding.set_weight`."""
-        self.param.copy_(master)
-
-    @property
-    def window_open(self) -> bool:
-        """See `Holding.window_open`."""
-        return any(self._owner._gradient(s.param) is not None for s in self._owner._slots)
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """See `Holding.grad_dtype`."""
-        accumulate = self._owner.ctx.precision.accumulate
-        return accumulate if accumulate is not None and self.param.is_floating_point() else self.param.dtype
-
-    @property
-    def _factor(self) -> float:
-        """What the step will still multiply what this rank holds by, in effect: reduction sums over ranks, then
-        divides by all of dp. What is averaged already is the same on all of them."""
-        reduced = self._owner._reduced and not self._lone
-        return 1.0 if reduced else len(self.ranks) / self._owner.ctx.mesh.size("dp")
-
-    def _held(self) -> Tensor | None:
-        grad = self._owner._gradient(self.param)
-        return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
-
-    def reduced(self) -> Tensor | None:
-        """See `Holding.reduced`."""
-        grad = None if self.has_pending else self._held()
-        return grad if grad is None or self._factor == 1.0 else grad * self._factor
-
-    @property
-    def has_pending(self) -> bool:
-        """See `Holding.has_pending`."""
-        return not (self._lone or self._owner._reduced) and self._owner._gradient(self.param) is not None
-
-    def pending(self) -> Tensor | None:
-        """See `Holding.pending`."""
-        grad = self._held() if self.has_pending else None
-        return None if grad is None else grad / self._owner.ctx.mesh.size("dp")
-
-    def set_grad(self, values: Tensor) -> None:
-        """See `Holding.set_grad`."""
-        values = (values / self._factor).view(self.shape)
-        total = self._slot.total
-        if self.grad_dtype != self.param.dtype:
-            total = self._slot.total = torch.empty_like(self.param, dtype=self.grad_dtype) if total is None else total
-            total.copy_(values)
-            return
-        if self.param.grad is None or self.param.grad.is_sparse:
-            self.param.grad = torch.empty_like(self.param)
-        self.param.grad.copy_(values)
 
 
 def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:
@@ -637,16 +229,6 @@ def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Te
         comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
         for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
             tensor.copy_(piece.view_as(tensor))
-
-
-def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
-    shape = source.shape(name)
-    if tuple(like.shape) != shape:
-        raise UsageError(
-            f"checkpoint state {name!r} has shape {shape}, the model's is {tuple(like.shape)}; was it saved "
-            "by another model?"
-        )
-    return source.read(name).view(shape)
 
 
 def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:

@@ -14,7 +14,7 @@ from ds_core.errors import ConfigError, PluginError, UsageError
 from ds_core.testing.pytest_plugin import Ranks
 
 PARTITIONER = """
-from ds_core.partition import Replicated
+from ds_core.replicated import Replicated
 
 class Mine(Replicated):
     pass
