@@ -1,0 +1,54 @@
+"""A whole MoE block in the place of the model's: where the config routes otherwise, or the block runs experts by hand."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ds_core.errors import UsageError
+from ds_moe.routing import Routing, route
+
+__all__ = ["AutoEPMoELayer"]
+
+
+class AutoEPMoELayer(nn.Module):
+    """Router, experts and, where there are any, shared experts: the model's own children under their own names.
+
+    names: of the children: router, experts, and shared experts and their gate, or None. bias: attribute of the router,
+    or of the model's block, with what is added to scores for the choice. Takes [..., hidden] and returns its like, or a
+    pair with the router's logits [tokens, experts].
+    """
+
+    def __init__(
+        self, block: nn.Module, names: tuple[str, str, str | None, str | None], how: Routing, bias: str, pair: bool
+    ) -> None:
+        super().__init__()
+        for name, child in block.named_children():
+            self.add_module(name, child)
+        for name, param in block.named_parameters(recurse=False):
+            self.register_parameter(name, param)
+        kept = block.state_dict(keep_vars=True)
+        for name, buffer in block.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in kept)
+        self._names, self._how, self._bias, self._pair = names, how, bias, pair
+        self.train(block.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """See the class."""
+        router, experts, shared, gate = (None if n is None else getattr(self, n) for n in self._names)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = router(tokens)
+        if isinstance(logits, tuple):
+            logits = logits[0]
+        if logits.dim() != 2 or logits.shape != (tokens.shape[0], experts.num_experts):
+            raise UsageError(
+                f"router {self._names[0]!r} gave logits of shape {tuple(logits.shape)}; AutoEP needs "
+                f"{(tokens.shape[0], experts.num_experts)}, [tokens, experts]"
+            )
+        bias = getattr(router, self._bias, None)
+        index, scores = route(logits, self._how, getattr(self, self._bias, None) if bias is None else bias)
+        out = experts(tokens, index, scores)
+        if shared is not None:
+            more = shared(tokens)
+            out = out + (more if gate is None else gate(tokens).sigmoid() * more)
+        out = out.view_as(hidden_states)
+        return (out, logits) if self._pair else out
