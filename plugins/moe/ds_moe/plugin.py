@@ -1,0 +1,50 @@
+"""What this distribution offers to ds_core: the section ``expert_parallel``, its axis, its transform (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from ds_core.entries import Axis, Phase, Transform
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+
+__all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``expert_parallel``."""
+    from ds_moe.config import ExpertParallelConfig
+
+    return ExpertParallelConfig
+
+
+def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
+    """``ep``, folded inside dp: each rank still has tokens of its own."""
+    from ds_moe.config import ExpertParallelConfig
+
+    section = config.section("expert_parallel")
+    return [Axis("ep", section.autoep_size if isinstance(section, ExpertParallelConfig) else 1, inside="dp")]
+
+
+def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
+    """``ep`` for what a transform has left some rows of on each rank."""
+    from ds_core.slices import SLICES
+
+    found = (ctx.stash.get(SLICES) or {}).get(name)
+    return () if found is None else (found.axis,)
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """MoE layers take their place on the mesh."""
+
+    def bind(model):  # type: ignore[no-untyped-def]
+        from ds_moe.bind import bind_layers
+
+        return bind_layers(model, ctx)
+
+    return [Transform(Phase.SHARD, bind)]
