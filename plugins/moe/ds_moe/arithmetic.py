@@ -1,10 +1,10 @@
 """What one expert computes, for all local experts at once; a preset names one of these functions, or its own.
 
 ``function(rows, weights, act, product)`` gets the rows of all local experts, those of one expert together: [rows,
-hidden]. weights: ``w1``, ``w2`` and, where gate and up are apart, ``w3``; other parameters of the experts under their own
-names; each [local experts, ...]. act: the activation. ``product(rows, weight)``, with a weight of [local experts, out,
-in], multiplies each row by its expert's; ``product.spread(values)`` gives each row its expert's, from [local experts,
-out]. It returns [rows, hidden].
+hidden]. weights: ``w1``, ``w2`` and, where gate and up are apart, ``w3``; other parameters of the experts under their
+own names; each [local experts, ...]. act: the activation. ``product(rows, weight)``, with a weight of [local experts,
+out, in], multiplies each row by its expert's; ``product.spread(values)`` gives each row its expert's, from [local
+experts, out]. It returns [rows, hidden].
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """AutoEP: find the MoE blocks of a model, leave each rank its share of their experts, and send tokens to them.
 
-[Note: what is replaced] Where a block hands tokens, chosen experts and scores to a child that holds all experts (as the
-transformers library's do), only that child is replaced; the model's own router and block go on running. Where the config
-routes otherwise, or experts are a list that the block runs by hand, the block is replaced as well, by one with the same
-children. Either way names stay, and stacked experts keep their very `nn.Parameter` objects, cut to this rank's rows.
+[Note: what is replaced] Where a block hands tokens, chosen experts and scores to a child that holds all experts (as
+the transformers library's do), only that child is replaced; the model's own router and block go on running. Where the
+config routes otherwise, or experts are a list that the block runs by hand, the block is replaced as well, by one with
+the same children. Either way names stay, and stacked experts keep their very `nn.Parameter` objects, cut to this rank's
+rows.
 
-[Note: whose weights] Data parallelism starts from the first rank's weights. So do experts: they are sent from there before
-they are cut.
+[Note: whose weights] Data parallelism starts from the first rank's weights. So do experts: they are sent from there
+before they are cut.
 """
 
 from __future__ import annotations
@@ -25,24 +26,21 @@ from ds_core import comm
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, Problem, UsageError
 from ds_core.slices import SLICES, Slice
-from ds_core.stash import StashKey
 from ds_moe import presets
 from ds_moe.arithmetic import gated
 from ds_moe.autoep_block import AutoEPMoELayer
 from ds_moe.autoep_experts import Act, FusedExperts, ListedExperts, Share
 from ds_moe.config import ExpertParallelConfig
+from ds_moe.held import HELD
 from ds_moe.presets import Preset
 from ds_moe.routing import Routing
 
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["HELD", "replace"]
+__all__ = ["replace"]
 
 log = logging.getLogger("ds_moe")
-
-HELD: StashKey[set[str]] = StashKey("parameters that differ over ep")
-"""Names of the parameters that AutoEP has divided."""
 
 ACTIVATIONS: Mapping[str, Act] = {
     "silu": nn.functional.silu,
@@ -277,11 +275,11 @@ class _Block:
             self._check_gated({role: params[name] for name, role in roles.items()}, set(params) - set(roles))
         if buffers := [name for name, _ in self.experts.named_buffers()]:
             raise self.error("expert_pattern", f"AutoEP does not know what buffers {', '.join(buffers)} are for")
-        slices = dict(self.ctx.stash.get(SLICES) or {})
+        slices: dict[str, Slice] = {}
+        slices.update(self.ctx.stash.get(SLICES) or {})
         for name, param in params.items():
             whole = tuple(param.shape)
             self._cut(param, share)
-            self._hold(f"{self.prefix}.{name}")
             slices[f"{self.prefix}.{name}"] = Slice("ep", whole, share.first, share.rows)
         self.ctx.stash[SLICES] = slices
         return FusedExperts(share, params, roles, self._activation(self.experts), arithmetic)
@@ -342,11 +340,11 @@ class _Block:
         found = getattr(owner, self.preset.activation, None)
         if callable(found):
             return found  # type: ignore[no-any-return]
-        named = getattr(self.config, "hidden_act", None)
+        named = str(getattr(self.config, "hidden_act", None))
         if named not in ACTIVATIONS:
             raise self.error(
                 "expert_pattern",
-                f"there is no {self.preset.activation!r}, and hidden_act of the model's config is {named!r}",
+                f"there is no {self.preset.activation!r}, and hidden_act of the model's config is {named}",
                 f"use one of {', '.join(ACTIVATIONS)}, or a preset that names the activation's attribute",
             )
         return ACTIVATIONS[named]
@@ -370,9 +368,7 @@ class _Block:
         return whole
 
     def _hold(self, name: str) -> None:
-        if HELD not in self.ctx.stash:
-            self.ctx.stash[HELD] = set()
-        self.ctx.stash[HELD].add(name)
+        self.ctx.stash[HELD] = {*(self.ctx.stash.get(HELD) or ()), name}
 
     # -- routing ---------------------------------------------------------------------------------------------
 
@@ -396,7 +392,7 @@ class _Block:
         return Routing(top_k, preset.score, normalise, float(scale) * section.route_scale, groups, preset.group_score)
 
     def _top_k(self, groups: tuple[int, int] | None) -> int:
-        top_k = self.section.top_k
+        top_k: Any = self.section.top_k
         if top_k == "auto":
             places = (
                 (self.config, self.preset.top_k),

@@ -1,6 +1,8 @@
-"""A whole MoE block in the place of the model's: where the config routes otherwise, or the block runs experts by hand."""
+"""A whole MoE block in the place of the model's: where the config routes otherwise, or it runs experts by hand."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,7 +36,8 @@ class AutoEPMoELayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """See the class."""
-        router, experts, shared, gate = (None if n is None else getattr(self, n) for n in self._names)
+        children: list[Any] = [None if n is None else getattr(self, n) for n in self._names]
+        router, experts, shared, gate = children
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = router(tokens)
         if isinstance(logits, tuple):

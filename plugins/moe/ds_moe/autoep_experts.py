@@ -1,12 +1,12 @@
 """The experts of one MoE block, of which this rank holds its share: what AutoEP puts in the place of the model's own.
 
-Both kinds are called as fused experts of the transformers library are: (tokens [n, hidden], experts [n, k], their scores
-[n, k]) -> [n, hidden]. Parameters keep the names that they have in the model.
+Both kinds are called as fused experts of the transformers library are: (tokens [n, hidden], experts [n, k], their
+scores [n, k]) -> [n, hidden]. Parameters keep the names that they have in the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_moe.exchange import exchange
+from ds_moe.dispatch import Run, dispatch
+from ds_moe.grouped import Groups, grouped_linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,31 +70,36 @@ class _Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See the module."""
-        share, scores = self.share, top_k_weights
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        share, tokens = self.share, hidden_states.reshape(-1, hidden_states.shape[-1])
         if share.check:
-            _check_routing(share, tokens, top_k_index, scores)
-        sent, index = tokens, top_k_index
-        if share.apply == "pre":
-            sent = (tokens.unsqueeze(1) * scores.unsqueeze(-1)).to(tokens.dtype).flatten(0, 1)
-            index = top_k_index.reshape(-1, 1)
-        rows, counts, back = exchange(sent, index, share.count, share.size, share.group)
-        if share.check:
-            _check_arrival(share, top_k_index, counts)
-        done = back(self.compute(rows, counts)).view(*top_k_index.shape, -1)
-        return self._combine(done, scores).to(hidden_states.dtype).view_as(hidden_states)
+            _check_routing(share, tokens, top_k_index, top_k_weights)
 
-    def _combine(self, done: Tensor, scores: Tensor) -> Tensor:
-        """[tokens, k, hidden] -> [tokens, hidden]."""
-        if self.share.apply == "pre":
-            return done.sum(dim=1)
-        if self.share.combine == "weighted_sum":
-            return (done * scores.unsqueeze(-1)).sum(dim=1)
-        wide = torch.promote_types(done.dtype, scores.dtype)
-        return torch.bmm(scores.unsqueeze(1).to(wide), done.to(wide)).squeeze(1)
+        def run(rows: Tensor, groups: Groups) -> Tensor:
+            if share.check:
+                _check_arrival(share, top_k_index, groups)
+            return self.compute(rows, groups)
 
-    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows: [rows, hidden], those of one local expert together, as many as `counts` says of each."""
+        if share.combine == "weighted_sum" or share.apply == "pre":
+            weigh: Literal["after", "before"] = "after" if share.apply == "post" else "before"
+            out = dispatch(
+                *(tokens, top_k_index, top_k_weights, run),
+                num_experts=share.count,
+                group=share.group,
+                weigh=weigh,
+            )
+        else:
+            out = self._combine_by_product(tokens, top_k_index, top_k_weights, run)
+        return out.to(hidden_states.dtype).view_as(hidden_states)
+
+    def _combine_by_product(self, tokens: Tensor, index: Tensor, scores: Tensor, run: Run) -> Tensor:
+        """Each token as often as it has experts, so that what they give can be a matrix."""
+        share, (count, k) = self.share, index.shape
+        spread, ones = tokens.repeat_interleave(k, dim=0), torch.ones_like(scores).view(-1, 1)
+        done = dispatch(spread, index.reshape(-1, 1), ones, run, num_experts=share.count, group=share.group)
+        return torch.bmm(scores.to(done.dtype).unsqueeze(1), done.view(count, k, -1)).squeeze(1)
+
+    def compute(self, rows: Tensor, groups: Groups) -> Tensor:
+        """rows: [rows, hidden], those of one local expert together, as `groups` says."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -117,10 +123,10 @@ class FusedExperts(_Experts):
         self._roles, self._arithmetic = dict(roles), arithmetic
         self.act_fn = act  # a module as a rule, so that it moves and prints with the model
 
-    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute(self, rows: Tensor, groups: Groups) -> Tensor:
         """See `_Experts`."""
         weights = {self._roles.get(name, name): param for name, param in self.named_parameters(recurse=False)}
-        out: Tensor = self._arithmetic(rows, weights, self.act_fn, _Product(counts, self.share.grouped))
+        out: Tensor = self._arithmetic(rows, weights, self.act_fn, _Product(groups, self.share.grouped))
         return out
 
 
@@ -139,32 +145,36 @@ class ListedExperts(_Experts):
         self._local = list(experts)
         self._roles, self._arithmetic, self._act = dict(roles), arithmetic, (act,)
 
-    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute(self, rows: Tensor, groups: Groups) -> Tensor:
         """See `_Experts`; every local expert is called, with no rows if need be, so that ranks do the same."""
         experts: list[Any] = [getattr(self, str(number)) for number in self._local]
         if not self.share.grouped:
-            return torch.cat([expert(part) for expert, part in zip(experts, rows.split(list(counts)), strict=True)])
+            return torch.cat([expert(part) for expert, part in zip(experts, rows.split(groups.sizes), strict=True)])
         weights = {
             role: torch.stack([getattr(expert, name).weight for expert in experts])
             for name, role in self._roles.items()
         }
-        out: Tensor = self._arithmetic(rows, weights, self._act[0], _Product(counts, True))
+        out: Tensor = self._arithmetic(rows, weights, self._act[0], _Product(groups, True))
         return out
 
 
 class _Product:
     """See `ds_moe.arithmetic.Product`."""
 
-    def __init__(self, counts: Sequence[int], grouped: bool) -> None:
-        self._counts, self._grouped = list(counts), grouped
+    def __init__(self, groups: Groups, grouped: bool) -> None:
+        self._groups, self._grouped = groups, grouped
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
-        parts = rows.split(self._counts)
-        return torch.cat([nn.functional.linear(part, w) for part, w in zip(parts, weight.unbind(), strict=True)])
+        if self._grouped:
+            if torch.is_autocast_enabled(rows.device.type):  # as torch does for its own linear layers
+                dtype = torch.get_autocast_dtype(rows.device.type)
+                rows, weight = rows.to(dtype), weight.to(dtype)
+            return grouped_linear(rows, weight, None, self._groups)
+        parts = zip(rows.split(self._groups.sizes), weight.unbind(), strict=True)
+        return torch.cat([nn.functional.linear(part, w) for part, w in parts])
 
     def spread(self, values: Tensor) -> Tensor:
-        counts = torch.tensor(self._counts, device=values.device)
-        return values.repeat_interleave(counts, dim=0, output_size=sum(self._counts))
+        return values.index_select(0, self._groups.expert_of_row)
 
 
 def _check_routing(share: Share, tokens: Tensor, index: Tensor, scores: Tensor) -> None:
@@ -186,11 +196,11 @@ def _check_routing(share: Share, tokens: Tensor, index: Tensor, scores: Tensor) 
         raise UsageError(f"ranks that share experts are in different layers: {', '.join(layers)}")
 
 
-def _check_arrival(share: Share, index: Tensor, counts: Sequence[int]) -> None:
+def _check_arrival(share: Share, index: Tensor, groups: Groups) -> None:
     """UsageError unless as many rows came for each local expert as all ranks together sent."""
     sent = torch.bincount(index.reshape(-1), minlength=share.count)
     if share.size > 1:
         comm.all_reduce(sent, group=share.group)
     wanted = sent[share.first : share.first + share.rows].tolist()
-    if wanted != list(counts):
-        raise UsageError(f"{share.name}: {wanted} rows were sent to experts {share.first} and on, {counts} came")
+    if wanted != groups.sizes:
+        raise UsageError(f"{share.name}: {wanted} rows were sent to experts {share.first} and on, {groups.sizes} came")

@@ -1,9 +1,9 @@
-"""What this distribution offers to ds_core (torch-free)."""
+"""What this distribution offers to ds_core: the section ``expert_parallel``, its axis, its transform (torch-free)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_core.entries import Axis, Phase, Transform
 
@@ -13,32 +13,49 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
+__all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
+
 
 def ds_config() -> type[BaseModel]:
+    """The section ``expert_parallel``."""
     from ds_moe.config import ExpertParallelConfig
 
     return ExpertParallelConfig
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
-    section: Any = config.section("expert_parallel")
-    return [Axis("ep", section.autoep_size if section.enabled else 1, inside="dp")]
+    """``ep``, folded inside dp: each rank still has tokens of its own."""
+    from ds_moe.config import ExpertParallelConfig
+
+    section = config.section("expert_parallel")
+    return [Axis("ep", section.autoep_size if isinstance(section, ExpertParallelConfig) else 1, inside="dp")]
 
 
-def ds_param_axes(name: str, ctx: Context) -> Collection[str] | None:
-    from ds_moe.autoep import HELD
+def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
+    """``ep`` for what a transform has left some rows of on each rank, or has given to some of them alone."""
+    from ds_core.slices import SLICES
+    from ds_moe.held import HELD
 
-    return ("ep",) if name in (ctx.stash.get(HELD) or ()) else None
+    found = (ctx.stash.get(SLICES) or {}).get(name)
+    if found is None:
+        return ("ep",) if name in (ctx.stash.get(HELD) or ()) else ()
+    return (found.axis,)
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
-    section: Any = ctx.config.section("expert_parallel")
-    if not section.enabled:
-        return []
+    """AutoEP replaces MoE blocks of the model; MoE layers take their place on the mesh."""
+    from ds_moe.config import ExpertParallelConfig
 
-    def apply(model: Any) -> Any:
+    def bind(model):  # type: ignore[no-untyped-def]
+        from ds_moe.bind import bind_layers
+
+        return bind_layers(model, ctx)
+
+    def replace(model):  # type: ignore[no-untyped-def]
         from ds_moe.autoep import replace
 
         return replace(model, ctx)
 
-    return [Transform(Phase.SUBSTITUTE, apply)]
+    section = ctx.config.section("expert_parallel")
+    auto = isinstance(section, ExpertParallelConfig) and section.enabled
+    return [*([Transform(Phase.SUBSTITUTE, replace)] if auto else []), Transform(Phase.SHARD, bind)]

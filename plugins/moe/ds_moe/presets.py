@@ -45,8 +45,8 @@ class Preset:
     there are none; group_score: how a group is rated: its best expert, or its two best together.
     apply: whether scores multiply the experts' output ("post") or input ("pre"). activation: attribute of the experts.
     bias: attribute of the router, or the block, that is added to scores for the choice alone, where there is one.
-    returns_logits: the block returns (output, router logits) and not just the output. These two, score, normalise, scale
-    and groups matter where AutoEP replaces the whole block, see `ds_moe.autoep`.
+    returns_logits: the block returns (output, router logits) and not just the output. These two, score, normalise,
+    scale and groups matter where AutoEP replaces the whole block, see `ds_moe.autoep`.
     """
 
     name: str
@@ -148,8 +148,8 @@ def for_model_type(model_types: Iterable[str]) -> Preset | None:
     found = [p for p in (find(name) for name in names()) if p is not None and wanted & set(p.model_types)]
     if len(found) > 1:
         raise PluginError(
-            f"MoE presets {' and '.join(repr(p.name) for p in found)} are both for model type {'/'.join(sorted(wanted))}; "
-            "choose with expert_parallel.preset_model"
+            f"MoE presets {' and '.join(repr(p.name) for p in found)} are both for model type "
+            f"{'/'.join(sorted(wanted))}; choose with expert_parallel.preset_model"
         )
     return found[0] if found else None
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from ds_moe.presets import Preset
+from torch import Tensor, nn
 
 FAMILIES = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")
 BATCH, LENGTH, VOCABULARY, EXPERTS = 2, 8, 48, 8

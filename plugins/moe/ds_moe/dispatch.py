@@ -1,0 +1,116 @@
+"""Tokens to their experts and back: one permutation, one all-to-all each way, one weighted sum.
+
+[Note: who calls collectives] Over an expert-parallel group every rank takes part in every exchange, also one that has
+no token, or whose experts have none. So the order of collectives depends on the model alone, never on the routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ds_core import comm
+from ds_moe.grouped import Groups
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Run", "dispatch"]
+
+Run = Callable[[Tensor, Groups], Tensor]
+"""``run(rows [M, H], groups) -> [M, H']``: the experts of this rank, on rows sorted by expert."""
+
+
+def dispatch(
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    run: Run,
+    *,
+    num_experts: int,
+    group: ProcessGroup | None = None,
+    weigh: Literal["after", "before"] = "after",
+) -> Tensor:
+    """Send each token to its experts, run them, and sum what comes back: ``[N, H']``.
+
+    tokens: [N, H]. experts: int64 [N, k], global numbers in 0 .. num_experts - 1, or -1: this choice was dropped, and
+    adds nothing. weights: [N, k], of any float dtype; those of dropped choices are never used. run: see `Run`; it is
+    called once, also with no rows, and its output must keep the order of rows. group: the expert-parallel ranks, of
+    which rank i has experts i * num_experts / size and following; None (or `ALONE`): all experts are here. weigh:
+    whether weights multiply what experts give, or what they get.
+
+    Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
+    may have another N, also 0.
+    """
+    order, rows, counts = sort_by_expert(experts, num_experts)
+    w = weights.to(tokens.dtype).reshape(-1)[order]
+    x = tokens.index_select(0, rows)
+    if weigh == "before":
+        x = x * w[:, None]
+    x, groups, back = to_experts(x, counts, group)
+    y = back(run(x, groups))
+    if weigh == "after":
+        y = y * w[:, None]
+    return y.new_zeros(tokens.shape[0], y.shape[1]).index_add(0, rows, y)
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(places in ``experts.view(-1)`` by expert, their rows, rows per expert); dropped choices are left out."""
+    flat = experts.reshape(-1)
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1)
+    order = torch.sort(flat, stable=True).indices
+    order = order[int(counts[0]) :]
+    return order, order // max(experts.shape[1], 1), counts[1:]
+
+
+def to_experts(
+    x: Tensor, counts: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, Groups, Callable[[Tensor], Tensor]]:
+    """Rows that are sorted by global expert, to the ranks that have the experts.
+
+    counts: rows per global expert. Returns this rank's experts' rows, sorted by expert, their groups, and the way back.
+    """
+    size = comm.world_size(group) if group is not None else 1
+    if size == 1:
+        return x, Groups(counts), lambda y: y
+    theirs = torch.empty_like(counts)
+    comm.all_to_all_single(theirs, counts, group=group)
+    given = counts.view(size, -1).sum(1).tolist()
+    theirs = theirs.view(size, -1)
+    taken = theirs.sum(1).tolist()
+    here = theirs.shape[1]
+    rows: Tensor = _Exchange.apply(x, given, taken, group)  # type: ignore[no-untyped-call]
+    groups = Groups(theirs.sum(0))
+    if here == 1:
+        return rows, groups, lambda y: _Exchange.apply(y, taken, given, group)  # type: ignore[no-untyped-call, no-any-return]
+    label = torch.repeat_interleave(torch.arange(here, device=x.device).repeat(size), theirs.reshape(-1))
+    order = torch.sort(label, stable=True).indices
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=x.device)
+
+    def back(y: Tensor) -> Tensor:
+        return _Exchange.apply(y.index_select(0, inverse), taken, given, group)  # type: ignore[no-untyped-call, no-any-return]
+
+    return rows.index_select(0, order), groups, back
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+        ctx.given, ctx.taken, ctx.group = given, taken, group
+        return _exchange(x, given, taken, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.taken, ctx.given, ctx.group), None, None, None
+
+
+def _exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(taken), *x.shape[1:])
+    comm.all_to_all_single(out, x.contiguous(), taken, given, group=group)
+    return out
