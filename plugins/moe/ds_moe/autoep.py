@@ -275,8 +275,8 @@ class _Block:
             self._check_gated({role: params[name] for name, role in roles.items()}, set(params) - set(roles))
         if buffers := [name for name, _ in self.experts.named_buffers()]:
             raise self.error("expert_pattern", f"AutoEP does not know what buffers {', '.join(buffers)} are for")
-        slices: dict[str, Slice] = {}
-        slices.update(self.ctx.stash.get(SLICES) or {})
+        before = self.ctx.stash.get(SLICES)
+        slices = dict(before) if before is not None else {}
         for name, param in params.items():
             whole = tuple(param.shape)
             self._cut(param, share)

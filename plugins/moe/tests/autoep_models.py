@@ -209,3 +209,74 @@ PRESET = Preset(
     scale="scale",
 )
 """What a plugin would offer for `Own`."""
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+STEPS = 10
+ADAM = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}
+"""A smaller eps would blow up the rounding of gradients that are almost nothing."""
+
+
+def plain(model: Any, world: int, steps: int = STEPS) -> list[float]:
+    """Losses of one process of plain torch that takes all ranks' batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for rank in range(world):
+            batch = ids(step, rank)
+            loss = model(input_ids=batch, labels=batch).loss / world
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def settings(ep: int, stage: int, **section: Any) -> dict[str, Any]:
+    """The config of a run; section: keys of expert_parallel. ep 0: without it."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "plugins": {"load": ["ds_zero.plugin", "expert_parallel=ds_moe.plugin"]},
+    }
+    if ep:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": ep, **section}
+    if stage:
+        config["zero_optimization"] = {"stage": stage, "param_persistence_threshold": 20}
+    return config
+
+
+def train(engine: Any, steps: range, parts: int = 1) -> list[float]:
+    """Losses of all ranks together; each takes `parts` batches per step."""
+    from ds_core import comm
+
+    losses = []
+    for step in steps:
+        total = torch.zeros((), dtype=torch.float64)
+        for part in range(parts):
+            batch = ids(step, comm.rank() * parts + part)
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        comm.all_reduce(total)
+        losses.append(total.item() / comm.world_size() / parts)
+    return losses
+
+
+def weights_off(model: Any, truth: Any, slices: Any) -> float:
+    """The largest difference between this rank's weights, or rows of them, and those of the truth."""
+    wanted = dict(truth.named_parameters())
+    worst = 0.0
+    for name, mine in model.named_parameters():
+        theirs = wanted[name]
+        if name in slices:
+            theirs = theirs[slices[name].first : slices[name].first + slices[name].rows]
+        assert mine.shape == theirs.shape, f"{name}: {tuple(mine.shape)} {tuple(theirs.shape)}"
+        worst = max(worst, float((mine - theirs).abs().max()))
+    return worst

@@ -1,0 +1,116 @@
+"""AutoEP by patterns, and by a preset of somebody else's, on blocks of our own: every key that says how to route."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from autoep_models import FAMILIES, OWN_PATTERNS, Own, hugging_face, ids, plain, settings, train, weights_off
+
+from ds_core.testing import run_ranks
+
+SHORT = 4
+# What the block does, whether its experts are a list, and the keys that make AutoEP do the same.
+CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    "stacked": ({}, False, {}),
+    "stacked, one by one": ({}, False, {"use_grouped_mm": False}),
+    "listed": ({}, True, {}),
+    "listed, one by one": ({}, True, {"use_grouped_mm": False}),
+    "sigmoid": (
+        {"sigmoid": True, "norm": False, "scale": 1.5},
+        False,
+        {"score_func": "sigmoid", "route_norm": False, "route_scale": 3.0, "routed_scaling_factor": 0.5},
+    ),
+    "groups": ({"groups": (4, 2)}, True, {"num_expert_groups": 4, "num_limited_groups": 2}),
+    "before": ({"before": True}, False, {"score_apply": "pre", "validate_folding_routing": True}),
+    "product": ({}, False, {"combine_impl": "legacy_bmm", "validate_folding_routing": True}),
+    "more": ({"each": 3}, False, {"top_k": 3}),
+}
+
+
+def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
+    import ds_core
+    from ds_core.slices import SLICES
+
+    found = {}
+    for name in names:
+        how, listed, keys = CASES[name]
+        truth = Own(listed, **how)
+        losses = plain(truth, world, SHORT)
+        patterns = {k: v for k, v in OWN_PATTERNS.items() if k != "top_k_attr" or "top_k" not in keys}
+        for ep, stage in runs:
+            model = Own(listed, **how)
+            model.config.each = 2  # the section's top_k says otherwise
+            engine, *_ = ds_core.initialize(model=model, config=settings(ep, stage, **patterns, **keys))
+            got = train(engine, range(SHORT))
+            assert sum("pool" in n for n, _ in model.named_parameters()) == (2 * 3 * (8 // ep if listed else 1))
+            engine.destroy()
+            found[f"{name}, ep {ep}, stage {stage}"] = {
+                "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
+                "weights": weights_off(engine.module, truth, engine.ctx.stash.get(SLICES) or {}),
+            }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "runs"), [(1, [(1, 0)]), (2, [(2, 0), (2, 3), (1, 1)]), (4, [(4, 2), (2, 3)])], ids=["1", "2", "4"]
+)
+def test_blocks_found_by_patterns_train_as_in_plain_torch(world: int, runs: list[tuple[int, int]]) -> None:
+    names = list(CASES) if world < 4 else ["stacked", "listed", "listed, one by one"]
+    for rank, found in enumerate(run_ranks(world, compare, world, names, runs, timeout=180.0)):
+        for case, off in found.items():
+            assert max(off.values()) < 1e-12, f"rank {rank}, {case}: {off}"
+
+
+def reroute(kind: str) -> dict[str, float]:
+    """A family's routing by AutoEP's own block, from what its preset says, against the model's."""
+    from ds_moe.autoep_block import AutoEPMoELayer
+
+    import ds_core
+
+    truth = hugging_face(kind)
+    model = hugging_face(kind)
+    factor = getattr(model.config, "routed_scaling_factor", 1.0)
+    keys = {"routed_scaling_factor": 0.5, "route_scale": 2.0 * factor}
+    engine, *_ = ds_core.initialize(model=model, config=settings(2, 0, **keys))
+    assert any(isinstance(m, AutoEPMoELayer) for m in model.modules())
+    out = {}
+    for number in range(4):
+        batch = ids(number, 0)
+        ours = engine(input_ids=batch, labels=batch, output_router_logits=True)
+        theirs = truth(input_ids=batch, labels=batch, output_router_logits=True)
+        out[f"logits {number}"] = float((ours.logits - theirs.logits).abs().max())
+        if getattr(theirs, "router_logits", None) is not None:
+            pairs = zip(ours.router_logits, theirs.router_logits, strict=True)
+            out[f"router {number}"] = max(float((a - b).abs().max()) for a, b in pairs)
+    engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_presets_say_what_the_models_routers_do(kind: str) -> None:
+    for off in run_ranks(2, reroute, kind, timeout=120.0):
+        assert max(off.values()) < 2e-6, off
+
+
+def other_top_k() -> dict[str, float]:
+    import ds_core
+
+    truth, model, before = (hugging_face("mixtral", num_experts_per_tok=k) for k in (3, 2, 2))
+    engine, *_ = ds_core.initialize(model=model, config=settings(2, 0, top_k=3))
+    batch = ids(0, 0)
+    with torch.no_grad():
+        ours, theirs, others = (m(input_ids=batch).logits for m in (engine, truth, before))
+    engine.destroy()
+    return {"off": float((ours - theirs).abs().max()), "moved": float((ours - others).abs().max())}
+
+
+def test_top_k_overrides_the_models() -> None:
+    for off in run_ranks(2, other_top_k, timeout=60.0):
+        assert off["off"] < 2e-6 < off["moved"], off
