@@ -62,7 +62,10 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
         raise _error(ctx, "autoep_size", f"{section.autoep_size} needs a mesh axis of that size", "leave out mpu")
     if ctx.mesh.has("tp") and ctx.mesh.size("tp") > 1:
         raise _error(
-            ctx, "enabled", f"AutoEP cannot be combined with tensor parallelism ({ctx.mesh.size('tp')} ranks)", "use 1"
+            ctx,
+            "enabled",
+            f"AutoEP cannot be combined with tensor parallelism ({ctx.mesh.size('tp')} ranks)",
+            "leave one of them out",
         )
     model_config = _model_config(model)
     preset = _with_overrides(_preset(section, model, ctx), section)

@@ -60,3 +60,81 @@ def test_trains_as_plain_transformers(kind: str, world: int) -> None:
             # The library adds up losses, norms and scores in fp32, whatever the model's dtype.
             within = {"losses": 1e-6, "logits": 1e-9, "weights": 1e-9, "router": 1e-9, "generated": 0}
             assert all(off[what] <= within[what] for what in within), f"rank {rank}, {case}: {off}"
+
+
+# -- other ways to run ---------------------------------------------------------------------------------------------
+
+
+def variants(world: int) -> dict[str, float]:
+    """How far losses are from those of data parallelism alone, in ways that plain torch has no one answer for."""
+    import ds_core
+
+    ways: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        "accumulated": {"gradient_accumulation_steps": 2},
+        "recomputed": {},
+        "recomputed, re-entrant": {},
+        "module by module": {"expert_parallel": {"enabled": True, "autoep_size": world, "use_grouped_mm": False}},
+    }
+    found = {}
+    for name, keys in ways.items():
+        losses = []
+        for ep, stage in ((0, 1), (world, 1), (world, 3)):
+            model = hugging_face("deepseek_v3").float()
+            if name.startswith("recomputed"):
+                model.gradient_checkpointing_enable({"use_reentrant": name.endswith("entrant")})
+            config = settings(ep, stage) | {k: v for k, v in keys.items() if ep or k != "expert_parallel"}
+            engine, *_ = ds_core.initialize(model=model, config=config)
+            losses.append(train(engine, range(3), keys.get("gradient_accumulation_steps", 1)))
+            engine.destroy()
+        for stage, got in ((1, losses[1]), (3, losses[2])):
+            found[f"{name}, stage {stage}"] = max(abs(a - b) for a, b in zip(got, losses[0], strict=True))
+    return found
+
+
+def test_other_precisions_and_recomputation_agree_with_data_parallelism() -> None:
+    for found in run_ranks(2, variants, 2, timeout=170.0):
+        for name, off in found.items():
+            assert off < (2e-2 if name[:2] in ("bf", "fp", "au") and "32" not in name else 2e-6), f"{name}: {off}"
+
+
+def memory(ep: int, stage: int) -> dict[str, int]:
+    """Bytes of experts' weights, and of all tensors that are alive, after a step."""
+    import gc
+
+    import ds_core
+
+    gc.collect()
+    engine, *_ = ds_core.initialize(
+        model=hugging_face("qwen3_moe", moe_intermediate_size=512), config=settings(ep, stage)
+    )
+    train(engine, range(1))
+    gc.collect()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live()}
+    experts = [p for n, p in engine.module.named_parameters() if ".experts." in n]
+    out = {"experts": sum(p.untyped_storage().nbytes() for p in experts), "all": sum(storages.values())}
+    engine.destroy()
+    return out
+
+
+def live() -> list[torch.Tensor]:
+    """Every tensor of this process."""
+    import gc
+
+    return [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta]
+
+
+def memories(cases: list[tuple[int, int]]) -> list[dict[str, int]]:
+    return [memory(*case) for case in cases]
+
+
+def test_each_rank_holds_only_its_share_of_experts() -> None:
+    whole = 2 * 8 * 3 * 512 * 16 * 8  # layers, experts, weights of each, bytes
+    for one, two, four in run_ranks(4, memories, [(1, 0), (2, 0), (4, 0)], timeout=120.0):
+        assert [one["experts"], two["experts"], four["experts"]] == [whole, whole // 2, whole // 4]
+        # With gradients (dropped after the step) and two moments it is three times that, and little else is there.
+        assert one["all"] - two["all"] == pytest.approx(1.5 * whole, rel=0.01)
+        assert one["all"] - four["all"] == pytest.approx(2.25 * whole, rel=0.01)
