@@ -32,11 +32,14 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
 
 
 def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
-    """``ep`` for what a transform has left some rows of on each rank."""
+    """``ep`` for what a transform has left some rows of on each rank; ``tp`` for experts that are cut themselves."""
     from ds_core.slices import SLICES
+    from ds_moe.bind import TENSOR_PARALLEL
 
     found = (ctx.stash.get(SLICES) or {}).get(name)
-    return () if found is None else (found.axis,)
+    axes = () if found is None else (found.axis,)
+    cut = ctx.mesh.has("tp") and name in (ctx.stash.get(TENSOR_PARALLEL) or ())
+    return (*axes, "tp") if cut else axes
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
