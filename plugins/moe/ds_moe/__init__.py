@@ -6,12 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_moe.dispatch import dispatch
+    from ds_moe.experts import Experts
+    from ds_moe.gating import Routing, TopKGate
     from ds_moe.grouped import Groups, grouped_linear
+    from ds_moe.layer import MoE
 
-__all__ = ["Groups", "dispatch", "grouped_linear"]
+__all__ = ["Experts", "Groups", "MoE", "Routing", "TopKGate", "grouped_linear"]
 
-_HOME = {"Groups": "grouped", "dispatch": "dispatch", "grouped_linear": "grouped"}
+_HOME = {
+    "Experts": "experts",
+    "Groups": "grouped",
+    "MoE": "layer",
+    "Routing": "gating",
+    "TopKGate": "gating",
+    "grouped_linear": "grouped",
+}
 
 
 def __getattr__(name: str) -> Any:

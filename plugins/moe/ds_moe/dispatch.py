@@ -82,26 +82,30 @@ def to_experts(
     theirs = theirs.view(size, -1)
     taken = theirs.sum(1).tolist()
     here = theirs.shape[1]
-    rows: Tensor = _Exchange.apply(x, given, taken, group)  # type: ignore[no-untyped-call]
+    rows = exchange(x, given, taken, group)
     groups = Groups(theirs.sum(0))
     if here == 1:
-        return rows, groups, lambda y: _Exchange.apply(y, taken, given, group)  # type: ignore[no-untyped-call, no-any-return]
+        return rows, groups, lambda y: exchange(y, taken, given, group)
     label = torch.repeat_interleave(torch.arange(here, device=x.device).repeat(size), theirs.reshape(-1))
     order = torch.sort(label, stable=True).indices
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=x.device)
 
     def back(y: Tensor) -> Tensor:
-        return _Exchange.apply(y.index_select(0, inverse), taken, given, group)  # type: ignore[no-untyped-call, no-any-return]
+        return exchange(y.index_select(0, inverse), taken, given, group)
 
     return rows.index_select(0, order), groups, back
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it."""
+def exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
+    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it. Differentiable; collective."""
+    out: Tensor = _Exchange.apply(x, given, taken, group)  # type: ignore[no-untyped-call]
+    return out
 
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
         ctx.given, ctx.taken, ctx.group = given, taken, group
         return _exchange(x, given, taken, group)
 
@@ -110,7 +114,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(grad, ctx.taken, ctx.given, ctx.group), None, None, None
 
 
-def _exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
     out = x.new_empty(sum(taken), *x.shape[1:])
     comm.all_to_all_single(out, x.contiguous(), taken, given, group=group)
     return out

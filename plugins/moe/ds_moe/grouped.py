@@ -27,7 +27,7 @@ class Groups:
     @functools.cached_property
     def sizes(self) -> list[int]:
         """The counts as numbers (on a GPU this waits for it)."""
-        return self.counts.tolist()  # type: ignore[no-any-return]
+        return self.counts.tolist()
 
     @functools.cached_property
     def ends(self) -> Tensor:

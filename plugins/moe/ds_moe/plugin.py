@@ -32,14 +32,19 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
 
 
 def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
-    """``ep`` for what a transform has left some rows of on each rank, or has given to some of them alone."""
+    """``ep`` for what a transform has left some rows of on each rank, or has given to some of them alone; ``tp`` for
+    experts that are cut themselves."""
     from ds_core.slices import SLICES
+    from ds_moe.bind import TENSOR_PARALLEL
     from ds_moe.held import HELD
 
     found = (ctx.stash.get(SLICES) or {}).get(name)
-    if found is None:
-        return ("ep",) if name in (ctx.stash.get(HELD) or ()) else ()
-    return (found.axis,)
+    axes = [] if found is None else [found.axis]
+    if name in (ctx.stash.get(HELD) or ()):
+        axes.append("ep")
+    if ctx.mesh.has("tp") and name in (ctx.stash.get(TENSOR_PARALLEL) or ()):
+        axes.append("tp")
+    return axes
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
