@@ -227,12 +227,13 @@ class _Block:
                 raise self.error(
                     "expert_w1", f"there is no weight {self.preset.w1!r}", f"name one of its parameters: {have}"
                 )
-            if weight.numel() == 0:
+            count = weight.shape[0] if weight.dim() else 0
+        for name, param in self.experts.named_parameters():
+            if param.numel() == 0:
                 raise UsageError(
-                    f"{self.prefix}.{self.preset.w1} has no elements here; AutoEP cuts experts itself, so build the "
-                    "model without zero.Init"
+                    f"{self.prefix}.{name} has no elements here; AutoEP divides experts itself, so build the model "
+                    "without zero.Init"
                 )
-            count = weight.shape[0]
         if said is not None and said != count:
             raise self.error("num_experts_attr", f"{count} experts, but {attribute} of the model's config is {said}")
         size = self.section.autoep_size
@@ -262,6 +263,14 @@ class _Block:
     def _fused(self, share: Share) -> nn.Module:
         """The experts when their weights are stacked."""
         preset = self.preset
+        if share.size > 1 and self.ctx.grain in ("tensor", "matrix"):
+            raise _error(
+                self.ctx,
+                "autoep_size",
+                f"{share.size} cuts the stacked weights of {self.prefix}, and the optimizer takes each of them as one "
+                f"{self.ctx.grain}",
+                "use an optimizer that works element by element, such as AdamW, or 1",
+            )
         roles = {preset.w1: "w1", preset.w2: "w2", **({preset.w3: "w3"} if preset.w3 is not None else {})}
         params = dict(self.experts.named_parameters())
         if missing := [name for name in roles if name not in params]:

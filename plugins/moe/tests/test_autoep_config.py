@@ -161,6 +161,50 @@ def test_tensor_parallelism_is_refused() -> None:
         assert "expert_parallel.enabled: AutoEP cannot be combined with tensor parallelism (2 ranks); " in said
 
 
+def other_ways() -> list[str]:
+    """What is said of weights that are not there, optimizers that need them whole, and an mpu."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from ds_zero import Init
+
+    def attempt(config: dict[str, Any], **arguments: Any) -> str:
+        try:
+            engine, *_ = ds_core.initialize(**{"model": hugging_face("mixtral"), "config": config, **arguments})
+        except DSError as error:
+            return str(error)
+        engine.destroy()
+        return "nothing"
+
+    with Init():
+        models = [hugging_face("mixtral"), Own(listed=True)]
+    said = [attempt(settings(2, 3), model=models[0]), attempt(settings(2, 3, **OWN_PATTERNS), model=models[1])]
+    muon = settings(2, 0) | {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
+    muon["plugins"]["load"].append("ds_optimizers.plugin")
+    said.append(attempt(muon))
+    said.append(attempt(muon | {"expert_parallel": {"enabled": True}}))
+    unit = SimpleNamespace(
+        get_data_parallel_world_size=lambda: 2,
+        get_data_parallel_rank=dist.get_rank,
+        get_data_parallel_group=lambda: dist.group.WORLD,
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+        get_model_parallel_group=lambda: None,
+    )
+    said.append(attempt(settings(2, 0), mpu=unit))
+    return said
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    for fused, listed, muon, alone, mpu in run_ranks(2, other_ways, timeout=90.0):
+        assert "experts.gate_up_proj has no elements here" in fused and "without zero.Init" in fused
+        assert "stack.0.moe.pool.0.opening.weight has no elements here" in listed
+        assert "expert_parallel.autoep_size: 2 cuts the stacked weights of model.layers.0.mlp.experts" in muon
+        assert "takes each of them as one matrix; use an optimizer that works element by element" in muon
+        assert alone == "nothing"
+        assert "expert_parallel.autoep_size: 2 needs a mesh axis of that size; leave out mpu" in mpu
+
+
 def jitter() -> str:
     try:
         ds_core.initialize(model=hugging_face("mixtral", router_jitter_noise=0.1), config=settings(1, 0, top_k=1))
