@@ -152,15 +152,20 @@ class Mixture(nn.Module):
         return out.view_as(x)
 
 
+def own_config(**how: Any) -> SimpleNamespace:
+    """The config of such a block. how: what shall be otherwise."""
+    plain = {"hidden": 16, "inner": 12, "how_many": EXPERTS, "each": 2, "hidden_act": "silu", "model_type": "own"}
+    asked = {"sigmoid": False, "norm": True, "scale": 1.0, "groups": None, "before": False}
+    return SimpleNamespace(**plain | asked | how)
+
+
 class Own(nn.Module):
     """A language model of our own with two such blocks. how: attributes of its config, see `Mixture`."""
 
     def __init__(self, listed: bool, **how: Any) -> None:
         super().__init__()
         torch.manual_seed(5)
-        plain = {"hidden": 16, "inner": 12, "how_many": EXPERTS, "each": 2, "hidden_act": "silu", "model_type": "own"}
-        asked = {"sigmoid": False, "norm": True, "scale": 1.0, "groups": None, "before": False}
-        self.config = SimpleNamespace(**plain | asked | how)
+        self.config = own_config(**how)
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.stack = nn.ModuleList([nn.ModuleDict({"moe": Mixture(self.config, listed)}) for _ in range(2)])
         self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(2)])

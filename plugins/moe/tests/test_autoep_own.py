@@ -8,10 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from autoep_models import FAMILIES, OWN_PATTERNS, Own, hugging_face, ids, plain, settings, train, weights_off
+from autoep_models import (
+    ADAM,
+    FAMILIES,
+    OWN_PATTERNS,
+    VOCABULARY,
+    Mixture,
+    Own,
+    hugging_face,
+    ids,
+    own_config,
+    plain,
+    settings,
+    train,
+    weights_off,
+)
 
 from ds_core.testing import run_ranks
 
@@ -114,3 +129,68 @@ def other_top_k() -> dict[str, float]:
 def test_top_k_overrides_the_models() -> None:
     for off in run_ranks(2, other_top_k, timeout=60.0):
         assert off["off"] < 2e-6 < off["moved"], off
+
+
+# -- in a pipeline -------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(16), Mixture(own_config(), listed=False)
+        self.moe.pool.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(self.norm(x))
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(1)
+    made = [nn.Embedding(VOCABULARY, 16), *(Layer() for _ in range(3)), nn.Linear(16, VOCABULARY)]
+    return [layer.double() for layer in made]
+
+
+def loss_of(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
+def in_stages(stages: int, ep: int) -> float:
+    """How far weights of this stage are from those of plain torch; each stage has other blocks, or none."""
+    from ds_pipeline import PipelineModule
+
+    import ds_core
+    from ds_core import comm
+    from ds_core.slices import SLICES
+
+    dp = comm.world_size() // stages
+    truth = nn.Sequential(*layers())
+    optimizer = torch.optim.AdamW(truth.parameters(), **ADAM)
+    for step in range(3):
+        for number in range(2 * dp):
+            (loss_of(truth(ids(step, number)), ids(step, number)) / dp / 2).backward()
+        torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    # A pipeline has no config of the model's; it says which names its layers have.
+    patterns = {k: v for k, v in OWN_PATTERNS.items() if not k.endswith("_attr")}
+    config = settings(ep, 1, **patterns | {"moe_layer_pattern": r"layers\.\d+\.moe", "top_k": 2})
+    config |= {"gradient_accumulation_steps": 2}
+    config["plugins"]["load"].append("pipeline=ds_pipeline.plugin")
+    model = PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, partition_method="uniform")
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    place, slices = engine.ctx.mesh.index("dp"), engine.ctx.stash.get(SLICES) or {}
+    for step in range(3):
+        engine.train_batch(iter([(ids(step, 2 * place + part),) * 2 for part in range(2)]))
+    engine.destroy()
+    named = {f"layers.{name}": param for name, param in truth.named_parameters()}
+    worst = 0.0
+    for name, mine in engine.module.named_parameters():
+        piece = slices.get(name)
+        theirs = named[name] if piece is None else named[name][piece.first : piece.first + piece.rows]
+        worst = max(worst, float((mine - theirs).abs().max()))
+    return worst
+
+
+def test_experts_are_divided_inside_pipeline_stages() -> None:
+    assert max(run_ranks(4, in_stages, 2, 2, timeout=90.0)) < 1e-12
+    assert max(run_ranks(2, in_stages, 2, 1, timeout=90.0)) < 1e-12
