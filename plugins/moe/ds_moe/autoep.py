@@ -214,6 +214,11 @@ class _Block:
 
     def _count(self) -> int:
         """How many experts there are; what the model's config says must agree."""
+        if isinstance(self.experts, (FusedExperts, ListedExperts)):
+            raise UsageError(
+                f"{self.prefix} was divided by an earlier initialize, and this rank has only its share; build the "
+                "model anew"
+            )
         attribute = self.preset.num_experts
         said = getattr(self.config, attribute, None)
         if said is None and self.section.num_experts_attr is not None:

@@ -11,6 +11,7 @@ One that is not installed can be named by ``expert_parallel.preset_model`` itsel
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ds_core.entries import Ref, resolve
 from ds_core.errors import PluginError
 
 __all__ = ["BUILT_IN", "GROUP", "Preset", "find", "for_model_type", "names"]
+
+log = logging.getLogger("ds_moe")
 
 GROUP = "ds_moe.presets"
 """The entry-point group in which distributions offer presets."""
@@ -143,9 +146,19 @@ def find(name: str) -> Preset | None:
 
 
 def for_model_type(model_types: Iterable[str]) -> Preset | None:
-    """The preset for one of these model types; None: nobody has one. PluginError when two have."""
-    wanted = set(model_types)
-    found = [p for p in (find(name) for name in names()) if p is not None and wanted & set(p.model_types)]
+    """The preset for one of these model types; None: nobody has one. PluginError when two have.
+
+    A preset that cannot be loaded is passed over with a warning: nobody has named it.
+    """
+    wanted, found = set(model_types), []
+    for name in names():
+        try:
+            preset = find(name)
+        except PluginError as error:
+            log.warning("%s; it is not considered", error)
+            continue
+        if preset is not None and wanted & set(preset.model_types):
+            found.append(preset)
     if len(found) > 1:
         raise PluginError(
             f"MoE presets {' and '.join(repr(p.name) for p in found)} are both for model type "

@@ -192,17 +192,21 @@ def other_ways() -> list[str]:
         get_model_parallel_group=lambda: None,
     )
     said.append(attempt(settings(2, 0), mpu=unit))
+    twice = hugging_face("mixtral")
+    assert attempt(settings(2, 0), model=twice) == "nothing"
+    said.append(attempt(settings(2, 0), model=twice))
     return said
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    for fused, listed, muon, alone, mpu in run_ranks(2, other_ways, timeout=90.0):
+    for fused, listed, muon, alone, mpu, again in run_ranks(2, other_ways, timeout=90.0):
         assert "experts.gate_up_proj has no elements here" in fused and "without zero.Init" in fused
         assert "stack.0.moe.pool.0.opening.weight has no elements here" in listed
         assert "expert_parallel.autoep_size: 2 cuts the stacked weights of model.layers.0.mlp.experts" in muon
         assert "takes each of them as one matrix; use an optimizer that works element by element" in muon
         assert alone == "nothing"
         assert "expert_parallel.autoep_size: 2 needs a mesh axis of that size; leave out mpu" in mpu
+        assert "was divided by an earlier initialize" in again and "build the model anew" in again
 
 
 def jitter() -> str:
@@ -239,6 +243,7 @@ def test_presets_of_plugins_are_found_and_clashes_name_both(installed: Any, monk
     assert presets.find("own") is None and presets.for_model_type(["own"]) is None
     installed("my-moe", own="autoep_models:PRESET", qwen3_moe="autoep_models:PRESET")
     assert presets.find("own") is PRESET and "own" in presets.names()
+    assert presets.for_model_type(["own"]) is PRESET  # the clash is none of its business
     with pytest.raises(PluginError, match=r"'qwen3_moe' is offered by my-moe \(autoep_models:PRESET\) and ds-moe"):
         presets.find("qwen3_moe")
     monkeypatch.setenv("DS_PLUGINS_DISABLE_AUTOLOAD", "1")

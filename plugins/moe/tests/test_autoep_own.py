@@ -131,6 +131,52 @@ def test_top_k_overrides_the_models() -> None:
         assert off["off"] < 2e-6 < off["moved"], off
 
 
+# -- whose weights -------------------------------------------------------------------------------------------------
+
+
+def differing(listed: bool, stage: int) -> dict[str, float]:
+    """Ranks come with different weights, and with an optimizer or groups made before."""
+    import ds_core
+    from ds_core import comm
+    from ds_core.slices import SLICES
+
+    truth, model = Own(listed), Own(listed)
+    for param in model.parameters():
+        param.data += comm.rank()
+    before = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    given = {} if listed else {"optimizer": optimizer}
+    engine, *_ = ds_core.initialize(model=model, config=settings(2, stage, **OWN_PATTERNS), **given)
+    engine.destroy()
+    now = dict(engine.module.named_parameters())
+    slices = engine.ctx.stash.get(SLICES) or {}
+    same = [n for n in now if now[n] is before[n]]
+    return {"weights": weights_off(engine.module, truth, slices), "others": float(len(now) - len(same))}
+
+
+def test_all_ranks_begin_with_the_first_ones_weights() -> None:
+    for world, listed, stage in ((2, False, 0), (2, True, 1), (4, False, 3), (4, True, 0)):
+        for off in run_ranks(world, differing, listed, stage, timeout=60.0):
+            assert off == {"weights": 0.0, "others": 0.0}
+
+
+def lengths() -> bool:
+    """Each rank generates another number of tokens."""
+    import ds_core
+    from ds_core import comm
+
+    truth, count = hugging_face("mixtral").eval(), 3 + 4 * comm.rank()
+    engine, *_ = ds_core.initialize(model=hugging_face("mixtral"), config=settings(2, 0))
+    how = {"max_new_tokens": count, "do_sample": False, "use_cache": True}
+    mine = engine.eval().generate(ids(3, 0), synced_gpus=True, **how)
+    engine.destroy()
+    return torch.equal(mine, truth.generate(ids(3, 0), **how))
+
+
+def test_ranks_generate_as_much_as_each_wants() -> None:
+    assert run_ranks(2, lengths, timeout=60.0) == [True, True]
+
+
 # -- in a pipeline -------------------------------------------------------------------------------------------------
 
 
