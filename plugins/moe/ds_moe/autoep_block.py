@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -39,14 +40,7 @@ class AutoEPMoELayer(nn.Module):
         children: list[Any] = [None if n is None else getattr(self, n) for n in self._names]
         router, experts, shared, gate = children
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = router(tokens)
-        if isinstance(logits, tuple):
-            logits = logits[0]
-        if logits.dim() != 2 or logits.shape != (tokens.shape[0], experts.num_experts):
-            raise UsageError(
-                f"router {self._names[0]!r} gave logits of shape {tuple(logits.shape)}; AutoEP needs "
-                f"{(tokens.shape[0], experts.num_experts)}, [tokens, experts]"
-            )
+        logits = self._logits(router, tokens, experts.num_experts)
         bias = getattr(router, self._bias, None)
         index, scores = route(logits, self._how, getattr(self, self._bias, None) if bias is None else bias)
         out = experts(tokens, index, scores)
@@ -55,3 +49,19 @@ class AutoEPMoELayer(nn.Module):
             out = out + (more if gate is None else gate(tokens).sigmoid() * more)
         out = out.view_as(hidden_states)
         return (out, logits) if self._pair else out
+
+    def _logits(self, router: nn.Module, tokens: Tensor, experts: int) -> Tensor:
+        """[tokens, experts]. A router that keeps its logits to itself and has a weight alone is a linear layer."""
+        out = router(tokens)
+        out = out[0] if isinstance(out, tuple) else out
+        if out.is_floating_point() and out.shape == (tokens.shape[0], experts):
+            return out
+        names = [name for name, _ in router.named_parameters()]
+        weight: Any = router.weight if names == ["weight"] else None
+        if weight is None or weight.shape != (experts, tokens.shape[1]):
+            raise UsageError(
+                f"router {self._names[0]!r} gave a {out.dtype} tensor of shape {tuple(out.shape)}; AutoEP needs logits "
+                f"of shape {(tokens.shape[0], experts)}, [tokens, experts], or a router whose one parameter is its weight"
+            )
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return nn.functional.linear(tokens.to(wide), weight.to(wide))

@@ -57,6 +57,9 @@ def hugging_face(kind: str, **more: Any) -> Any:
     config: Any
     if kind == "mixtral":
         config = hf.MixtralConfig(**llama | {"num_local_experts": EXPERTS} | more)
+    elif kind == "qwen2_moe":
+        shared = {"shared_expert_intermediate_size": 12, "num_experts": EXPERTS}
+        config = hf.Qwen2MoeConfig(**llama | inner | shared | more)
     elif kind == "qwen3_moe":
         config = hf.Qwen3MoeConfig(**llama | inner | {"num_experts": EXPERTS, "norm_topk_prob": True} | more)
     elif kind == "qwen3_5_moe":
@@ -74,6 +77,34 @@ def hugging_face(kind: str, **more: Any) -> Any:
         if "gate.weight" in name or "correction_bias" in name:
             tensor.data.normal_(std=0.5)  # some are made as zeros, with which all experts would tie
     return model
+
+
+class OldRouter(nn.Module):
+    """DeepSeek-V3's before experts were stacked: it gives what it has chosen, and no logits."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(router.weight.detach().clone())
+        self.register_buffer("e_score_correction_bias", router.e_score_correction_bias.detach().clone())
+        self._now = (router,)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        _, scores, index = self._now[0](x)
+        return index, scores
+
+
+class OldBlock(nn.Module):
+    """The block around it, with a list of experts."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.gate, self.shared_experts = OldRouter(block.gate), block.shared_experts
+        self.experts = nn.ModuleList()
+        for w1, w2 in zip(block.experts.gate_up_proj.detach(), block.experts.down_proj.detach(), strict=True):
+            expert = type(block.shared_experts)(block.config, intermediate_size=w2.shape[1]).double()
+            expert.gate_proj.weight.data, expert.up_proj.weight.data = (w.clone() for w in w1.chunk(2))
+            expert.down_proj.weight.data = w2.clone()
+            self.experts.append(expert)
 
 
 def ids(step: int, rank: int) -> Tensor:

@@ -18,6 +18,7 @@ from autoep_models import (
     OWN_PATTERNS,
     VOCABULARY,
     Mixture,
+    OldBlock,
     Own,
     hugging_face,
     ids,
@@ -108,10 +109,31 @@ def reroute(kind: str) -> dict[str, float]:
     return out
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, "qwen2_moe"])
 def test_presets_say_what_the_models_routers_do(kind: str) -> None:
     for off in run_ranks(2, reroute, kind, timeout=120.0):
         assert max(off.values()) < 2e-6, off
+
+
+def old_style(stage: int, keys: dict[str, Any]) -> float:
+    import ds_core
+
+    truth, model = hugging_face("deepseek_v3"), hugging_face("deepseek_v3")
+    model.model.layers[1].mlp = OldBlock(model.model.layers[1].mlp)
+    engine, *_ = ds_core.initialize(model=model, config=settings(2, stage, **keys))
+    batch = ids(1, 0)
+    with torch.no_grad():
+        off = engine(input_ids=batch).logits - truth(input_ids=batch).logits
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
+    first = 4 * engine.ctx.mesh.index("ep")
+    assert names[0] == f"model.layers.1.mlp.experts.{first}.gate_proj.weight" and len(names) == 4 * 3
+    engine.destroy()
+    return float(off.abs().max())
+
+
+def test_experts_of_a_family_may_be_a_list() -> None:
+    for stage, keys in ((0, {}), (3, {}), (0, {"use_grouped_mm": False})):
+        assert max(run_ranks(2, old_style, stage, keys, timeout=60.0)) < 2e-6
 
 
 def other_top_k() -> dict[str, float]:
