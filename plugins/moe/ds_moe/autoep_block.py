@@ -52,8 +52,8 @@ class AutoEPMoELayer(nn.Module):
 
     def _logits(self, router: nn.Module, tokens: Tensor, experts: int) -> Tensor:
         """[tokens, experts]. A router that keeps its logits to itself and has a weight alone is a linear layer."""
-        out = router(tokens)
-        out = out[0] if isinstance(out, tuple) else out
+        given = router(tokens)
+        out: Tensor = given[0] if isinstance(given, tuple) else given
         if out.is_floating_point() and out.shape == (tokens.shape[0], experts):
             return out
         names = [name for name, _ in router.named_parameters()]
@@ -61,7 +61,7 @@ class AutoEPMoELayer(nn.Module):
         if weight is None or weight.shape != (experts, tokens.shape[1]):
             raise UsageError(
                 f"router {self._names[0]!r} gave a {out.dtype} tensor of shape {tuple(out.shape)}; AutoEP needs logits "
-                f"of shape {(tokens.shape[0], experts)}, [tokens, experts], or a router whose one parameter is its weight"
+                f"of shape {(tokens.shape[0], experts)}, [tokens, experts], or a router that has a weight alone"
             )
         wide = torch.promote_types(weight.dtype, torch.float32)
         return nn.functional.linear(tokens.to(wide), weight.to(wide))
