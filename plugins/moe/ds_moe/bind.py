@@ -36,7 +36,7 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
                 f"MoE layer {name!r} has ep_size {layer.ep_size}, and the mesh {ctx.mesh.describe()} has ep {size}; "
                 f"use 1 or one size for all layers (expert_parallel.autoep_size is {size})"
             )
-        layer.bind(ctx.mesh.group("ep") if layer.ep_size > 1 else None)
+        layer.bind(ctx.mesh.group("ep") if layer.ep_size > 1 else None, ctx.kernels)
         prefix = f"{name}.experts." if name else "experts."
         for key, tensor in (*layer.experts.named_parameters(), *layer.experts.named_buffers()):
             if layer.ep_size > 1:

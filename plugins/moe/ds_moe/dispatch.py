@@ -7,10 +7,12 @@ no token, or whose experts have none. So the order of collectives depends on the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ds_core import comm
 from ds_moe.grouped import Groups
@@ -45,25 +47,92 @@ def dispatch(
     Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
     may have another N, also 0.
     """
-    order, rows, counts = sort_by_expert(experts, num_experts)
-    w = weights.to(tokens.dtype).reshape(-1)[order]
-    x = tokens.index_select(0, rows)
+    plan = Plan.of(experts, num_experts)
+    flat = weights.to(tokens.dtype).reshape(-1)
+    x: Tensor = _Spread.apply(tokens, plan)  # type: ignore[no-untyped-call]
     if weigh == "before":
-        x = x * w[:, None]
-    x, groups, back = to_experts(x, counts, group)
+        x = x * flat[plan.order][:, None]
+    x, groups, back = to_experts(x, plan.counts, group)
     y = back(run(x, groups))
-    if weigh == "after":
-        y = y * w[:, None]
-    return y.new_zeros(tokens.shape[0], y.shape[1]).index_add(0, rows, y)
+    out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, plan)  # type: ignore[no-untyped-call]
+    return out
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(places in ``experts.view(-1)`` by expert, their rows, rows per expert); dropped choices are left out."""
-    flat = experts.reshape(-1)
-    counts = torch.bincount(flat + 1, minlength=num_experts + 1)
-    order = torch.sort(flat, stable=True).indices
-    order = order[int(counts[0]) :]
-    return order, order // max(experts.shape[1], 1), counts[1:]
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The permutation of M choices that were not dropped, of N tokens with k choices each.
+
+    order: [M], the choices, as places in ``experts.view(-1)``, sorted by expert. rows: [M], their tokens. counts:
+    choices per global expert. choices: [M], the choices again, in order of tokens. places: [M], where each of `choices`
+    stands in `order`. begins: [N], where each token's begin in `choices`.
+    """
+
+    order: Tensor
+    rows: Tensor
+    counts: Tensor
+    choices: Tensor
+    places: Tensor
+    begins: Tensor
+
+    @staticmethod
+    def of(experts: Tensor, num_experts: int) -> Plan:
+        """experts: [N, k], see `dispatch`."""
+        k, flat, device = experts.shape[1], experts.reshape(-1), experts.device
+        counts = torch.bincount(flat + 1, minlength=num_experts + 1)
+        order = torch.sort(flat, stable=True).indices
+        everything = torch.arange(len(flat), device=device)
+        choices, begins = everything, everything[::k]
+        if len(flat) and int(counts[0]):  # some were dropped, and come first
+            order = order[int(counts[0]) :]
+            here = experts >= 0
+            choices, begins = everything[here.view(-1)], here.sum(1).cumsum(0)
+            begins = torch.cat([begins.new_zeros(1), begins[:-1]])
+        places = torch.empty_like(flat)
+        places[order] = everything[: len(order)]
+        rows = order if k == 1 else torch.div(order, k, rounding_mode="floor")
+        return Plan(order, rows, counts[1:], choices, places[choices], begins)
+
+
+def _sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+    """Of each token, the sum over its choices of rows of y [M, H]."""
+    if not len(plan.order):  # which embedding_bag does not take
+        return y.new_zeros(len(plan.begins), y.shape[1])
+    return F.embedding_bag(plan.places, y, plan.begins, mode="sum", per_sample_weights=weights)
+
+
+class _Spread(torch.autograd.Function):
+    """Each token's row, once per choice, sorted by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return tokens.index_select(0, plan.rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sums(grad.contiguous(), ctx.plan, None), None
+
+
+class _Gather(torch.autograd.Function):
+    """The way back: each token's rows, times its weights (None: 1), summed."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(y, weights)
+        return _sums(y.contiguous(), plan, None if weights is None else weights[plan.choices])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (y, weights), plan = ctx.saved_tensors, ctx.plan
+        rows = grad.index_select(0, plan.rows)
+        if weights is None:
+            return rows, None, None
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_weights = torch.zeros_like(weights)
+            grad_weights[plan.order] = torch.linalg.vecdot(rows, y)
+        return rows.mul_(weights[plan.order][:, None]), grad_weights, None
 
 
 def to_experts(

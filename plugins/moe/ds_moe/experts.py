@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from ds_core.errors import UsageError
 from ds_moe.ffn import ffn, match
 from ds_moe.grouped import Groups, grouped_linear
+
+if TYPE_CHECKING:
+    from ds_core.kernels import Kernels
 
 __all__ = ["Experts", "GroupedLinear", "Stack"]
 
@@ -90,6 +93,7 @@ class Experts(nn.Module):
         self.what = match(expert)
         self.way = "ffn" if self.what is not None else "loop"
         self.stacked: nn.Module = Stack(expert, count)
+        self.kernels: Kernels | None = None  # of the run; None: the reference
         self._plain: list[nn.Module] = []  # in a list, so that its parameters are not this module's
         if self.what is None:
             grouped = _grouped(expert, count)
@@ -114,7 +118,11 @@ class Experts(nn.Module):
         names = [n for n in (what.up, what.gate, what.down) if n is not None]
         linears = [(n, self.stacked.get_submodule(n)) for n in names]
         weights = {f"{n}.{p}": getattr(m, p, None) for n, m in linears for p in ("weight", "bias")}
-        return ffn(rows, what, weights, groups)
+        if self.kernels is None or torch.is_autocast_enabled(rows.device.type):  # which the reference knows about
+            return ffn(rows, what, weights, groups)
+        dtype = str(rows.dtype).removeprefix("torch.")
+        done: Tensor = self.kernels.get("expert_ffn", rows.device.type, dtype)(rows, what, weights, groups)
+        return done
 
     def _loop(self, rows: Tensor, groups: Groups) -> Tensor:
         module = self._plain[0]

@@ -44,39 +44,74 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Group
     """``F.linear`` of each row of `x` with the weights of its expert.
 
     x: [M, in], sorted by expert. weight: [experts, out, in], bias: [experts, out] or None. Returns [M, out].
-    An expert without rows gets a gradient of zeros.
+    An expert without rows gets a gradient of zeros. Under autocast all are cast as for `F.linear`.
     """
-    y: Tensor = _GroupedLinear.apply(x, weight, groups)  # type: ignore[no-untyped-call]
-    return y if bias is None else y + bias.index_select(0, groups.expert_of_row)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    y: Tensor = _GroupedLinear.apply(x, weight, bias, groups)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups = groups
-        return _product(x, weight.transpose(1, 2), groups)
+        return _product(x, weight.transpose(1, 2), bias, groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = _product(grad, weight, ctx.groups) if ctx.needs_input_grad[0] else None
-        grad_w = _outer(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+        grad, groups = grad.contiguous(), ctx.groups
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            _product(grad, weight, None, groups) if needs_x else None,
+            _outer(grad, x, groups) if needs_weight else None,
+            _sums(grad, groups) if needs_bias else None,
+            None,
+        )
 
 
-def _product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Rows of x [M, in] times their expert's weight [experts, in, out]."""
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+    """Rows of x [M, in] times their expert's weight [experts, in, out], plus its bias [experts, out]."""
+    if _on_device(x, weight):
+        out: Tensor = torch._grouped_mm(x, weight, offs=groups.ends)
+        return out if bias is None else out + bias.index_select(0, groups.expert_of_row)
     out = x.new_empty(x.shape[0], weight.shape[2])
-    for a, w, o in zip(x.split(groups.sizes), weight.unbind(), out.split(groups.sizes), strict=True):
-        torch.mm(a, w, out=o)
+    each = zip(x.split(groups.sizes), weight.unbind(), out.split(groups.sizes), strict=True)
+    if bias is None:
+        for a, w, o in each:
+            torch.mm(a, w, out=o)
+    else:
+        for (a, w, o), b in zip(each, bias.unbind(), strict=True):
+            torch.addmm(b, a, w, out=o)
     return out
 
 
 def _outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """Per expert, the sum over its rows of the outer products: [experts, out, in]."""
+    if _on_device(x, grad):
+        made: Tensor = torch._grouped_mm(grad.t(), x, offs=groups.ends)
+        return made
     out = x.new_empty(len(groups.sizes), grad.shape[1], x.shape[1])
     for g, a, o in zip(grad.split(groups.sizes), x.split(groups.sizes), out.unbind(), strict=True):
         torch.mm(g.t(), a, out=o)
     return out
+
+
+def _sums(grad: Tensor, groups: Groups) -> Tensor:
+    """Per expert, the sum over its rows: [experts, out]."""
+    if grad.device.type != "cpu":
+        out = grad.new_zeros(len(groups.counts), grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
+        return out.index_add_(0, groups.expert_of_row, grad.to(out.dtype)).to(grad.dtype)
+    return torch.stack([g.sum(0) for g in grad.split(groups.sizes)])
+
+
+def _on_device(a: Tensor, b: Tensor) -> bool:
+    """Whether torch has one launch for all experts: bf16 on a GPU, rows of 16 bytes, a GPU that knows how."""
+    if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm") or not len(a):
+        return False
+    wide = a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0
+    return wide and torch.cuda.get_device_capability(a.device) >= (9, 0)

@@ -13,10 +13,12 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_moe.dispatch import dispatch
 from ds_moe.experts import Experts
-from ds_moe.gating import Routing, TopKGate
+from ds_moe.gating import TopKGate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ds_core.kernels import Kernels
 
 __all__ = ["MoE"]
 
@@ -84,16 +86,15 @@ class MoE(nn.Module):
             self.mlp = copy.deepcopy(expert)
             self.coefficient = nn.Linear(hidden_size, 2)
         self.group: ProcessGroup | None = None
-        self.last_routing: Routing | None = None
 
     @property
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
         """What the config must say, so that the plugin is loaded and its axis has the right size."""
         return {"expert_parallel": {"autoep_size": self.ep_size} if self.ep_size > 1 else {}}
 
-    def bind(self, group: ProcessGroup | None) -> None:
-        """Take the expert-parallel group of this run; called by `ds_core.initialize`."""
-        self.group = group
+    def bind(self, group: ProcessGroup | None, kernels: Kernels) -> None:
+        """Take the expert-parallel group and the kernels of this run; called by `ds_core.initialize`."""
+        self.group, self.experts.kernels = group, kernels
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states: [..., hidden]. used_token: one value per token, 0 for tokens that go nowhere (k=1).

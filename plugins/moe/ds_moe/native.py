@@ -1,4 +1,4 @@
-"""Feed-forward experts by the compiled kernel: fp32 on the CPU. Its products are done by the BLAS inside torch's library.
+"""Feed-forward experts by the compiled kernel: fp32 on the CPU. Its matrix products are those of torch's own BLAS.
 
 [Note: what is kept] Of an expert's inner values only those before the activation are kept for backward, which makes
 the others again: half of what separate layers keep.
@@ -29,7 +29,7 @@ ROWS = 1024
 COLUMNS = 1024
 """The most inner columns of one product in backward, for the same reason."""
 HUGE = 1 << 22
-"""Gradients of weights of at least so many bytes are put on huge pages, where the system has them."""
+"""Tensors of at least so many bytes that are made here are put on huge pages, where the system has them."""
 
 Given = tuple[int, int, int, int, int, int]
 NOTHING: Given = (0, 0, 0, 0, 0, 0)
@@ -64,13 +64,14 @@ def ffn(x: Tensor, what: FFN, weights: Mapping[str, Tensor | None], groups: Grou
     """See `ds_moe.ffn.ffn`."""
     names = (what.gate or what.up, what.up if what.gate else None, what.down)
     tensors = [None if n is None else weights[f"{n}.{p}"] for n in names for p in ("weight", "bias")]
+    if wrong := [t.dtype for t in tensors if t is not None and t.dtype != torch.float32]:
+        raise TypeError(f"tokens are torch.float32, but experts have weights of {wrong[0]}; cast one of them")
     tensors = [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
     out: Tensor = _FFN.apply(x.contiguous(), ACTS.index(what.act), groups, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
-def _fresh(like: Tensor) -> Tensor:
-    made = torch.empty_like(like)
+def _fresh(made: Tensor) -> Tensor:
     if made.nbytes >= HUGE:
         _module().huge(made.data_ptr(), made.nbytes)
     return made
@@ -90,8 +91,8 @@ class _FFN(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, act: int, groups: Groups, *weights: Tensor | None) -> Tensor:
         first, _, second, _, down, _ = weights
         assert first is not None and down is not None
-        h = x.new_empty(x.shape[0], first.shape[1])
-        u = None if second is None else torch.empty_like(h)
+        h = _fresh(x.new_empty(x.shape[0], first.shape[1]))
+        u = None if second is None else _fresh(torch.empty_like(h))
         y = x.new_empty(x.shape[0], down.shape[1])
         shape = (x.shape[1], first.shape[1], down.shape[1])
         given = [_given(w, b, (None, None)) for w, b in zip(weights[::2], weights[1::2], strict=True)]
@@ -108,10 +109,10 @@ class _FFN(torch.autograd.Function):
         grad = grad.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grads = [
-            None if t is None or not needed else _fresh(t)
+            None if t is None or not needed else _fresh(torch.empty_like(t))
             for t, needed in zip(weights, ctx.needs_input_grad[3:], strict=True)
         ]
-        given = [_given(*weights[i : i + 2], (grads[i], grads[i + 1])) for i in (0, 2, 4)]
+        given = [_given(weights[i], weights[i + 1], (grads[i], grads[i + 1])) for i in (0, 2, 4)]
         addresses = [0 if t is None else t.data_ptr() for t in (x, grad, dx, h, u)]
         _module().backward(*addresses, *given, groups.sizes, shape, act, ROWS, COLUMNS, torch.get_num_threads())
         return dx, None, None, *grads

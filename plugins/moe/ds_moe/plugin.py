@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from ds_core.entries import Axis, Phase, Transform
+from ds_core.entries import Axis, KernelEntry, Phase, Transform
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
+__all__ = ["ds_config", "ds_kernels", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -21,6 +21,24 @@ def ds_config() -> type[BaseModel]:
     from ds_moe.config import ExpertParallelConfig
 
     return ExpertParallelConfig
+
+
+def ds_kernels() -> Iterable[KernelEntry]:
+    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`."""
+    op = "expert_ffn"
+    return (
+        KernelEntry(op, "reference", "ds_moe.ffn:ffn", 0),
+        KernelEntry(
+            op,
+            "cpp",
+            "ds_moe.native:ffn",
+            10,
+            devices=("cpu",),
+            dtypes=("float32",),
+            available="ds_moe.native:available",
+            build="ds_moe.extension:EXTENSION",
+        ),
+    )
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
