@@ -77,7 +77,7 @@ class _Experts(nn.Module):
         def run(rows: Tensor, groups: Groups) -> Tensor:
             if share.check:
                 _check_arrival(share, top_k_index, groups)
-            return self.compute(rows, groups)
+            return self.compute(rows, groups).to(rows.dtype)  # narrower under autocast
 
         if share.combine == "weighted_sum" or share.apply == "pre":
             weigh: Literal["after", "before"] = "after" if share.apply == "post" else "before"
@@ -166,9 +166,6 @@ class _Product:
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
         if self._grouped:
-            if torch.is_autocast_enabled(rows.device.type):  # as torch does for its own linear layers
-                dtype = torch.get_autocast_dtype(rows.device.type)
-                rows, weight = rows.to(dtype), weight.to(dtype)
             return grouped_linear(rows, weight, None, self._groups)
         parts = zip(rows.split(self._groups.sizes), weight.unbind(), strict=True)
         return torch.cat([nn.functional.linear(part, w) for part, w in parts])
