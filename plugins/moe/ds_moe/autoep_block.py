@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_moe.routing import Routing, route
+from ds_moe.routing import route
+
+if TYPE_CHECKING:
+    from ds_moe.autoep_plan import BlockPlan
 
 __all__ = ["AutoEPMoELayer"]
 
@@ -16,24 +19,24 @@ __all__ = ["AutoEPMoELayer"]
 class AutoEPMoELayer(nn.Module):
     """Router, experts and, where there are any, shared experts: the model's own children under their own names.
 
-    names: of the children: router, experts, and shared experts and their gate, or None. bias: attribute of the router,
-    or of the model's block, with what is added to scores for the choice. Takes [..., hidden] and returns its like, or a
-    pair with the router's logits [tokens, experts].
+    plan: of the block; experts: what runs them. Takes [..., hidden] and returns its like, or a pair with the router's
+    logits [tokens, experts].
     """
 
-    def __init__(
-        self, block: nn.Module, names: tuple[str, str, str | None, str | None], how: Routing, bias: str, pair: bool
-    ) -> None:
+    def __init__(self, plan: BlockPlan, experts: nn.Module) -> None:
         super().__init__()
+        block = plan.block
         for name, child in block.named_children():
-            self.add_module(name, child)
+            self.add_module(name, experts if name == plan.preset.experts else child)
         for name, param in block.named_parameters(recurse=False):
             self.register_parameter(name, param)
         kept = block.state_dict(keep_vars=True)
         for name, buffer in block.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name in kept)
-        self._names, self._how, self._bias, self._pair = names, how, bias, pair
-        self.train(block.training)
+        assert plan.how is not None
+        self._names, self._how, self._bias = plan.children, plan.how, plan.preset.bias
+        self._pair = plan.preset.returns_logits
+        self.training = block.training
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """See the class."""

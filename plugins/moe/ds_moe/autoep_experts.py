@@ -45,6 +45,9 @@ class Share:
     grouped: bool = True
     check: bool = False
 
+    def __deepcopy__(self, memo: Any) -> Share:
+        return self  # a copy of a model has the same ranks beside it
+
     @property
     def rows(self) -> int:
         """Experts on each rank."""

@@ -114,10 +114,15 @@ MODEL_ERRORS: list[tuple[bool, dict[str, Any], dict[str, Any], bool, str]] = [
     (False, {"num_experts_attr": "e"}, {}, True, "num_experts_attr: stack.0.moe.pool: the model's config has no 'e'"),
     (False, {"top_k_attr": "k"}, {"top_k": 0}, True, "has no 'k'; set top_k or top_k_attr"),
     (False, {"shared_experts_pattern": "more"}, {}, True, "the block has no child 'more'; it has chooser, pool, comm"),
-    (True, {"has_shared_experts": False, "shared_experts_pattern": None}, {}, True, "would not use common, common_ga"),
+    (True, {"has_shared_experts": False, "shared_experts_pattern": None}, {}, True, "would not use common; name"),
     (False, {"num_expert_groups": 3, "num_limited_groups": 1}, {}, True, "3 does not divide 8 experts; use 1, 2, 4, 8"),
     (False, {"num_expert_groups": 8, "num_limited_groups": 1}, {}, True, "2 experts per token of 1 that it may use"),
     (True, {"expert_w2": "down"}, {}, True, "expert 0 has parameters lowering.weight, opening.weight, raising.weight"),
+    (False, {"has_shared_experts": False, "shared_experts_pattern": None}, {}, True, "would not use common; name"),
+    (False, {}, {"hidden_act": "relu"}, True, "on random tokens AutoEP gives other numbers than the model (they diff"),
+    (True, {"has_shared_experts": False}, {}, True, "is false, but the block has a child 'common'; leave the key out"),
+    (True, {}, {"sigmoid": True}, True, "say what the block does: expert_w1, expert_w2 and expert_w3, score_func, sc"),
+    (True, {"expert_w1": "raising", "expert_w3": "opening"}, {}, True, "moe_layer_pattern: stack.0.moe.pool: on rand"),
     (False, {}, {"hidden_act": "tanh"}, True, "hidden_act of the model's config is tanh; use one of silu"),
 ]
 
@@ -219,6 +224,41 @@ def jitter() -> str:
 
 def test_noise_that_would_be_lost_is_refused() -> None:
     assert "jitter_noise 0.1" in run_ranks(1, jitter)[0] and "router_jitter_noise to 0" in run_ranks(1, jitter)[0]
+
+
+def copied() -> list[Any]:
+    """What is said where the config routes otherwise on purpose; and a copy of the engine's model."""
+    import copy
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_moe").addHandler(handler)
+    logging.getLogger("ds_moe").setLevel(logging.INFO)
+    model = hugging_face("qwen3_moe")
+    model.config.my_k = 1
+    state = torch.get_rng_state()
+    config = settings(2, 0, top_k_attr="my_k", route_norm=False)
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    kept = torch.equal(state, torch.get_rng_state())
+    logging.getLogger("ds_moe").removeHandler(handler)
+    logging.getLogger("ds_moe").setLevel(logging.NOTSET)
+    twin, batch = copy.deepcopy(engine.module), ids(0, 0)
+    same = torch.equal(twin(input_ids=batch).logits, engine(input_ids=batch).logits)
+    chosen = engine.module.model.layers[0].mlp._how
+    engine.destroy()
+    return [said, same, kept, chosen.top_k, chosen.normalise, model.training]
+
+
+def test_routing_otherwise_on_purpose_is_told_and_models_can_be_copied() -> None:
+    for rank, (said, same, kept, top_k, normalise, training) in enumerate(run_ranks(2, copied, timeout=60.0)):
+        assert [same, kept, top_k, normalise, training] == [True, True, 1, False, True]
+        if rank == 0:
+            assert any(
+                "gives other numbers than the model" in s and "as route_norm, top_k_attr may say" in s for s in said
+            ), said
+            assert any(s == "AutoEP: 2 MoE layers (qwen3_moe), 8 experts, 4 on each of 2 ranks" for s in said), said
 
 
 # -- presets -------------------------------------------------------------------------------------------------------
