@@ -43,7 +43,7 @@ class AutoEPMoELayer(nn.Module):
         children: list[Any] = [None if n is None else getattr(self, n) for n in self._names]
         router, experts, shared, gate = children
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = self._logits(router, tokens, experts.num_experts)
+        logits = self.logits(router, tokens, experts.num_experts)
         bias = getattr(router, self._bias, None)
         index, scores = route(logits, self._how, getattr(self, self._bias, None) if bias is None else bias)
         out = experts(tokens, index, scores)
@@ -53,7 +53,7 @@ class AutoEPMoELayer(nn.Module):
         out = out.view_as(hidden_states)
         return (out, logits) if self._pair else out
 
-    def _logits(self, router: nn.Module, tokens: Tensor, experts: int) -> Tensor:
+    def logits(self, router: nn.Module, tokens: Tensor, experts: int) -> Tensor:
         """[tokens, experts]. A router that keeps its logits to itself and has a weight alone is a linear layer."""
         given = router(tokens)
         out: Tensor = given[0] if isinstance(given, tuple) else given

@@ -41,6 +41,8 @@ def try_out(plan: BlockPlan) -> None:
         tokens = torch.randn(1, TOKENS, _hidden(plan), dtype=tensor.dtype, device=tensor.device)
         try:
             theirs, ours = _pair(plan, share, tokens)
+            if not bool(torch.isfinite(theirs).all()):
+                raise ValueError("with these weights it gives numbers that are not finite")
         except Exception as error:  # whatever the model's code says
             log.warning("AutoEP could not try %s out: %s: %s", plan.name, type(error).__name__, error)
             return
@@ -70,6 +72,9 @@ def _pair(plan: BlockPlan, share: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         trial = plan.make_experts(dataclasses.replace(share, apply="post"))
         return plan.experts(flat, index, scores).double(), trial(flat, index, scores).double()
     layer = AutoEPMoELayer(plan, plan.make_experts(share))
+    logits = layer.logits(getattr(plan.block, plan.preset.router), flat, plan.count)
+    if float(logits.std(dim=-1).min()) < 1e-6:
+        raise ValueError("with these weights the router finds all experts equally good")
     theirs, ours = plan.block(tokens), layer(tokens)
     firsts = [out[0] if isinstance(out, tuple) else out for out in (theirs, ours)]
     return firsts[0].double(), firsts[1].double()
