@@ -41,7 +41,9 @@ def ffn(hidden: int, inner: int) -> nn.Module:
 
 
 def gate_weight(arguments: argparse.Namespace, experts: int) -> Tensor:
-    return torch.randn(experts, arguments.hidden, generator=torch.Generator().manual_seed(1)) * arguments.hidden**-0.5
+    """Orthogonal rows: each expert's share is 1 / experts but for chance."""
+    random = torch.randn(arguments.hidden, experts, generator=torch.Generator().manual_seed(1))
+    return torch.linalg.qr(random)[0].t()
 
 
 class Sorted(nn.Module):
@@ -96,7 +98,8 @@ def ours(arguments: argparse.Namespace, experts: int, k: int, world: int) -> nn.
     torch.manual_seed(0)
     options = {"drop_tokens": False, "top2_2nd_expert_sampling": False}
     layer = MoE(arguments.hidden, ffn(arguments.hidden, arguments.inner), experts, ep_size=world, k=k, **options)
-    ds_core.initialize(model=layer, config={"train_micro_batch_size_per_gpu": 1, "train_batch_size": world})
+    engine, *_ = ds_core.initialize(model=layer, config={"train_micro_batch_size_per_gpu": 1})
+    engine.no_sync().__enter__()  # gradients of the gate are not averaged here, by nobody
     return layer
 
 

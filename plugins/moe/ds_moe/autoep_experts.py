@@ -21,6 +21,8 @@ from ds_moe.grouped import Groups, grouped_linear
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ds_moe.load import Load
+
 __all__ = ["FusedExperts", "ListedExperts", "Share"]
 
 Act = Callable[[Tensor], Tensor]
@@ -65,6 +67,7 @@ class _Experts(nn.Module):
     def __init__(self, share: Share) -> None:
         super().__init__()
         self.share = share
+        self.load: Load | None = None
 
     @property
     def num_experts(self) -> int:
@@ -76,6 +79,9 @@ class _Experts(nn.Module):
         share, tokens = self.share, hidden_states.reshape(-1, hidden_states.shape[-1])
         if share.check:
             _check_routing(share, tokens, top_k_index, top_k_weights)
+        if self.load is not None and self.load.watched and self.training:
+            counts = torch.bincount(top_k_index.reshape(-1), minlength=share.count)
+            self.load.add(counts, counts.new_zeros(()))
 
         def run(rows: Tensor, groups: Groups) -> Tensor:
             if share.check:

@@ -12,6 +12,8 @@ from ds_core import comm
 from ds_core.slices import SLICES, Slice
 from ds_moe.autoep_block import AutoEPMoELayer
 from ds_moe.held import HELD
+from ds_moe.layer import mark_expert
+from ds_moe.load import LOADS, Load
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -36,6 +38,11 @@ def install(plan: BlockPlan, model: nn.Module) -> None:
         ctx.stash[SLICES] = slices
     experts = plan.make_experts(share)
     experts.train(plan.experts.training)
+    for param in experts.parameters():
+        mark_expert(param, share.size)
+    others = ctx.stash.get(LOADS)
+    experts.load = Load(plan.count)
+    ctx.stash[LOADS] = {**(others if others is not None else {}), plan.name: experts.load}
     if plan.how is None:
         setattr(plan.block, plan.preset.experts, experts)
         return

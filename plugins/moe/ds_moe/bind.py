@@ -8,16 +8,14 @@ from ds_core.errors import UsageError
 from ds_core.slices import SLICES, Slice
 from ds_core.stash import StashKey
 from ds_moe.layer import MoE
+from ds_moe.load import LOADS
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ds_core.context import Context
 
-__all__ = ["LAYERS", "TENSOR_PARALLEL", "bind_layers"]
-
-LAYERS: StashKey[dict[str, MoE]] = StashKey("ds-moe layers")
-"""The MoE layers of the model, by name."""
+__all__ = ["TENSOR_PARALLEL", "bind_layers"]
 
 TENSOR_PARALLEL: StashKey[set[str]] = StashKey("ds-moe tensor-parallel experts")
 """Names of parameters and buffers of experts that are cut over ``tp`` too."""
@@ -29,14 +27,15 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
     known = ctx.stash.get(SLICES)
     slices = dict(known) if known is not None else {}
     cut = set(ctx.stash.get(TENSOR_PARALLEL) or ())
-    size = ctx.mesh.size("ep")
+    others, size = ctx.stash.get(LOADS), ctx.mesh.size("ep")
+    loads = dict(others) if others is not None else {}
     for name, layer in layers.items():
         if layer.ep_size not in (1, size):
             raise UsageError(
                 f"MoE layer {name!r} has ep_size {layer.ep_size}, and the mesh {ctx.mesh.describe()} has ep {size}; "
                 f"use 1 or one size for all layers (expert_parallel.autoep_size is {size})"
             )
-        layer.bind(ctx.mesh.group("ep") if layer.ep_size > 1 else None, ctx.kernels)
+        loads[name] = layer.bind(ctx.mesh.group("ep") if layer.ep_size > 1 else None, ctx.kernels)
         prefix = f"{name}.experts." if name else "experts."
         for key, tensor in (*layer.experts.named_parameters(), *layer.experts.named_buffers()):
             if layer.ep_size > 1:
@@ -46,5 +45,5 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
             if layer.expert_tensor_parallel:
                 cut.add(prefix + key)
     ctx.stash[SLICES], ctx.stash[TENSOR_PARALLEL] = slices, cut
-    ctx.stash[LAYERS] = layers
+    ctx.stash[LOADS] = loads
     return model

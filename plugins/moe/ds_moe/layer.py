@@ -14,6 +14,7 @@ from ds_core.errors import UsageError
 from ds_moe.dispatch import dispatch
 from ds_moe.experts import Experts
 from ds_moe.gating import TopKGate
+from ds_moe.load import Load
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,15 +87,21 @@ class MoE(nn.Module):
             self.mlp = copy.deepcopy(expert)
             self.coefficient = nn.Linear(hidden_size, 2)
         self.group: ProcessGroup | None = None
+        self.load: Load | None = None
 
     @property
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
         """What the config must say, so that the plugin is loaded and its axis has the right size."""
         return {"expert_parallel": {"autoep_size": self.ep_size} if self.ep_size > 1 else {}}
 
-    def bind(self, group: ProcessGroup | None, kernels: Kernels) -> None:
-        """Take the expert-parallel group and the kernels of this run; called by `ds_core.initialize`."""
+    def bind(self, group: ProcessGroup | None, kernels: Kernels) -> Load:
+        """Take the expert-parallel group and the kernels of this run; called by `ds_core.initialize`.
+
+        Returns where the layer takes note of its experts' load.
+        """
         self.group, self.experts.kernels = group, kernels
+        self.load = Load(self.num_experts)
+        return self.load
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states: [..., hidden]. used_token: one value per token, 0 for tokens that go nowhere (k=1).
@@ -109,6 +116,8 @@ class MoE(nn.Module):
             )
         tokens = hidden_states.reshape(-1, self.hidden_size)
         routing = self.gate(tokens, used_token)
+        if self.load is not None and self.load.watched and self.training:
+            self.load.add(routing.counts, routing.dropped(), routing.l_aux)
         out = dispatch(
             tokens, routing.experts, routing.weights, self.experts, num_experts=self.num_experts, group=self.group
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.entries import Axis, KernelEntry, Phase, Transform
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_kernels", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
+__all__ = ["ds_config", "ds_kernels", "ds_mesh_axes", "ds_param_axes", "ds_step_end", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -82,3 +82,10 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     section = ctx.config.section("expert_parallel")
     auto = isinstance(section, ExpertParallelConfig) and section.enabled
     return [*([Transform(Phase.SUBSTITUTE, replace)] if auto else []), Transform(Phase.SHARD, bind)]
+
+
+def ds_step_end(ctx: Context, metrics: Mapping[str, float]) -> None:
+    """Experts' load, to the monitors."""
+    from ds_moe.load import report
+
+    report(ctx, metrics)
