@@ -154,3 +154,44 @@ def test_each_rank_holds_only_its_share_of_experts() -> None:
         # Weights and two moments at least, and no copy of what the others hold.
         assert one["all"] - two["all"] >= 1.5 * whole and one["all"] - four["all"] >= 2.25 * whole
         assert two["all"] < 0.53 * one["all"] and four["all"] < 0.28 * one["all"]
+
+
+def events() -> list[Any]:
+    """What monitors are told on rank 0 after one step, and how often this rank's routers chose each expert."""
+    import ds_core
+    from ds_core.monitor import MONITOR
+
+    told: list[tuple[str, float]] = []
+
+    class Recorder:
+        name, enabled = "recorder", True
+
+        def write_events(self, events: Any) -> None:
+            told.extend((e[0], e[1]) for e in events)
+
+        def flush(self) -> None:
+            pass
+
+        close = flush
+
+    engine, *_ = ds_core.initialize(model=hugging_face("deepseek_v3"), config=settings(2, 0))
+    if engine.ctx.rank == 0:
+        engine.ctx.stash[MONITOR].monitors.append(Recorder())
+    counts = torch.zeros(8)
+
+    def count(module: Any, args: Any, out: Any) -> None:
+        counts.add_(torch.bincount(out[-1].flatten(), minlength=8))
+
+    engine.module.model.layers[1].mlp.gate.register_forward_hook(count)
+    train(engine, range(1))
+    engine.destroy()
+    return [{name: value for name, value in told if "MoE" in name}, counts.tolist()]
+
+
+def test_load_of_experts_goes_to_monitors() -> None:
+    (told, first), (nothing, second) = run_ranks(2, events, timeout=60.0)
+    chosen = [a + b for a, b in zip(first, second, strict=True)]
+    shares = [8 * c / sum(chosen) for c in chosen]
+    wanted = {f"load/{i}": share for i, share in enumerate(shares)} | {"load_max": max(shares), "dropped": 0.0}
+    assert nothing == {}
+    assert told == pytest.approx({f"Train/MoE/model.layers.1.mlp/{key}": value for key, value in wanted.items()})
