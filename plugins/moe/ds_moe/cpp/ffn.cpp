@@ -45,9 +45,9 @@ void multiply(bool ta, bool tb, long m, long n, long k, const float* a, long lda
 #endif
 #define INLINE inline __attribute__((always_inline))
 
-// e^x for x <= 0 and where that is not a denormal number; else 0.
-INLINE float exponential(float x) {
-    x = std::max(x, -87.0f);
+// e^x for x <= 0; 0 where that would be a denormal number.
+INLINE float exponential(float given) {
+    const float x = std::max(given, -87.0f);
     const float n = std::nearbyint(x * 1.44269504f);
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.0f / 5040;
@@ -61,12 +61,12 @@ INLINE float exponential(float x) {
     const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
     float scale;
     std::memcpy(&scale, &bits, 4);
-    return p * scale;
+    return given < -87.0f ? 0.0f : p * scale;
 }
 
 INLINE float logistic(float x) {
     const float e = exponential(-std::fabs(x)), s = 1.0f / (1.0f + e);
-    return x < 0 ? 1.0f - s : s;
+    return x < 0 ? e * s : s;
 }
 
 struct Two {
