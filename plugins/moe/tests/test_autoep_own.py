@@ -26,6 +26,7 @@ from autoep_models import (
     plain,
     settings,
     train,
+    unless_installed,
     weights_off,
 )
 
@@ -243,7 +244,7 @@ def in_stages(stages: int, ep: int) -> float:
     patterns = {k: v for k, v in OWN_PATTERNS.items() if not k.endswith("_attr")}
     config = settings(ep, 1, **patterns | {"moe_layer_pattern": r"layers\.\d+\.moe", "top_k": 2})
     config |= {"gradient_accumulation_steps": 2}
-    config["plugins"]["load"].append("pipeline=ds_pipeline.plugin")
+    config["plugins"]["load"] += unless_installed(pipeline="ds_pipeline.plugin")
     model = PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, partition_method="uniform")
     engine, *_ = ds_core.initialize(model=model, config=config)
     place, slices = engine.ctx.mesh.index("dp"), engine.ctx.stash.get(SLICES) or {}
