@@ -68,7 +68,8 @@ def initialize(
     """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
 
     args: parsed arguments, whose ``deepspeed_config`` may name the config file. model: any module; it is moved to the
-    accelerator; its attribute ``ds_sections`` (section -> keys), if any, fills in what the config leaves out.
+    accelerator; the attribute ``ds_sections`` (section -> keys) of it and of its modules, if any, fills in what the
+    config leaves out.
     optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
     model_parameters: parameters or group dicts; default the model's trainable ones. training_data: a dataset; gives
     the dataloader. lr_scheduler: an object with ``step`` and state, or a function ``optimizer -> scheduler``.
@@ -81,7 +82,7 @@ def initialize(
         raise UsageError("initialize needs a model")
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    chosen = compose(_config_source(args, config, config_params), getattr(model, "ds_sections", None))
+    chosen = compose(_config_source(args, config, config_params), _asked_for(model))
     _check_arguments(args, optimizer, chosen)
     core = chosen.config.core
     if core.log_level:
@@ -215,6 +216,21 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} are both given; give one")
     return next(iter(named.values()))
+
+
+def _asked_for(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The sections that the model's modules ask for. Raises ConfigError where two want different values."""
+    asked: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        for section, values in getattr(module, "ds_sections", {}).items():
+            known = asked.setdefault(section, {})
+            for key, value in values.items():
+                if known.setdefault(key, value) != value:
+                    raise ConfigError(
+                        f"{section}.{key}: {name or 'the model'} ({type(module).__name__}) needs {value!r}, another "
+                        f"module of the model {known[key]!r}; build them alike"
+                    )
+    return asked
 
 
 def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from ds_core.entries import Event
+from ds_core.stash import StashKey
 
-__all__ = ["Event", "Monitor", "MonitorMaster"]
+__all__ = ["MONITOR", "Event", "Monitor", "MonitorMaster"]
 
 log = logging.getLogger("ds_core.monitor")
 
@@ -83,3 +84,7 @@ class MonitorMaster:
                 monitor.close()
             except Exception as second:
                 log.debug("closing monitor %s after its failure also failed: %s", monitor.name, second)
+
+
+MONITOR: StashKey[MonitorMaster] = StashKey("monitor")
+"""The run's monitors, for a plugin's own metrics: in `ds_step_end`, as ``(name, value, int(metrics["samples"]))``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.monitor import MonitorMaster
+from ds_core.monitor import MONITOR, MonitorMaster
 from ds_core.timers import PhaseTimers, Throughput
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Reporter:
     def __init__(self, ctx: Context, monitor: MonitorMaster) -> None:
         core = ctx.config.core
         self.ctx, self.monitor = ctx, monitor
+        ctx.stash[MONITOR] = monitor
         self._timed, self._memory = core.wall_clock_breakdown, core.memory_breakdown
         measured = self._timed or self._memory
         self.timers = PhaseTimers(ctx.accelerator, breakdown=self._memory) if measured else None

@@ -21,6 +21,7 @@ from ds_core.checkpoint.tensorfile import DTYPES, check_tensor, write_tensors
 from ds_core.checkpoint.together import on_every_rank, on_first_rank
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
+from ds_core.slices import SLICES, as_wholes
 
 __all__ = ["clone_tensors_for_torch_save", "save_16bit_model"]
 
@@ -84,7 +85,7 @@ def _pieces(engine: Checkpointed, exclude_frozen: bool) -> tuple[dict[str, State
     left_out = set(frozen_states(engine.ctx)) if exclude_frozen else set()
     mine = [
         p
-        for p in engine.partitioner.states(None)
+        for p in as_wholes(engine.partitioner.states(None), engine.ctx.stash.get(SLICES), engine.ctx.mesh)
         if p.store and engine.ctx.mesh.index(*p.copies) == 0 and p.name.startswith("module/") and p.name not in left_out
     ]
     for piece in mine:

@@ -30,6 +30,7 @@ from ds_core.checkpoint.state import (
 from ds_core.checkpoint.together import on_every_rank, on_first_rank
 from ds_core.checkpoint.values import decode
 from ds_core.errors import CheckpointError
+from ds_core.slices import SLICES
 
 __all__ = ["load"]
 
@@ -155,7 +156,7 @@ class _Plan:
 def _check(engine: Checkpointed, path: Path, want: _Want) -> _Plan:
     """Everything that can be known to be wrong before a state changes."""
     manifest = parse_manifest(path / MANIFEST)
-    source = SavedStates(path, manifest, engine.ctx.mesh)
+    source = SavedStates(path, manifest, engine.ctx.mesh, engine.ctx.stash.get(SLICES))
     try:
         if engine.ctx.rank == 0:
             source.check_files()

@@ -38,6 +38,7 @@ from ds_core.checkpoint.together import on_every_rank, on_first_rank
 from ds_core.checkpoint.values import encode
 from ds_core.checkpoint.writing import Job, Prepared, commit, publish, write
 from ds_core.errors import CheckpointError
+from ds_core.slices import SLICES, as_wholes
 
 __all__ = ["save"]
 
@@ -107,7 +108,8 @@ def _prepare(
     ctx = engine.ctx
     excluded = frozen_states(ctx) if exclude_frozen else []
     left_out = set(excluded)
-    kept = (p for p in engine.partitioner.states(engine.optimizer) if p.name not in left_out)
+    states = as_wholes(engine.partitioner.states(engine.optimizer), ctx.stash.get(SLICES), ctx.mesh)
+    kept = (p for p in states if p.name not in left_out)
     pieces = list(shares(kept, ctx.mesh))
     for piece in pieces:
         check_tensor(piece.tensor, f"state {piece.name!r}")

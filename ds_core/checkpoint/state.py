@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ds_core.checkpoint.format import DAMAGED, Manifest, State
 from ds_core.checkpoint.tensorfile import DTYPES, TensorFile
 from ds_core.errors import CheckpointError
+from ds_core.slices import Slice, param_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -187,11 +189,14 @@ class SavedStates:
     """The states of a checkpoint as this rank may read them: a `StateSource`.
 
     Files are opened when first needed, and only the bytes asked for are read. mesh: None where no run is going on; then
-    only states that are the same on all ranks have a name.
+    only states that are the same on all ranks have a name. slices: parameters of which this rank holds a slice, so that
+    its slice is what their names mean.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, mesh: Mesh | None) -> None:
-        self.path, self.manifest = path, manifest
+    def __init__(
+        self, path: Path, manifest: Manifest, mesh: Mesh | None, slices: Mapping[str, Slice] | None = None
+    ) -> None:
+        self.path, self.manifest, self._slices = path, manifest, slices or {}
         self._files: dict[str, TensorFile] = {}
         self._states = _readable(manifest, mesh)
 
@@ -206,7 +211,8 @@ class SavedStates:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole state's shape."""
-        return self._state(name).shape
+        piece = self._slice(name)
+        return self._state(name).shape if piece is None else piece.local()
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
@@ -217,8 +223,10 @@ class SavedStates:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
-        state = self._state(name)
-        stop = state.numel if stop is None else stop
+        state, piece = self._state(name), self._slice(name)
+        stop = math.prod(self.shape(name)) if stop is None else stop
+        if piece is not None:
+            start, stop = start + piece.offset, stop + piece.offset
         assert 0 <= start <= stop <= state.numel, f"range [{start}, {stop}) of {name!r}, which has {state.numel}"
         out = torch.empty(stop - start, dtype=DTYPES[state.dtype])
         for chunk in state.chunks:
@@ -230,6 +238,11 @@ class SavedStates:
     def whole(self, name: str) -> Tensor:
         """The whole state in its shape."""
         return self.read(name).view(self.shape(name))
+
+    def _slice(self, name: str) -> Slice | None:
+        """Of a state that is stored whole, the rows that this rank's parameter has; None: all of it."""
+        piece = self._slices.get(param_of(name))
+        return piece if piece is not None and self._state(name).shape == piece.shape else None
 
     def _state(self, name: str) -> State:
         if name not in self._states:

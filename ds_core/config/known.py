@@ -39,7 +39,7 @@ OWNERS: Mapping[str, str] = {
 }
 """Documented section -> the distribution that serves it, now or later."""
 
-BUILT = frozenset({"csv_monitor", "pipeline", "tensorboard", "zero_optimization"})
+BUILT = frozenset({"csv_monitor", "expert_parallel", "pipeline", "tensorboard", "zero_optimization"})
 """The documented sections whose distribution exists today."""
 
 BUILT_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

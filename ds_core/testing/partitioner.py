@@ -150,19 +150,22 @@ def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
 
 
 def whole_weights(engine: Any) -> dict[str, Any]:
-    """Full weights by name, through what the partitioner would store in a checkpoint."""
+    """Full weights by name, through what the partitioner would store in a checkpoint; slices as their wholes."""
     import torch
 
     from ds_core import comm
+    from ds_core.slices import SLICES, as_wholes
 
+    slices = engine.ctx.stash.get(SLICES) or {}
     pieces: dict[str, list[Any]] = {}
-    for state in engine.partitioner.states(None):
+    for state in as_wholes(engine.partitioner.states(None), slices, engine.ctx.mesh):
         pieces.setdefault(state.name, []).append(state)
     whole = {}
     for info in engine.ctx.params.values():
         mine = pieces.get(f"module/{info.name}", [])
         # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its shape.
-        group = engine.ctx.mesh.group(*info.replicas)
+        along = (slices[info.name].axis,) if info.name in slices else ()
+        group = engine.ctx.mesh.group(*info.replicas, *along)
         shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group)
         shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
         values, times = torch.zeros(2, shape.numel(), dtype=torch.float64)

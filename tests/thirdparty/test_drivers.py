@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import ds_core
@@ -102,3 +103,50 @@ def test_a_model_may_ask_for_sections(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (section.every, section.loud) == (3, bool(given and given.get("loud")))
     with pytest.raises(ConfigError, match=r"asked\.every: is 5, but the model was built for 3"):
         ds_core.initialize(model=model, config=config | {"asked": {"every": 5}})
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_modules_of_a_model_may_ask_for_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "asked_too.py").write_text(SECTION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    for module, wanted in zip(model, ({"every": 3}, {}, {"loud": True}), strict=True):
+        module.ds_sections = {"asked": wanted}  # type: ignore[assignment]
+    config = {"train_batch_size": 1, "plugins": {"load": ["asked=asked_too"]}}
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    section = engine.config.section("asked")
+    assert (section.every, section.loud) == (3, True)
+    model[1].ds_sections = {"asked": {"every": 4}}  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"asked\.every: 1 \(Linear\) needs 4, another module of the model 3; build"):
+        ds_core.initialize(model=model, config=config)
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_a_plugin_may_write_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_core.monitor import MONITOR
+
+    told = []
+
+    class Recorder:
+        name = "recorder"
+
+        def write_events(self, events: Any) -> None:
+            told.extend(tuple(e) for e in events if e.name.startswith("mine/"))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    (tmp_path / "writes_mod.py").write_text(
+        SECTION
+        + "def ds_step_end(ctx, step, metrics):\n"
+        + "    from ds_core.monitor import MONITOR\n"
+        + "    ctx.stash[MONITOR].write_events([('mine/x', 2.5, int(metrics['samples']))])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = {"train_batch_size": 4, "plugins": {"load": ["writes=writes_mod"]}, "writes": {}}
+    engine, *_ = ds_core.initialize(model=nn.Linear(2, 2), config=config)
+    engine.ctx.stash[MONITOR].monitors.append(Recorder())
+    engine.backward(engine(torch.ones(4, 2)).sum())
+    engine.step()
+    assert told == [("mine/x", 2.5, 4)]

@@ -1,0 +1,49 @@
+"""The transform: MoE layers of a model take their place on the mesh, and say which rows of parameters are here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_core.errors import UsageError
+from ds_core.slices import SLICES, Slice
+from ds_core.stash import StashKey
+from ds_moe.layer import MoE
+from ds_moe.load import LOADS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.context import Context
+
+__all__ = ["TENSOR_PARALLEL", "bind_layers"]
+
+TENSOR_PARALLEL: StashKey[set[str]] = StashKey("ds-moe tensor-parallel experts")
+"""Names of parameters and buffers of experts that are cut over ``tp`` too."""
+
+
+def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
+    """Give each MoE layer its group; the model itself stays as it is. Raises UsageError for an ep_size of no axis."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    known = ctx.stash.get(SLICES)
+    slices = dict(known) if known is not None else {}
+    cut = set(ctx.stash.get(TENSOR_PARALLEL) or ())
+    others, size = ctx.stash.get(LOADS), ctx.mesh.size("ep")
+    loads = dict(others) if others is not None else {}
+    for name, layer in layers.items():
+        if layer.ep_size not in (1, size):
+            raise UsageError(
+                f"MoE layer {name!r} has ep_size {layer.ep_size}, and the mesh {ctx.mesh.describe()} has ep {size}; "
+                f"use 1 or one size for all layers (expert_parallel.autoep_size is {size})"
+            )
+        loads[name] = layer.bind(ctx.mesh.group("ep") if layer.ep_size > 1 else None, ctx.kernels)
+        prefix = f"{name}.experts." if name else "experts."
+        for key, tensor in (*layer.experts.named_parameters(), *layer.experts.named_buffers()):
+            if layer.ep_size > 1:
+                shape = (layer.num_experts, *tensor.shape[1:])
+                first = ctx.mesh.index("ep") * layer.num_local_experts
+                slices[prefix + key] = Slice("ep", shape, first, layer.num_local_experts)
+            if layer.expert_tensor_parallel:
+                cut.add(prefix + key)
+    ctx.stash[SLICES], ctx.stash[TENSOR_PARALLEL] = slices, cut
+    ctx.stash[LOADS] = loads
+    return model

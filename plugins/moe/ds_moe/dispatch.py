@@ -1,0 +1,189 @@
+"""Tokens to their experts and back: one permutation, one all-to-all each way, one weighted sum.
+
+[Note: who calls collectives] Over an expert-parallel group every rank takes part in every exchange, also one that has
+no token, or whose experts have none. So the order of collectives depends on the model alone, never on the routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ds_core import comm
+from ds_moe.grouped import Groups
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Run", "dispatch"]
+
+Run = Callable[[Tensor, Groups], Tensor]
+"""``run(rows [M, H], groups) -> [M, H']``: the experts of this rank, on rows sorted by expert."""
+
+
+def dispatch(
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    run: Run,
+    *,
+    num_experts: int,
+    group: ProcessGroup | None = None,
+    weigh: Literal["after", "before"] = "after",
+) -> Tensor:
+    """Send each token to its experts, run them, and sum what comes back: ``[N, H']``.
+
+    tokens: [N, H]. experts: int64 [N, k], global numbers in 0 .. num_experts - 1, or -1: this choice was dropped, and
+    adds nothing. weights: [N, k], of any float dtype; those of dropped choices are never used. run: see `Run`; it is
+    called once, also with no rows, and its output must keep the order of rows. group: the expert-parallel ranks, of
+    which rank i has experts i * num_experts / size and following; None (or `ALONE`): all experts are here. weigh:
+    whether weights multiply what experts give, or what they get.
+
+    Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
+    may have another N, also 0.
+    """
+    plan = Plan.of(experts, num_experts)
+    flat = weights.to(tokens.dtype).reshape(-1)
+    x: Tensor = _Spread.apply(tokens, plan)  # type: ignore[no-untyped-call]
+    if weigh == "before":
+        x = x * flat[plan.order][:, None]
+    x, groups, back = to_experts(x, plan.counts, group)
+    y = back(run(x, groups))
+    out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, plan)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The permutation of M choices that were not dropped, of N tokens with k choices each.
+
+    order: [M], the choices, as places in ``experts.view(-1)``, sorted by expert. rows: [M], their tokens. counts:
+    choices per global expert. choices: [M], the choices again, in order of tokens. places: [M], where each of `choices`
+    stands in `order`. begins: [N], where each token's begin in `choices`.
+    """
+
+    order: Tensor
+    rows: Tensor
+    counts: Tensor
+    choices: Tensor
+    places: Tensor
+    begins: Tensor
+
+    @staticmethod
+    def of(experts: Tensor, num_experts: int) -> Plan:
+        """experts: [N, k], see `dispatch`."""
+        k, flat, device = experts.shape[1], experts.reshape(-1), experts.device
+        counts = torch.bincount(flat + 1, minlength=num_experts + 1)
+        order = torch.sort(flat, stable=True).indices
+        everything = torch.arange(len(flat), device=device)
+        choices, begins = everything, everything[::k]
+        if len(flat) and int(counts[0]):  # some were dropped, and come first
+            order = order[int(counts[0]) :]
+            here = experts >= 0
+            choices, begins = everything[here.view(-1)], here.sum(1).cumsum(0)
+            begins = torch.cat([begins.new_zeros(1), begins[:-1]])
+        places = torch.empty_like(flat)
+        places[order] = everything[: len(order)]
+        rows = order if k == 1 else torch.div(order, k, rounding_mode="floor")
+        return Plan(order, rows, counts[1:], choices, places[choices], begins)
+
+
+def _sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+    """Of each token, the sum over its choices of rows of y [M, H]."""
+    if not len(plan.order):  # which embedding_bag does not take
+        return y.new_zeros(len(plan.begins), y.shape[1])
+    return F.embedding_bag(plan.places, y, plan.begins, mode="sum", per_sample_weights=weights)
+
+
+class _Spread(torch.autograd.Function):
+    """Each token's row, once per choice, sorted by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return tokens.index_select(0, plan.rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sums(grad.contiguous(), ctx.plan, None), None
+
+
+class _Gather(torch.autograd.Function):
+    """The way back: each token's rows, times its weights (None: 1), summed."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(y, weights)
+        return _sums(y.contiguous(), plan, None if weights is None else weights[plan.choices])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (y, weights), plan = ctx.saved_tensors, ctx.plan
+        rows = grad.index_select(0, plan.rows)
+        if weights is None:
+            return rows, None, None
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            grad_weights = torch.zeros_like(weights)
+            grad_weights[plan.order] = torch.linalg.vecdot(rows, y)
+        return rows.mul_(weights[plan.order][:, None]), grad_weights, None
+
+
+def to_experts(
+    x: Tensor, counts: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, Groups, Callable[[Tensor], Tensor]]:
+    """Rows that are sorted by global expert, to the ranks that have the experts.
+
+    counts: rows per global expert. Returns this rank's experts' rows, sorted by expert, their groups, and the way back.
+    """
+    size = comm.world_size(group) if group is not None else 1
+    if size == 1:
+        return x, Groups(counts), lambda y: y
+    theirs = torch.empty_like(counts)
+    comm.all_to_all_single(theirs, counts, group=group)
+    given = counts.view(size, -1).sum(1).tolist()
+    theirs = theirs.view(size, -1)
+    taken = theirs.sum(1).tolist()
+    here = theirs.shape[1]
+    rows = exchange(x, given, taken, group)
+    groups = Groups(theirs.sum(0))
+    if here == 1:
+        return rows, groups, lambda y: exchange(y, taken, given, group)
+    label = torch.repeat_interleave(torch.arange(here, device=x.device).repeat(size), theirs.reshape(-1))
+    order = torch.sort(label, stable=True).indices
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=x.device)
+
+    def back(y: Tensor) -> Tensor:
+        return exchange(y.index_select(0, inverse), taken, given, group)
+
+    return rows.index_select(0, order), groups, back
+
+
+def exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
+    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it. Differentiable; collective."""
+    out: Tensor = _Exchange.apply(x, given, taken, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
+        ctx.given, ctx.taken, ctx.group = given, taken, group
+        return _exchange(x, given, taken, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.taken, ctx.given, ctx.group), None, None, None
+
+
+def _exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
+    out = x.new_empty(sum(taken), *x.shape[1:])
+    comm.all_to_all_single(out, x.contiguous(), taken, given, group=group)
+    return out

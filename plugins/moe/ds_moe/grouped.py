@@ -1,0 +1,117 @@
+"""Linear layers of many experts over tokens that are sorted by expert, with their backward.
+
+Experts' weights are stacked: one parameter ``[experts, out, in]`` per linear layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Groups", "grouped_linear"]
+
+
+@dataclass(eq=False)
+class Groups:
+    """Which rows belong to which of the experts on this rank: expert i has the next ``counts[i]`` rows.
+
+    counts: int64 ``[local experts]``, on the tokens' device. `sizes` and `ends` are made when first asked for.
+    """
+
+    counts: Tensor
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """The counts as numbers (on a GPU this waits for it)."""
+        return self.counts.tolist()
+
+    @functools.cached_property
+    def ends(self) -> Tensor:
+        """Where each expert's rows end: int32."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    @functools.cached_property
+    def expert_of_row(self) -> Tensor:
+        """The local expert of each row: int64 ``[rows]``."""
+        return torch.repeat_interleave(self.counts)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+    """``F.linear`` of each row of `x` with the weights of its expert.
+
+    x: [M, in], sorted by expert. weight: [experts, out, in], bias: [experts, out] or None. Returns [M, out].
+    An expert without rows gets a gradient of zeros. Under autocast all are cast as for `F.linear`.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    y: Tensor = _GroupedLinear.apply(x, weight, bias, groups)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        return _product(x, weight.transpose(1, 2), bias, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad, groups = grad.contiguous(), ctx.groups
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            _product(grad, weight, None, groups) if needs_x else None,
+            _outer(grad, x, groups) if needs_weight else None,
+            _sums(grad, groups) if needs_bias else None,
+            None,
+        )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+    """Rows of x [M, in] times their expert's weight [experts, in, out], plus its bias [experts, out]."""
+    if _on_device(x, weight):
+        out: Tensor = torch._grouped_mm(x, weight, offs=groups.ends)
+        return out if bias is None else out + bias.index_select(0, groups.expert_of_row)
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    each = zip(x.split(groups.sizes), weight.unbind(), out.split(groups.sizes), strict=True)
+    if bias is None:
+        for a, w, o in each:
+            torch.mm(a, w, out=o)
+    else:
+        for (a, w, o), b in zip(each, bias.unbind(), strict=True):
+            torch.addmm(b, a, w, out=o)
+    return out
+
+
+def _outer(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
+    """Per expert, the sum over its rows of the outer products: [experts, out, in]."""
+    if _on_device(x, grad):
+        made: Tensor = torch._grouped_mm(grad.t(), x, offs=groups.ends)
+        return made
+    out = x.new_empty(len(groups.sizes), grad.shape[1], x.shape[1])
+    for g, a, o in zip(grad.split(groups.sizes), x.split(groups.sizes), out.unbind(), strict=True):
+        torch.mm(g.t(), a, out=o)
+    return out
+
+
+def _sums(grad: Tensor, groups: Groups) -> Tensor:
+    """Per expert, the sum over its rows: [experts, out]."""
+    if grad.device.type != "cpu":
+        out = grad.new_zeros(len(groups.counts), grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
+        return out.index_add_(0, groups.expert_of_row, grad.to(out.dtype)).to(grad.dtype)
+    return torch.stack([g.sum(0) for g in grad.split(groups.sizes)])
+
+
+def _on_device(a: Tensor, b: Tensor) -> bool:
+    """Whether torch has one launch for all experts: bf16 on a GPU, rows of 16 bytes, a GPU that knows how."""
+    if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm") or not len(a):
+        return False
+    wide = a.shape[-1] % 8 == 0 and b.shape[-1] % 8 == 0
+    return wide and torch.cuda.get_device_capability(a.device) >= (9, 0)

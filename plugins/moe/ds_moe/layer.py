@@ -1,0 +1,135 @@
+"""`MoE`: the layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.errors import UsageError
+from ds_moe.dispatch import dispatch
+from ds_moe.experts import Experts
+from ds_moe.gating import TopKGate
+from ds_moe.load import Load
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ds_core.kernels import Kernels
+
+__all__ = ["MoE"]
+
+
+class MoE(nn.Module):
+    """A mixture of experts in the place of a feed-forward layer.
+
+    hidden_size: of tokens. expert: a module of one argument ``[rows, hidden]``; each expert is a deep copy of it.
+    num_experts: over all ranks. ep_size: over how many neighbouring data-parallel ranks they are divided; it must
+    divide num_experts. k: experts per token. capacity_factor, eval_capacity_factor, min_capacity: see
+    `ds_moe.gating`; drop_tokens=False: experts take all that comes. use_rts: in top-1 gating a random choice of tokens
+    stays where an expert is full, else the earliest. noisy_gate_policy: "RSample" or "Jitter", in training.
+    top2_2nd_expert_sampling: noise for the second choice of top-2. drop_policy: of k > 2, see `ds_moe.gating.topk`.
+    use_residual: Residual MoE; every token also goes through one more copy of `expert`, and a learned weight mixes.
+    enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. use_tutel: accepted; the layer
+    needs no such library.
+
+    Raises UsageError for numbers that do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+        *,
+        drop_policy: str = "probs",
+    ) -> None:
+        super().__init__()
+        if ep_size < 1 or num_experts % ep_size:
+            good = ", ".join(str(d) for d in range(1, num_experts + 1) if num_experts % d == 0)
+            raise UsageError(f"ep_size {ep_size} does not divide num_experts {num_experts}; use {good}")
+        self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
+        self.num_local_experts = num_experts // ep_size
+        self.use_residual, self.expert_tensor_parallel = use_residual, enable_expert_tensor_parallelism
+        self.gate = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling,
+            drop_policy,
+        )
+        self.experts = Experts(expert, self.num_local_experts, hidden_size)
+        for param in self.experts.parameters():
+            mark_expert(param, ep_size)
+        if use_residual:
+            self.mlp = copy.deepcopy(expert)
+            self.coefficient = nn.Linear(hidden_size, 2)
+        self.group: ProcessGroup | None = None
+        self.load: Load | None = None
+
+    @property
+    def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the config must say, so that the plugin is loaded and its axis has the right size."""
+        return {"expert_parallel": {"autoep_size": self.ep_size} if self.ep_size > 1 else {}}
+
+    def bind(self, group: ProcessGroup | None, kernels: Kernels) -> Load:
+        """Take the expert-parallel group and the kernels of this run; called by `ds_core.initialize`.
+
+        Returns where the layer takes note of its experts' load.
+        """
+        self.group, self.experts.kernels = group, kernels
+        self.load = Load(self.num_experts)
+        return self.load
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states: [..., hidden]. used_token: one value per token, 0 for tokens that go nowhere (k=1).
+
+        Returns (output, of hidden_states' shape; the auxiliary loss, 0-d, to be added to the loss with a small factor;
+        int64 [num_experts], choices of this rank's tokens before dropping). Collective over the expert-parallel ranks.
+        """
+        if self.ep_size > 1 and (self.group is None or comm.world_size(self.group) != self.ep_size):
+            raise UsageError(
+                f"this MoE layer has 1/{self.ep_size} of {self.num_experts} experts; give the model to "
+                "ds_core.initialize, which connects the ranks, before its forward"
+            )
+        tokens = hidden_states.reshape(-1, self.hidden_size)
+        routing = self.gate(tokens, used_token)
+        if self.load is not None and self.load.watched and self.training:
+            self.load.add(routing.counts, routing.dropped(), routing.l_aux)
+        out = dispatch(
+            tokens, routing.experts, routing.weights, self.experts, num_experts=self.num_experts, group=self.group
+        )
+        if self.use_residual:
+            mixing = torch.softmax(self.coefficient(tokens), dim=-1)
+            rest = self.mlp(tokens)
+            rest = rest[0] if isinstance(rest, tuple) else rest
+            out = out * mixing[:, :1] + rest * mixing[:, 1:]
+        return out.view(hidden_states.shape), routing.l_aux, routing.counts
+
+
+def mark_expert(param: nn.Parameter, ep_size: int) -> None:
+    """The attributes by which other code tells parameters of experts from the rest."""
+    param.allreduce = False  # type: ignore[attr-defined]
+    param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]

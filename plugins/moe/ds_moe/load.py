@@ -1,0 +1,93 @@
+"""How much work each expert gets, for the monitors: collected while layers run, added up over ranks once per step.
+
+Nothing is collected, and nothing sent, unless rank 0 has a monitor; that is agreed at the end of the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_core import comm
+from ds_core.monitor import MONITOR
+from ds_core.stash import StashKey
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
+__all__ = ["LOADS", "Load", "report"]
+
+
+class Load:
+    """What one layer saw in training since the last step.
+
+    totals: choices of each expert, then dropped choices, the sum of auxiliary losses, and how many those were; fp64.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.watched = True
+        self.totals: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, counts: Tensor, dropped: Tensor, l_aux: Tensor | None = None) -> None:
+        """One forward: choices of each expert before dropping, [experts]; how many were dropped; its auxiliary loss."""
+        aux = counts.new_zeros(2, dtype=torch.float64)
+        if l_aux is not None:
+            aux = torch.stack([l_aux.double(), torch.ones_like(l_aux, dtype=torch.float64)])
+        new = torch.cat([counts.double(), dropped.double().reshape(1), aux])
+        self.totals = new if self.totals is None else self.totals + new
+
+
+LOADS: StashKey[dict[str, Load]] = StashKey("ds-moe loads")
+"""Per MoE layer of this rank, by its name; a transform that makes layers adds theirs."""
+
+_LAYOUT: StashKey[dict[str, int]] = StashKey("ds-moe layout")
+
+
+def report(ctx: Context, metrics: Mapping[str, float]) -> None:
+    """Write this step's events, on rank 0. Collective while there is a monitor; called at the end of each step.
+
+    ``Train/MoE/<layer>/``: ``load/<expert>``, its share of all choices times the number of experts (1: even);
+    ``load_max``; ``dropped``, the share of choices that were; ``aux_loss``, the mean.
+    """
+    loads, monitor = ctx.stash.get(LOADS) or {}, ctx.stash.get(MONITOR)
+    layout = ctx.stash.get(_LAYOUT)
+    if layout is None:
+        mine: list[Any] = [monitor is not None and monitor.enabled, {n: x.num_experts for n, x in loads.items()}]
+        everyone = comm.all_gather_json(mine) if ctx.world_size > 1 else [mine]
+        wanted = any(asked for asked, _ in everyone)
+        layout = {n: size for _, layers in everyone for n, size in layers.items()} if wanted else {}
+        ctx.stash[_LAYOUT] = layout
+        for load in loads.values():
+            load.watched = wanted
+            load.totals = load.totals if wanted else None
+    if not layout:
+        return
+    device = ctx.accelerator.current_device()
+    parts = {n: torch.zeros(size + 3, dtype=torch.float64, device=device) for n, size in sorted(layout.items())}
+    for name, load in loads.items():
+        if load.totals is not None:
+            parts[name] = load.totals.to(device)
+            load.totals = None
+    flat = torch.cat(list(parts.values()))
+    comm.all_reduce(flat)
+    if monitor is None or not monitor.enabled:
+        return
+    step = int(metrics["samples"])
+    for name, values in zip(parts, flat.cpu().split([len(p) for p in parts.values()]), strict=True):
+        monitor.write_events((f"Train/MoE/{name or 'model'}/{key}", value, step) for key, value in _events(values))
+
+
+def _events(totals: Tensor) -> list[tuple[str, float]]:
+    counts, (dropped, aux, times) = totals[:-3], totals[-3:].tolist()
+    choices = float(counts.sum())
+    if choices == 0:  # no micro-batch came through, or no token
+        return []
+    shares = (counts * (len(counts) / choices)).tolist()
+    events = [(f"load/{i}", share) for i, share in enumerate(shares)]
+    events += [("load_max", max(shares)), ("dropped", dropped / choices)]
+    return [*events, ("aux_loss", aux / times)] if times else events

@@ -1,0 +1,118 @@
+"""Feed-forward experts by the compiled kernel: fp32 on the CPU. Its matrix products are those of torch's own BLAS.
+
+[Note: what is kept] Of an expert's inner values only those before the activation are kept for backward, which makes
+the others again: half of what separate layers keep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_core.kernels.build import load, why_not
+from ds_moe.extension import EXTENSION
+from ds_moe.ffn import FFN
+from ds_moe.grouped import Groups
+
+__all__ = ["available", "ffn"]
+
+ACTS = ("relu", "silu", "gelu", "gelu_tanh")
+ROWS = 1024
+"""The most rows that go through both layers at a time: their inner values shall stay in the cache."""
+COLUMNS = 1024
+"""The most inner columns of one product in backward, for the same reason."""
+HUGE = 1 << 22
+"""Tensors of at least so many bytes that are made here are put on huge pages, where the system has them."""
+
+Given = tuple[int, int, int, int, int, int]
+NOTHING: Given = (0, 0, 0, 0, 0, 0)
+
+
+def available() -> str | None:
+    """None when the kernel is built or can be, and torch brings a BLAS; else the reason."""
+    if _gemm() is None:
+        return "torch's library has no sgemm_ that others may call"
+    return why_not(EXTENSION)
+
+
+@functools.cache
+def _gemm() -> int | None:
+    """The address of torch's sgemm."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            function = getattr(ctypes.CDLL(str(path)), "sgemm_", None)
+            return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+@functools.cache
+def _module() -> ModuleType:
+    module = load(EXTENSION)
+    module.use_gemm(_gemm())
+    return module
+
+
+def ffn(x: Tensor, what: FFN, weights: Mapping[str, Tensor | None], groups: Groups) -> Tensor:
+    """See `ds_moe.ffn.ffn`."""
+    names = (what.gate or what.up, what.up if what.gate else None, what.down)
+    tensors = [None if n is None else weights[f"{n}.{p}"] for n in names for p in ("weight", "bias")]
+    if wrong := [t.dtype for t in tensors if t is not None and t.dtype != torch.float32]:
+        raise TypeError(f"tokens are torch.float32, but experts have weights of {wrong[0]}; cast one of them")
+    tensors = [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+    out: Tensor = _FFN.apply(x.contiguous(), ACTS.index(what.act), groups, *tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _fresh(made: Tensor) -> Tensor:
+    if made.nbytes >= HUGE:
+        _module().huge(made.data_ptr(), made.nbytes)
+    return made
+
+
+def _given(weight: Tensor | None, bias: Tensor | None, grads: tuple[Tensor | None, Tensor | None]) -> Given:
+    if weight is None:
+        return NOTHING
+    addresses = [0 if t is None else t.data_ptr() for t in (weight, bias, *grads)]
+    return (*addresses, weight.stride(0), 0 if bias is None else bias.stride(0))  # type: ignore[return-value]
+
+
+class _FFN(torch.autograd.Function):
+    """first: the gate, or the only layer into the inner width; second: the other one beside a gate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: int, groups: Groups, *weights: Tensor | None) -> Tensor:
+        first, _, second, _, down, _ = weights
+        assert first is not None and down is not None
+        h = _fresh(x.new_empty(x.shape[0], first.shape[1]))
+        u = None if second is None else _fresh(torch.empty_like(h))
+        y = x.new_empty(x.shape[0], down.shape[1])
+        shape = (x.shape[1], first.shape[1], down.shape[1])
+        given = [_given(w, b, (None, None)) for w, b in zip(weights[::2], weights[1::2], strict=True)]
+        addresses = [0 if t is None else t.data_ptr() for t in (x, y, h, u)]
+        _module().forward(*addresses, *given, groups.sizes, shape, act, ROWS, torch.get_num_threads())
+        ctx.save_for_backward(x, h, u, *weights)
+        ctx.rest = act, groups, shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, h, u, *weights = ctx.saved_tensors
+        act, groups, shape = ctx.rest
+        grad = grad.contiguous()
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grads = [
+            None if t is None or not needed else _fresh(torch.empty_like(t))
+            for t, needed in zip(weights, ctx.needs_input_grad[3:], strict=True)
+        ]
+        given = [_given(weights[i], weights[i + 1], (grads[i], grads[i + 1])) for i in (0, 2, 4)]
+        addresses = [0 if t is None else t.data_ptr() for t in (x, grad, dx, h, u)]
+        _module().backward(*addresses, *given, groups.sizes, shape, act, ROWS, COLUMNS, torch.get_num_threads())
+        return dx, None, None, *grads

@@ -1,0 +1,91 @@
+"""What this distribution offers to ds_core: the section ``expert_parallel``, its axis, its transform (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ds_core.entries import Axis, KernelEntry, Phase, Transform
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+
+__all__ = ["ds_config", "ds_kernels", "ds_mesh_axes", "ds_param_axes", "ds_step_end", "ds_transforms"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``expert_parallel``."""
+    from ds_moe.config import ExpertParallelConfig
+
+    return ExpertParallelConfig
+
+
+def ds_kernels() -> Iterable[KernelEntry]:
+    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`."""
+    op = "expert_ffn"
+    return (
+        KernelEntry(op, "reference", "ds_moe.ffn:ffn", 0),
+        KernelEntry(
+            op,
+            "cpp",
+            "ds_moe.native:ffn",
+            10,
+            devices=("cpu",),
+            dtypes=("float32",),
+            available="ds_moe.native:available",
+            build="ds_moe.extension:EXTENSION",
+        ),
+    )
+
+
+def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
+    """``ep``, folded inside dp: each rank still has tokens of its own."""
+    from ds_moe.config import ExpertParallelConfig
+
+    section = config.section("expert_parallel")
+    return [Axis("ep", section.autoep_size if isinstance(section, ExpertParallelConfig) else 1, inside="dp")]
+
+
+def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
+    """``ep`` for what a transform has left some rows of on each rank, or has given to some of them alone; ``tp`` for
+    experts that are cut themselves."""
+    from ds_core.slices import SLICES
+    from ds_moe.bind import TENSOR_PARALLEL
+    from ds_moe.held import HELD
+
+    found = (ctx.stash.get(SLICES) or {}).get(name)
+    axes = [] if found is None else [found.axis]
+    if name in (ctx.stash.get(HELD) or ()):
+        axes.append("ep")
+    if ctx.mesh.has("tp") and name in (ctx.stash.get(TENSOR_PARALLEL) or ()):
+        axes.append("tp")
+    return axes
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """AutoEP replaces MoE blocks of the model; MoE layers take their place on the mesh."""
+    from ds_moe.config import ExpertParallelConfig
+
+    def bind(model):  # type: ignore[no-untyped-def]
+        from ds_moe.bind import bind_layers
+
+        return bind_layers(model, ctx)
+
+    def replace(model):  # type: ignore[no-untyped-def]
+        from ds_moe.autoep import replace
+
+        return replace(model, ctx)
+
+    section = ctx.config.section("expert_parallel")
+    auto = isinstance(section, ExpertParallelConfig) and section.enabled
+    return [*([Transform(Phase.SUBSTITUTE, replace)] if auto else []), Transform(Phase.SHARD, bind)]
+
+
+def ds_step_end(ctx: Context, metrics: Mapping[str, float]) -> None:
+    """Experts' load, to the monitors."""
+    from ds_moe.load import report
+
+    report(ctx, metrics)

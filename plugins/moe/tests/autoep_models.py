@@ -1,0 +1,325 @@
+"""Small models with MoE blocks for the tests of AutoEP: five families of transformers, and two of our own."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from ds_moe.presets import Preset
+from torch import Tensor, nn
+
+FAMILIES = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")
+BATCH, LENGTH, VOCABULARY, EXPERTS = 2, 8, 48, 8
+
+
+def hugging_face(kind: str, **more: Any) -> Any:
+    """A model of the transformers library in fp64, with random weights that are the same in every process."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers as hf
+
+    llama: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "use_cache": False,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "num_experts_per_tok": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+    inner: dict[str, Any] = {"moe_intermediate_size": 12}
+    latent = inner | {
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": EXPERTS,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+    linear = {
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 12,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    torch.manual_seed(5)
+    config: Any
+    if kind == "mixtral":
+        config = hf.MixtralConfig(**llama | {"num_local_experts": EXPERTS} | more)
+    elif kind == "qwen2_moe":
+        shared = {"shared_expert_intermediate_size": 12, "num_experts": EXPERTS}
+        config = hf.Qwen2MoeConfig(**llama | inner | shared | more)
+    elif kind == "qwen3_moe":
+        config = hf.Qwen3MoeConfig(**llama | inner | {"num_experts": EXPERTS, "norm_topk_prob": True} | more)
+    elif kind == "qwen3_5_moe":
+        from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+
+        config = Qwen3_5MoeTextConfig(**llama | inner | linear | {"num_experts": EXPERTS} | more)
+    elif kind == "deepseek_v2":
+        grouped = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "n_shared_experts": 1}
+        config = hf.DeepseekV2Config(**llama | latent | grouped | {"first_k_dense_replace": 1} | more)
+    else:
+        config = hf.DeepseekV3Config(**llama | latent | {"n_shared_experts": 1, "first_k_dense_replace": 1} | more)
+    config._experts_implementation = "eager"  # the library's fast kernel takes no fp64
+    model: Any = hf.AutoModelForCausalLM.from_config(config).double().train()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "gate.weight" in name or "correction_bias" in name:
+            tensor.data.normal_(std=0.5)  # some are made as zeros, with which all experts would tie
+    return model
+
+
+class OldRouter(nn.Module):
+    """DeepSeek-V3's before experts were stacked: it gives what it has chosen, and no logits."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(router.weight.detach().clone())
+        self.register_buffer("e_score_correction_bias", router.e_score_correction_bias.detach().clone())
+        self._now = (router,)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        _, scores, index = self._now[0](x)
+        return index, scores
+
+
+class OldBlock(nn.Module):
+    """The block around it, with a list of experts."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.gate, self.shared_experts = OldRouter(block.gate), block.shared_experts
+        self.experts = nn.ModuleList()
+        for w1, w2 in zip(block.experts.gate_up_proj.detach(), block.experts.down_proj.detach(), strict=True):
+            expert = type(block.shared_experts)(block.config, intermediate_size=w2.shape[1]).double()
+            expert.gate_proj.weight.data, expert.up_proj.weight.data = (w.clone() for w in w1.chunk(2))
+            expert.down_proj.weight.data = w2.clone()
+            self.experts.append(expert)
+
+
+def ids(step: int, rank: int) -> Tensor:
+    """Few different tokens, others on each rank, so that routers send them to few experts."""
+    torch.manual_seed(100 + 10 * step + rank)
+    return torch.randint(6 * rank, 6 * rank + 8, (BATCH, LENGTH))
+
+
+# -- our own -------------------------------------------------------------------------------------------------------
+
+
+class Expert(nn.Module):
+    """One expert of a list."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.opening, self.raising = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.lowering = nn.Linear(inner, hidden, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lowering(self.act_fn(self.opening(x)) * self.raising(x))
+        return out
+
+
+class Stacked(nn.Module):
+    """Experts whose weights are stacked, gate and up apart."""
+
+    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.opening = nn.Parameter(torch.randn(experts, inner, hidden) / hidden**0.5)
+        self.raising = nn.Parameter(torch.randn(experts, inner, hidden) / hidden**0.5)
+        self.lowering = nn.Parameter(torch.randn(experts, hidden, inner) / inner**0.5)
+
+    def one(self, number: int, x: Tensor) -> Tensor:
+        gate, up = x @ self.opening[number].T, x @ self.raising[number].T
+        return (nn.functional.silu(gate) * up) @ self.lowering[number].T
+
+
+class Mixture(nn.Module):
+    """A block that nobody has a preset for; experts are a list, or stacked."""
+
+    def __init__(self, config: Any, listed: bool) -> None:
+        super().__init__()
+        hidden, inner = config.hidden, config.inner
+        self.chooser = nn.Linear(hidden, config.how_many, bias=False)
+        self.pool: Any = (
+            nn.ModuleList([Expert(hidden, inner) for _ in range(config.how_many)])
+            if listed
+            else Stacked(config.how_many, hidden, inner)
+        )
+        self.common, self.common_gate = Expert(hidden, inner), nn.Linear(hidden, 1, bias=False)
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        how = self.config
+        scores = self.chooser(flat)
+        scores = scores.sigmoid() if how.sigmoid else scores.softmax(-1)
+        choice = scores
+        if how.groups is not None:
+            count, kept = how.groups
+            best = scores.view(-1, count, how.how_many // count).max(-1).values.topk(kept).indices
+            allowed = torch.zeros(len(flat), count, dtype=torch.bool).scatter(1, best, True)
+            choice = scores.masked_fill(~allowed.repeat_interleave(how.how_many // count, 1), -1.0)
+        index = choice.topk(how.each).indices
+        chosen = scores.gather(1, index)
+        chosen = (chosen / chosen.sum(-1, keepdim=True) if how.norm else chosen) * how.scale
+        out = self.common(flat) * self.common_gate(flat).sigmoid()
+        for number in range(how.how_many):
+            token, place = (index == number).nonzero(as_tuple=True)
+            rows, weight = flat[token], chosen[token, place].unsqueeze(-1)
+            given = rows * weight if how.before else rows
+            done = self.pool.one(number, given) if isinstance(self.pool, Stacked) else self.pool[number](given)
+            out = out.index_add(0, token, done if how.before else done * weight)
+        return out.view_as(x)
+
+
+def own_config(**how: Any) -> SimpleNamespace:
+    """The config of such a block. how: what shall be otherwise."""
+    plain = {"hidden": 16, "inner": 12, "how_many": EXPERTS, "each": 2, "hidden_act": "silu", "model_type": "own"}
+    asked = {"sigmoid": False, "norm": True, "scale": 1.0, "groups": None, "before": False}
+    return SimpleNamespace(**plain | asked | how)
+
+
+class Own(nn.Module):
+    """A language model of our own with two such blocks. how: attributes of its config, see `Mixture`."""
+
+    def __init__(self, listed: bool, **how: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.config = own_config(**how)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.stack = nn.ModuleList([nn.ModuleDict({"moe": Mixture(self.config, listed)}) for _ in range(2)])
+        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(2)])
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for layer, norm in zip(self.stack, self.norms, strict=True):
+            x = x + layer["moe"](norm(x))  # type: ignore[index]
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+OWN_PATTERNS = {
+    "moe_layer_pattern": r"stack\.\d+\.moe",
+    "router_pattern": "chooser",
+    "expert_pattern": "pool",
+    "has_shared_experts": True,
+    "shared_experts_pattern": "common",
+    "shared_experts_gate_pattern": "common_gate",
+    "expert_w1": "opening",
+    "expert_w2": "lowering",
+    "expert_w3": "raising",
+    "num_experts_attr": "how_many",
+    "top_k_attr": "each",
+}
+"""What makes AutoEP see the blocks of `Own`."""
+
+PRESET = Preset(
+    "own",
+    ("own",),
+    layers=r"stack\.\d+\.moe",
+    router="chooser",
+    experts="pool",
+    shared="common",
+    shared_gate="common_gate",
+    w1="opening",
+    w2="lowering",
+    w3="raising",
+    listed=("opening", "lowering", "raising"),
+    num_experts="how_many",
+    top_k="each",
+    normalise="norm",
+    scale="scale",
+)
+"""What a plugin would offer for `Own`."""
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+STEPS = 10
+ADAM = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}
+"""A smaller eps would blow up the rounding of gradients that are almost nothing."""
+
+
+def plain(model: Any, world: int, steps: int = STEPS) -> list[float]:
+    """Losses of one process of plain torch that takes all ranks' batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for rank in range(world):
+            batch = ids(step, rank)
+            loss = model(input_ids=batch, labels=batch).loss / world
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def unless_installed(**sections: str) -> list[str]:
+    """Section -> its declaration module, as ``plugins.load`` has it, of those that no installed distribution owns."""
+    owned = {entry.name for entry in metadata.entry_points(group="ds_core.plugins")}
+    return [f"{section}={module}" for section, module in sections.items() if section not in owned]
+
+
+def settings(ep: int, stage: int, **section: Any) -> dict[str, Any]:
+    """The config of a run; section: keys of expert_parallel. ep 0: without it."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "plugins": {"load": ["ds_zero.plugin", *unless_installed(expert_parallel="ds_moe.plugin")]},
+    }
+    if ep:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": ep, **section}
+    if stage:
+        config["zero_optimization"] = {"stage": stage, "param_persistence_threshold": 20}
+    return config
+
+
+def train(engine: Any, steps: range, parts: int = 1) -> list[float]:
+    """Losses of all ranks together; each takes `parts` batches per step."""
+    from ds_core import comm
+
+    losses = []
+    for step in steps:
+        total = torch.zeros((), dtype=torch.float64)
+        for part in range(parts):
+            batch = ids(step, comm.rank() * parts + part)
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        comm.all_reduce(total)
+        losses.append(total.item() / comm.world_size() / parts)
+    return losses
+
+
+def weights_off(model: Any, truth: Any, slices: Any) -> float:
+    """The largest difference between this rank's weights, or rows of them, and those of the truth."""
+    wanted = dict(truth.named_parameters())
+    worst = 0.0
+    for name, mine in model.named_parameters():
+        theirs = wanted[name]
+        if name in slices:
+            theirs = theirs[slices[name].first : slices[name].first + slices[name].rows]
+        assert mine.shape == theirs.shape, f"{name}: {tuple(mine.shape)} {tuple(theirs.shape)}"
+        worst = max(worst, float((mine - theirs).abs().max()))
+    return worst

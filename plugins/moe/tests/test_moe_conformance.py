@@ -1,0 +1,81 @@
+"""The conformance kit: experts over 1, 2 and 4 ranks x ZeRO 0-3 x top-1, 2 and 4 x dropping x accumulation, clipping.
+
+Batches are uneven: in some steps a rank has no token, or an expert none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import moe_models as m
+
+from ds_core.testing import RunnerConformance
+
+
+def zero(stage: int) -> dict[str, Any]:
+    section = {"stage": stage, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
+    return {"zero_optimization": section} if stage else {}
+
+
+STAGES = {f"zero{stage}": zero(stage) for stage in range(4)}
+
+
+class _Conformance(RunnerConformance):
+    variants = STAGES
+    make_batch = staticmethod(m.batch)
+    gas = (1, 3)
+    dtypes = ("float64", "float32")
+
+    @classmethod
+    def cases(cls, world: int) -> list[tuple[str, int, str]]:
+        """Each stage with and without accumulation, in turn in either dtype."""
+        return [(v, g, cls.dtypes[(i + j) % 2]) for i, v in enumerate(cls.variants) for j, g in enumerate(cls.gas)]
+
+
+class TestEp1Top1(_Conformance):
+    worlds = (1, 2)
+    make_model, make_truth = staticmethod(m.one_top1), staticmethod(m.plain_top1)
+
+
+class TestEp2Top1(_Conformance):
+    worlds = (2, 4)
+    make_model, make_truth = staticmethod(m.two_top1), staticmethod(m.plain_top1)
+
+
+class TestEp4Top1(_Conformance):
+    worlds = (4,)
+    make_model, make_truth = staticmethod(m.four_top1), staticmethod(m.plain_top1)
+
+
+class TestEp2Top1Dropping(_Conformance):
+    worlds = (4,)
+    make_model, make_truth = staticmethod(m.two_top1_drop), staticmethod(m.plain_top1_drop)
+
+
+class TestEp1Top2Residual(_Conformance):
+    worlds = (1, 4)
+    make_model, make_truth = staticmethod(m.one_top2), staticmethod(m.plain_top2)
+
+
+class TestEp2Top2Residual(_Conformance):
+    worlds = (2,)
+    make_model, make_truth = staticmethod(m.two_top2), staticmethod(m.plain_top2)
+
+
+class TestEp4Top2Residual(_Conformance):
+    worlds = (4,)
+    make_model, make_truth = staticmethod(m.four_top2), staticmethod(m.plain_top2)
+
+
+class TestEp2Top4(_Conformance):
+    worlds = (2, 4)
+    make_model, make_truth = staticmethod(m.two_top4), staticmethod(m.plain_top4)
+
+
+class TestEp4Top4(_Conformance):
+    worlds = (4,)
+    make_model, make_truth = staticmethod(m.four_top4), staticmethod(m.plain_top4)
