@@ -112,7 +112,7 @@ def test_every_core_key_is_described() -> None:
         ("fake.code", "ds-fake 1.0", "text or null", "***", "Code."),
         ("fake.needed", "ds-fake 1.0", "a whole number", "required", "Needed."),
         ("itself.inner.inner", "ds-itself 1.0", "an object {...} or null", "null", "The same again."),
-        ("expert_parallel.size", "ds-moe", None, "absent", "documented but not built yet"),
+        ("tensor_parallel.size", "ds-tensor-parallel", None, "absent", "documented but not built yet"),
         ("csv_monitor", "ds-monitor-csv", None, "absent", "pip install ds-monitor-csv"),
     ],
 )

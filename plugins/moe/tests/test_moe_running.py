@@ -361,3 +361,24 @@ def test_what_does_not_fit_is_refused() -> None:
         assert "expert_parallel.autoep_size: is 1, but the model was built for 2" in first
         assert "ep 4 must divide dp 2" in second
         assert "expert_parallel.autoep_size: 1 (MoE) needs 4, another module of the model 2" in third
+
+
+def held(cut: bool) -> list[Any]:
+    """The axes of an expert's and the gate's parameters, beside a tp axis."""
+    import ds_core
+
+    model = MoE(m.HIDDEN, m.expert(), m.NUM, ep_size=2, enable_expert_tensor_parallelism=cut)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "fake_axes": {"axes": {"tp": 2}},
+        "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]},
+    }
+    engine = ds_core.initialize(model=model, config=config)[0]
+    found = {info.name: list(info.held) for info in engine.ctx.params.values()}
+    engine.destroy()
+    return [found["experts.stacked.0.weight"], found["gate.wg.weight"]]
+
+
+def test_experts_that_are_cut_over_tp_differ_over_it() -> None:
+    assert run_ranks(4, held, True) == [[["tp", "ep"], []]] * 4
+    assert run_ranks(4, held, False) == [[["ep"], []]] * 4
