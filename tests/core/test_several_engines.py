@@ -81,7 +81,7 @@ def test_a_forgotten_engine_is_no_hindrance_and_leaves_no_hooks(cycle: bool) -> 
     try:
         engine = start(net, gas=2, data_types={"grad_accum_dtype": "fp32"})
         if cycle:
-            engine.monitor.loop = engine
+            engine.loop = engine
         del engine
         engine = start(net)
     finally:
