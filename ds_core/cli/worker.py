@@ -40,6 +40,8 @@ def main() -> None:
     getattr(sys.stdout, "reconfigure", lambda **_: None)(line_buffering=True, **options)
 
     sys.argv = [name, *arguments]
+    if kind == "script":
+        name = os.path.abspath(name)  # what `__file__` is, as under Python itself
     try:
         if kind == "module":
             if not safe:

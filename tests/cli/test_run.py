@@ -270,6 +270,13 @@ def test_arguments_are_untouched_and_the_working_directory_is_not_read(
     assert ranks == ["0", "0", "1", "1", "127.0.0.1"]
 
 
+def test_a_script_named_from_where_it_lies_knows_its_path(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    script("(HERE / 'told').write_text(__file__)")
+    monkeypatch.chdir(tmp_path)
+    assert launch(LaunchRequest("script.py", nproc=1)) == 0
+    assert (tmp_path / "told").read_text() == str(tmp_path / "script.py")
+
+
 def test_a_module_runs_like_python_m(script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     (tmp_path / "package").mkdir()
     script("from package.other import word\nprint(word, __name__, __package__, sys.argv[1:])", "package/tool.py")
