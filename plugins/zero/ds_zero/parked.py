@@ -5,6 +5,12 @@ itself. The partitioner of the engine that comes later takes the parts over, one
 
 [Note: bits] Plain code builds a model in fp32 and casts it when it is done, and constructors may work on a weight
 several times. So a weight is parked in the dtype it was built in, and cast when the construction is over.
+
+[Note: aliases] A tensor that was made of an empty parameter without torch telling (``nn.Parameter(linear.weight)``)
+gets its values by a gather, so all ranks must agree on which tensors are such. An address says nothing about that: the
+memory of an empty tensor that is gone soon belongs to another one, on one rank and not on the next. So the mark is an
+attribute of the storage itself, which torch keeps for as long as the storage lives, and which goes with it; and the
+storage keeps the parked weight, so that no garbage collector decides whether a gather takes place.
 """
 
 from __future__ import annotations
@@ -12,7 +18,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -50,7 +55,8 @@ DESCRIBED = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
 P = ParamSpec("P")
 R = TypeVar("R")
 _SERIAL = itertools.count()
-_BLANKS: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
+_MARK = "_ds_parked"
+"""The attribute of a parameter, and of the storage of an empty tensor, that leads to the weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,15 +93,15 @@ class Parked:
     """The weight of one parameter, in parts.
 
     part: this rank's; None while the weight has no value yet (it was on the meta device). holds: how many want the
-    parameter whole just now. entered: by a `GatheredParameters`. serial: the same on all ranks.
+    parameter whole just now. entered: by a `GatheredParameters`. taken: an engine has the weight now, or nobody.
+    serial: the same on all ranks.
     """
 
     def __init__(self, place: Place, shape: torch.Size, dtype: torch.dtype, serial: int) -> None:
         self.place, self.shape, self.dtype, self.serial = place, shape, dtype, serial
         self.part: Tensor | None = None
         self.holds = 0
-        self.entered = False
-        self._storage: torch.UntypedStorage | None = None
+        self.entered = self.taken = False
 
     @property
     def elements(self) -> int:
@@ -127,16 +133,15 @@ class Parked:
         return whole[:numel].view(self.shape)
 
     def blank(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What a parameter holds while its weight is parked: an empty tensor of its own."""
+        """What a parameter holds while its weight is parked: an empty tensor of its own; see [Note: aliases]."""
         blank = torch.empty(0, dtype=dtype or self.dtype, device=self.place.device)
-        self._storage = blank.untyped_storage()
-        _BLANKS[self._storage._cdata] = self
+        setattr(blank.untyped_storage(), _MARK, self)
         return blank
 
 
 def parked(param: Any) -> Parked | None:
-    """How `param` is parked; None when it is not."""
-    found = getattr(param, "_ds_parked", None)
+    """How `param`, or a storage, is parked; None when it is not."""
+    found = getattr(param, _MARK, None)
     return found if isinstance(found, Parked) else None
 
 
@@ -144,12 +149,19 @@ def parked(param: Any) -> Parked | None:
 def fill_alias(tensor: Tensor) -> None:
     """Give a tensor that was made of an empty parameter, unseen (``nn.Parameter(linear.weight)``), the weight's values.
 
-    Collective when it is one.
+    Collective when it is one. Raises UsageError when the weight is not parked any more.
     """
     if tensor.dim() == 1 and not tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
-        here = _BLANKS.get(tensor.untyped_storage()._cdata)
-        if here is not None:
-            tensor.data = here.gather().to(tensor.dtype)
+        here = parked(tensor.untyped_storage())
+        if here is None:
+            return
+        if here.taken:
+            raise UsageError(
+                f"this tensor was made of parameter 'init.{here.serial}' of shape {tuple(here.shape)} while that was "
+                "partitioned, and got no values before an engine took the weight; make it inside "
+                "ds_zero.GatheredParameters(param), or put it into a module in the same ds_zero.Init"
+            )
+        tensor.data = here.gather().to(tensor.dtype)
 
 
 @quietly
@@ -174,7 +186,7 @@ def park(param: nn.Parameter, place: Place, source: int | None = None) -> None:
 
 def _tag(param: Any, here: Parked) -> None:
     tagged: Any = param
-    tagged._ds_parked = here
+    setattr(tagged, _MARK, here)
     tagged.ds_id = f"init.{here.serial}"
     tagged.ds_shape, tagged.ds_numel = here.shape, here.shape.numel()
     tagged.ds_tensor = here.part if here.part is not None else here.blank()
@@ -204,7 +216,7 @@ def _replace_meta(param: nn.Parameter, data: Tensor) -> None:
 
 def unpark(param: nn.Parameter) -> None:
     """Forget that `param` was parked; it holds whatever it holds."""
-    for name in ("_ds_parked", *DESCRIBED):
+    for name in (_MARK, *DESCRIBED):
         if hasattr(param, name):
             delattr(param, name)
 
@@ -239,6 +251,7 @@ def take_over(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | No
         return None
     whole = param.data if here.holds else here.gather().to(param.device, param.dtype)
     unpark(param)
+    here.part, here.taken = None, True
     return whole, set(ranks) <= set(here.place.ranks)
 
 

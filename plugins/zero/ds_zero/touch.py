@@ -92,7 +92,8 @@ class Touching(TorchFunctionMode):
         for tensor in _tensors((args, kwargs)):
             home = home_of(tensor)
             if home is None:
-                fill_alias(tensor)
+                if func not in _INDIFFERENT:
+                    fill_alias(tensor)
             elif home.away:
                 away.append(home)
         if not away or func in _INDIFFERENT:
