@@ -145,13 +145,13 @@ def blocking() -> None:
     # Everything that is posted can be sent, whoever waits for what first: both wait for their sends.
     peer = rank ^ 1
     if peer < size:
-        into = [torch.zeros(3000) for _ in range(10)]
-        posted = [comm.irecv(t, peer, group) for t in into]
+        many = [torch.zeros(3000) for _ in range(10)]
+        posted = [comm.irecv(t, peer, group) for t in many]
         for i in range(10):
             comm.send(numbers(3000, torch.float32, rank + i), peer, group)
         for work in posted:
             work.wait()
-        assert all(torch.equal(t, numbers(3000, torch.float32, peer + i)) for i, t in enumerate(into))
+        assert all(torch.equal(t, numbers(3000, torch.float32, peer + i)) for i, t in enumerate(many))
     no_threads()
 
 
