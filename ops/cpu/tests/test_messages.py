@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ds_ops_cpu import shared as ours
 from torch import Tensor
 
 from ds_core import comm
-from ds_core.comm import collectives, shared
+from ds_core.comm import collectives, guard, shared
 from ds_core.comm.lane import Messages
 from ds_core.errors import CommError, LostRankError
 from ds_core.testing import RemoteError, run_ranks
@@ -290,6 +291,26 @@ def one_way() -> None:
 
 def test_the_way_of_a_groups_messages_does_not_change() -> None:
     run_ranks(2, one_way)
+
+
+def logged() -> None:
+    """The comms log times these messages, and the guard leaves them alone."""
+    group = fresh()
+    comm.configure({"enabled": True, "prof_all": True})
+    guard.configure(SimpleNamespace(enabled=True, patience=20.0))
+    assert guard.active is not None
+    try:
+        everyone(group, [3, 9000], torch.float32, "ahead")
+        comm.all_reduce(torch.ones(3), group=group)
+        rows = {(row.op, row.bytes): row.count for row in comm.log_summary()}
+    finally:
+        guard.reset()
+        comm.reset()
+    assert rows == {(op, n): 1 for op in ("isend", "irecv") for n in (12, 36000)} | {("all_reduce", 12): 1}
+
+
+def test_the_comms_log_and_the_guard() -> None:
+    run_ranks(2, logged)
 
 
 def wrong() -> str:
