@@ -148,7 +148,11 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async
     """Replace `tensor`, on every rank, by that of global rank `src`."""
     if members(group) == 1 or tensor.numel() == 0:
         return _nothing(async_op)
-    return _plain(dist.broadcast(tensor, src, group, async_op), async_op)
+    lane, _ = _route(group, tensor)
+    if lane is None or not shared.serves(lane, "all_gather", tensor.nbytes, tensor.dtype, async_op=async_op):
+        return _plain(dist.broadcast(tensor, src, group, async_op), async_op)
+    flat, back = _flat(tensor)
+    return _after(shared.broadcast(flat, _place(group, src), lane, async_op), back, async_op)
 
 
 @_logged
@@ -274,30 +278,46 @@ def scatter(
 
 @_logged
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
-    """Send `tensor` to global rank `dst`; returns when it may be changed again."""
+    """Send `tensor` to global rank `dst`; returns when it may be changed again.
+
+    To be received by this module's `recv` or `irecv`, not by torch.distributed's: they may look elsewhere.
+    """
     members(group)
-    dist.send(tensor, dst, group, tag)
+    if (post := _post(group, tensor, dst, tag)) is None:
+        dist.send(tensor, dst, group, tag)
+    else:
+        post.isend(_flat(tensor)[0], _place(group, dst)).wait()
 
 
 @_logged
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive into `tensor` from global rank `src` (None: whoever sends); returns the sender."""
     members(group)
-    return dist.recv(tensor, src, group, tag)
+    if (post := _post(group, tensor, src, tag)) is None:
+        return dist.recv(tensor, src, group, tag)
+    flat, back = _flat(tensor, fill=False)
+    work = post.irecv(flat, None if src is None else _place(group, src))
+    AfterWork([work], back).wait()
+    return dist.get_global_rank(_live(group), work.source)
 
 
 @_logged
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start sending `tensor` to global rank `dst`; it must stay as it is until the work is done."""
     members(group)
-    return _message(dist.isend(tensor, dst, group, tag), group, tensor)
+    if (post := _post(group, tensor, dst, tag)) is None:
+        return _message(dist.isend(tensor, dst, group, tag), group, tensor)
+    return cast(Work, post.isend(_flat(tensor)[0], _place(group, dst)))
 
 
 @_logged
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start receiving into `tensor` from global rank `src` (None: whoever sends)."""
     members(group)
-    return _message(dist.irecv(tensor, src, group, tag), group, tensor)
+    if (post := _post(group, tensor, src, tag)) is None:
+        return _message(dist.irecv(tensor, src, group, tag), group, tensor)
+    flat, back = _flat(tensor, fill=False)
+    return cast(Work, _after(post.irecv(flat, None if src is None else _place(group, src)), back, True))
 
 
 def batch_isend_irecv(
@@ -312,7 +332,7 @@ def batch_isend_irecv(
         raise CommError(f"batch_isend_irecv takes ds_core.comm.isend and irecv, not {unknown[0]!r}")
     if not operations:
         return []
-    if comms_log.active is not None:
+    if comms_log.active is not None or _route(group, operations[0][1])[0] is not None:
         return [function(tensor, peer, group) for function, tensor, peer in operations]
     batch = [dist.P2POp(kinds[function], tensor, peer, group) for function, tensor, peer in operations]
     works = dist.batch_isend_irecv(batch)
@@ -345,8 +365,7 @@ def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str
     if tensor.device.type != "cpu":
         served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         return None, served.get(tensor.device.type, "")
-    live = dist.group.WORLD if group is None else group
-    assert live is not None
+    live = _live(group)
     found = _lanes.get(live)
     if found is None:
         served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -380,6 +399,23 @@ def _nothing(async_op: bool) -> Work | None:
 
 def _plain(work: Any, async_op: bool) -> Work | None:
     return cast(Work, work) if async_op else None
+
+
+def _post(group: ProcessGroup | None, tensor: Tensor, peer: int | None, tag: int) -> Any:
+    """What carries this message instead of the backend, or None."""
+    lane, _ = _route(group, tensor)
+    return lane.post if lane is not None and shared.carries(lane, peer, tag) else None
+
+
+def _place(group: ProcessGroup | None, global_rank: int) -> int:
+    """The rank in `group` of a global one."""
+    return dist.get_group_rank(_live(group), global_rank)
+
+
+def _live(group: ProcessGroup | None) -> ProcessGroup:
+    live = dist.group.WORLD if group is None else group
+    assert live is not None
+    return live
 
 
 def _message(work: Any, group: ProcessGroup | None, tensor: Tensor) -> Work:

@@ -117,6 +117,8 @@ class Lane:
         self._started = False
         self.opener: Any = None  # of `transport`; see `ds_core.comm.shared`
         self.transport: Any = None
+        self.post: Any = None  # the transport that carries messages, and whether there have been any
+        self.messages = False
 
     def run(self, job: Callable[[], None], async_op: bool, inference: bool) -> LaneWork | None:
         """Run `job` after all that was called before it; on the lane's thread if `async_op`."""

@@ -7,6 +7,10 @@ runs one collective at a time, on the group's lane, so that their order is that 
 [Note: when ranks meet] A meeting blocks until the group's ranks are all there. An asynchronous collective must not: a
 rank may first have to launch one on another group, where its peer meets already. So the groups of a mesh meet when they
 are made (`ds_core.comm.collectives.meet`); other groups at their first synchronous collective, which blocks anyhow.
+
+[Note: which way messages go] A receive must look where its message is, so the way of a group's messages is chosen once:
+the transport's, if it opened before the first of them on any rank, else the backend's. Tags other than 0 are always the
+backend's.
 """
 
 from __future__ import annotations
@@ -57,6 +61,16 @@ class Transport(Protocol):
     def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> None:
         """Fill `parts[i]` with rank i's `mine`; lengths may differ."""
 
+    def isend(self, flat: Tensor, to: int) -> Any:
+        """Start sending any number of bytes to rank `to` of the group; a work. Blocks in no case, nor does `irecv`.
+
+        Messages of two ranks arrive in the order in which they were sent, in that in which receives were posted. A
+        sender need not wait longer than until the receive is posted. Both are independent of collectives.
+        """
+
+    def irecv(self, flat: Tensor, source: int | None) -> Any:
+        """Start receiving from rank `source` of the group, None: from any; a work that then has a `source`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
@@ -98,7 +112,11 @@ def open_transport(lane: Lane) -> None:
     """Let the ranks of `lane` meet, unless they have; blocks until all are there."""
     if _opener is not None and lane.opener is not _opener:
         lane.opener, lane.transport = _opener, None
-        lane.transport = _opener(_meeting(lane))
+        meeting = _meeting(lane)
+        lane.transport = _opener(meeting)
+        # See [Note: which way messages go].
+        if lane.transport is not None and not any(r["messages"] for r in meeting.swap({"messages": lane.messages})):
+            lane.post = lane.transport
 
 
 def serves(lane: Lane, kind: str, size: int, dtype: torch.dtype, op: Any = None, *, async_op: bool) -> bool:
@@ -110,6 +128,14 @@ def serves(lane: Lane, kind: str, size: int, dtype: torch.dtype, op: Any = None,
             return False
         open_transport(lane)
     return lane.transport is not None and bool(lane.transport.takes(kind, size, dtype, _NAMES.get(op, "")))
+
+
+def carries(lane: Lane, peer: int | None, tag: int) -> bool:
+    """Whether the lane's `post` is to carry this message; peer: global rank. To be asked once per message."""
+    if tag != 0 or peer == dist.get_rank():  # torch has an error for messages to oneself
+        return False
+    lane.messages = True
+    return lane.post is not None
 
 
 def all_reduce(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
@@ -130,6 +156,12 @@ def all_gather_parts(
     """As `gloo.all_gather_parts`."""
     transport, tag = lane.transport, _tag(lane)
     return lane.run(lambda: transport.all_gather(parts, mine, tag), async_op, False)
+
+
+def broadcast(flat: Tensor, src: int, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
+    """Replace `flat` by that of rank `src` of the group: the others gather nothing to it."""
+    parts = [flat if r == src else flat[:0] for r in range(lane.size)]
+    return all_gather_parts(parts, parts[lane.rank], lane, async_op)
 
 
 def _tag(lane: Lane) -> int:

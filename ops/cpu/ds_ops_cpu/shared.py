@@ -21,13 +21,17 @@ from torch import Tensor
 from ds_core.comm.shared import Meeting, Transport
 from ds_core.errors import CommError, DSError, LostRankError
 from ds_ops_cpu.kernels import native
+from ds_ops_cpu.messages import LEFT, Post, Receiving, Sending, Sent
 
-__all__ = ["BOX", "SharedMemory", "open_segment"]
+__all__ = ["BOX", "RING", "SharedMemory", "open_segment"]
 
 log = logging.getLogger("ds_ops_cpu")
 
 BOX = 1 << 20
 """Bytes of a box; each rank has two. What is larger goes through them piece by piece."""
+
+RING = 1 << 22
+"""Bytes of a ring, a power of two; there is one for each ordered pair of ranks, in memory only once it is used."""
 
 ONCE = 1 << 15
 """all_reduce of up to so many bytes: every rank adds up all of it, which saves one of two waits."""
@@ -50,7 +54,7 @@ _TYPES = {
 _OPS = {"SUM": 0, "AVG": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "BAND": 4, "BOR": 5, "BXOR": 6}
 _BOOL_OPS = {"SUM": 5, "MAX": 5, "BOR": 5, "PRODUCT": 4, "MIN": 4, "BAND": 4, "BXOR": 6}
 _BITS = ("BAND", "BOR", "BXOR")
-_GONE, _LATE, _DIFFERENT, _INTERRUPTED, _LEFT = range(1, 6)
+_GONE, _LATE, _DIFFERENT, _INTERRUPTED, _LEFT = 1, 2, 3, 4, LEFT
 
 
 class SharedMemory:
@@ -60,6 +64,7 @@ class SharedMemory:
         # Not the meeting itself: it knows the lane, which knows this object; both are to go with their group.
         self._segment, self._pids = segment, list(pids)
         self._rank, self._names, self._timeout = meeting.rank, meeting.names, meeting.timeout
+        self._post = Post(segment, meeting.rank, meeting.names, pids, RING, meeting.timeout)
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
         """See `Transport`."""
@@ -105,6 +110,14 @@ class SharedMemory:
         if code:
             raise self._error(code, text)
 
+    def isend(self, flat: Tensor, to: int) -> Sending | Sent:
+        """See `Transport`."""
+        return self._post.isend(flat, to)
+
+    def irecv(self, flat: Tensor, source: int | None) -> Receiving:
+        """See `Transport`."""
+        return self._post.irecv(flat, source)
+
     def _error(self, code: int, text: str) -> CommError:
         """What became of a collective, in words; the segment serves no other after it."""
         kind, rank = code & 0xFF, code >> 8
@@ -132,7 +145,9 @@ def open_segment(meeting: Meeting) -> Transport | None:
         module = native()
         reason = _obstacle(module, meeting)
         if meeting.rank == 0 and reason is None:
-            mine = _make(module.Segment.bytes_for(meeting.size, BOX), key)
+            mine = _make(
+                module.Segment.bytes_for(meeting.size, BOX), module.Segment.ring_bytes_for(meeting.size, RING), key
+            )
     except (DSError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
     told = {"host": _host(), "pid": os.getpid(), "file": mine, "key": key, "reason": (reason or "")[:800]}
@@ -146,7 +161,7 @@ def open_segment(meeting: Meeting) -> Transport | None:
             )
             mine = -1  # the segment closes it
             spin = SPIN_NS if meeting.size <= _cores() else 0
-            args = (file, first["key"].encode(), meeting.rank, meeting.size, BOX, meeting.timeout)
+            args = (file, first["key"].encode(), meeting.rank, meeting.size, BOX, RING, meeting.timeout)
             segment = module.Segment(*args, spin)
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -170,14 +185,15 @@ def _obstacle(module: Any, meeting: Meeting) -> str | None:
     return None
 
 
-def _make(size: int, key: str) -> int:
-    """A memory file of `size` bytes that begins with `key`.
+def _make(size: int, rings: int, key: str) -> int:
+    """A memory file of `size` and `rings` bytes that begins with `key`.
 
-    The bytes are there: a full machine is an error here, not a crash later.
+    The first ones are there: a full machine is an error here, not a crash later. The others take memory when used.
     """
     file = os.memfd_create("ds_core collectives", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, size)
+        os.ftruncate(file, size + rings)
         os.pwrite(file, key.encode(), 0)
     except OSError as error:
         os.close(file)

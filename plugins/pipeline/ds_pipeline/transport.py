@@ -261,6 +261,8 @@ def _channels(ctx: Context, stages: int, chunks: int) -> dict[str, Any]:
             group = torch.distributed.new_group(list(column))
             if mesh.rank in column:
                 found[name] = group
+    if ctx.accelerator.device_type == "cpu":
+        comm.meet(found[name] for name in sorted(found))
     return found
 
 

@@ -1,0 +1,282 @@
+"""Messages between ranks on one host, through the rings of their segment.
+
+[Note: nobody need wait] A message goes into the ring when it is sent, and out of it when it is waited for, both in the
+caller's thread. Two cases need a thread, which lives as long as they last. A full ring: the rest of what was sent
+follows as room appears. Receives of more bytes than a ring holds: whoever sends them may wait for that before it does
+what this rank waits for, so they are taken before they are waited for. What is posted beyond that fits in the ring.
+
+[Note: who gets it] A message belongs to the receive that was posted first, of those for its sender or for anybody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from ds_core.errors import CommError, LostRankError
+
+__all__ = ["LEFT", "Post", "Receiving", "Sending", "Sent"]
+
+LEFT = 5  # as in shared.cpp
+HEADER = 8
+"""Bytes that go before each message."""
+_POLL = 2e-4  # seconds between looks at several rings
+_LOOK = 0.05  # seconds of waiting after which to ask whether the other one is there
+_MEND = "both must name tensors of the same size"
+
+
+class Sent:
+    """The work of a message that is in its ring."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """It is."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+SENT = Sent()
+
+
+class Sending:
+    """The work of a message that was longer than the room in its ring. gone: bytes of it that are there, or -1."""
+
+    def __init__(self, post: Post, flat: Tensor, to: int, gone: int) -> None:
+        self.post, self.flat, self.to, self.gone = post, flat, to, gone
+        self.done, self.error = threading.Event(), ""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is there. LostRankError when the receiver has ended, or has taken nothing for too long."""
+        seconds = self.post.timeout if timeout is None else timeout.total_seconds()
+        until = time.monotonic() + seconds
+        while not self.done.wait(max(0.0, min(0.1, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                raise self.post.late(f"message of {self.flat.nbytes} bytes to rank {self.post.names[self.to]}", seconds)
+        if self.error:
+            raise LostRankError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is there, or will never be; wait tells which."""
+        return self.done.is_set()
+
+
+class Receiving:
+    """The work of a receive. source: its sender, None while that may be anybody; got: bytes that have come."""
+
+    def __init__(self, post: Post, flat: Tensor, source: int | None) -> None:
+        self.post, self.flat, self.source, self.got = post, flat, source, 0
+        self.wanted = source
+        self.done, self.error = False, ""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is in its tensor. LostRankError when that cannot be or takes too long; CommError
+        when the message has another length."""
+        self.post.receive(self, self.post.timeout if timeout is None else timeout.total_seconds())
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the message is in its tensor, or will never be; wait tells which. Takes what has come."""
+        return self.post.look(self)
+
+
+class Post:
+    """A rank's rings in `segment`. names, pids: of the ranks; ring: bytes of one; timeout: of waits, in seconds."""
+
+    def __init__(
+        self, segment: Any, rank: int, names: Sequence[int], pids: Sequence[int], ring: int, timeout: float
+    ) -> None:
+        self._segment, self._rank, self.names, self._pids = segment, rank, names, pids
+        self._ring, self.timeout = ring, timeout
+        others = [r for r in range(len(names)) if r != rank]
+        self._others = others
+        self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
+        self._backlog: dict[int, deque[Sending]] = {r: deque() for r in others}
+        self._posted: list[Receiving] = []
+        self._arriving: dict[int, Receiving] = {}
+        self._due = dict.fromkeys(others, 0)  # bytes that are posted and have not come
+        self._drained: set[int] = set()  # senders that a thread receives from
+        self._broken: dict[int, str] = {}
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def isend(self, flat: Tensor, to: int) -> Sending | Sent:
+        """Send a flat contiguous tensor to rank `to` of the group; it must stay as it is until the work is done."""
+        backlog = self._backlog[to]
+        with self._out_lock:
+            gone = -1
+            if not backlog:
+                gone = self._segment.put(to, flat.data_ptr(), flat.nbytes, True)
+                if gone == flat.nbytes:
+                    return SENT
+            work = Sending(self, flat, to, gone)
+            backlog.append(work)
+            if len(backlog) == 1:
+                threading.Thread(target=self._push, args=(to,), name="ds_ops_cpu push", daemon=True).start()
+        return work
+
+    def _push(self, to: int) -> None:
+        """Send the backlog as the receiver makes room. This thread alone writes into the ring meanwhile."""
+        segment, backlog = self._segment, self._backlog[to]
+        while True:
+            work = backlog[0]
+            left = work.flat.nbytes - max(0, work.gone)
+            put = segment.put(to, work.flat.data_ptr() + max(0, work.gone), left, work.gone < 0)
+            if put >= 0:
+                work.gone = max(0, work.gone) + put
+            if work.gone == work.flat.nbytes:
+                with self._out_lock:
+                    backlog.popleft()
+                    work.done.set()
+                    if not backlog:
+                        return
+            elif put <= 0 and (error := self._lost(to)) is not None:
+                with self._out_lock:
+                    for work in backlog:
+                        work.error = f"rank {self.names[self._rank]}: message of {work.flat.nbytes} bytes {error}"
+                        work.done.set()
+                    backlog.clear()
+                return
+            else:
+                segment.await_room(to, min(left + HEADER, self._ring // 4))
+
+    # -- receiving -------------------------------------------------------------------------------------------
+
+    def irecv(self, flat: Tensor, source: int | None) -> Receiving:
+        """Receive into a flat contiguous tensor from rank `source` of the group, None: from anybody."""
+        work = Receiving(self, flat, source)
+        with self._in_lock:
+            self._posted.append(work)
+            for sender in self._senders(work):
+                self._due[sender] += flat.nbytes + HEADER
+                if self._due[sender] > self._ring and sender not in self._drained:
+                    self._drained.add(sender)
+                    threading.Thread(target=self._drain, args=(sender,), name="ds_ops_cpu drain", daemon=True).start()
+        return work
+
+    def _drain(self, source: int) -> None:
+        """Receive until what is still posted fits in the ring."""
+        while True:
+            with self._in_lock:
+                work = self._arriving.get(source) or self._first(source)
+                if work is None or self._due[source] <= self._ring:
+                    self._drained.discard(source)
+                    return
+            try:
+                self.receive(work, None)
+            except CommError:
+                continue  # it is no longer posted; its own wait raises
+
+    def look(self, work: Receiving) -> bool:
+        """Take what has come; whether `work` has ended."""
+        with self._in_lock:
+            self._advance(work)
+            if not work.done:
+                self._give_up(work)
+            return work.done
+
+    def receive(self, work: Receiving, seconds: float | None) -> None:
+        """Block until `work` has ended well; raises otherwise."""
+        begin, waited = time.monotonic(), 0.0
+        while True:
+            with self._in_lock:
+                if not work.done:
+                    self._advance(work)
+                if work.done:
+                    break
+                source = work.source
+                taken = self._segment.taken(source) if source is not None else 0
+            if source is None:
+                time.sleep(_POLL if waited < _LOOK else 10 * _POLL)
+            else:
+                self._segment.await_bytes(source, taken)
+            waited = time.monotonic() - begin
+            if waited > _LOOK:
+                self.look(work)
+            if not work.done and seconds is not None and waited > seconds:
+                raise self.late(self._what(work), seconds)
+        if work.error:
+            raise (CommError if work.error.endswith(_MEND) else LostRankError)(work.error)
+
+    def _advance(self, work: Receiving) -> None:
+        for source in self._others if work.source is None else (work.source,):
+            while not work.done and self._take(source):
+                pass
+
+    def _take(self, source: int) -> bool:
+        """Take what has come of one message from `source`; whether that was all of it."""
+        work = self._arriving.get(source)
+        if work is None:
+            work = self._first(source)
+            if work is None or source in self._broken:
+                return False
+            length = self._segment.next(source)
+            if length < 0:
+                return False
+            if length != work.flat.nbytes:
+                self._broken[source] = (
+                    f"rank {self.names[self._rank]} receives {work.flat.nbytes} bytes from rank {self.names[source]}, "
+                    f"which sent {length}; {_MEND}"
+                )
+                self._end(work, self._broken[source])
+                return False
+            work.source = source
+            self._arriving[source] = work
+        left = work.flat.nbytes - work.got
+        work.got += self._segment.get(source, work.flat.data_ptr() + work.got, left)
+        if work.got < work.flat.nbytes:
+            return False
+        self._end(work, "")
+        return True
+
+    def _first(self, source: int) -> Receiving | None:
+        """What was posted first of what may get a message from `source`."""
+        return next((w for w in self._posted if w.source is None or w.source == source), None)
+
+    def _senders(self, work: Receiving) -> Sequence[int]:
+        return self._others if work.wanted is None else (work.wanted,)
+
+    def _end(self, work: Receiving, error: str) -> None:
+        self._posted.remove(work)
+        if work.source is not None and self._arriving.get(work.source) is work:
+            del self._arriving[work.source]
+        for sender in self._senders(work):
+            self._due[sender] -= work.flat.nbytes + HEADER
+        work.done, work.error = True, error
+
+    def _give_up(self, work: Receiving) -> None:
+        """End `work` if nothing can come any more: all of those that might send it are lost."""
+        senders = self._others if work.source is None else (work.source,)
+        errors = [self._broken.get(s) or self._lost(s) for s in senders]
+        if not all(errors):
+            return
+        self._advance(work)  # it may have been sent before its sender ended
+        if not work.done:
+            error = str(errors[0])
+            self._end(work, error if error.endswith(_MEND) else f"{self._what(work)} {error}")
+
+    # -- errors ----------------------------------------------------------------------------------------------
+
+    def _what(self, work: Receiving) -> str:
+        whom = "anybody" if work.source is None else f"rank {self.names[work.source]}"
+        return f"rank {self.names[self._rank]}: receiving {work.flat.nbytes} bytes from {whom}"
+
+    def _lost(self, rank: int) -> str | None:
+        code = self._segment.lost(rank)
+        if code == 0:
+            return None
+        if code == LEFT:
+            return f"failed, for rank {self.names[rank]} has destroyed the process group"
+        return f"failed, for rank {self.names[rank]} (process {self._pids[rank]}) has ended"
+
+    def late(self, what: str, seconds: float) -> LostRankError:
+        """For a wait of `seconds`."""
+        return LostRankError(f"{what} did not end within {seconds:g} s")
