@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -235,6 +236,14 @@ def all_to_all_single(
     if members(group) == 1:
         output.detach().copy_(input.detach())
         return _nothing(async_op)
+    lane, _ = _route(group, output)
+    if lane is not None and shared.exchanges(lane, async_op=async_op):
+        if output.dtype != input.dtype:
+            raise CommError(f"all_to_all_single: output is {output.dtype}, input {input.dtype}; they must be equal")
+        flat, back = _flat(output, fill=False)
+        taken = _parts(output, flat, output_split_sizes, lane)
+        given = _parts(input, _flat(input)[0], input_split_sizes, lane)
+        return _end(shared.all_to_all(taken, given, lane), back, async_op)
     out_sizes = None if output_split_sizes is None else list(output_split_sizes)
     in_sizes = None if input_split_sizes is None else list(input_split_sizes)
     return _plain(dist.all_to_all_single(output, input, out_sizes, in_sizes, group, async_op), async_op)
@@ -410,6 +419,18 @@ def _post(group: ProcessGroup | None, tensor: Tensor, peer: int | None, tag: int
 def _place(group: ProcessGroup | None, global_rank: int) -> int:
     """The rank in `group` of a global one."""
     return dist.get_group_rank(_live(group), global_rank)
+
+
+def _parts(whole: Tensor, flat: Tensor, rows: Sequence[int] | None, lane: Lane) -> tuple[Tensor, ...]:
+    """`flat`, the elements of `whole`, by ranks: so many rows each, None: equally many."""
+    count = whole.shape[0] if whole.dim() else 0
+    if rows is None and count % lane.size:
+        raise CommError(f"all_to_all_single: {count} rows do not divide over {lane.size} ranks; name the split sizes")
+    split = [count // lane.size] * lane.size if rows is None else list(rows)
+    if len(split) != lane.size or sum(split) != count:
+        raise CommError(f"all_to_all_single: split sizes {split} for {count} rows and {lane.size} ranks; one per rank")
+    width = math.prod(whole.shape[1:])
+    return torch.split(flat, [n * width for n in split])
 
 
 def _live(group: ProcessGroup | None) -> ProcessGroup:

@@ -119,6 +119,8 @@ class Lane:
         self.transport: Any = None
         self.post: Any = None  # the transport that carries messages, and whether there have been any
         self.messages = False
+        self.swap_opener: Any = None  # of `swapper`, a transport that only all_to_all uses
+        self.swapper: Any = None
 
     def run(self, job: Callable[[], None], async_op: bool, inference: bool) -> LaneWork | None:
         """Run `job` after all that was called before it; on the lane's thread if `async_op`."""

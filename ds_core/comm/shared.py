@@ -158,6 +158,30 @@ def all_gather_parts(
     return lane.run(lambda: transport.all_gather(parts, mine, tag), async_op, False)
 
 
+def exchanges(lane: Lane, *, async_op: bool) -> bool:
+    """Whether `all_to_all` is to run the group's. See [Note: when ranks meet].
+
+    It has a transport of its own, since its parts are messages, which must not meet others between the same ranks.
+    """
+    if _opener is None:
+        return False
+    if lane.swap_opener is not _opener:
+        if async_op:
+            return False
+        lane.swap_opener, lane.swapper = _opener, None
+        lane.swapper = _opener(_meeting(lane))
+    return lane.swapper is not None
+
+
+def all_to_all(taken: Sequence[Tensor], given: Sequence[Tensor], lane: Lane) -> AfterWork:
+    """Fill `taken[r]` with what rank r gives this one; flat tensors, of which both sides know the length."""
+    works = []
+    for there, move in ((taken, lane.swapper.irecv), (given, lane.swapper.isend)):
+        works += [move(there[rank], rank) for rank in lane.peers() if there[rank].numel()]
+    taken[lane.rank].copy_(given[lane.rank])
+    return AfterWork(works)
+
+
 def broadcast(flat: Tensor, src: int, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
     """Replace `flat` by that of rank `src` of the group: the others gather nothing to it."""
     parts = [flat if r == src else flat[:0] for r in range(lane.size)]

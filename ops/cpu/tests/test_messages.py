@@ -339,6 +339,41 @@ def test_wrong_sizes_and_time_outs() -> None:
     run_ranks(2, wrong)
 
 
+def exchanging() -> None:
+    """Uneven all_to_all, rows of all sizes and none, beside messages of the same ranks on the same group."""
+    group = fresh()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    lane = collectives._route(group, torch.empty(0))[0]
+    assert lane is not None
+    for turn, dtype in enumerate((*DTYPES, torch.float32)):
+        rows = [[(3 * a + 5 * b + turn) % 4 * (997 if turn % 3 else 1) for b in range(size)] for a in range(size)]
+        given = [numbers(rows[rank][r] * 6, dtype, 100 * rank + r).view(-1, 2, 3) for r in range(size)]
+        wanted = [numbers(rows[r][rank] * 6, dtype, 100 * r + rank).view(-1, 2, 3) for r in range(size)]
+        out = torch.empty(sum(len(w) for w in wanted), 3, 2, dtype=dtype).transpose(1, 2)
+        sent = comm.isend(torch.full((3,), float(turn)), right, group)
+        splits = [len(w) for w in wanted], [len(g) for g in given]
+        work = comm.all_to_all_single(out, torch.cat(given), *splits, group=group, async_op=turn > 0)
+        note = torch.empty(3)
+        comm.recv(note, left, group)
+        assert note.tolist() == [turn] * 3
+        for each in (sent, work):
+            assert each is None or each.wait()
+        assert torch.equal(out, torch.cat(wanted))
+    assert isinstance(lane.swapper, ours.SharedMemory)
+    with pytest.raises(CommError, match="split sizes"):
+        comm.all_to_all_single(torch.empty(4), torch.empty(4), [4] * size, [1] * size, group=group)
+    with pytest.raises(CommError, match="divide"):
+        comm.all_to_all_single(torch.empty(size + 1), torch.empty(size + 1), group=group)
+    with pytest.raises(CommError, match="must be equal"):
+        comm.all_to_all_single(torch.empty(size), torch.empty(size).double(), group=group)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all(size: int) -> None:
+    run_ranks(size, exchanging)
+
+
 def lose_one(how: str) -> None:
     group = fresh()
     rank = dist.get_rank()
