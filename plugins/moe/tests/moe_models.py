@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,20 @@ def four_top4() -> nn.Module:
 
 def plain_top4() -> nn.Module:
     return plain(4, 0.5)
+
+
+FACTORS = {1: 1.0, 2: 0.75, 4: 0.5}
+WHOLE = list(itertools.product((1, 2, 4), (1, 2, 4), (False, True)))
+"""ep, k, whether tokens are dropped; of each, functions ``ep{ep}_top{k}_{drop}`` and ``plain_top{k}_{drop}``."""
+
+
+def _add(name: str, function: Any) -> None:
+    """Make `function` one of this module's, which worker processes find by its name."""
+    function.__name__ = function.__qualname__ = name
+    globals()[name] = function
+
+
+for _ep, _k, _drop in WHOLE:
+    _factor = FACTORS[_k] if _drop else None
+    _add(f"ep{_ep}_top{_k}_{_drop}", lambda ep=_ep, k=_k, factor=_factor: build(ep, k, factor))
+    _add(f"plain_top{_k}_{_drop}", lambda k=_k, factor=_factor: plain(k, factor))

@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import moe_models as m
+import pytest
 
 from ds_core.testing import RunnerConformance
 
@@ -79,3 +80,15 @@ class TestEp2Top4(_Conformance):
 class TestEp4Top4(_Conformance):
     worlds = (4,)
     make_model, make_truth = staticmethod(m.four_top4), staticmethod(m.plain_top4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ep", "k", "drop"), m.WHOLE)
+def test_the_whole_product(ep: int, k: int, drop: bool) -> None:
+    """On every number of ranks that `ep` divides, every stage, with and without accumulation, clipped."""
+    members = {
+        "worlds": tuple(world for world in (1, 2, 4) if world >= ep),
+        "make_model": staticmethod(getattr(m, f"ep{ep}_top{k}_{drop}")),
+        "make_truth": staticmethod(getattr(m, f"plain_top{k}_{drop}")),
+    }
+    type("Whole", (_Conformance,), members)().test_train_batch_is_plain_torch()
