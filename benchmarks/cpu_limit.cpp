@@ -40,6 +40,13 @@ extern "C" void limit32(int threads, long n, int written, void* g, void* a, void
     });
 }
 
+// The same for `count` tensors of sizes[i] elements each, where malloc has put them; three of each are written.
+extern "C" void limit32_each(int threads, long count, const long* sizes, char** g, char** a, char** b, char** c) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long t = 0; t < count; t++)
+        limit32(1, sizes[t], 3, g[t], a[t], b[t], c[t]);
+}
+
 // The mixed step: 16-bit gradients are read twice (norm, update), three fp32 tensors updated, a 16-bit copy written.
 extern "C" void limit_mixed(int threads, long n, void* g, void* a, void* b, void* c, void* copy, uint64_t* sink) {
     parallel(n, threads, [=](long from, long to) {
