@@ -10,7 +10,7 @@ random. Every list is looked through in whole, attribute by attribute with `map`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -19,16 +19,22 @@ from torch import Tensor
 
 from ds_core.errors import KernelError
 from ds_core.kernels import references
+from ds_core.kernels.compiled import (
+    Reference,
+    Row,
+    Steps,
+    Tensors,
+    empty_quantized,
+    pairs_by_kind,
+    quantized_parts,
+    sizes_differ,
+    sorted_out,
+)
 from ds_core.params import squared_norm as reference_squared_norm
 from ds_ops_cuda import native
 from ds_ops_cuda.native import NONE, TYPES
 
 __all__ = ["accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd", "squared_norm"]
-
-Tensors = Sequence[Tensor]
-Row = tuple[Tensor, ...]
-Lists = list[list[Tensor]]
-Reference = Callable[[Lists, "list[Tensor] | None"], "list[float] | None"]
 
 _NORM_TYPES = {**TYPES, torch.float64: 3}
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
@@ -37,159 +43,40 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 # -- optimizer steps -------------------------------------------------------------------------------------------------
 
 
-def adam(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool = True,
-    bias_correction: bool = True,
-    scale: float = 1.0,
-    copies: Tensors | None = None,
-) -> None:
-    """See `ds_core.kernels.references.adam`."""
-    correction1 = 1 - beta1**step if bias_correction else 1.0
-    correction2 = 1 - beta2**step if bias_correction else 1.0
-
-    def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-        references.adam(
-            *lists, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, decoupled=decoupled,
-            bias_correction=bias_correction, scale=scale, copies=copies,
-        )  # fmt: skip
-
-    numbers = (scale, lr, beta1, beta2, eps, weight_decay, decoupled, correction1, correction2)
-    _step("adam", reference, numbers, [params, grads, exp_avgs, exp_avg_sqs], copies)
-
-
-def adagrad(
-    params: Tensors,
-    grads: Tensors,
-    sums: Tensors,
-    *,
-    lr: float,
-    eps: float,
-    weight_decay: float,
-    scale: float = 1.0,
-    copies: Tensors | None = None,
-) -> None:
-    """See `ds_core.kernels.references.adagrad`."""
-
-    def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-        references.adagrad(*lists, lr=lr, eps=eps, weight_decay=weight_decay, scale=scale, copies=copies)
-
-    _step("adagrad", reference, (scale, lr, eps, weight_decay), [params, grads, sums], copies)
-
-
-def lion(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    scale: float = 1.0,
-    copies: Tensors | None = None,
-) -> None:
-    """See `ds_core.kernels.references.lion`."""
-
-    def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-        references.lion(*lists, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, scale=scale, copies=copies)
-
-    _step("lion", reference, (scale, lr, beta1, beta2, weight_decay), [params, grads, exp_avgs], copies)
-
-
-def sgd(
-    params: Tensors,
-    grads: Tensors,
-    momenta: Tensors | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    first: bool,
-    scale: float = 1.0,
-    copies: Tensors | None = None,
-) -> None:
-    """See `ds_core.kernels.references.sgd`."""
-
-    def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-        references.sgd(
-            lists[0], lists[1], lists[2] if len(lists) > 2 else None, lr=lr, momentum=momentum, dampening=dampening,
-            weight_decay=weight_decay, nesterov=nesterov, first=first, scale=scale, copies=copies,
-        )  # fmt: skip
-
-    numbers = (scale, lr, momentum, 1 - dampening, weight_decay, nesterov, first)
-    _step("sgd", reference, numbers, [params, grads, *([] if momenta is None else [momenta])], copies)
-
-
-def lamb(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool,
-    eps_inside_sqrt: bool,
-    min_coeff: float,
-    max_coeff: float,
-    scale: float = 1.0,
-    copies: Tensors | None = None,
-) -> list[float]:
-    """See `ds_core.kernels.references.lamb`; reading the trust ratios waits for the device once."""
-    size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
-
-    def reference(lists: Lists, copies: list[Tensor] | None) -> list[float]:
-        return references.lamb(
-            *lists, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-            bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, min_coeff=min_coeff,
-            max_coeff=max_coeff, scale=scale, copies=copies,
-        )  # fmt: skip
-
-    numbers = (scale, size, beta1, beta2, eps, eps_inside_sqrt, weight_decay, min_coeff, max_coeff)
-    return _step("lamb", reference, numbers, [params, grads, exp_avgs, exp_avg_sqs], copies)
-
-
 def _step(
     name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; the values of all, in order.
-
-    lists: parameters, gradients and states.
-    """
-    params = lists[0]
+    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_core.kernels.compiled.Run`."""
+    params, has_copies = lists[0], copies is not None
     everything = [*lists, copies] if copies is not None else lists
     sizes = list(map(Tensor.numel, params))
     if any(list(map(Tensor.numel, other)) != sizes for other in everything[1:]):
         raise KernelError(sizes_differ(everything))
     if not params:
         return []
+
+    def kind_of(row: Row) -> tuple[Any, ...] | None:
+        dtypes, device = tuple(map(_dtype, row)), row[0].device
+        fits = takes(dtypes, has_copies) and native.serves(device) and all(t.device == device for t in row)
+        return (device, *dtypes) if fits else None
+
+    def call(columns: Sequence[Tensors]) -> list[float]:
+        return _call(name, numbers, columns, has_copies)
+
     kinds = [set(map(_dtype, tensors)) for tensors in everything]
     devices = set().union(*(map(_device, ts) for ts in everything))
-    plain = all(len(k) == 1 for k in kinds) and takes([next(iter(k)) for k in kinds], copies is not None)
+    plain = all(len(k) == 1 for k in kinds) and takes([next(iter(k)) for k in kinds], has_copies)
     plain = plain and len(devices) == 1 and native.serves(next(iter(devices)))
     if plain and all(all(map(Tensor.is_contiguous, ts)) for ts in everything):
-        out = _call(name, numbers, everything, copies is not None)
+        out = call(everything)
     else:
-        out = _sorted_out(name, reference, numbers, everything, copies is not None)
+        out = sorted_out(everything, has_copies, reference, kind_of, call)
     torch.autograd.graph.increment_version([*params, *(copies or ())])
     return out
+
+
+_STEPS = Steps(_step)
+adam, adagrad, lion, sgd, lamb = _STEPS.adam, _STEPS.adagrad, _STEPS.lion, _STEPS.sgd, _STEPS.lamb
 
 
 def _call(name: str, numbers: tuple[float, ...], lists: Sequence[Tensors], has_copies: bool) -> list[float]:
@@ -216,52 +103,6 @@ def takes(dtypes: Sequence[torch.dtype], has_copies: bool) -> bool:
     if any(d not in TYPES for d in dtypes) or len(set(dtypes[2:-1] if has_copies else dtypes[2:])) > 1:
         return False
     return not has_copies or dtypes[0] is torch.float32
-
-
-def _sorted_out(
-    name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], has_copies: bool
-) -> list[float]:
-    """Tensors of several kinds: one call for each, by the reference where C++ cannot."""
-    kinds: dict[tuple[Any, ...] | None, list[int]] = {}
-    rows: list[Row] = list(zip(*lists, strict=True))
-    for place, row in enumerate(rows):
-        dtypes = tuple(t.dtype for t in row)
-        device = row[0].device
-        fits = takes(dtypes, has_copies) and native.serves(device) and all(t.device == device for t in row)
-        kinds.setdefault((device, *dtypes) if fits else None, []).append(place)
-    out: dict[int, float] = {}
-    for kind, places in kinds.items():
-        members = [rows[i] for i in places]
-        if kind is None:
-            columns = [list(c) for c in zip(*members, strict=True)]
-            copies = columns.pop() if has_copies else None
-            values = reference(columns, copies) or []
-        else:
-            flat = [in_one_order(row) for row in members]
-            values = _call(name, numbers, [list(c) for c in zip(*flat, strict=True)], has_copies)
-            for row, worked in zip(members, flat, strict=True):
-                for index, (tensor, copy) in enumerate(zip(row, worked, strict=True)):
-                    if copy is not tensor and index != 1:
-                        tensor.detach().copy_(copy)
-        out.update(zip(places, values, strict=bool(values)))
-    return [out[i] for i in sorted(out)]
-
-
-def in_one_order(row: Row) -> Row:
-    """`row` itself where its tensors' memory is in one order without gaps, else contiguous tensors with its values."""
-    strides = row[0].stride()
-    if all(t.stride() == strides for t in row) and references.is_dense(row[0]):
-        return row
-    return tuple(t.detach().contiguous() for t in row)
-
-
-def sizes_differ(lists: Sequence[Tensors]) -> str:
-    """What is wrong with lists whose tensors do not have the same sizes, place by place."""
-    counts = [len(ts) for ts in lists]
-    if len(set(counts)) > 1:
-        return f"lists of one operation have {counts} tensors; each must have as many as the first"
-    place = next(i for i, row in enumerate(zip(*lists, strict=True)) if len({t.numel() for t in row}) > 1)
-    return f"tensors at place {place} have {[ts[place].numel() for ts in lists]} elements; they must be alike"
 
 
 def _blocks(sizes: Sequence[int]) -> int:
@@ -291,20 +132,18 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
     """See `ds_core.kernels.references.accumulate`."""
     if list(map(Tensor.numel, into)) != list(map(Tensor.numel, added)):
         raise KernelError(sizes_differ([into, added]))
-    kinds: dict[tuple[torch.device, torch.dtype] | None, tuple[list[Tensor], list[Tensor]]] = {}
-    for total, more in zip(into, added, strict=True):
-        alike = total.stride() == more.stride() and total.device == more.device and references.is_dense(total)
-        fits = total.dtype is torch.float32 and more.dtype in TYPES and native.serves(total.device) and alike
-        totals, mores = kinds.setdefault((total.device, more.dtype) if fits else None, ([], []))
-        totals.append(total)
-        mores.append(more)
-    for kind, (totals, mores) in kinds.items():
+    for kind, totals, mores in pairs_by_kind(into, added, _place_and_dtype):
         if kind is None:
             references.accumulate(totals, mores, scale=scale)
             continue
         lists = [list(map(Tensor.data_ptr, totals)), list(map(Tensor.data_ptr, mores))]
         native.call("accumulate", kind[0], list(map(Tensor.numel, totals)), TYPES[kind[1]], lists, scale)
         torch.autograd.graph.increment_version(totals)
+
+
+def _place_and_dtype(total: Tensor, more: Tensor) -> tuple[torch.device, torch.dtype] | None:
+    fits = total.dtype is torch.float32 and more.dtype in TYPES and native.serves(total.device)
+    return (total.device, more.dtype) if fits and total.device == more.device else None
 
 
 # -- quantisation ------------------------------------------------------------------------------------------------------
@@ -316,13 +155,9 @@ def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tens
     if x.dtype not in TYPES or not native.serves(x.device):
         return references.quantize(x, bits=bits, group=group, symmetric=symmetric)
     x = x.detach().contiguous()
-    n = x.numel()
-    kind = torch.int8 if bits == 8 and symmetric else torch.uint8
-    q = torch.empty(n if bits == 8 else (n + 1) // 2, dtype=kind, device=x.device)
-    scales = torch.empty((n + group - 1) // group, device=x.device)
-    lows = None if symmetric else torch.empty_like(scales)
+    q, scales, lows = empty_quantized(x, bits=bits, group=group, symmetric=symmetric)
     native.call(
-        "quantize", x.device, n, TYPES[x.dtype], x.data_ptr(), group, bits, symmetric, q.data_ptr(),
+        "quantize", x.device, x.numel(), TYPES[x.dtype], x.data_ptr(), group, bits, symmetric, q.data_ptr(),
         scales.data_ptr(), 0 if lows is None else lows.data_ptr(),
     )  # fmt: skip
     return q, scales, lows
@@ -333,16 +168,8 @@ def dequantize(
 ) -> Tensor:
     """See `ds_core.kernels.references.dequantize`; the same bits."""
     references.check_quantize(bits, group)
-    groups, size = (numel + group - 1) // group, numel if bits == 8 else (numel + 1) // 2
-    given = [q, scales, *([] if lows is None else [lows])]
-    if q.numel() != size or any(t.numel() != groups for t in given[1:]):
-        raise KernelError(
-            f"{numel} elements in groups of {group} at {bits} bits are {size} in q and {groups} in scales and lows; "
-            f"given are {q.numel()}, {scales.numel()} and {0 if lows is None else lows.numel()}"
-        )
-    kind = torch.int8 if bits == 8 and lows is None else torch.uint8
-    wanted = [kind, torch.float32, torch.float32][: len(given)]
-    alike = [t.dtype for t in given] == wanted and all(native.serves(t.device) and t.device == q.device for t in given)
+    given, alike = quantized_parts(q, scales, lows, bits=bits, group=group, numel=numel)
+    alike = alike and all(native.serves(t.device) and t.device == q.device for t in given)
     if dtype not in TYPES or not alike:
         return references.dequantize(q, scales, lows, bits=bits, group=group, numel=numel, dtype=dtype)
     given = [t.detach().contiguous() for t in given]

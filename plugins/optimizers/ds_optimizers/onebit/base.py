@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -215,14 +215,9 @@ class OneBit(Optimizer):
 
     def compress_fused(self, pairs: Work) -> None:
         """The same with one scale for all, as if they were one tensor. Collective."""
-        for kind, members in self._kinds(pairs).items():
-            exchange = self._exchange(kind[0])
-            if exchange.ranks == 1:
-                continue
-            tensors = [t for _, t in members]
-            flat = torch.cat([t.reshape(-1) for t in tensors])
-            exchange.average([flat], [self._errors_of(_FUSED, members[0][0], flat, exchange.ranks)])
-            _spread(flat, tensors)
+        for group, first, flat in self._together(pairs):
+            exchange = self._exchange(group)
+            exchange.average([flat], [self._errors_of(_FUSED, first, flat, exchange.ranks)])
 
     def _errors_of(self, kind: str, param: Tensor, tensor: Tensor, ranks: int) -> Errors:
         """The errors kept under `param`; none lost yet, if there are none or they are of another size or dtype."""
@@ -233,21 +228,23 @@ class OneBit(Optimizer):
 
     def mean(self, pairs: Work) -> None:
         """Replace the tensors by their average in full precision. Collective."""
-        for (group, _, _), members in self._kinds(pairs).items():
-            if comm.world_size(group) > 1:
-                tensors = [t for _, t in members]
-                flat = torch.cat([t.reshape(-1) for t in tensors])
-                comm.all_reduce(flat, op=torch.distributed.ReduceOp.AVG, group=group)
-                _spread(flat, tensors)
+        for group, _, flat in self._together(pairs):
+            comm.all_reduce(flat, op=torch.distributed.ReduceOp.AVG, group=group)
 
     def equalize(self, pairs: Work) -> None:
         """Replace the tensors, which differ by rounding, by those of the first rank. Collective."""
+        for group, _, flat in self._together(pairs):
+            comm.broadcast(flat, get_process_group_ranks(group)[0], group)
+
+    def _together(self, pairs: Work) -> Iterator[tuple[ProcessGroup | None, Tensor, Tensor]]:
+        """Where there are other ranks: group, first parameter, the tensors as one; they take its values after."""
         for (group, _, _), members in self._kinds(pairs).items():
             if comm.world_size(group) > 1:
                 tensors = [t for _, t in members]
                 flat = torch.cat([t.reshape(-1) for t in tensors])
-                comm.broadcast(flat, get_process_group_ranks(group)[0], group)
-                _spread(flat, tensors)
+                yield group, members[0][0], flat
+                for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                    tensor.copy_(piece.view(tensor.shape))
 
     # -- arithmetic ---------------------------------------------------------------------------------------------
 
@@ -272,8 +269,3 @@ def denominator(variance: Tensor, group: Mapping[str, Any]) -> Tensor:
     """What momentum is divided by: √v + eps, or √(v + eps)."""
     eps: float = group["eps"]
     return (variance + eps).sqrt_() if group["eps_inside_sqrt"] else variance.sqrt().add_(eps)
-
-
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(piece.view(tensor.shape))
