@@ -11,6 +11,8 @@ written at random. Every tensor is looked at anew in every call; a cache of what
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from operator import attrgetter
 from types import ModuleType
@@ -67,6 +69,7 @@ def _step(
     given = None
     if _takes([ts[0].dtype for ts in everything if ts], has_copies):
         given = _plain(everything)
+    torch.autograd.graph.increment_version(params)  # now that they are in the cache
     if given is not None:
         out: list[float] = run(torch.get_num_threads(), given, has_copies, *numbers) or []
     else:
@@ -85,7 +88,6 @@ def _step(
             return run(torch.get_num_threads(), given, has_copies, *numbers) or []
 
         out = sorted_out(everything, has_copies, reference, kind_of, call)
-    torch.autograd.graph.increment_version(params)
     return out
 
 
@@ -95,13 +97,26 @@ adam, adagrad, lion, sgd, lamb = _STEPS.adam, _STEPS.adagrad, _STEPS.lion, _STEP
 _EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 
+@functools.cache
+def _is_as_expected() -> bool:
+    """Whether tensor objects lie in memory as `fetch` in cpp/tensors.h takes them to."""
+    tensor = torch.zeros(1)
+    try:
+        implementation, storage = int(tensor._cdata), int(tensor.untyped_storage()._cdata)
+    except AttributeError:
+        return False
+    third = 2 * ctypes.sizeof(ctypes.c_void_p)
+    inner = ctypes.c_void_p.from_address(implementation + third).value
+    return ctypes.c_void_p.from_address(id(tensor) + third).value == implementation and inner == storage
+
+
 def _plain(lists: Sequence[Tensors], mixed: bool = False) -> Any:
     """The lists for C++, when all is plain: on the CPU, contiguous, sizes and dtypes alike. Else None.
 
     mixed: a list may hold several dtypes.
     """
     if _EXCHANGE is not None:  # torch >= 2.10
-        return native().from_tensors(_EXCHANGE, list(lists), mixed)
+        return native().from_tensors(_EXCHANGE, list(lists), mixed, _is_as_expected())
     sizes = list(map(Tensor.numel, lists[0]))
     for tensors in lists:
         dtypes = list(map(_dtype, tensors))

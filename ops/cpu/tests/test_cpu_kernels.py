@@ -153,6 +153,26 @@ def test_lists_that_do_not_fit_are_refused(older: bool, monkeypatch: pytest.Monk
     assert torch.equal(p, torch.ones(4))
 
 
+@pytest.mark.parametrize("odd", ["sparse", "meta", "fp64 beside fp32", "transposed", "number", "None", "shorter"])
+@pytest.mark.parametrize("place", [0, 1, 2, 17, 33, 39])
+def test_whatever_is_among_the_tensors_is_noticed(odd: str, place: int) -> None:
+    """Their memory is read ahead, which must not touch what is no tensor or has no memory."""
+    strange: dict[str, Any] = {
+        "sparse": torch.eye(4).to_sparse(),
+        "meta": torch.zeros(4, 4, device="meta"),
+        "fp64 beside fp32": torch.zeros(4, 4, dtype=torch.float64),
+        "transposed": torch.zeros(4, 4).T[:2],
+        "number": 3,
+        "None": None,
+        "shorter": torch.zeros(3),
+    }
+    tensors: list[Any] = [torch.zeros(4, 4) for _ in range(40)]
+    mixed = [torch.nn.Parameter(t) if i % 3 else t for i, t in enumerate(tensors)]
+    assert kernels._plain([mixed, tensors]) is not None
+    tensors[place] = strange[odd]
+    assert kernels._plain([mixed, tensors]) is None
+
+
 def test_memory_that_was_given_back_is_not_written() -> None:
     """An offloaded tensor keeps its size and has no storage."""
     p, rest = torch.ones(4), [torch.ones(4) for _ in range(3)]

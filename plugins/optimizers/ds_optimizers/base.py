@@ -11,6 +11,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,9 +23,12 @@ from ds_core.kernels import Kernels
 from ds_core.plugins import Plugins
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["Batch", "KernelOptimizer", "check_common", "require_cpu"]
+
+
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ class KernelOptimizer(Optimizer):
         self._found: dict[tuple[str, str, torch.dtype], Callable[..., Any]] = {}
         self._clock = torch.zeros(0)
         self._ticks: list[Tensor] = []
+        self._known: dict[int, list[Tensor]] = {}
         super().__init__(params, defaults)
 
     def use_kernels(self, kernels: Kernels) -> None:
@@ -113,40 +118,58 @@ class KernelOptimizer(Optimizer):
         names = self.states_of(group)
         if self.counts and len(self._ticks) != sum(len(g["params"]) for g in self.param_groups):
             self._wind()
-        # A thousand tensors pass here in every step, so what is asked of each is asked in comprehensions.
+        # A thousand tensors pass here in every step, most of them no longer in any cache: each question costs.
         params: list[Tensor] = group["params"]
-        places = [i for i, p in enumerate(params) if p.grad is not None]
+        found = [p.grad for p in params]
+        places = [i for i, grad in enumerate(found) if grad is not None]
         live = params if len(places) == len(params) else [params[i] for i in places]
-        grads: list[Tensor] = [p.grad for p in live]  # type: ignore[misc]
+        grads: list[Tensor] = [found[i] for i in places]  # type: ignore[misc]
+        if not live:
+            return iter(())
         states = [self.state[p] for p in live]
-        if names:
+        try:
+            rows = [[state[name] for state in states] for name in names]
+        except KeyError:
             for param, state in zip(live, states, strict=True):
                 if names[0] not in state:
                     state.update(self.begin(param, group))
-        steps = [0] * len(live)
+            rows = [[state[name] for state in states] for name in names]
+        steps: Sequence[float] = (0,)
         if self.counts:
             ticks = self._ticks[place : place + len(params)]
             for i, state in zip(places, states, strict=True):
                 if state.get("step") is not ticks[i]:
                     self._adopt(place + i, state)
             steps = self._tick([place + i for i in places])
-        dtypes: list[set[Any]] = [{p.dtype for p in live}, {g.dtype for g in grads}]
-        kinds = [*dtypes, {p.device for p in live}, set(steps)]
-        if any(g.layout is not torch.strided for g in grads):
+        layouts = set(map(_layout, grads))
+        if layouts != {torch.strided}:
             self._refuse_sparse(live, grads)
-        if all(len(kind) == 1 for kind in kinds) and not live[0].is_complex():
-            rows = [[state[name] for state in states] for name in names]
-            return iter([Batch(live, live, grads, rows, steps[0])])
-        return self._sorted_out(live, grads, [[state[name] for name in names] for state in states], steps)
+        if self._alike(live, place) and len(set(map(_dtype, grads))) == len(set(steps)) == 1:
+            return iter([Batch(live, live, grads, rows, int(steps[0]))])
+        columns = zip(*rows, strict=True) if rows else ([] for _ in live)
+        return self._sorted_out(live, grads, columns, steps if self.counts else [0] * len(live))
+
+    def _alike(self, live: list[Tensor], place: int) -> bool:
+        """Whether all have one dtype and device, and are real; not asked again of the same tensors.
+
+        Where ``param.data = ...`` has changed some since, kernels find it out: they look at every tensor.
+        """
+        known = self._known.get(place, [])
+        if len(known) == len(live) and all(map(is_, known, live)):
+            return True
+        alike = len({(p.dtype, p.device) for p in live}) == 1 and not live[0].is_complex()
+        if alike:
+            self._known[place] = list(live)
+        return alike
 
     def _sorted_out(
-        self, live: list[Tensor], grads: list[Tensor], states: list[list[Tensor]], steps: list[int]
+        self, live: list[Tensor], grads: list[Tensor], states: Iterable[Sequence[Tensor]], steps: Sequence[float]
     ) -> Iterator[Batch]:
         batches: dict[Any, Batch] = {}
         for param, grad, row, step in zip(live, grads, states, steps, strict=True):
             key = (param.dtype, param.device, grad.dtype, step)
             if key not in batches:
-                batches[key] = Batch(states=[[] for _ in row], step=step)
+                batches[key] = Batch(states=[[] for _ in row], step=int(step))
             batch = batches[key]
             real = torch.view_as_real if param.is_complex() else _itself
             batch.owners.append(param)
@@ -177,14 +200,14 @@ class KernelOptimizer(Optimizer):
         self._ticks[place].fill_(float(state.get("step", 0)))
         state["step"] = self._ticks[place]
 
-    def _tick(self, places: Sequence[int]) -> list[int]:
+    def _tick(self, places: Sequence[int]) -> list[float]:
         """Advance these counters; their new values."""
         if len(places) == len(self._ticks):
             self._clock += 1
-            return [int(s) for s in self._clock.tolist()]
+            return self._clock.tolist()
         index = torch.tensor(places, dtype=torch.long)
         self._clock[index] += 1
-        return [int(s) for s in self._clock[index].tolist()]
+        return self._clock[index].tolist()
 
 
 def _itself(tensor: Tensor) -> Tensor:

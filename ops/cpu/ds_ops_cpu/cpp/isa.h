@@ -33,6 +33,28 @@ inline void sweep(void* params, const void* grads, void* first, void* second, co
     const F none = set(0);
     const long n = k.n;
     long i = 0;
+    if constexpr (T == BF16 && G == BF16) {
+        for (; i + 2 * W <= n; i += 2 * W) {
+            F x[2], d[2], y[2] = {}, z[2] = {};
+            ahead(p + i);
+            ahead(g + i);
+            load_pairs(p + i, x[0], x[1]);
+            load_pairs(g + i, d[0], d[1]);
+            if (a) {
+                ahead(a + i);
+                load_pairs(a + i, y[0], y[1]);
+            }
+            if (b) {
+                ahead(b + i);
+                load_pairs(b + i, z[0], z[1]);
+            }
+            f(x[0], d[0], y[0], z[0]);
+            f(x[1], d[1], y[1], z[1]);
+            store_pairs(p + i, x[0], x[1]);
+            if (a) store_pairs(a + i, y[0], y[1]);
+            if (b) store_pairs(b + i, z[0], z[1]);
+        }
+    }
     for (; i + W <= n; i += W) {
         ahead(p + i);
         ahead(g + i);
@@ -64,6 +86,18 @@ inline void sweep(void* params, const void* grads, void* first, void* second, co
     }
 }
 
+inline long bytes_of(int type) { return type == F32 ? 4 : 2; }
+
+// `n` elements of a block from `at` on.
+inline Block part(const Block& k, const Types& t, long at, long n) {
+    return {(char*)k.param + at * bytes_of(t.param),
+            (const char*)k.grad + at * bytes_of(t.grad),
+            k.first ? (char*)k.first + at * bytes_of(t.state) : nullptr,
+            k.second ? (char*)k.second + at * bytes_of(t.state) : nullptr,
+            k.copy ? (char*)k.copy + at * bytes_of(t.copy) : nullptr,
+            n};
+}
+
 // Runs `f` over the block. fp32 with any gradients, and bf16 throughout, are read and written in one pass; other
 // mixtures are widened in the first-level cache before and narrowed after.
 template <class Fn>
@@ -71,6 +105,11 @@ inline void update(const Block& k, const Types& t, Fn f) {
     const bool stateless = !k.first;
     if (t.param == BF16 && t.grad == BF16 && (stateless || t.state == BF16))
         return sweep<BF16, BF16>(k.param, k.grad, k.first, k.second, k, t, f);
+    const bool wide = t.param == F32 && (stateless || t.state == F32);
+    if (!wide && k.n > BLOCK) {
+        for (long at = 0; at < k.n; at += BLOCK) update(part(k, t, at, k.n - at < BLOCK ? k.n - at : BLOCK), t, f);
+        return;
+    }
     alignas(64) float room[3][BLOCK];
     float* p = open(k.param, t.param, room[0], k.n);
     float* a = k.first ? open(k.first, t.state, room[1], k.n) : nullptr;
@@ -279,8 +318,6 @@ void accumulate(float* into, const void* x, int type, float scale, long n) {
 }
 
 // -- quantisation of one group -----------------------------------------------------------------------------------------
-
-inline long bytes_of(int type) { return type == F32 ? 4 : 2; }
 
 inline const float* piece(const void* x, int type, long start, float* room, long n) {
     return open((char*)const_cast<void*>(x) + start * bytes_of(type), type, room, n);

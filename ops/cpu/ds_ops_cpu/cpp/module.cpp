@@ -56,9 +56,10 @@ struct Place {
 
 class Layout {
   public:
-    explicit Layout(const Sizes& sizes) : sizes_(sizes), cost_(sizes.size() + 1), first_(sizes.size() + 1) {
+    explicit Layout(const Sizes& sizes, long block = ds::BLOCK)
+        : sizes_(sizes), block_(block), cost_(sizes.size() + 1), first_(sizes.size() + 1) {
         for (size_t i = 0; i < sizes.size(); i++) {
-            const long blocks = (sizes[i] + ds::BLOCK - 1) / ds::BLOCK;
+            const long blocks = (sizes[i] + block - 1) / block;
             cost_[i + 1] = cost_[i] + sizes[i] + START * blocks;
             first_[i + 1] = first_[i] + blocks;
         }
@@ -92,7 +93,7 @@ class Layout {
     Place locate(long cost) const {
         const size_t tensor = (size_t)(std::upper_bound(cost_.begin(), cost_.end(), cost) - cost_.begin()) - 1;
         if (tensor >= sizes_.size()) return {sizes_.size(), 0};
-        return {tensor, (cost - cost_[tensor]) / (ds::BLOCK + START)};
+        return {tensor, (cost - cost_[tensor]) / (block_ + START)};
     }
 
     template <class Fn>
@@ -101,13 +102,14 @@ class Layout {
             const long begin = t == from.tensor ? from.block : 0;
             const long all = first_[t + 1] - first_[t], end = t == to.tensor ? std::min(to.block, all) : all;
             for (long b = begin; b < end; b++) {
-                const long offset = b * ds::BLOCK;
-                fn(t, offset, std::min(ds::BLOCK, sizes_[t] - offset), first_[t] + b);
+                const long offset = b * block_;
+                fn(t, offset, std::min(block_, sizes_[t] - offset), first_[t] + b);
             }
         }
     }
 
     const Sizes& sizes_;
+    const long block_;
     std::vector<long> cost_, first_;
 };
 
@@ -151,7 +153,9 @@ struct Operands {
 
     // The hardware finds the streams of the next tensor only when it is there.
     void expect(size_t t) const {
-        if (t >= sizes.size()) return;
+        if (t >= sizes.size() || !sizes[t]) return;
+        for (auto list : {params, grads, first, second})  // for good: where a page is new, prefetching does nothing
+            if (list) (void)*const_cast<volatile char*>((*list)[t]);
         for (long at = 0; at < std::min(2048L, sizes[t] * 4); at += 64) {
             __builtin_prefetch((*params)[t] + at);
             __builtin_prefetch((*grads)[t] + at);
@@ -165,9 +169,12 @@ template <class Factors>
 void step(int threads, const Operands& operands, void (*kernel)(const ds::Block&, const ds::Types&, const Factors&),
           const Factors& factors) {
     py::gil_scoped_release release;
-    Layout(operands.sizes).run(threads, [&](size_t t, long offset, long n, long) {
-        if (offset + n == operands.sizes[t]) operands.expect(t + 1);
-        kernel(operands.block(t, offset, n), operands.types, factors);
+    Layout(operands.sizes, ds::SPAN).run(threads, [&](size_t t, long offset, long n, long) {
+        const long last = offset + n == operands.sizes[t] ? (n - 1) / ds::BLOCK * ds::BLOCK : n;
+        if (last) kernel(operands.block(t, offset, last), operands.types, factors);
+        if (last == n) return;
+        operands.expect(t + 1);
+        kernel(operands.block(t, offset + last, n - last), operands.types, factors);
     });
 }
 

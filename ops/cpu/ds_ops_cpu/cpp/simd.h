@@ -91,6 +91,24 @@ inline H to_bf16(F x) {
     return narrowed(r);
 }
 
+// 2 W elements at a time, those at even places and those at odd ones, which a shift and a mask bring into place: in the
+// order of memory each W of them would be converted by three more instructions.
+inline void load_pairs(const uint16_t* from, F& even, F& odd) {
+    U u;
+    memcpy(&u, from, sizeof u);
+    even = (F)(u << 16);
+    odd = (F)(u & 0xffff0000u);
+}
+
+// For what was calculated from bf16: a NaN then has nothing in its low half, so that rounding leaves it one.
+inline void store_pairs(uint16_t* to, F even, F odd) {
+    U u = (U)even, v = (U)odd;
+    u += ((u >> 16) & 1u) + 0x7fffu;
+    v += ((v >> 16) & 1u) + 0x7fffu;
+    u = (u >> 16) | (v & 0xffff0000u);
+    memcpy(to, &u, sizeof u);
+}
+
 // -- float16 -------------------------------------------------------------------------------------------------------
 
 #if defined(DS_AVX512)

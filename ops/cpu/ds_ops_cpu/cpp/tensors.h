@@ -6,6 +6,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -102,9 +103,29 @@ inline Tensors from_numbers(py::object sizes, py::list types, py::list lists) {
     return out;
 }
 
+// Reads what will be asked of `n` tensors of one class, a step at a time since each leads to the next. Plain reads, many
+// side by side: prefetching does nothing where the page too has to be found anew (0.9 ms for 4,000 tensors became 0.4).
+inline void fetch(PyObject** items, Py_ssize_t n) {
+    constexpr Py_ssize_t MOST = 16;
+    const auto word = [](const void* object, int i) { return static_cast<const char* const*>(object)[i]; };
+    const char* tensors[MOST];
+    int all = 0;
+    n = std::min(n, MOST);
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (Py_TYPE(items[i]) != Py_TYPE(items[0])) return;
+    for (Py_ssize_t i = 0; i < n; i++) tensors[i] = word(items[i], 2);
+    for (Py_ssize_t i = 0; i < n; i++) all += tensors[i][64] + tensors[i][128] + tensors[i][152];
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (const char* storage = word(tensors[i], 2)) all += storage[24] + storage[80];  // sparse ones have none
+    asm volatile("" : : "r"(all));
+}
+
 // From the tensors themselves; None where something is not plain (not on the CPU, not contiguous, of another size than
 // the first list's, of a type that has no number, of two types in one list unless `mixed`): Python then sorts it out.
-inline py::object from_tensors(py::capsule table, py::list lists, bool mixed) {
+// fetching: whether a tensor object's third word is its implementation, and that's third word its storage. After a step
+// over gigabytes nothing of a tensor is in the cache, and one line after the other would be waited for. What follows a
+// tensor and is of its class is one too.
+inline py::object from_tensors(py::capsule table, py::list lists, bool mixed, bool fetching) {
     auto api = static_cast<const DLExchange*>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"));
     if (!api) throw py::error_already_set();
     if (api->major != 1 || !api->describe) return py::none();
@@ -121,13 +142,7 @@ inline py::object from_tensors(py::capsule table, py::list lists, bool mixed) {
         Addresses addresses((size_t)n);
         std::vector<int> types;
         for (Py_ssize_t i = 0; i < n; i++) {
-            // After a step over gigabytes nothing of the tensors themselves is in the cache. What a tensor object's
-            // third word points to is its implementation; were it not so, this would merely fetch in vain.
-            if (i + 16 < n) __builtin_prefetch(items[i + 16]);
-            if (i + 8 < n) {
-                auto words = reinterpret_cast<char* const*>(items[i + 8]);
-                for (int line = 0; line < 4; line++) __builtin_prefetch(words[2] + 64 * line);
-            }
+            if (fetching && i > 0 && i % 16 == 1 && Py_TYPE(items[i]) == Py_TYPE(items[i - 1])) fetch(items + i, n - i);
             DLTensor t;
             if (api->describe(items[i], &t) != 0) {
                 PyErr_Clear();
