@@ -2,7 +2,8 @@
 
 All on the same ranks, the same bytes, the same folder, in the same run, in rounds that begin with another one each.
 Every save ends with fsync (those that do not call it are followed by one of their files, which is told apart), so that
-what is measured is work that is done. Before each load the files are dropped from the system's cache.
+what is measured is work that is done. Before each load the files are dropped from the system's cache; then they are
+loaded once more with them there, as a job does that is started again at once.
 
     python benchmarks/checkpoint.py [--nproc 2] [--millions 100] [--folder .] [--deepspeed-python /tmp/dsv/bin/python]
 """
@@ -67,17 +68,23 @@ def forget(folder: Path) -> None:
             os.close(handle)
 
 
-def disk(folder: Path, size: int) -> float:
-    """Seconds to write `size` bytes in one stream and bring them to the disk."""
+def disk(folder: Path, size: int) -> tuple[float, float]:
+    """Seconds to write `size` bytes in one stream and bring them to the disk, and to read them from there."""
     block = memoryview(bytearray(os.urandom(1 << 24)))
     path = folder / "stream"
     start = time.perf_counter()
     with open(path, "wb", buffering=0) as file:
         file.writelines(block for _ in range(0, size, len(block)))
         os.fsync(file.fileno())
-    taken = time.perf_counter() - start
+    written = time.perf_counter() - start
+    forget(folder)
+    start, room = time.perf_counter(), bytearray(1 << 18)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(room):
+            pass
+    read = time.perf_counter() - start
     path.unlink()
-    return taken
+    return written, read
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -110,6 +117,13 @@ def train_once(engine: Any) -> None:
     engine.step()
 
 
+def loads(name: str, folder: Path, note: Callable[[str, float], None], load: Callable[[], Any]) -> None:
+    if dist.get_rank() == 0:
+        forget(folder)
+    note(f"{name} load", timed(load))
+    note(f"{name} load from the cache", timed(load))
+
+
 def worker(arguments: argparse.Namespace) -> None:
     rank, folder = int(os.environ["RANK"]), Path(arguments.folder)
     torch.set_num_threads(1)
@@ -125,11 +139,10 @@ def worker(arguments: argparse.Namespace) -> None:
             train_once(engine)
             for _ in range(arguments.rounds):
                 note(
-                    f"DeepSpeed stage {stage} save",
+                    f"DeepSpeed stage {stage}: save",
                     timed(lambda e=engine: (e.save_checkpoint(str(folder)), rank or sync(folder))),
                 )
-                rank or forget(folder)
-                note(f"DeepSpeed stage {stage} load", timed(lambda e=engine: e.load_checkpoint(str(folder))))
+                loads(f"DeepSpeed stage {stage}:", folder, note, lambda e=engine: e.load_checkpoint(str(folder)))
                 rank or shutil.rmtree(folder)
                 dist.barrier()
     else:
@@ -178,13 +191,11 @@ def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callabl
 
     def by_torch() -> None:
         note("torch.save by one process: save", timed(torch_save))
-        rank or forget(folder)
-        note("torch.save by one process: load", timed(torch_load))
+        loads("torch.save by one process:", folder, note, torch_load)
 
     def by_dcp() -> None:
         note("torch DCP: save", timed(lambda: (dcp.save(dcp_state(), checkpoint_id=folder), rank or sync(folder))))
-        rank or forget(folder)
-        note("torch DCP: load", timed(lambda: dcp.load(dcp_state(), checkpoint_id=folder)))
+        loads("torch DCP:", folder, note, lambda: dcp.load(dcp_state(), checkpoint_id=folder))
 
     def by_engine(name: str) -> None:
         engine = engines[name]
@@ -193,12 +204,12 @@ def others(arguments: argparse.Namespace, folder: Path, rank: int, note: Callabl
         if rank == 0:
             held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
             note(f"{name}: bytes / bytes of states", held / size)
-        rank or forget(folder)
-        note(f"{name}: load", timed(lambda: engine.load_checkpoint(str(folder))))
+        loads(f"{name}:", folder, note, lambda: engine.load_checkpoint(str(folder)))
 
     def by_hand() -> None:
         if rank == 0:
-            note("the disk, one stream", disk(folder, size))
+            for what, seconds in zip(("write", "read"), disk(folder, size), strict=True):
+                note(f"the disk, one stream: {what}", seconds)
 
     turns: list[Callable[[], None]] = [by_hand, by_torch, by_dcp, *(partial(by_engine, name) for name in engines)]
     for turn in range(arguments.rounds):

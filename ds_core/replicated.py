@@ -27,6 +27,7 @@ from ds_core.partition import (
     broadcast_from_first,
     buffer_states,
     origin_matters,
+    read_state,
     saved_optimizer_states,
     set_optimizer_state,
 )
@@ -343,7 +344,8 @@ class Replicated(Partitioner):
             saved = saved_optimizer_states(source)
             for slot in self._slots:
                 names = saved.get(slot.name, {})
-                values = {key: source.read(name).view(source.shape(name)) for key, name in names.items()}
+                old = optimizer.state.get(slot.master, {})
+                values = {k: read_state(source, name, old.get(k)) for k, name in names.items()}
                 set_optimizer_state(optimizer, slot.master, values)
 
     def locate(self, param: nn.Parameter) -> Holding | None:
@@ -443,4 +445,4 @@ def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
             f"checkpoint state {name!r} has shape {shape}, the model's is {tuple(like.shape)}; was it saved "
             "by another model?"
         )
-    return source.read(name).view(shape)
+    return source.read(name, into=like).view(shape)

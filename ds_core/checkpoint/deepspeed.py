@@ -68,6 +68,8 @@ _STAND_INS = [
         "utils.tensor_fragment.fragment_address",
     )
 ]
+# Members of an Enum, as Python 3.11.0 to 3.11.3 write them: nothing is looked up here, whatever a file asks for.
+_STAND_INS.append((_Data, "builtins.getattr"))
 
 
 def find_deepspeed(path: Path, tag: str | None) -> Path | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.checkpoint.format import DAMAGED, Manifest, State
-from ds_core.checkpoint.tensorfile import DTYPES, TensorFile
+from ds_core.checkpoint.tensorfile import DTYPES, TensorFile, as_bytes
 from ds_core.errors import CheckpointError
 from ds_core.slices import Slice, param_of
 
@@ -121,8 +121,7 @@ def digests(module: nn.Module) -> dict[str, str]:
     """A hash of every persistent buffer."""
     found = {}
     for name, buffer in persistent_buffers(module).items():
-        flat = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        found[name] = hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+        found[name] = hashlib.blake2b(as_bytes(buffer.detach().cpu().contiguous()), digest_size=16).hexdigest()
     return found
 
 
@@ -221,14 +220,18 @@ class SavedStates:
         """The state's dtype as safetensors spells it."""
         return self._state(name).dtype
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor."""
+    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: Tensor | None = None) -> Tensor:
+        """See `StateSource`. Fresh memory costs as much as reading: the system gives it out page by page."""
         state, piece = self._state(name), self._slice(name)
         stop = math.prod(self.shape(name)) if stop is None else stop
         if piece is not None:
             start, stop = start + piece.offset, stop + piece.offset
         assert 0 <= start <= stop <= state.numel, f"range [{start}, {stop}) of {name!r}, which has {state.numel}"
-        out = torch.empty(stop - start, dtype=DTYPES[state.dtype])
+        dtype = DTYPES[state.dtype]
+        if into is not None and _takes(into, stop - start, dtype):
+            out = into.detach().view(-1)
+        else:
+            out = torch.empty(stop - start, dtype=dtype)
         for chunk in state.chunks:
             low, high = max(start, chunk.start), min(stop, chunk.stop)
             if low < high:
@@ -298,6 +301,12 @@ class SavedStates:
             file.close()
 
 
+def _takes(into: Tensor, count: int, dtype: torch.dtype) -> bool:
+    """Whether a file can be read into a tensor's memory."""
+    plain = into.is_cpu and into.is_contiguous() and not into.is_quantized
+    return plain and into.dtype == dtype and into.numel() == count
+
+
 def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, State]:
     """The state that each name means on this rank.
 
@@ -341,6 +350,6 @@ class Without:
         """See `StateSource`."""
         return self._source.shape(name)
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: Tensor | None = None) -> Tensor:
         """See `StateSource`."""
-        return self._source.read(name, start, stop)
+        return self._source.read(name, start, stop, into=into)

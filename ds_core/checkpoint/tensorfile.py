@@ -25,7 +25,7 @@ from torch import Tensor
 from ds_core.checkpoint.format import DAMAGED, Mark
 from ds_core.errors import CheckpointError
 
-__all__ = ["DTYPES", "Item", "TensorFile", "check_tensor", "dtype_name", "write_tensors"]
+__all__ = ["DTYPES", "Item", "TensorFile", "as_bytes", "check_tensor", "dtype_name", "write_tensors"]
 
 DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
@@ -96,14 +96,17 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
         for key, shape, dtype, give in ordered:
             value = give().detach()
             assert value.dtype == dtype and value.numel() == math.prod(shape), key
-            _write(file, _bytes(value.to("cpu").contiguous()), digest)
+            _write(file, as_bytes(value.to("cpu").contiguous()), digest)
         os.fsync(file.fileno())
         return Mark(file.tell(), digest.hexdigest())
 
 
-def _bytes(flat: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return flat.reshape(-1).view(torch.uint8).numpy().data
+def as_bytes(flat: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. Not by way of numpy, after which a storage cannot be resized any more."""
+    flat = flat.resolve_conj().resolve_neg()
+    memory = (ctypes.c_uint8 * (flat.numel() * flat.itemsize)).from_address(flat.data_ptr())
+    memory.owner = flat  # type: ignore[attr-defined]  # as long as there is a view of it
+    return memoryview(memory).cast("B")
 
 
 def _write(file: Any, data: bytes | memoryview, digest: Any) -> None:
@@ -188,7 +191,7 @@ class TensorFile:
         """Fill `out`, a contiguous 1-d CPU tensor of the same dtype, from element `start` of the flattened tensor."""
         dtype, _, begin, end = self.tensors[key]
         assert out.dtype == dtype and begin + (start + out.numel()) * dtype.itemsize <= end, key
-        view = _bytes(out)
+        view = as_bytes(out)
         self._file.seek(begin + start * dtype.itemsize)
         while view:
             count = self._file.readinto(view[: 1 << 28])

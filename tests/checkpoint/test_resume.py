@@ -152,6 +152,23 @@ def test_going_back_to_before_the_first_step_in_the_same_engine(ranks: Any, tmp_
     assert before == again
 
 
+def memory_after_loading(folder: str, mode: str) -> Any:
+    engine = make(mode)
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    train(engine, 1)
+    before = {s.name: s.tensor.data_ptr() for s in engine.partitioner.states(engine.optimizer)}
+    engine.load_checkpoint(folder)
+    after = {s.name: s.tensor for s in engine.partitioner.states(engine.optimizer)}
+    moved = [name for name, tensor in after.items() if tensor.data_ptr() != before[name]]
+    return moved, all(t.untyped_storage().resizable() for t in after.values())
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_states_are_read_into_the_memory_that_they_have(ranks: Any, tmp_path: Path, mode: str) -> None:
+    assert ranks(2, memory_after_loading, str(tmp_path), mode) == [([], True)] * 2
+
+
 def states_now(folder: str | None, mode: str = "fp32") -> Any:
     engine = make(mode, seed=5)
     if folder is None:

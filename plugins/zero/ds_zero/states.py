@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.partition import StateSource, StateTensor, buffer_states, saved_optimizer_states, set_optimizer_state
+from ds_core.partition import (
+    StateSource,
+    StateTensor,
+    buffer_states,
+    read_state,
+    saved_optimizer_states,
+    set_optimizer_state,
+)
 from ds_zero.flat import FlatBucket, Piece, Share
 
 if TYPE_CHECKING:
@@ -101,11 +108,12 @@ def load(
     for name, tensor in whole:
         if strict or f"module/{name}" in known:
             _check(source, f"module/{name}", tuple(tensor.shape))
-            tensor.copy_(source.read(f"module/{name}").view(tensor.shape))
+            tensor.copy_(read_state(source, f"module/{name}", tensor))
     for bucket in buckets:
         for piece in bucket.pieces:
             if bucket.share is Share.PART and (strict or f"module/{piece.name}" in known):
-                bucket.part[piece.within].copy_(_range(source, f"module/{piece.name}", piece))
+                part = bucket.part[piece.within]
+                part.copy_(_range(source, f"module/{piece.name}", piece, part))
         with bucket.present():
             _load_masters(bucket, source, known, from_fp32=from_fp32)
     if optimizer is not None:
@@ -122,7 +130,8 @@ def _load_masters(bucket: FlatBucket, source: StateSource, known: set[str], *, f
             weight = _range(source, f"module/{piece.name}", piece).to(bucket.dtype)
             piece.master.data.copy_(weight.view(piece.master.shape))
         if piece.master.dtype != bucket.dtype and from_fp32 and f"master/{piece.name}" in known:
-            piece.master.data.copy_(_range(source, f"master/{piece.name}", piece).view(piece.master.shape))
+            master = piece.master.data
+            master.copy_(_range(source, f"master/{piece.name}", piece, master).view(master.shape))
 
 
 def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimizer: Optimizer) -> None:
@@ -134,13 +143,14 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
             if piece.master not in mine:
                 continue
             values = {}
-            for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
-                if bucket.whole is not None:
-                    values[key] = source.read(name).view(source.shape(name))
-                else:
-                    values[key] = source.read(name).view(()) if key in counters else _range(source, name, piece)
             store = bucket.home.masters if bucket.away else None
             replaced = optimizer.state.get(piece.master, {})
+            for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
+                old = replaced.get(key) if store is None else None
+                if bucket.whole is not None or key in counters:
+                    values[key] = read_state(source, name, old)
+                else:
+                    values[key] = _range(source, name, piece, old)
             if store is not None:
                 store.drop([v for k, v in replaced.items() if isinstance(v, Tensor) and (k in values or not values)])
                 values = {k: v.clone() for k, v in values.items()}  # storages of their own, to be emptied
@@ -186,9 +196,9 @@ def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) ->
     return only if only != set(shapes) else only & {"step"}
 
 
-def _range(source: StateSource, name: str, piece: Piece) -> Tensor:
+def _range(source: StateSource, name: str, piece: Piece, into: object = None) -> Tensor:
     _check(source, name, piece.shape)
-    return source.read(name, piece.start, piece.stop)
+    return source.read(name, piece.start, piece.stop, into=into if isinstance(into, Tensor) else None)
 
 
 def _check(source: StateSource, name: str, shape: tuple[int, ...]) -> None:
