@@ -7,6 +7,8 @@ memory in all of them, as ds_core asks it to: else page faults, which depend on 
 
     python benchmarks/pipeline.py [--micro-batches 2 4 8] [--deepspeed-python PYTHON]
 
+A batch takes seconds; with --width 256 --batch 128 --blocks 25 a quarter of one, where messages and calls count more.
+
 speed-up: the one process's wall time over the contestant's; of the best blocks of both, and of the medians. ideal: what
 a perfect 1F1B has, 2m / (m + 1). CPU: of both ranks together, against the one process, least of all blocks. loss: the
 largest difference to the one process's, over all batches.
@@ -179,51 +181,47 @@ def serve(rank: int, arguments: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def measure(arguments: argparse.Namespace, cache: str) -> dict[tuple[str, int], list[list[dict[str, Any]]]]:
+def measure(arguments: argparse.Namespace, count: int, cache: str) -> dict[str, list[list[dict[str, Any]]]]:
+    """kind -> blocks -> what each rank found. The processes are new ones: memory that others left decides a lot."""
     kinds = [*KINDS, *([DEEPSPEED] if arguments.deepspeed_python else [])]
     # ZBV wants two micro-batches per rank and two more.
-    chosen = [(k, m) for m in arguments.micro_batches for k in kinds if k != "torch ZBV" or m >= 4]
-    found: dict[tuple[str, int], list[list[dict[str, Any]]]] = {c: [] for c in chosen}
+    found: dict[str, list[list[dict[str, Any]]]] = {k: [] for k in kinds if k != "torch ZBV" or count >= 4}
     sets: dict[bool, Processes] = {}
     try:
         for block in range(arguments.blocks + 1):
-            for kind, count in chosen:
+            for kind, blocks in found.items():
                 theirs = kind == DEEPSPEED
                 if theirs not in sets:
                     python = arguments.deepspeed_python if theirs else sys.executable
                     os.environ["PIPELINE_BENCHMARK_DEEPSPEED"] = "yes" if theirs else ""
                     sets[theirs] = Processes.start(python, 2, cache, __file__)
-                found[kind, count].append(sets[theirs].block([kind, count], arguments.steps if block else WARMUP))
+                blocks.append(sets[theirs].block([kind, count], arguments.steps if block else WARMUP))
     finally:
         for processes in sets.values():
             processes.stop()
     return found
 
 
-def summary(found: dict[tuple[str, int], list[list[dict[str, Any]]]], arguments: argparse.Namespace) -> None:
-    for count in arguments.micro_batches:
-        rows = {k: blocks for (k, m), blocks in found.items() if m == count}
-        base = rows[KINDS[0]]
-        base_walls = [b[0]["wall"] for b in base[1:]]
-        base_cpu = min(b[0]["cpu"] for b in base[1:])
-        base_losses = [x for b in base for x in b[0]["losses"]]
-        print(
-            f"\n| {count} micro-batches, ideal {2 * count / (count + 1):.2f} | speed-up, best | median | CPU | loss |"
-        )
-        print("| --- " * 5 + "|")
-        for kind, blocks in rows.items():
-            walls = [max(a["wall"] for a in block) for block in blocks[1:]]
-            cpu = min(sum(a["cpu"] for a in b) if kind != KINDS[0] else b[0]["cpu"] for b in blocks[1:])
-            losses = [max(a["losses"][i] for a in b) for b in blocks for i in range(len(b[0]["losses"]))]
-            off = max(abs(a - b) for a, b in zip(losses, base_losses, strict=True))
-            best, middle = min(base_walls) / min(walls), median(base_walls) / median(walls)
-            shown = f"{min(base_walls) / arguments.steps * 1e3:.0f} ms" if kind == KINDS[0] else f"{best:.2f}"
-            print(f"| {kind} | {shown} | {middle:.2f} | {cpu / base_cpu:.2f}x | {off:.1e} |", flush=True)
+def summary(rows: dict[str, list[list[dict[str, Any]]]], count: int, steps: int) -> None:
+    base = rows[KINDS[0]]
+    base_walls = [b[0]["wall"] for b in base[1:]]
+    base_cpu = min(b[0]["cpu"] for b in base[1:])
+    base_losses = [x for b in base for x in b[0]["losses"]]
+    print(f"\n| {count} micro-batches, ideal {2 * count / (count + 1):.2f} | speed-up, best | median | CPU | loss |")
+    print("| --- " * 5 + "|")
+    for kind, blocks in rows.items():
+        walls = [max(a["wall"] for a in block) for block in blocks[1:]]
+        cpu = min(sum(a["cpu"] for a in b) if kind != KINDS[0] else b[0]["cpu"] for b in blocks[1:])
+        losses = [max(a["losses"][i] for a in b) for b in blocks for i in range(len(b[0]["losses"]))]
+        off = max(abs(a - b) for a, b in zip(losses, base_losses, strict=True))
+        best, middle = min(base_walls) / min(walls), median(base_walls) / median(walls)
+        shown = f"{min(base_walls) / steps * 1e3:.0f} ms" if kind == KINDS[0] else f"{best:.2f}"
+        print(f"| {kind} | {shown} | {middle:.2f} | {cpu / base_cpu:.2f}x | {off:.1e} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"width": 256, "layers": 8, "batch": 128, "steps": 1, "blocks": 25}.items():
+    for name, default in {"width": 512, "layers": 8, "batch": 512, "steps": 1, "blocks": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed")
@@ -236,14 +234,14 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {count / 1e6:.1f}M parameters, {arguments.batch} x {arguments.width} a micro-batch"
     )
-    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(1 << 25), MALLOC_TRIM_THRESHOLD_=str(1 << 26))
+    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(1 << 25), MALLOC_TRIM_THRESHOLD_=str(1 << 30))
     with tempfile.TemporaryDirectory() as cache:
-        try:
-            found = measure(arguments, cache)
-        finally:
-            for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):
-                os.unlink(leftover)
-    summary(found, arguments)
+        for count in arguments.micro_batches:
+            try:
+                summary(measure(arguments, count, cache), count, arguments.steps)
+            finally:
+                for leftover in glob.glob("/dev/shm/deepspeed_allreduce_buffer_*"):
+                    os.unlink(leftover)
 
 
 if __name__ == "__main__":

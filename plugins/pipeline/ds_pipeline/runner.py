@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from ds_pipeline.config import PipelineConfig
 
 __all__ = ["PipelineRunner", "prepare"]
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 BY_HAND = (
     "the micro-batches of a pipeline run at the same time on its stages; use engine.train_batch(iterator) and "
@@ -396,9 +401,12 @@ class PipelineRunner(Runner):
 
 
 def _keep_memory() -> None:
-    """Let the C library keep freed memory, up to 64 MB, instead of paging it in anew for every micro-batch.
+    """Let glibc keep up to 1 GB of freed memory, instead of paging it in anew for every micro-batch.
 
-    glibc gives back what lies idle beyond twice the largest block that was ever freed (mallopt(3), M_MMAP_THRESHOLD);
-    32 MB is the most it looks at. This block is never touched. Measured: 5 % of the time of a step of 200 ms.
+    By itself it gives back what lies idle beyond 128 KB to 64 MB (mallopt(3)). Left alone where the environment says
+    what to keep. Measured: 5 % of a step of 200 ms.
     """
-    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
+    keep = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if keep is not None and not any(n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ):
+        for parameter, size in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 1 << 30)):
+            keep(ctypes.c_int(parameter), ctypes.c_int(size))
