@@ -20,7 +20,9 @@ from ds_moe.grouped import Groups
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Run", "dispatch"]
+    from ds_core.kernels import Kernels
+
+__all__ = ["Plan", "Run", "dispatch", "weigh_back"]
 
 Run = Callable[[Tensor, Groups], Tensor]
 """``run(rows [M, H], groups) -> [M, H']``: the experts of this rank, on rows sorted by expert."""
@@ -35,6 +37,7 @@ def dispatch(
     num_experts: int,
     group: ProcessGroup | None = None,
     weigh: Literal["after", "before"] = "after",
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Send each token to its experts, run them, and sum what comes back: ``[N, H']``.
 
@@ -42,7 +45,7 @@ def dispatch(
     adds nothing. weights: [N, k], of any float dtype; those of dropped choices are never used. run: see `Run`; it is
     called once, also with no rows, and its output must keep the order of rows. group: the expert-parallel ranks, of
     which rank i has experts i * num_experts / size and following; None (or `ALONE`): all experts are here. weigh:
-    whether weights multiply what experts give, or what they get.
+    whether weights multiply what experts give, or what they get. kernels: whose `weigh_back` is used; None: this one.
 
     Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
     may have another N, also 0.
@@ -54,7 +57,7 @@ def dispatch(
         x = x * flat[plan.order][:, None]
     x, groups, back = to_experts(x, plan.counts, group)
     y = back(run(x, groups))
-    out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, plan)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, plan, kernels)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -63,16 +66,16 @@ class Plan:
     """The permutation of M choices that were not dropped, of N tokens with k choices each.
 
     order: [M], the choices, as places in ``experts.view(-1)``, sorted by expert. rows: [M], their tokens. counts:
-    choices per global expert. choices: [M], the choices again, in order of tokens. places: [M], where each of `choices`
-    stands in `order`. begins: [N], where each token's begin in `choices`.
+    choices per global expert. choices: [M], the choices again, in order of tokens; None: none was dropped. places: [M],
+    where each of them stands in `order`. begins: [N], where each token's begin among them; None: each has just one.
     """
 
     order: Tensor
     rows: Tensor
     counts: Tensor
-    choices: Tensor
+    choices: Tensor | None
     places: Tensor
-    begins: Tensor
+    begins: Tensor | None
 
     @staticmethod
     def of(experts: Tensor, num_experts: int) -> Plan:
@@ -81,7 +84,7 @@ class Plan:
         counts = torch.bincount(flat + 1, minlength=num_experts + 1)
         order = torch.sort(flat, stable=True).indices
         everything = torch.arange(len(flat), device=device)
-        choices, begins = everything, everything[::k]
+        choices, begins = None, everything[::k] if k > 1 else None
         if len(flat) and int(counts[0]):  # some were dropped, and come first
             order = order[int(counts[0]) :]
             here = experts >= 0
@@ -90,11 +93,14 @@ class Plan:
         places = torch.empty_like(flat)
         places[order] = everything[: len(order)]
         rows = order if k == 1 else torch.div(order, k, rounding_mode="floor")
-        return Plan(order, rows, counts[1:], choices, places[choices], begins)
+        return Plan(order, rows, counts[1:], choices, places if choices is None else places[choices], begins)
 
 
 def _sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
-    """Of each token, the sum over its choices of rows of y [M, H]."""
+    """Of each token, the sum over its choices of rows of y [M, H], times weights in the order of choices."""
+    if plan.begins is None:
+        rows = y.index_select(0, plan.places)
+        return rows if weights is None else rows.mul_(weights[:, None])
     if not len(plan.order):  # which embedding_bag does not take
         return y.new_zeros(len(plan.begins), y.shape[1])
     return F.embedding_bag(plan.places, y, plan.begins, mode="sum", per_sample_weights=weights)
@@ -117,22 +123,33 @@ class _Gather(torch.autograd.Function):
     """The way back: each token's rows, times its weights (None: 1), summed."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, plan: Plan) -> Tensor:
-        ctx.plan = plan
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, plan: Plan, kernels: Kernels | None) -> Tensor:
+        ctx.plan, ctx.kernels = plan, kernels
         ctx.save_for_backward(y, weights)
-        return _sums(y.contiguous(), plan, None if weights is None else weights[plan.choices])
+        if weights is not None and plan.choices is not None:
+            weights = weights[plan.choices]
+        return _sums(y.contiguous(), plan, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (y, weights), plan = ctx.saved_tensors, ctx.plan
-        rows = grad.index_select(0, plan.rows)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (y, weights), plan, kernels = ctx.saved_tensors, ctx.plan, ctx.kernels
         if weights is None:
-            return rows, None, None
-        grad_weights = None
-        if ctx.needs_input_grad[1]:
-            grad_weights = torch.zeros_like(weights)
-            grad_weights[plan.order] = torch.linalg.vecdot(rows, y)
-        return rows.mul_(weights[plan.order][:, None]), grad_weights, None
+            return grad.index_select(0, plan.rows), None, None, None
+        work = weigh_back
+        if kernels is not None:
+            work = kernels.get("expert_weigh_back", y.device.type, str(y.dtype).removeprefix("torch."))
+        return *work(grad, y, weights, plan), None, None
+
+
+def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """The gradients of y [M, H] and of weights [N * k], from that of the tokens' sums [N, H].
+
+    Kernel ``expert_weigh_back``; all of one dtype. Weights of choices that were dropped get 0.
+    """
+    rows = grad.index_select(0, plan.rows)
+    of_weights = torch.zeros_like(weights)
+    of_weights[plan.order] = torch.linalg.vecdot(rows, y)
+    return rows.mul_(weights[plan.order][:, None]), of_weights
 
 
 def to_experts(

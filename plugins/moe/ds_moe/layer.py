@@ -119,7 +119,13 @@ class MoE(nn.Module):
         if self.load is not None and self.load.watched and self.training:
             self.load.add(routing.counts, routing.dropped(), routing.l_aux)
         out = dispatch(
-            tokens, routing.experts, routing.weights, self.experts, num_experts=self.num_experts, group=self.group
+            tokens,
+            routing.experts,
+            routing.weights,
+            self.experts,
+            num_experts=self.num_experts,
+            group=self.group,
+            kernels=self.experts.kernels,
         )
         if self.use_residual:
             mixing = torch.softmax(self.coefficient(tokens), dim=-1)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ds_core.kernels.build import load, why_not
+from ds_moe.dispatch import Plan
 from ds_moe.extension import EXTENSION
 from ds_moe.ffn import FFN
 from ds_moe.grouped import Groups
 
-__all__ = ["available", "ffn"]
+__all__ = ["available", "ffn", "weigh_back"]
 
 ACTS = ("relu", "silu", "gelu", "gelu_tanh")
 ROWS = 1024
@@ -69,6 +70,17 @@ def ffn(x: Tensor, what: FFN, weights: Mapping[str, Tensor | None], groups: Grou
     tensors = [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
     out: Tensor = _FFN.apply(x.contiguous(), ACTS.index(what.act), groups, *tensors)  # type: ignore[no-untyped-call]
     return out
+
+
+def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """See `ds_moe.dispatch.weigh_back`."""
+    if grad.dtype != y.dtype or weights.dtype != y.dtype:
+        raise TypeError(f"the experts' output is {y.dtype}, its gradient {grad.dtype}, its weights {weights.dtype}")
+    given = [t.contiguous() for t in (grad, y, weights, plan.rows, plan.order)]
+    of_y, of_weights = torch.empty_like(given[1]), torch.zeros_like(given[2])
+    addresses = [t.data_ptr() for t in (*given, of_y, of_weights)]
+    _module().weigh_back(*addresses, *y.shape, torch.get_num_threads())
+    return of_y, of_weights
 
 
 def _fresh(made: Tensor) -> Tensor:

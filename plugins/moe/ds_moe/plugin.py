@@ -24,20 +24,26 @@ def ds_config() -> type[BaseModel]:
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`."""
-    op = "expert_ffn"
-    return (
-        KernelEntry(op, "reference", "ds_moe.ffn:ffn", 0),
-        KernelEntry(
+    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`; and the way
+    back of their weighted sums, see `ds_moe.dispatch.weigh_back`."""
+
+    def compiled(op: str, function: str) -> KernelEntry:
+        return KernelEntry(
             op,
             "cpp",
-            "ds_moe.native:ffn",
+            f"ds_moe.native:{function}",
             10,
             devices=("cpu",),
             dtypes=("float32",),
             available="ds_moe.native:available",
             build="ds_moe.extension:EXTENSION",
-        ),
+        )
+
+    return (
+        KernelEntry("expert_ffn", "reference", "ds_moe.ffn:ffn", 0),
+        compiled("expert_ffn", "ffn"),
+        KernelEntry("expert_weigh_back", "reference", "ds_moe.dispatch:weigh_back", 0),
+        compiled("expert_weigh_back", "weigh_back"),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ds_moe import native
+from ds_moe.dispatch import Plan, weigh_back
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
 from ds_moe.grouped import Groups
 from torch import Tensor
@@ -108,3 +109,21 @@ def test_other_dtypes_are_refused() -> None:
     weights = _weights(what, False, 6, 8, 6)
     with pytest.raises(TypeError, match=r"tokens are torch\.float32, but experts have weights of torch\.float64"):
         native.ffn(torch.randn(9, 6), what, weights, Groups(torch.tensor([3, 2, 4])))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_the_way_back_of_weighted_sums(k: int, tokens: int, dropped: bool) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    experts = torch.randint(-1 if dropped else 0, 4, (tokens, k), generator=generator)
+    plan = Plan.of(experts, 4)
+    grad = torch.randn(19, tokens, generator=generator).t()  # in another order than rows
+    y = torch.randn(len(plan.order), 19, generator=generator)
+    weights = torch.rand(tokens * k, generator=generator)
+    for found, expected in zip(
+        native.weigh_back(grad, y, weights, plan), weigh_back(grad, y, weights, plan), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        native.weigh_back(grad.double(), y, weights, plan)

@@ -295,6 +295,28 @@ void huge(uintptr_t address, long bytes) {
 #endif
 }
 
+// -- the way back of weighted sums ---------------------------------------------------------------------------------------
+
+// out = weight * grad; returns the weight's own gradient, grad . y.
+CLONES float weigh_row(const float* grad, const float* y, float weight, float* out, long n) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < n; i++) {
+        out[i] = weight * grad[i];
+        sum += grad[i] * y[i];
+    }
+    return sum;
+}
+
+// Row i of `y` went to token rows[i], with the weight at order[i]. One pass over memory where separate steps take four.
+void weigh_back(const float* grad, const float* y, const float* weights, const int64_t* rows, const int64_t* order,
+                float* of_y, float* of_weights, long count, long width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (count * width > 32768)
+    for (long i = 0; i < count; i++)
+        of_weights[order[i]] =
+            weigh_row(grad + rows[i] * width, y + i * width, weights[order[i]], of_y + i * width, width);
+}
+
 // -- Python ------------------------------------------------------------------------------------------------------------
 
 float* at(uintptr_t address) { return reinterpret_cast<float*>(address); }
@@ -312,6 +334,12 @@ Linear linear(const Given& given) {
 PYBIND11_MODULE(_ds_moe, m) {
     m.def("use_gemm", [](uintptr_t address) { gemm = reinterpret_cast<Gemm>(address); });
     m.def("huge", &huge);
+    m.def("weigh_back", [](uintptr_t grad, uintptr_t y, uintptr_t weights, uintptr_t rows, uintptr_t order,
+                           uintptr_t of_y, uintptr_t of_weights, long count, long width, int threads) {
+        py::gil_scoped_release release;
+        weigh_back(at(grad), at(y), at(weights), reinterpret_cast<const int64_t*>(rows),
+                   reinterpret_cast<const int64_t*>(order), at(of_y), at(of_weights), count, width, threads);
+    });
     m.def("forward", [](uintptr_t x, uintptr_t y, uintptr_t h, uintptr_t u, Given first, Given second, Given down,
                         std::vector<long> sizes, std::tuple<long, long, long> shape, int act, long most, int threads) {
         const auto [hidden, inner, out] = shape;
