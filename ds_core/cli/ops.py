@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_core.cli.show import CommandError, say_error, show_json, show_table
-from ds_core.errors import KernelError
+from ds_core.errors import KernelError, PluginError
 
 if TYPE_CHECKING:
     from ds_core.kernels import Candidate, Kernels
@@ -142,10 +142,17 @@ def bench(
 
 
 def _kernels() -> Kernels:
+    """What is installed: also the kernels of plugins that a run loads only when its config has their section."""
     from ds_core.kernels import Kernels
     from ds_core.plugins import Plugins
 
-    return Kernels(Plugins())
+    plugins = Plugins()
+    for name in plugins.sections():
+        try:
+            plugins.load_sections([name])
+        except PluginError as error:
+            say_error(str(error))
+    return Kernels(plugins)
 
 
 def _providers(names: list[str] | None, device: str) -> Iterator[tuple[str, Candidate]]:

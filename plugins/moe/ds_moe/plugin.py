@@ -37,12 +37,15 @@ def ds_kernels() -> Iterable[KernelEntry]:
             dtypes=("float32",),
             available="ds_moe.native:available",
             build="ds_moe.extension:EXTENSION",
+            check=f"ds_moe.checks:{op}",
         )
 
     return (
-        KernelEntry("expert_ffn", "reference", "ds_moe.ffn:ffn", 0),
+        KernelEntry("expert_ffn", "reference", "ds_moe.ffn:ffn", 0, check="ds_moe.checks:expert_ffn"),
         compiled("expert_ffn", "ffn"),
-        KernelEntry("expert_weigh_back", "reference", "ds_moe.dispatch:weigh_back", 0),
+        KernelEntry(
+            "expert_weigh_back", "reference", "ds_moe.dispatch:weigh_back", 0, check="ds_moe.checks:expert_weigh_back"
+        ),
         compiled("expert_weigh_back", "weigh_back"),
     )
 
