@@ -196,11 +196,15 @@ def _serve(jobs: _Jobs, count: int = 0) -> None:
     """Do `count` jobs as they come (0: for ever)."""
     for _ in itertools.count() if count == 0 else range(count):
         job, inference, future = jobs.get()
+        fault = None
         try:
             with torch.inference_mode(inference), torch.no_grad():  # both are per thread
                 job()
         except BaseException as error:
-            future.set_exception(error)
-        else:
+            fault = error
+        del job  # its tensors must not live until the next one, nor after somebody was told that it is done
+        if fault is None:
             future.set_result(None)
-        del job, future  # the tensors of the last job must not live until the next one
+        else:
+            future.set_exception(fault)
+        del future, fault

@@ -109,6 +109,7 @@ def in_every_order() -> None:
         no_threads()
     for dtype in DTYPES:
         everyone(group, [3, 0, 997, 6001], dtype, "backwards")
+    no_threads()
     for _ in range(40):  # the ring goes round, never two messages at a time
         everyone(group, [1001], torch.float32, "ahead")
     assert not threads()

@@ -31,5 +31,5 @@ def page_faults(**more: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise() -> None:
-    assert page_faults() < 1_000
+    assert page_faults() < 10_000  # of 51,200 pages
     assert page_faults(MALLOC_MMAP_THRESHOLD_=str(1 << 16)) > 20_000
