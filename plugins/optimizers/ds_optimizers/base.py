@@ -55,21 +55,36 @@ class KernelOptimizer(Optimizer):
     """Base: subclasses say which states they keep and update a `Batch`.
 
     states: names of those that are shaped like the parameter. They have the parameter's dtype, but are fp32 for 16-bit
-    parameters unless `fp32_states` is false. counts: whether the update depends on its number.
+    parameters unless `fp32_states` is false. counts: whether the update depends on its number. kept: attributes of its
+    own that a copy (`copy.deepcopy`) is to have; all else is found anew.
     """
 
     op: ClassVar[str]
     states: ClassVar[tuple[str, ...]] = ()
     counts: ClassVar[bool] = False
+    kept: ClassVar[tuple[str, ...]] = ("_fp32_states",)
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, fp32_states: bool = True) -> None:
         self._fp32_states = fp32_states
+        self._find_anew()
+        super().__init__(params, defaults)
+
+    def _find_anew(self) -> None:
         self._table: Kernels | None = None
         self._found: dict[tuple[str, str, torch.dtype], Callable[..., Any]] = {}
         self._clock = torch.zeros(0)
         self._ticks: list[Tensor] = []
         self._known: dict[int, list[Tensor]] = {}
-        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made of; torch's optimizers leave out all that they do not know."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and of `load_state_dict`."""
+        super().__setstate__(state)
+        if "_found" not in self.__dict__:
+            self._find_anew()
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Take kernels from this table (an engine's) from now on."""

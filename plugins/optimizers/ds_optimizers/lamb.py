@@ -21,6 +21,7 @@ class FusedLamb(KernelOptimizer):
     op: ClassVar[str] = "lamb"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counts: ClassVar[bool] = True
+    kept: ClassVar[tuple[str, ...]] = (*KernelOptimizer.kept, "_coeffs")
 
     def __init__(
         self,

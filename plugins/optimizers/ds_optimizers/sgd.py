@@ -16,6 +16,7 @@ class SGD(KernelOptimizer):
 
     op: ClassVar[str] = "sgd"
     states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    kept: ClassVar[tuple[str, ...]] = (*KernelOptimizer.kept, "_fresh")
 
     def __init__(
         self,

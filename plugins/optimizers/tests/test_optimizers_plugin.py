@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -133,6 +134,42 @@ def test_classes_refuse_what_the_documents_say() -> None:
     for make in (ds_optimizers.AdamW, ds_optimizers.OneBitAdam):
         with pytest.raises(UsageError, match="sparse"):
             make(sparse.parameters()).step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "DeepSpeedCPUAdam", "Adagrad", "Lion", "FusedLamb", "SGD", "Muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_goes_on_as_the_original_does(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(4, 4, dtype=dtype)) for _ in range(3)]
+    given: Any = [{"params": params, "use_muon": True}] if name == "Muon" else params
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    if name in ("AdamW", "DeepSpeedCPUAdam"):
+        options["fp32_optimizer_states"] = False
+    optimizer = getattr(ds_optimizers, name)(given, lr=0.01, **options)
+
+    def step(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for param in params[: 1 + seed]:
+            param.grad = torch.randn(4, 4, generator=generator).to(dtype)
+        optimizer.step()
+
+    step(params, optimizer, 0)
+    others, other = copy.deepcopy((params, optimizer))
+    for seed in (1, 2):
+        step(params, optimizer, seed)
+        assert not all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), "the copy is the original"
+        step(others, other, seed)
+        for a, b in zip(params, others, strict=True):
+            assert torch.equal(a, b)
+            for key, value in optimizer.state[a].items():
+                assert torch.equal(value, other.state[b][key]), key
+                assert value.dtype == other.state[b][key].dtype
+
+
+def test_what_compresses_is_not_copied() -> None:
+    optimizer = ds_optimizers.OneBitAdam([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(UsageError, match="OneBitAdam cannot be copied"):
+        copy.deepcopy(optimizer)
 
 
 @pytest.mark.parametrize("name", ["Lamb", "FusedLamb", "OneBitLamb"])

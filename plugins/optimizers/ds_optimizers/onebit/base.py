@@ -69,6 +69,13 @@ class OneBit(Optimizer):
         self._group_of: Callable[[Tensor], ProcessGroup | None] | None = None
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """UsageError: what it exchanges with other ranks cannot be copied."""
+        raise UsageError(
+            f"{type(self).__name__} cannot be copied or pickled; make a new one and give it state_dict() and "
+            "rank_state_dict()"
+        )
+
     # -- with the engine ----------------------------------------------------------------------------------------
 
     @property
