@@ -72,10 +72,10 @@ class StateSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole state's shape."""
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
         """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor.
 
-        into: where it is to go. When that is contiguous memory on the CPU of the stored dtype and of this size, the
+        into: what it is to replace. When that is a contiguous tensor on the CPU, of the stored dtype and this size, the
         range is read straight into it, and the answer is a view of it; else it is left alone and the answer is new.
         """
 
@@ -248,8 +248,8 @@ def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:
 
 
 def read_state(source: StateSource, name: str, into: object) -> Tensor:
-    """The whole state in its shape, on the CPU: in the memory of `into`, where that is a tensor which can hold it."""
-    return source.read(name, into=into if isinstance(into, Tensor) else None).view(source.shape(name))
+    """The whole state in its shape, on the CPU; into: see `StateSource.read`."""
+    return source.read(name, into=into).view(source.shape(name))
 
 
 def set_optimizer_state(optimizer: Optimizer, master: Tensor, values: Mapping[str, Tensor]) -> None:

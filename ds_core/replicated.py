@@ -445,4 +445,4 @@ def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
             f"checkpoint state {name!r} has shape {shape}, the model's is {tuple(like.shape)}; was it saved "
             "by another model?"
         )
-    return source.read(name, into=like).view(shape)
+    return read_state(source, name, like)

@@ -60,16 +60,16 @@ class _Data:
 
 
 _STAND_INS = [
-    (_Data, f"deepspeed.{name}")
+    (_Data, name)
     for name in (
-        "runtime.fp16.loss_scaler.LossScaler",
-        "runtime.fp16.loss_scaler.DynamicLossScaler",
-        "runtime.zero.config.ZeroStageEnum",
-        "utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        # Members of an Enum, as Python 3.11.0 to 3.11.3 write them: nothing is looked up, whatever a file asks for.
+        "builtins.getattr",
     )
 ]
-# Members of an Enum, as Python 3.11.0 to 3.11.3 write them: nothing is looked up here, whatever a file asks for.
-_STAND_INS.append((_Data, "builtins.getattr"))
 
 
 def find_deepspeed(path: Path, tag: str | None) -> Path | None:

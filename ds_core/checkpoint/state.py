@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -220,7 +220,7 @@ class SavedStates:
         """The state's dtype as safetensors spells it."""
         return self._state(name).dtype
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
         """See `StateSource`. Fresh memory costs as much as reading: the system gives it out page by page."""
         state, piece = self._state(name), self._slice(name)
         stop = math.prod(self.shape(name)) if stop is None else stop
@@ -228,7 +228,7 @@ class SavedStates:
             start, stop = start + piece.offset, stop + piece.offset
         assert 0 <= start <= stop <= state.numel, f"range [{start}, {stop}) of {name!r}, which has {state.numel}"
         dtype = DTYPES[state.dtype]
-        if into is not None and _takes(into, stop - start, dtype):
+        if _takes(into, stop - start, dtype):
             out = into.detach().view(-1)
         else:
             out = torch.empty(stop - start, dtype=dtype)
@@ -301,10 +301,11 @@ class SavedStates:
             file.close()
 
 
-def _takes(into: Tensor, count: int, dtype: torch.dtype) -> bool:
-    """Whether a file can be read into a tensor's memory."""
-    plain = into.is_cpu and into.is_contiguous() and not into.is_quantized
-    return plain and into.dtype == dtype and into.numel() == count
+def _takes(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Whether `into` is a tensor whose memory can be read into."""
+    if not isinstance(into, Tensor) or into.dtype != dtype or into.numel() != count:
+        return False
+    return into.is_cpu and into.is_contiguous() and not into.is_quantized
 
 
 def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, State]:
@@ -350,6 +351,6 @@ class Without:
         """See `StateSource`."""
         return self._source.shape(name)
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: Tensor | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
         """See `StateSource`."""
         return self._source.read(name, start, stop, into=into)

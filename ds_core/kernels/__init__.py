@@ -15,6 +15,8 @@ from ds_core.entries import KernelEntry, ask, resolve
 from ds_core.errors import KernelError, nearest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ds_core.plugins import Plugins
 
 __all__ = ["Candidate", "Kernels"]
@@ -65,6 +67,10 @@ class Kernels:
         if key not in self._served:
             self._served[key] = self._resolve(op, device, dtype)
         return self._served[key]
+
+    def serving(self, op: str, like: Tensor) -> Callable[..., Any]:
+        """`get` for tensors of the device and dtype of `like`."""
+        return self.get(op, like.device.type, str(like.dtype).removeprefix("torch."))
 
     def resolved(self) -> dict[str, str]:
         """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank fingerprint."""

@@ -135,9 +135,7 @@ class _Gather(torch.autograd.Function):
         (y, weights), plan, kernels = ctx.saved_tensors, ctx.plan, ctx.kernels
         if weights is None:
             return grad.index_select(0, plan.rows), None, None, None
-        work = weigh_back
-        if kernels is not None:
-            work = kernels.get("expert_weigh_back", y.device.type, str(y.dtype).removeprefix("torch."))
+        work = weigh_back if kernels is None else kernels.serving("expert_weigh_back", y)
         return *work(grad, y, weights, plan), None, None
 
 

@@ -120,8 +120,7 @@ class Experts(nn.Module):
         weights = {f"{n}.{p}": getattr(m, p, None) for n, m in linears for p in ("weight", "bias")}
         if self.kernels is None or torch.is_autocast_enabled(rows.device.type):  # which the reference knows about
             return ffn(rows, what, weights, groups)
-        dtype = str(rows.dtype).removeprefix("torch.")
-        done: Tensor = self.kernels.get("expert_ffn", rows.device.type, dtype)(rows, what, weights, groups)
+        done: Tensor = self.kernels.serving("expert_ffn", rows)(rows, what, weights, groups)
         return done
 
     def _loop(self, rows: Tensor, groups: Groups) -> Tensor:

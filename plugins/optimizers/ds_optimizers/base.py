@@ -71,7 +71,6 @@ class KernelOptimizer(Optimizer):
 
     def _find_anew(self) -> None:
         self._table: Kernels | None = None
-        self._found: dict[tuple[str, str, torch.dtype], Callable[..., Any]] = {}
         self._clock = torch.zeros(0)
         self._ticks: list[Tensor] = []
         self._known: dict[int, list[Tensor]] = {}
@@ -83,21 +82,16 @@ class KernelOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, and of `load_state_dict`."""
         super().__setstate__(state)
-        if "_found" not in self.__dict__:
+        if "_table" not in self.__dict__:
             self._find_anew()
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Take kernels from this table (an engine's) from now on."""
         self._table = kernels
-        self._found.clear()
 
     def kernel(self, like: Tensor) -> Callable[..., Any]:
         """Who serves `op` for tensors like this (`ds_core.kernels.references` says what it does)."""
-        key = (self.op, like.device.type, like.dtype)
-        if key not in self._found:
-            table = self._table or _installed()
-            self._found[key] = table.get(self.op, key[1], str(key[2]).removeprefix("torch."))
-        return self._found[key]
+        return (self._table or _installed()).serving(self.op, like)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -198,7 +198,7 @@ def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) ->
 
 def _range(source: StateSource, name: str, piece: Piece, into: object = None) -> Tensor:
     _check(source, name, piece.shape)
-    return source.read(name, piece.start, piece.stop, into=into if isinstance(into, Tensor) else None)
+    return source.read(name, piece.start, piece.stop, into=into)
 
 
 def _check(source: StateSource, name: str, shape: tuple[int, ...]) -> None:
