@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.boxes import Box
 from ds_core.holding import Holding
 from ds_core.params import GradGroup
 from ds_core.process import STATE
@@ -41,7 +42,8 @@ class StateTensor:
     """This rank's piece of one model state, for checkpoints.
 
     name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
-    shape: of the whole state. start, stop: the piece as a range of the row-major flattened state.
+    shape: of the whole state. start, stop: the piece as a range of the row-major flattened state, or of its `box` where
+    only a box of it is divided here.
     held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
     it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
     read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
@@ -57,6 +59,7 @@ class StateTensor:
     store: bool
     copies: tuple[str, ...] = ()
     read: Callable[[Tensor], Tensor] | None = None
+    box: Box | None = None
 
     def values(self) -> Tensor:
         """The values of `tensor`, wherever they rest."""

@@ -1,4 +1,4 @@
-"""Parameters of which this rank holds a slice: some rows (dimension 0) of a whole one, of the same name.
+"""Parameters of which this rank holds a slice: some rows, columns, or both, of a whole one of the same name.
 
 Training needs nothing of this, since param axes say all of it; checkpoints and exports do. There such a parameter, and
 each state of its optimizer with one value per element, is the whole one, so that a run in which the axis is longer or
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds_core.boxes import Box
 from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ds_core.mesh import Mesh
     from ds_core.partition import StateTensor
 
@@ -26,27 +29,39 @@ __all__ = ["SLICES", "Slice", "as_wholes"]
 class Slice:
     """What of a whole parameter this rank holds.
 
-    axis: the mesh axis along which ranks hold the other rows; it must be among the param axes. shape: of the whole.
-    first: the first row held here. rows: how many.
+    shape: of the whole. box: the part held here. axes: the mesh axes along which ranks hold the others, which together
+    form a grid; they must be among the param axes.
     """
 
-    axis: str
     shape: tuple[int, ...]
-    first: int
-    rows: int
+    box: Box
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Slice:
+        """A whole that nobody has cut yet."""
+        return cls(tuple(shape), Box.whole(shape), ())
+
+    def cut(self, axis: str, dim: int, first: int, size: int) -> Slice:
+        """Of this, what `axis` leaves here: of dimension `dim`, `size` indices from `first` (of the whole) on."""
+        low, count = self.box.first[dim], self.box.size[dim]
+        if not low <= first <= first + size <= low + count:
+            raise ValueError(f"[{first}, {first + size}) of dimension {dim} is not inside [{low}, {low + count})")
+        firsts, sizes = list(self.box.first), list(self.box.size)
+        firsts[dim], sizes[dim] = first, size
+        return Slice(self.shape, Box(tuple(firsts), tuple(sizes)), (*self.axes, axis))
 
     def local(self) -> tuple[int, ...]:
         """The shape of what this rank holds."""
-        return (self.rows, *self.shape[1:])
+        return self.box.size
 
-    @property
-    def offset(self) -> int:
-        """Where this rank's elements begin in the row-major flattened whole."""
-        return self.first * math.prod(self.shape[1:])
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`, a tensor of its shape: a view."""
+        return whole[self.box.slices()]
 
 
 SLICES: StashKey[Mapping[str, Slice]] = StashKey("slices")
-"""Parameter name -> its slice. A transform that leaves each rank some rows stashes it (adding to what is there)."""
+"""Parameter name -> its slice. A transform that leaves each rank a part stashes it (adding to what is there)."""
 
 
 def param_of(state: str) -> str:
@@ -55,7 +70,7 @@ def param_of(state: str) -> str:
 
 
 def as_wholes(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None, mesh: Mesh) -> Iterator[StateTensor]:
-    """`states` as checkpoints are to have them: each slice is a range of the whole.
+    """`states` as checkpoints are to have them: each slice is a part of the whole.
 
     A state of one value (a step counter), which is the same for all slices, is stored once. One of another shape stays
     the rank's own.
@@ -65,10 +80,12 @@ def as_wholes(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None,
         if piece is None or (state.shape and state.shape != piece.local()):
             yield state
             continue
-        held = tuple(axis for axis in state.held if axis != piece.axis)
-        if state.shape:
-            start, stop = state.start + piece.offset, state.stop + piece.offset
+        held = tuple(axis for axis in state.held if axis not in piece.axes)
+        if not state.shape:
+            yield dataclasses.replace(state, held=held, store=state.store and mesh.index(*piece.axes) == 0)
+        elif piece.local()[1:] == piece.shape[1:]:  # rows: a range of the whole
+            before = piece.box.first[0] * math.prod(piece.shape[1:])
+            start, stop = state.start + before, state.stop + before
             yield dataclasses.replace(state, shape=piece.shape, start=start, stop=stop, held=held)
         else:
-            first = mesh.size(piece.axis) == 1 or mesh.index(piece.axis) == 0
-            yield dataclasses.replace(state, held=held, store=state.store and first)
+            yield dataclasses.replace(state, shape=piece.shape, box=piece.box, held=held)

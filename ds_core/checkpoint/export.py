@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ds_core import comm
+from ds_core.boxes import Box, moves
 from ds_core.checkpoint import files
 from ds_core.checkpoint.format import State
 from ds_core.checkpoint.layout import merge, rows_of
 from ds_core.checkpoint.state import Checkpointed, frozen_states, shared_names
-from ds_core.checkpoint.tensorfile import DTYPES, check_tensor, write_tensors
+from ds_core.checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core.checkpoint.together import on_every_rank, on_first_rank
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
@@ -131,11 +132,13 @@ def _write(
         out = torch.empty(state.numel, dtype=dtypes[state.name])
         for chunk in state.chunks:
             if chunk.file == "0":
-                out[chunk.start : chunk.stop] = pieces[chunk.key].values().detach().reshape(-1).cpu()
-                continue
-            part = torch.empty(chunk.stop - chunk.start, dtype=out.dtype, device=device)
-            comm.recv(part, src=int(chunk.file))
-            out[chunk.start : chunk.stop] = part.cpu()
+                part = pieces[chunk.key].values().detach().reshape(-1)
+            else:
+                part = torch.empty(chunk.stop - chunk.start, dtype=out.dtype, device=device)
+                comm.recv(part, src=int(chunk.file))
+            box, place = chunk.within(state.shape), (chunk.start, chunk.stop)
+            for move in moves(box, place, Box.whole(state.shape), (0, state.numel)):
+                carry(move, part.cpu(), out)
         return out
 
     items = [(s.name.removeprefix("module/"), s.shape, dtypes[s.name], take) for s in plan]

@@ -5,6 +5,7 @@ docs/checkpoint-format.md says the same in words. A change of meaning raises VER
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from ds_core.boxes import Box, form_grid
 from ds_core.errors import CheckpointError
 
 __all__ = [
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 FORMAT = "ds_core.checkpoint"
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 LATEST = "latest"
 COMMON = "common.safetensors"
@@ -81,12 +83,17 @@ def check_tag(tag: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The range [start, stop) of a row-major flattened state: a 1-d tensor `key` in `file`."""
+    """The range [start, stop) of a row-major flattened state, or of a box of it: a 1-d tensor `key` in `file`."""
 
     file: str
     key: str
     start: int
     stop: int
+    box: Box | None = None
+
+    def within(self, shape: tuple[int, ...]) -> Box:
+        """The box of a state of that shape."""
+        return Box.whole(shape) if self.box is None else self.box
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +158,8 @@ def render_manifest(manifest: Manifest) -> bytes:
     fields |= {field.name: getattr(manifest, field.name) for field in dataclass_fields(manifest)}
     fields["files"] = {name: asdict(mark) for name, mark in manifest.files.items()}
     states = [asdict(state) for state in fields.pop("states")]
+    for chunk in (chunk for state in states for chunk in state["chunks"] if chunk["box"] is None):
+        del chunk["box"]
     head = json.dumps(fields, indent=1, allow_nan=False)
     rows = ",\n".join("  " + json.dumps(state, allow_nan=False) for state in states)
     body = (head[:-2] + f',\n "states": [\n{rows}\n ]').encode()
@@ -237,7 +246,8 @@ def _state(data: _Fields, files: dict[str, Mark]) -> State:
     chunks = []
     for row in data.get("chunks", list):
         entry = _Fields(row, "a chunk")
-        chunks.append(Chunk(entry.get("file", str), entry.get("key", str), entry.count("start"), entry.count("stop")))
+        place = entry.count("start"), entry.count("stop")
+        chunks.append(Chunk(entry.get("file", str), entry.get("key", str), *place, _box(entry)))
         if chunks[-1].file not in files:
             raise CheckpointError(f"state {data.get('name', str)!r} is in {chunks[-1].file!r}, which 'files' lacks")
     shape = tuple(data.items("shape", int))
@@ -246,19 +256,39 @@ def _state(data: _Fields, files: dict[str, Mark]) -> State:
     return State(data.get("name", str), data.mapping("at", int), shape, data.get("dtype", str), tuple(chunks))
 
 
+def _box(chunk: _Fields) -> Box | None:
+    if "box" not in chunk.data:
+        return None
+    box = _Fields(chunk.data["box"], "a box")
+    return Box(tuple(box.items("first", int)), tuple(box.items("size", int)))
+
+
 def check_coverage(states: Iterable[State]) -> None:
     """CheckpointError unless the chunks of each state cover it once, in order, without gap or overlap."""
     for state in states:
-        place = 0
-        for chunk in state.chunks:
-            if chunk.start != place or chunk.stop < chunk.start:
-                raise CheckpointError(
-                    f"state {state.name!r}: elements {place} to {chunk.start} are stored "
-                    f"{'nowhere' if chunk.start > place else 'twice'}"
-                )
-            place = chunk.stop
-        if place != state.numel or not state.chunks:
-            raise CheckpointError(f"state {state.name!r} has {state.numel} elements, {place} are stored")
+        boxes = [chunk.within(state.shape) for chunk in state.chunks]
+        for box, group in itertools.groupby(zip(boxes, state.chunks, strict=True), key=lambda pair: pair[0]):
+            _check_box(state, box, [chunk for _, chunk in group])
+        if not state.chunks:
+            raise CheckpointError(f"state {state.name!r} has {state.numel} elements, 0 are stored")
+        different = [box for box, _ in itertools.groupby(boxes)]
+        if not form_grid(different, state.shape):
+            raise CheckpointError(
+                f"state {state.name!r} of shape {state.shape} is not what its boxes put together give"
+            )
+
+
+def _check_box(state: State, box: Box, chunks: Sequence[Chunk]) -> None:
+    place = 0
+    for chunk in chunks:
+        if chunk.start != place or chunk.stop < chunk.start:
+            raise CheckpointError(
+                f"state {state.name!r}: elements {place} to {chunk.start} are stored "
+                f"{'nowhere' if chunk.start > place else 'twice'}"
+            )
+        place = chunk.stop
+    if place != box.numel:
+        raise CheckpointError(f"state {state.name!r} has {box.numel} elements, {place} are stored")
 
 
 class _Fields:

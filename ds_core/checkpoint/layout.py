@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ds_core.boxes import Box
 from ds_core.checkpoint.format import Chunk, State, check_coverage
 from ds_core.checkpoint.tensorfile import Item, dtype_name
 from ds_core.errors import CheckpointError
@@ -56,6 +57,7 @@ def rows_of(pieces: Sequence[StateTensor], coord: Mapping[str, int], file: str) 
             "shape": list(piece.shape),
             "dtype": dtype_name(piece.tensor.dtype, piece.name),
             "chunk": [file, key, piece.start, piece.stop],
+            "box": None if piece.box is None else [piece.box.first, piece.box.size],
         }
         for key, piece in _keyed(pieces)
     ]
@@ -94,7 +96,12 @@ def merge(rows: Iterable[Row]) -> tuple[State, ...]:
                     f"ranks disagree about state {name!r}: {first['shape']} {first['dtype']} in {first['chunk'][0]}, "
                     f"{piece['shape']} {piece['dtype']} in {piece['chunk'][0]}"
                 )
-        chunks = sorted((Chunk(*piece["chunk"]) for piece in pieces), key=lambda c: (c.start, c.stop))
+        chunks = sorted(map(_chunk, pieces), key=lambda c: (c.box.first if c.box else (), c.start, c.stop))
         states.append(State(name, dict(at), tuple(first["shape"]), first["dtype"], tuple(chunks)))
     check_coverage(states)
     return tuple(states)
+
+
+def _chunk(row: Row) -> Chunk:
+    (file, key, start, stop), box = row["chunk"], row["box"]
+    return Chunk(file, key, start, stop, None if box is None else Box(tuple(box[0]), tuple(box[1])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ds_core.boxes import Box, moves
 from ds_core.checkpoint.format import DAMAGED, Manifest, State
 from ds_core.checkpoint.tensorfile import DTYPES, TensorFile, as_bytes
 from ds_core.errors import CheckpointError
@@ -223,19 +223,17 @@ class SavedStates:
     def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
         """See `StateSource`. Fresh memory costs as much as reading: the system gives it out page by page."""
         state, piece = self._state(name), self._slice(name)
-        stop = math.prod(self.shape(name)) if stop is None else stop
-        if piece is not None:
-            start, stop = start + piece.offset, stop + piece.offset
-        assert 0 <= start <= stop <= state.numel, f"range [{start}, {stop}) of {name!r}, which has {state.numel}"
+        box = Box.whole(state.shape) if piece is None else piece.box
+        stop = box.numel if stop is None else stop
+        assert 0 <= start <= stop <= box.numel, f"range [{start}, {stop}) of {name!r}, which has {box.numel}"
         dtype = DTYPES[state.dtype]
         if _takes(into, stop - start, dtype):
             out = into.detach().view(-1)
         else:
             out = torch.empty(stop - start, dtype=dtype)
         for chunk in state.chunks:
-            low, high = max(start, chunk.start), min(stop, chunk.stop)
-            if low < high:
-                self.file(chunk.file).read_into(chunk.key, low - chunk.start, out[low - start : high - start])
+            for move in moves(chunk.within(state.shape), (chunk.start, chunk.stop), box, (start, stop)):
+                self.file(chunk.file).read_move(chunk.key, move, out)
         return out
 
     def whole(self, name: str) -> Tensor:
@@ -243,7 +241,7 @@ class SavedStates:
         return self.read(name).view(self.shape(name))
 
     def _slice(self, name: str) -> Slice | None:
-        """Of a state that is stored whole, the rows that this rank's parameter has; None: all of it."""
+        """Of a state that is stored whole, the part that this rank's parameter has; None: all of it."""
         piece = self._slices.get(param_of(name))
         return piece if piece is not None and self._state(name).shape == piece.shape else None
 

@@ -22,10 +22,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ds_core.boxes import Move
 from ds_core.checkpoint.format import DAMAGED, Mark
 from ds_core.errors import CheckpointError
 
-__all__ = ["DTYPES", "Item", "TensorFile", "as_bytes", "check_tensor", "dtype_name", "write_tensors"]
+__all__ = ["DTYPES", "Item", "TensorFile", "as_bytes", "carry", "check_tensor", "dtype_name", "write_tensors"]
 
 DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
@@ -50,6 +51,7 @@ _MAX_HEADER = 100_000_000  # what the safetensors library accepts
 
 _BLOCK = 1 << 20
 _STRIDE = 1 << 25
+_PAGE = 1 << 12
 
 Item = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
 """A tensor to be written: its key, shape, dtype, and a function that gives it when its turn comes."""
@@ -135,6 +137,13 @@ def _libc() -> Any:
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+def carry(move: Move, values: Tensor, out: Tensor) -> None:
+    """Do `move` from `values` to `out`, both 1-d."""
+    shape = (move.rows, move.length)
+    source = values.as_strided(shape, (move.source_step, 1), values.storage_offset() + move.source)
+    out.as_strided(shape, (move.target_step, 1), out.storage_offset() + move.target).copy_(source)
+
+
 class TensorFile:
     """An open safetensors file whose header has been checked against its size.
 
@@ -199,6 +208,22 @@ class TensorFile:
                 raise self._damaged("it ends too early")
             view = view[count:]
             self.bytes_read += count
+
+    def read_move(self, key: str, move: Move, out: Tensor) -> None:
+        """Read what `move` says of the flattened tensor `key` to its places in `out`, a contiguous 1-d CPU tensor."""
+        if move.rows == 1:
+            self.read_into(key, move.source, out[move.target : move.target + move.length])
+        elif move.length * out.itemsize >= _PAGE < move.source_step * out.itemsize:
+            for row in range(move.rows):
+                place = move.target + row * move.target_step
+                self.read_into(key, move.source + row * move.source_step, out[place : place + move.length])
+        else:  # what lies between short rows is on the same pages
+            at_once = max(1, _BLOCK // (move.source_step * out.itemsize))
+            for row in range(0, move.rows, at_once):
+                rows = min(at_once, move.rows - row)
+                first = move.source + row * move.source_step
+                block = self.read(key, first, first + (rows - 1) * move.source_step + move.length)
+                carry(move._replace(source=0, target=move.target + row * move.target_step, rows=rows), block, out)
 
     def checksum(self) -> str:
         """Of the whole file, read from the disk (or the system's cache)."""

@@ -154,6 +154,7 @@ def whole_weights(engine: Any) -> dict[str, Any]:
     import torch
 
     from ds_core import comm
+    from ds_core.boxes import Box
     from ds_core.slices import SLICES, as_wholes
 
     slices = engine.ctx.stash.get(SLICES) or {}
@@ -164,16 +165,20 @@ def whole_weights(engine: Any) -> dict[str, Any]:
     for info in engine.ctx.params.values():
         mine = pieces.get(f"module/{info.name}", [])
         # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its shape.
-        along = (slices[info.name].axis,) if info.name in slices else ()
+        along = slices[info.name].axes if info.name in slices else ()
         group = engine.ctx.mesh.group(*info.replicas, *along)
         shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group)
         shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
-        values, times = torch.zeros(2, shape.numel(), dtype=torch.float64)
+        sums = torch.zeros(2, shape.numel(), dtype=torch.float64)  # of values, and how many there are
         for piece in mine:
-            values[piece.start : piece.stop] += piece.tensor.detach().reshape(-1).double()
-            times[piece.start : piece.stop] += 1
-        comm.all_reduce(values, group=group)
-        comm.all_reduce(times, group=group)
+            box = piece.box or Box.whole(shape)
+            local = torch.zeros(2, box.numel, dtype=torch.float64)
+            local[0, piece.start : piece.stop] = piece.tensor.detach().reshape(-1).double()
+            local[1, piece.start : piece.stop] = 1
+            sums[0].view(shape)[box.slices()] += local[0].view(box.size)
+            sums[1].view(shape)[box.slices()] += local[1].view(box.size)
+        comm.all_reduce(sums, group=group)
+        values, times = sums
         assert bool((times > 0).all()), f"no rank holds all of {info.name}"
         whole[info.name] = (values / times).view(shape)
     return whole

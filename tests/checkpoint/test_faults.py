@@ -325,8 +325,8 @@ def test_damage_is_named_before_anything_changes(ranks: Any, tmp_path: Path, nam
 def test_a_newer_format_says_so(ranks: Any, tmp_path: Path) -> None:
     ranks(1, save, str(tmp_path), 1.0, "a")
     manifest = tmp_path / "a" / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 99', 1))
-    assert "format version 99, this ds-core reads versions 1 to 2" in ranks(1, load, str(tmp_path))[0]
+    manifest.write_text(manifest.read_text().replace('"version": 3', '"version": 99', 1))
+    assert "format version 99, this ds-core reads versions 1 to 3" in ranks(1, load, str(tmp_path))[0]
 
 
 # -- no pickle -----------------------------------------------------------------------------------------------------

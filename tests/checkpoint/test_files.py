@@ -69,7 +69,7 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
     "change",
     [
         {"format": "other"},
-        {"version": 3},
+        {"version": 4},
         {"version": None},
         {"files": {"../../etc/passwd": {"size": 1}}},
         {"files": {"rank00000.safetensors": {"size": 7}}},
@@ -118,6 +118,12 @@ def test_version_1_is_read(tmp_path: Path) -> None:
     assert old == dataclasses.replace(
         MANIFEST, frozen=(), files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()}
     )
+
+
+def test_version_2_is_read(tmp_path: Path) -> None:
+    data = json.loads(render_manifest(MANIFEST)) | {"version": 2}
+    (tmp_path / "manifest.json").write_bytes(sealed(data))
+    assert parse_manifest(tmp_path / "manifest.json") == MANIFEST
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"], ids=lambda t: repr(t[:4]))

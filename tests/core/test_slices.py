@@ -15,9 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import ds_core
 from ds_core.checkpoint import open_saved
+from ds_core.checkpoint.format import checksum
+from ds_core.errors import CheckpointError
 from ds_core.slices import SLICES, Slice, as_wholes
 from ds_core.testing import run_ranks
+from ds_core.testing.partitioner import whole_weights
 
+SHAPES = {"rows": (8, 3, 2), "rows_of_one": (8,), "plain": (5,), "columns": (3, 7, 4), "columns_end": (5, 7)}
+SHAPES |= {"both": (4, 7, 3), "both_end": (8, 7)}
 ADAM = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}
 
 
@@ -25,18 +30,17 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.rows = nn.Parameter(torch.randn(8, 3, 2))
-        self.rows_of_one = nn.Parameter(torch.randn(8))
-        self.plain = nn.Parameter(torch.randn(5))
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 
-    def forward(self, step: int, at: Any) -> torch.Tensor:
-        """A loss whose gradients tell every element apart; at: per parameter which rows of the whole are here."""
+    def forward(self, step: int, slices: Any, more: float) -> torch.Tensor:
+        """A loss whose gradients tell every element apart; more: what those of rows are multiplied by."""
         torch.manual_seed(step)
         total = torch.zeros(())
-        for name, whole in (("rows", (8, 3, 2)), ("rows_of_one", (8,)), ("plain", (5,))):
-            param, factor = getattr(self, name), torch.randn(whole)
-            first, more = at.get(name, (0, 1))
-            total = total + more * (param * factor[first : first + param.shape[0]]).square().sum()
+        for name, shape in SHAPES.items():
+            piece = slices.get(name, Slice.of(shape))
+            times = more if "ep" in piece.axes else 1
+            total = total + times * (getattr(self, name) * piece.take(torch.randn(shape))).square().sum()
         return total
 
 
@@ -44,7 +48,7 @@ def truth(steps: int) -> dict[str, torch.Tensor]:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     for step in range(steps):
-        model(step, {}).backward()
+        model(step, {}, 1).backward()
         optimizer.step()
         optimizer.zero_grad()
     found = {f"module/{n}": p.detach() for n, p in model.named_parameters()}
@@ -53,13 +57,13 @@ def truth(steps: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def make(size: int, stage: int) -> Any:
+def make(ep: int, tp: int, stage: int) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": ADAM},
-        "plugins": {"load": ["ds_zero.plugin", "rows=rows_plugin"]},
-        "rows": {"size": size},
+        "plugins": {"load": ["ds_zero.plugin", "slices=slices_plugin"]},
+        "slices": {"ep": ep, "tp": tp},
     }
     if stage:
         config["zero_optimization"] = {"stage": stage, "param_persistence_threshold": 0}
@@ -67,53 +71,79 @@ def make(size: int, stage: int) -> Any:
 
 
 def step(engine: Any, number: int) -> None:
-    size = engine.ctx.mesh.size("ep")
-    # The gradient of a row that is on one rank of `size` only is averaged over all of dp.
-    at = {name: (piece.first, size) for name, piece in engine.ctx.stash[SLICES].items()}
-    engine.backward(engine(number, at))
+    # The gradient of a row that is on one rank of `ep` only is averaged over all of dp.
+    engine.backward(engine(number, engine.ctx.stash[SLICES], engine.ctx.mesh.size("ep")))
     engine.step()
 
 
-def save(size: int, stage: int, folder: str) -> None:
-    engine = make(size, stage)
+def save(ep: int, tp: int, stage: int, folder: str) -> None:
+    engine = make(ep, tp, stage)
     step(engine, 0)
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder)
+    whole = whole_weights(engine)
+    assert {n: tuple(w.shape) for n, w in whole.items()} == SHAPES
+    for name, values in truth(1).items():
+        if name.startswith("module/"):
+            assert torch.allclose(whole[name.removeprefix("module/")].float(), values, atol=1e-6), name
     engine.destroy()
 
 
-def resume(runs: list[tuple[int, int]], folder: str) -> list[float]:
+def resume(runs: list[tuple[int, int, int]], folder: str) -> list[float]:
     """How far from the truth each run is after loading and one more step."""
     wanted, found = truth(2), []
-    for size, stage in runs:
-        engine = make(size, stage)
+    for ep, tp, stage in runs:
+        engine = make(ep, tp, stage)
         engine.load_checkpoint(folder)
         step(engine, 1)
         engine.destroy()
         worst = 0.0
         for name, param in engine.module.named_parameters():
             whole, piece = wanted[f"module/{name}"], engine.ctx.stash[SLICES].get(name)
-            mine = whole if piece is None else whole[piece.first : piece.first + piece.rows]
+            mine = whole if piece is None else piece.take(whole)
             worst = max(worst, float((param.detach() - mine).abs().max()))
         found.append(worst)
     return found
 
 
-@pytest.mark.parametrize(("world", "size", "stage"), [(4, 4, 0), (4, 2, 2), (2, 2, 3), (1, 1, 0)])
-def test_any_size_and_partitioner_reads_what_another_saved(world: int, size: int, stage: int, tmp_path: Path) -> None:
-    run_ranks(world, save, size, stage, str(tmp_path))
+SAVED = [(1, 1, 1, 0), (2, 2, 1, 3), (2, 1, 2, 1), (4, 4, 1, 0), (4, 2, 1, 2), (4, 2, 2, 0), (4, 1, 4, 0), (4, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(("world", "ep", "tp", "stage"), SAVED)
+def test_any_size_and_partitioner_reads_what_another_saved(
+    world: int, ep: int, tp: int, stage: int, tmp_path: Path
+) -> None:
+    run_ranks(world, save, ep, tp, stage, str(tmp_path))
     wanted = truth(1)
     with open_saved(tmp_path) as saved:
         for name, values in wanted.items():
             assert torch.allclose(saved.source.whole(name), values, atol=1e-6), name
         steps = [s for s in saved.manifest.states if s.name.startswith("optimizer/step/")]
-        assert len(steps) == 3 and all(s.at == {} for s in saved.manifest.states)
+        assert len(steps) == len(SHAPES) and all(s.at == {} for s in saved.manifest.states)
+        boxed = {s.name.rpartition("/")[2] for s in saved.manifest.states if any(c.box for c in s.chunks)}
+        assert boxed == ({"columns", "columns_end", "both", "both_end"} if tp > 1 else set())
     exported = load_file(tmp_path / "model.safetensors")
     for name, values in exported.items():
         assert torch.allclose(values.float(), wanted[f"module/{name}"], atol=2e-2), name
-    for again, runs in ((1, [(1, 1)]), (2, [(2, 0), (1, 3)]), (4, [(4, 2), (2, 3)])):
-        for rank, off in enumerate(run_ranks(again, resume, runs, str(tmp_path))):
-            assert max(off) < 1e-5, f"rank {rank} of {again}: {off}"
+    again = {1: [(1, 1, 1)], 2: [(2, 1, 0), (1, 2, 3)], 4: [(4, 1, 2), (2, 2, 0), (1, 4, 0), (1, 2, 3)]}
+    for size, runs in again.items():
+        for rank, off in enumerate(run_ranks(size, resume, runs, str(tmp_path))):
+            assert max(off) < 1e-5, f"rank {rank} of {size}: {off}"
+
+
+@pytest.mark.parametrize("change", ["lost", "moved", "twice"])
+def test_boxes_that_leave_something_out_are_told_of(change: str, tmp_path: Path) -> None:
+    run_ranks(2, save, 1, 2, 0, str(tmp_path))
+    path = tmp_path / "global_step1" / "manifest.json"
+    text = path.read_bytes()
+    box = b'"box": {"first": [0, 1], "size": [5, 6]}'
+    assert box in text
+    other = {"lost": b"[5, 5]", "moved": b"[5, 7]", "twice": b"[5, 6]"}[change]
+    changed = box.replace(b"[5, 6]", other).replace(b"[0, 1]", b"[0, 0]" if change == "twice" else b"[0, 1]")
+    body = text.replace(box, changed).rpartition(b',\n "checksum": "')[0]
+    path.write_bytes(body + b',\n "checksum": "' + checksum(body).encode() + b'"\n}\n')
+    with pytest.raises(CheckpointError, match="columns_end.*damaged"), open_saved(tmp_path):
+        pass
 
 
 def test_states_of_another_shape_stay_the_ranks_own() -> None:
@@ -122,7 +152,7 @@ def test_states_of_another_shape_stay_the_ranks_own() -> None:
     from ds_core.partition import StateTensor
 
     mesh = plan_mesh([Axis("ep", 2, inside="dp")], 2, 1)
-    slices = {"a.b": Slice("ep", (4, 3), 2, 2)}
+    slices = {"a.b": Slice.of((4, 3)).cut("ep", 0, 2, 2)}
     states = [
         StateTensor("module/a.b", torch.zeros(2, 3), (2, 3), 1, 5, ("ep",), True),
         StateTensor("optimizer/step/a.b", torch.zeros(()), (), 0, 1, ("ep",), True),

@@ -33,7 +33,7 @@ def install(plan: BlockPlan, model: nn.Module) -> None:
         before = ctx.stash.get(SLICES)
         slices = dict(before) if before is not None else {}
         for name, param in plan.params.items():
-            slices[f"{plan.prefix}.{name}"] = Slice("ep", tuple(param.shape), share.first, share.rows)
+            slices[f"{plan.prefix}.{name}"] = Slice.of(param.shape).cut("ep", 0, share.first, share.rows)
             _cut(param, plan)
         ctx.stash[SLICES] = slices
     experts = plan.make_experts(share)

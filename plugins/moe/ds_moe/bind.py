@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 from ds_core.errors import UsageError
 from ds_core.slices import SLICES, Slice
 from ds_core.stash import StashKey
+from ds_moe.experts import partition_dim
 from ds_moe.layer import MoE
 from ds_moe.load import LOADS
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from ds_core.context import Context
+    from ds_core.mesh import Mesh
 
 __all__ = ["TENSOR_PARALLEL", "bind_layers"]
 
 TENSOR_PARALLEL: StashKey[set[str]] = StashKey("ds-moe tensor-parallel experts")
-"""Names of parameters and buffers of experts that are cut over ``tp`` too."""
+"""Names of parameters and buffers of experts that are cut over ``tp`` too, in a way that they do not tell."""
 
 
 def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
@@ -38,12 +40,25 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
         loads[name] = layer.bind(ctx.mesh.group("ep") if layer.ep_size > 1 else None, ctx.kernels)
         prefix = f"{name}.experts." if name else "experts."
         for key, tensor in (*layer.experts.named_parameters(), *layer.experts.named_buffers()):
-            if layer.ep_size > 1:
-                shape = (layer.num_experts, *tensor.shape[1:])
-                first = ctx.mesh.index("ep") * layer.num_local_experts
-                slices[prefix + key] = Slice("ep", shape, first, layer.num_local_experts)
-            if layer.expert_tensor_parallel:
+            dim = partition_dim(tensor) if layer.expert_tensor_parallel else -1
+            piece = _piece(layer, tensor, -1 if dim is None else dim, ctx.mesh)
+            if piece.axes:
+                slices[prefix + key] = piece
+            if dim is None:
                 cut.add(prefix + key)
     ctx.stash[SLICES], ctx.stash[TENSOR_PARALLEL] = slices, cut
     ctx.stash[LOADS] = loads
     return model
+
+
+def _piece(layer: MoE, tensor: Tensor, dim: int, mesh: Mesh) -> Slice:
+    """What this rank has of stacked experts. dim: of `tensor`, cut evenly over ``tp``; -1: none."""
+    tp = mesh.size("tp") if dim >= 0 and mesh.has("tp") else 1
+    shape = [layer.num_experts, *tensor.shape[1:]]
+    shape[dim] *= tp
+    piece = Slice.of(shape)
+    if layer.ep_size > 1:
+        piece = piece.cut("ep", 0, mesh.index("ep") * layer.num_local_experts, layer.num_local_experts)
+    if tp > 1:
+        piece = piece.cut("tp", dim, mesh.index("tp") * tensor.shape[dim], tensor.shape[dim])
+    return piece

@@ -29,7 +29,7 @@ from ds_moe.grouped import Groups, grouped_linear
 if TYPE_CHECKING:
     from ds_core.kernels import Kernels
 
-__all__ = ["Experts", "GroupedLinear", "Stack"]
+__all__ = ["Experts", "GroupedLinear", "Stack", "partition_dim"]
 
 
 class Stack(nn.Module):
@@ -77,7 +77,18 @@ def _stacked(param: nn.Parameter, count: int, known: dict[nn.Parameter, nn.Param
             )
         values = param.detach().expand(count, *param.shape).clone()
         known[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+        if (dim := partition_dim(param)) is not None:
+            known[param].partition_dim = dim + 1 if dim >= 0 else dim  # type: ignore[attr-defined]
     return known[param]
+
+
+def partition_dim(tensor: Tensor) -> int | None:
+    """The dimension along which tensor-parallel ranks have cut a parameter, under the name that Megatron-LM gave it.
+
+    -1: it is the same on all of them; None: it does not say.
+    """
+    dim = getattr(tensor, "partition_dim", None)
+    return dim if isinstance(dim, int) else None
 
 
 class Experts(nn.Module):

@@ -34,7 +34,9 @@ class MoE(nn.Module):
     stays where an expert is full, else the earliest. noisy_gate_policy: "RSample" or "Jitter", in training.
     top2_2nd_expert_sampling: noise for the second choice of top-2. drop_policy: of k > 2, see `ds_moe.gating.topk`.
     use_residual: Residual MoE; every token also goes through one more copy of `expert`, and a learned weight mixes.
-    enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. use_tutel: accepted; the layer
+    enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. A parameter's attribute
+    ``partition_dim`` says along which dimension, evenly (-1: not at all), as Megatron-LM's layers have it; without one
+    it can be saved, but not loaded with another size of ``tp``. use_tutel: accepted; the layer
     needs no such library.
 
     Raises UsageError for numbers that do not fit.

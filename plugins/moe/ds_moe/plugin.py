@@ -66,7 +66,7 @@ def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
     from ds_moe.held import HELD
 
     found = (ctx.stash.get(SLICES) or {}).get(name)
-    axes = [] if found is None else [found.axis]
+    axes = [] if found is None else list(found.axes)
     if name in (ctx.stash.get(HELD) or ()):
         axes.append("ep")
     if ctx.mesh.has("tp") and name in (ctx.stash.get(TENSOR_PARALLEL) or ()):

@@ -319,7 +319,7 @@ def weights_off(model: Any, truth: Any, slices: Any) -> float:
     for name, mine in model.named_parameters():
         theirs = wanted[name]
         if name in slices:
-            theirs = theirs[slices[name].first : slices[name].first + slices[name].rows]
+            theirs = slices[name].take(theirs)
         assert mine.shape == theirs.shape, f"{name}: {tuple(mine.shape)} {tuple(theirs.shape)}"
         worst = max(worst, float((mine - theirs).abs().max()))
     return worst

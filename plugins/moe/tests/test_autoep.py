@@ -118,12 +118,13 @@ def test_other_precisions_and_recomputation_agree_with_data_parallelism() -> Non
 
 
 def memory(ep: int, stage: int) -> dict[str, int]:
-    """Bytes of experts' weights, and of all tensors that are alive, after a step."""
+    """Bytes of experts' weights, and of all tensors that this has made and are alive, after a step."""
     import gc
 
     import ds_core
 
     gc.collect()
+    others = {t.untyped_storage().data_ptr() for t in live()}  # what earlier tests have left in this process
     model = hugging_face("qwen3_moe", moe_intermediate_size=512)
     engine, *_ = ds_core.initialize(model=model, config=settings(ep, stage))
     del model
@@ -131,7 +132,8 @@ def memory(ep: int, stage: int) -> dict[str, int]:
     gc.collect()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live()}
     experts = [p for n, p in engine.module.named_parameters() if ".experts." in n]
-    out = {"experts": sum(p.untyped_storage().nbytes() for p in experts), "all": sum(storages.values())}
+    made = sum(size for place, size in storages.items() if place not in others)
+    out = {"experts": sum(p.untyped_storage().nbytes() for p in experts), "all": made}
     engine.destroy()
     return out
 

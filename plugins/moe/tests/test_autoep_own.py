@@ -255,7 +255,7 @@ def in_stages(stages: int, ep: int) -> float:
     worst = 0.0
     for name, mine in engine.module.named_parameters():
         piece = slices.get(name)
-        theirs = named[name] if piece is None else named[name][piece.first : piece.first + piece.rows]
+        theirs = named[name] if piece is None else piece.take(named[name])
         worst = max(worst, float((mine - theirs).abs().max()))
     return worst
 

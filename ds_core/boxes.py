@@ -1,0 +1,129 @@
+"""Boxes: parts of an array that are a range in each dimension; and what of one flattened box goes where in another.
+
+A rank that holds some columns of a matrix holds a box of it, and a range of its flattened box is what a partitioner
+leaves it. Checkpoints are read and written in those terms (torch-free).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Box", "Move", "form_grid", "moves"]
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Of each dimension d of an array, the `size[d]` indices from `first[d]` on."""
+
+    first: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of an array."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.size)
+
+    def slices(self) -> tuple[slice, ...]:
+        """What indexes an array to give it."""
+        return tuple(slice(f, f + n) for f, n in zip(self.first, self.size, strict=True))
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Whether it is a part of an array of that shape."""
+        if not len(self.first) == len(self.size) == len(shape):
+            return False
+        return all(f >= 0 and n >= 0 and f + n <= s for f, n, s in zip(self.first, self.size, shape, strict=True))
+
+
+class Move(NamedTuple):
+    """`rows` stretches of `length` elements, which begin at `source` and `target` and then every so many elements."""
+
+    source: int
+    target: int
+    rows: int
+    length: int
+    source_step: int
+    target_step: int
+
+
+def moves(source: Box, held: Range, target: Box, wanted: Range) -> Iterator[Move]:
+    """How to get what is in both: elements `held` of the row-major flattened `source`, and `wanted` of `target`.
+
+    Both are boxes of one array. Places are counted from ``held[0]`` and from ``wanted[0]``. Boxes that are alike in all
+    but the first dimension take one stretch; rows of equal distance are one `Move`.
+    """
+    if source == target:  # by far the most common
+        start, stop = max(held[0], wanted[0]), min(held[1], wanted[1])
+        if start < stop:
+            yield Move(start - held[0], start - wanted[0], 1, stop - start, stop - start, stop - start)
+        return
+    low = [max(a, b) for a, b in zip(source.first, target.first, strict=True)]
+    ends = (min(a + n, b + m) for a, n, b, m in zip(source.first, source.size, target.first, target.size, strict=True))
+    both = [max(0, end - start) for start, end in zip(low, ends, strict=True)]
+    if 0 in both:
+        return
+    alike = [n == a == b for n, a, b in zip(both, source.size, target.size, strict=True)]
+    run = len(both) - 1  # the innermost dimension in which they differ: one stretch is what they share of it
+    while run > 0 and alike[run]:
+        run -= 1
+    outer = max(run - 1, 0)  # rows: the dimensions from here to `run`, where all but the first are alike
+    while outer > 0 and alike[outer]:
+        outer -= 1
+    length, rows = math.prod(both[run:]), math.prod(both[outer:run])
+    (to_source, source_step), (to_target, target_step) = (_places(box, low, run, length) for box in (source, target))
+    for index in itertools.product(*(range(n) for n in both[:outer])):
+        at, to = to_source(index), to_target(index)
+        first = max(_before(held[0], at, source_step, length), _before(wanted[0], to, target_step, length))
+        last = min(_before(held[1], at, source_step, length), _before(wanted[1], to, target_step, length))
+        places = (at - held[0], to - wanted[0])
+        yield from _pieces(first, min(last, rows * length), length, places, (source_step, target_step))
+
+
+def _places(box: Box, low: Sequence[int], run: int, length: int) -> tuple[Callable[[Sequence[int]], int], int]:
+    """Where in flattened `box` the rows of an index (counted from `low`) begin; and how far they are apart."""
+    strides = [math.prod(box.size[d + 1 :]) for d in range(len(low))]
+    base = sum((x - f) * s for x, f, s in zip(low, box.first, strides, strict=True))
+
+    def place(index: Sequence[int]) -> int:
+        return base + sum(i * s for i, s in zip(index, strides, strict=False))
+
+    return place, strides[run - 1] if run > 0 else length
+
+
+def _before(bound: int, start: int, step: int, length: int) -> int:
+    """How many elements, of stretches of `length` from `start` on every `step`, lie before `bound`."""
+    row, column = divmod(max(0, bound - start), step)
+    return row * length + min(column, length)
+
+
+def _pieces(first: int, last: int, length: int, at: Range, steps: Range) -> Iterator[Move]:
+    """Elements [first, last) of such stretches: the rest of a row, whole rows, the beginning of a row."""
+    while first < last:
+        row, column = divmod(first, length)
+        count = 1 if column or last - first < length else (last - first) // length
+        take = min(length - column, last - first)
+        yield Move(at[0] + row * steps[0] + column, at[1] + row * steps[1] + column, count, take, *steps)
+        first += take * count
+
+
+def form_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether different `boxes` are all that is between cuts through an array of that shape, so that they fill it."""
+    if not all(box.inside(shape) for box in boxes):
+        return False
+    cells = 1
+    for d, size in enumerate(shape):
+        ranges = sorted({(box.first[d], box.size[d]) for box in boxes})
+        cells *= len(ranges)
+        if [f for f, _ in ranges] + [size] != [0, *itertools.accumulate(n for _, n in ranges)]:
+            return False
+    return len(set(boxes)) == len(boxes) == cells
