@@ -2,6 +2,10 @@
 
 A kernel's pure-torch *reference* defines its meaning. Providers (C++, CUDA, Triton) announce themselves through
 `ds_kernels`; the highest available priority serves, or the one that ``"kernels": {"op": "provider"}`` forces.
+
+[Note: portions] A function that updates many tensors in place may have an attribute ``together``: a function of one
+argument, a function that it calls. Calls of the kernel in there may return before their work is done (what they were
+given must stay as it is); it is done when ``together`` returns. So one portion is worked on while the next is prepared.
 """
 
 from __future__ import annotations

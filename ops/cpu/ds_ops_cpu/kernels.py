@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -38,7 +40,7 @@ from ds_core.kernels.compiled import (
 from ds_core.params import squared_norm as reference_squared_norm
 from ds_ops_cpu.extension import EXTENSION
 
-__all__ = ["accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd", "squared_norm"]
+__all__ = ["accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd", "squared_norm", "together"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NORM_TYPES = {**_TYPES, torch.float64: 3}
@@ -70,8 +72,17 @@ def _step(
     if _takes([ts[0].dtype for ts in everything if ts], has_copies):
         given = _plain(everything)
     torch.autograd.graph.increment_version(params)  # now that they are in the cache
+    portions: _Portions | None = getattr(_LOCAL, "portions", None)
+    if name not in OVERLAPPING:
+        portions = None
     if given is not None:
-        out: list[float] = run(torch.get_num_threads(), given, has_copies, *numbers) or []
+        threads = torch.get_num_threads() if portions is None else 0
+        out: list[float] = run(threads, given, has_copies, *numbers) or []
+        if portions is not None:
+            portions.kept.append((given, everything))
+    elif portions is not None:
+        portions.later.append(functools.partial(_step, name, reference, numbers, lists, copies))
+        return []
     else:
         if len({len(ts) for ts in everything}) > 1:
             raise KernelError(sizes_differ(everything))
@@ -91,8 +102,46 @@ def _step(
     return out
 
 
+OVERLAPPING = ("adam", "adagrad", "lion", "sgd")
+_LOCAL = threading.local()
+
+
+@dataclass(slots=True)
+class _Portions:
+    """Of one call of `together`: what must stay alive until its end, and what is to be done after it."""
+
+    kept: list[Any] = field(default_factory=list)
+    later: list[Callable[[], Any]] = field(default_factory=list)
+
+
+def together(prepare: Callable[[], None]) -> None:
+    """Call `prepare`; the steps that it asks for here begin at once on torch's other threads, and end before this does.
+
+    So a step over many small tensors can be asked for in portions, each of which is worked on while the next is being
+    prepared (those of `OVERLAPPING`). What `prepare` raises is raised when the steps that it has asked for are done.
+    """
+    if hasattr(_LOCAL, "portions"):
+        prepare()
+        return
+    portions = _LOCAL.portions = _Portions()
+    try:
+        native().together(torch.get_num_threads(), prepare)
+    finally:
+        del _LOCAL.portions
+        for step in portions.later:  # what C++ cannot take as it is, and some of which torch does on all threads
+            step()
+
+
+def _overlapping(step: Any) -> Callable[..., None]:
+    """See [Note: portions] in `ds_core.kernels`."""
+    offered = functools.partial(step)
+    offered.together = together  # type: ignore[attr-defined]
+    return offered
+
+
 _STEPS = Steps(_step)
-adam, adagrad, lion, sgd, lamb = _STEPS.adam, _STEPS.adagrad, _STEPS.lion, _STEPS.sgd, _STEPS.lamb
+adam, adagrad, lion, sgd = map(_overlapping, (_STEPS.adam, _STEPS.adagrad, _STEPS.lion, _STEPS.sgd))
+lamb = _STEPS.lamb
 
 _EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 

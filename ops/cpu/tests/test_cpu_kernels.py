@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,81 @@ def test_a_result_does_not_depend_on_how_tensors_are_cut(op: str) -> None:
     torch.set_num_threads(2)
     run(*pieces, **STEPS[op][1][1])
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
+def among_many(op: str) -> list[list[Tensor]]:
+    """Lists of places of every kind that can be among the tensors of a step."""
+    sizes = [0, 1, 5, 1023, 70_000, 3, 1024, 200_003]
+    torch.manual_seed(5)
+    rows = [operands(op, sizes[i % 8]) for i in range(200)]
+    rows[20] = [t.view(64, 16).t() for t in operands(op, 1024)]  # dense, in another order
+    rows[90][1] = torch.randn(3, 2)[:, 0]  # a gradient with gaps, among others without
+    rows[89] = operands(op, 3)
+    rows[90] = [*operands(op, 3)[:1], rows[90][1], *operands(op, 3)[2:]]
+    rows[150] = [t.double() for t in operands(op, 500)]
+    rows[170] = [operands(op, 300)[0], operands(op, 300)[1].bfloat16(), *operands(op, 300)[2:]]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
+def test_steps_in_portions_are_the_step(op: str, threads: int) -> None:
+    run: Callable[..., Any] = getattr(kernels, op)
+    whole, parts, untouched = among_many(op), among_many(op), among_many(op)
+    torch.set_num_threads(threads)
+    run(*whole, **STEPS[op][1][1])
+
+    def prepare() -> None:
+        for first in range(0, 200, 32):
+            run(*(tensors[first : first + 32] for tensors in parts), **STEPS[op][1][1])
+
+    run.together(prepare)  # type: ignore[attr-defined]
+    for place, (a, b, before) in enumerate(zip(whole[0], parts[0], untouched[0], strict=True)):
+        assert torch.equal(a, b), place
+        assert not a.numel() or not torch.equal(a, before), place
+    assert all(
+        torch.equal(a, b) for one, two in zip(whole[2:], parts[2:], strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
+def test_what_preparing_raises_is_raised_after_the_steps_that_were_asked_for() -> None:
+    torch.set_num_threads(2)
+    lists, alone = operands("adam", 500_000), operands("adam", 500_000)
+    kernels.adam(*[[t] for t in alone], **ADAM)
+
+    def fails() -> None:
+        kernels.adam(*[[t] for t in lists], **ADAM)
+        kernels.together(lambda: None)  # within another one it is nothing
+        raise KeyboardInterrupt("stop")
+
+    with pytest.raises(KeyboardInterrupt, match="stop"):
+        kernels.together(fails)
+    assert torch.equal(lists[0], alone[0])
+    kernels.adam(*[[t] for t in lists], **ADAM)  # and all is as before
+    assert not torch.equal(lists[0], alone[0])
+
+
+def test_only_a_thread_that_prepares_hands_out_work() -> None:
+    """Another one's steps, and LAMB's, whose results are wanted, are done when they return."""
+    torch.set_num_threads(2)
+    lists, other, lamb = (operands("adam", 300_000) for _ in range(3))
+    before = other[0].clone()
+
+    def elsewhere() -> None:
+        kernels.adam(*[[t] for t in other], **ADAM)
+        assert not torch.equal(other[0], before)
+
+    def prepare() -> None:
+        kernels.adam(*[[t] for t in lists], **ADAM)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(elsewhere).result()
+        ratios = kernels.lamb(*[[t] for t in lamb], **STEPS["lamb"][1][1])
+        assert len(ratios) == 1 and not torch.equal(lamb[0], before)
+
+    kernels.together(prepare)
+    assert torch.equal(lists[0], other[0])
+    with pytest.raises(ValueError, match="nobody to hand the work to"):
+        kernels.native().adam(0, kernels._plain([[t] for t in lists]), False, *[0.5] * 9)
 
 
 def test_sums_do_not_depend_on_the_number_of_threads() -> None:

@@ -20,6 +20,7 @@ class Adagrad(KernelOptimizer):
     """
 
     op: ClassVar[str] = "adagrad"
+    in_portions: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("sum",)
     counts: ClassVar[bool] = True
 

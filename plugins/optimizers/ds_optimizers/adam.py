@@ -19,6 +19,7 @@ class FusedAdam(KernelOptimizer):
     """
 
     op: ClassVar[str] = "adam"
+    in_portions: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counts: ClassVar[bool] = True
 

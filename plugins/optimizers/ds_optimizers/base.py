@@ -8,11 +8,13 @@ by one operation and read by another. A counter that a checkpoint has put in a v
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -28,12 +30,17 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "KernelOptimizer", "check_common", "require_cpu"]
 
 
-_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
+PORTIONS = (32, 64, 128, 256)
+"""How many parameters are prepared at a time where the kernel can begin with them meanwhile: few at first."""
+MANY = 128
+"""From so many parameters on that is worth it."""
+
+_layout = attrgetter("layout")
 
 
 @dataclass(slots=True)
 class Batch:
-    """Tensors of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`.
+    """Parameters of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`.
 
     owners: the parameters; params: what is updated of them: for complex ones real views, as are grads and states then.
     """
@@ -56,13 +63,15 @@ class KernelOptimizer(Optimizer):
 
     states: names of those that are shaped like the parameter. They have the parameter's dtype, but are fp32 for 16-bit
     parameters unless `fp32_states` is false. counts: whether the update depends on its number. kept: attributes of its
-    own that a copy (`copy.deepcopy`) is to have; all else is found anew.
+    own that a copy (`copy.deepcopy`) is to have; all else is found anew. in_portions: whether an update is nothing but
+    calls of the kernel, so that they may overlap (see `_together`).
     """
 
     op: ClassVar[str]
     states: ClassVar[tuple[str, ...]] = ()
     counts: ClassVar[bool] = False
     kept: ClassVar[tuple[str, ...]] = ("_fp32_states",)
+    in_portions: ClassVar[bool] = False
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, fp32_states: bool = True) -> None:
         self._fp32_states = fp32_states
@@ -100,12 +109,38 @@ class KernelOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        together = self._together()
+        if together is None:
+            self._update_all([sys.maxsize])
+        else:
+            together(functools.partial(self._update_all, PORTIONS))
+        return loss
+
+    def _together(self) -> Callable[[Callable[[], None]], None] | None:
+        """What lets the kernel begin before all tensors are prepared; None where it has none, or it would not pay."""
+        lists = [g["params"] for g in self.param_groups if g["params"]]
+        if not self.in_portions or sum(map(len, lists)) < MANY or torch.get_num_threads() == 1:
+            return None
+        return getattr(self.kernel(lists[0][0]), "together", None)
+
+    def _update_all(self, portions: Sequence[int]) -> None:
+        """portions: how many parameters to prepare for a call of the kernel: first, then, and from there on."""
+        everything = [p for g in self.param_groups for p in g["params"]]
+        states: list[dict[str, Tensor]] | None = None
+        if len(self.state) == len(everything) and all(map(is_, self.state, everything)):
+            states = list(self.state.values())  # the hash of a tensor is a call of Python
+        if self.counts and len(self._ticks) != len(everything):
+            self._wind(everything)
+        sizes = itertools.chain(portions, itertools.repeat(portions[-1]))
         place = 0
         for group in self.param_groups:
-            for batch in self._batches(group, place):
-                self.update(group, batch)
-            place += len(group["params"])
-        return loss
+            end = place + len(group["params"])
+            while place < end:
+                stop = min(place + next(sizes), end)
+                known = None if states is None else states[place:stop]
+                for batch in self._batches(group, everything[place:stop], known, place):
+                    self.update(group, batch)
+                place = stop
 
     @abstractmethod
     def update(self, group: dict[str, Any], batch: Batch) -> None:
@@ -122,20 +157,25 @@ class KernelOptimizer(Optimizer):
         names = self.states_of(group)
         return {n: torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for n in names}
 
-    def _batches(self, group: dict[str, Any], place: int) -> Iterator[Batch]:
-        """The parameters of `group` that have gradients, by what one kernel call can take. See [Note: the clock]."""
+    def _batches(
+        self, group: dict[str, Any], params: list[Tensor], known: list[dict[str, Tensor]] | None, place: int
+    ) -> Iterator[Batch]:
+        """Those of `params` that have gradients, by what one kernel call can take. See [Note: the clock].
+
+        params: some of `group`, the first at `place` among all parameters. known: their states, if they all have one.
+        """
         names = self.states_of(group)
-        if self.counts and len(self._ticks) != sum(len(g["params"]) for g in self.param_groups):
-            self._wind()
         # A thousand tensors pass here in every step, most of them no longer in any cache: each question costs.
-        params: list[Tensor] = group["params"]
         found = [p.grad for p in params]
-        places = [i for i, grad in enumerate(found) if grad is not None]
-        live = params if len(places) == len(params) else [params[i] for i in places]
-        grads: list[Tensor] = [found[i] for i in places]  # type: ignore[misc]
+        places: Sequence[int] = range(place, place + len(params))
+        live, grads = params, cast("list[Tensor]", found)
+        if any(map(is_, found, itertools.repeat(None))):
+            places = [i for i, grad in zip(places, found, strict=True) if grad is not None]
+            live, grads = [params[i - place] for i in places], [grads[i - place] for i in places]
+            known = None
         if not live:
             return iter(())
-        states = [self.state[p] for p in live]
+        states = [self.state[p] for p in live] if known is None else known
         try:
             rows = [[state[name] for state in states] for name in names]
         except KeyError:
@@ -145,15 +185,15 @@ class KernelOptimizer(Optimizer):
             rows = [[state[name] for state in states] for name in names]
         steps: Sequence[float] = (0,)
         if self.counts:
-            ticks = self._ticks[place : place + len(params)]
-            for i, state in zip(places, states, strict=True):
-                if state.get("step") is not ticks[i]:
-                    self._adopt(place + i, state)
-            steps = self._tick([place + i for i in places])
+            if not all(map(is_, [state.get("step") for state in states], map(self._ticks.__getitem__, places))):
+                for i, state in zip(places, states, strict=True):
+                    if state.get("step") is not self._ticks[i]:
+                        self._adopt(i, state)
+            steps = self._tick(places)
         layouts = set(map(_layout, grads))
         if layouts != {torch.strided}:
             self._refuse_sparse(live, grads)
-        if self._alike(live, place) and len(set(map(_dtype, grads))) == len(set(steps)) == 1:
+        if self._alike(live, place) and len(set(steps)) == 1:
             return iter([Batch(live, live, grads, rows, int(steps[0]))])
         columns = zip(*rows, strict=True) if rows else ([] for _ in live)
         return self._sorted_out(live, grads, columns, steps if self.counts else [0] * len(live))
@@ -196,9 +236,8 @@ class KernelOptimizer(Optimizer):
                     "nn.Embedding(sparse=False)"
                 )
 
-    def _wind(self) -> None:
-        """Make the clock as long as there are parameters."""
-        params = [p for g in self.param_groups for p in g["params"]]
+    def _wind(self, params: Sequence[Tensor]) -> None:
+        """Make the clock as long as there are `params`: all of them."""
         self._clock = torch.zeros(len(params), dtype=torch.float32)
         self._ticks = list(self._clock.unbind())
         for place, param in enumerate(params):
@@ -211,9 +250,10 @@ class KernelOptimizer(Optimizer):
 
     def _tick(self, places: Sequence[int]) -> list[float]:
         """Advance these counters; their new values."""
-        if len(places) == len(self._ticks):
-            self._clock += 1
-            return self._clock.tolist()
+        if places[-1] - places[0] + 1 == len(places):
+            some = self._clock[places[0] : places[-1] + 1]
+            some += 1
+            return some.tolist()
         index = torch.tensor(places, dtype=torch.long)
         self._clock[index] += 1
         return self._clock[index].tolist()

@@ -13,6 +13,7 @@ class Lion(KernelOptimizer):
     """Lion (Chen et al. 2023): p -= lr * (sign(β1 m + (1-β1) g) + wd * p); m = β2 m + (1-β2) g. State ``exp_avg``."""
 
     op: ClassVar[str] = "lion"
+    in_portions: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def __init__(

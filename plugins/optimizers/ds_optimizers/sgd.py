@@ -15,6 +15,7 @@ class SGD(KernelOptimizer):
     """torch's SGD; state ``momentum_buffer``, with momentum only, which begins as the first gradient."""
 
     op: ClassVar[str] = "sgd"
+    in_portions: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     kept: ClassVar[tuple[str, ...]] = (*KernelOptimizer.kept, "_fresh")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -231,6 +232,76 @@ def test_kernels_come_from_the_table_and_are_called_once_per_kind() -> None:
     optimizer.step()
     assert calls == [(3, 1), (1, 1), (1, 1), (3, 2), (1, 2)]
     assert [int(optimizer.state[p]["step"]) for p in params] == [1, 2, 2, 2, 2]
+
+
+class Postponing(Kernels):
+    """Serves references; what is asked for within `together` is done at its end, as a kernel may."""
+
+    def __init__(self) -> None:
+        super().__init__(Plugins(PluginSettings()))
+        self.later: list[Callable[[], None]] | None = None
+        self.asked: list[int] = []
+
+    def get(self, op: str, device: str = "cpu", dtype: str = "float32") -> Any:
+        def kernel(params: list[Tensor], *lists: Any, **options: Any) -> Any:
+            work = functools.partial(getattr(references, op), params, *lists, **options)
+            if self.later is None:
+                return work()
+            self.asked.append(len(params))
+            self.later.append(work)
+            return None
+
+        def together(prepare: Callable[[], None]) -> None:
+            self.later = []
+            prepare()
+            later, self.later = self.later, None
+            for work in later:
+                work()
+
+        kernel.together = together  # type: ignore[attr-defined]
+        return kernel
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "SGD", "Lamb", "Muon"])
+def test_many_parameters_are_handed_out_in_portions(name: str) -> None:
+    """Where the kernel can begin with some while others are prepared, and an update is nothing but such calls."""
+    before = torch.get_num_threads()
+    shapes = [(i % 5 + 1, 3) for i in range(300)]
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            table = Postponing()
+
+            def make(params: Any, table: Postponing = table) -> torch.optim.Optimizer:
+                more = {"momentum": 0.9} if name == "SGD" else {}
+                for group in params:
+                    group.update({"use_muon": True} if name == "Muon" else {})
+                optimizer: Any = getattr(ours, name)(params, **more)
+                optimizer.use_kernels(table)
+                return optimizer
+
+            found.append(train(make, torch.float32, 12, shapes))
+            portions = name not in ("Lamb", "Muon") and threads > 1
+            assert bool(table.asked) is portions
+            if portions:  # of 150 parameters in each group, a seventh without a gradient
+                assert 20 <= table.asked[0] <= 32 and max(table.asked) < 150 and len(table.asked) >= 12 * 4
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_parameters_without_gradients_get_no_state() -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(200)]
+    optimizer = ours.AdamW(params)
+    for step in range(3):
+        for param in params[step:150]:
+            param.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [p in optimizer.state for p in params] == [True] * 150 + [False] * 50
+    assert [int(optimizer.state[p]["step"]) for p in params[:150]] == [1, 2, *[3] * 148]
 
 
 def test_the_clock_survives_new_groups_and_foreign_counters() -> None:

@@ -9,7 +9,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #ifdef _OPENMP
@@ -18,6 +21,7 @@
 
 #include "ops.h"
 #include "tensors.h"
+#include "together.h"
 
 namespace py = pybind11;
 using ds::Addresses, ds::Sizes, ds::Tensors, ds::width;
@@ -48,6 +52,8 @@ std::vector<const ds::Table*> usable() {
 constexpr long START = 64;
 // Elements that are worth waking a thread for.
 constexpr long WORTH = 32768;
+// Elements that one thread takes at a time while more are prepared.
+constexpr long PORTION = 65536;
 
 struct Place {
     size_t tensor;
@@ -70,23 +76,24 @@ class Layout {
     // fn(tensor, offset, elements, number of the block), for every block, on up to `threads` threads.
     template <class Fn>
     void run(int threads, const Fn& fn) const {
-        const long total = cost_.back();
-        const int parts = (int)std::max(1L, std::min((long)threads, total / WORTH));
-        if (parts == 1) {
-            walk({0, 0}, {sizes_.size(), 0}, fn);
-            chosen->finish();
-            return;
-        }
+        const int parts = (int)std::max(1L, std::min((long)threads, cost_.back() / WORTH));
 #ifdef _OPENMP
-#pragma omp parallel for num_threads(parts) schedule(static, 1)
+#pragma omp parallel for num_threads(parts) schedule(static, 1) if (parts > 1)
 #endif
-        for (int part = 0; part < parts; part++) {
-            walk(locate(total / parts * part + total % parts * part / parts),
-                 part + 1 == parts ? Place{sizes_.size(), 0}
-                                   : locate(total / parts * (part + 1) + total % parts * (part + 1) / parts),
-                 fn);
-            chosen->finish();
-        }
+        for (int part = 0; part < parts; part++) run_part(part, parts, fn);
+    }
+
+    // As many parts as there are portions of PORTION elements.
+    int portions() const { return (int)std::max(1L, cost_.back() / PORTION); }
+
+    template <class Fn>
+    void run_part(int part, int parts, const Fn& fn) const {
+        const long total = cost_.back();
+        walk(locate(total / parts * part + total % parts * part / parts),
+             part + 1 == parts ? Place{sizes_.size(), 0}
+                               : locate(total / parts * (part + 1) + total % parts * (part + 1) / parts),
+             fn);
+        chosen->finish();
     }
 
   private:
@@ -168,14 +175,55 @@ struct Operands {
 template <class Factors>
 void step(int threads, const Operands& operands, void (*kernel)(const ds::Block&, const ds::Types&, const Factors&),
           const Factors& factors) {
-    py::gil_scoped_release release;
-    Layout(operands.sizes, ds::SPAN).run(threads, [&](size_t t, long offset, long n, long) {
+    const auto update = [=](size_t t, long offset, long n, long) {
         const long last = offset + n == operands.sizes[t] ? (n - 1) / ds::BLOCK * ds::BLOCK : n;
         if (last) kernel(operands.block(t, offset, last), operands.types, factors);
         if (last == n) return;
         operands.expect(t + 1);
         kernel(operands.block(t, offset + last, n - last), operands.types, factors);
-    });
+    };
+    if (threads == 0) {
+        const auto together = ds::Together::current();
+        if (!together) throw py::value_error("no threads, and nobody to hand the work to");
+        const auto layout = std::make_shared<const Layout>(operands.sizes, ds::SPAN);
+        for (int part = 0, parts = layout->portions(); part < parts; part++)
+            together->give([=] { layout->run_part(part, parts, update); });
+        return;
+    }
+    py::gil_scoped_release release;
+    Layout(operands.sizes, ds::SPAN).run(threads, update);
+}
+
+// Calls `prepare`, and has done all the steps that it has asked for with no threads of their own when it returns. What
+// they were given must be kept until then.
+void together(int threads, const py::function& prepare) {
+    ds::Together work;
+    std::exception_ptr error;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+#endif
+    {
+#ifdef _OPENMP
+        const bool first = omp_get_thread_num() == 0;
+#else
+        const bool first = true;
+#endif
+        if (first) {
+            const auto before = std::exchange(ds::Together::current(), &work);
+            try {
+                prepare();
+            } catch (...) {
+                error = std::current_exception();
+            }
+            ds::Together::current() = before;
+            work.close();
+            py::gil_scoped_release release;
+            work.work();
+        } else {
+            work.work();
+        }
+    }
+    if (error) std::rethrow_exception(error);
 }
 
 void adam(int threads, const Tensors& tensors, bool copies, double scale, double lr, double beta1, double beta2,
@@ -336,6 +384,7 @@ PYBIND11_MODULE(_ds_ops_cpu, m) {
     py::class_<Tensors>(m, "Tensors");
     m.def("from_numbers", &ds::from_numbers);
     m.def("from_tensors", &ds::from_tensors);
+    m.def("together", &together);
     m.def("adam", &adam);
     m.def("adagrad", &adagrad);
     m.def("lion", &lion);
