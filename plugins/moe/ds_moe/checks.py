@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -9,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ds_moe.dispatch import Plan, weigh_back
+from ds_moe.dispatch import Plan, plan, sums, weigh_back
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
 from ds_moe.grouped import Groups
 
-__all__ = ["expert_ffn", "expert_weigh_back", "random_weights"]
+__all__ = ["expert_ffn", "expert_plan", "expert_sums", "expert_weigh_back", "random_weights"]
 
 Case = tuple[str, Callable[[], None]]
 
@@ -68,12 +69,53 @@ def _compare_weigh_back(
 ) -> None:
     generator, kind = torch.Generator().manual_seed(tokens), getattr(torch, dtype)
     experts = torch.randint(-1 if dropped else 0, 4, (tokens, k), generator=generator).to(device)
-    plan = Plan.of(experts, 4)
+    where = plan(experts, 4)
     grad = torch.randn(19, tokens, generator=generator).t().to(device, kind)  # in another order than rows
-    y = torch.randn(len(plan.order), 19, generator=generator).to(device, kind)
+    y = torch.randn(len(where.order), 19, generator=generator).to(device, kind)
     weights = torch.rand(tokens * k, generator=generator).to(device, kind)
-    wanted = weigh_back(grad.double(), y.double(), weights.double(), plan)
-    _near(function(grad, y, weights, plan), wanted, ROUNDING[dtype])
+    wanted = weigh_back(grad.double(), y.double(), weights.double(), where)
+    _near(function(grad, y, weights, where), wanted, ROUNDING[dtype])
+
+
+def expert_sums(function: Callable[..., Tensor], device: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """`ds_moe.dispatch.sums`, against fp64."""
+    cases = itertools.product(dtypes or ("float32",), (0, 1, 7, 300), (1, 2), (False, True), (False, True))
+    for dtype, tokens, k, dropped, weighted in cases:
+        told = f"{dtype}, {tokens} tokens, top-{k}{', some dropped' * dropped}{', weighted' * weighted}"
+        yield told, functools.partial(_compare_sums, function, device, dtype, tokens, k, dropped, weighted)
+
+
+def _compare_sums(
+    function: Callable[..., Tensor], device: str, dtype: str, tokens: int, k: int, dropped: bool, weighted: bool
+) -> None:
+    generator, kind = torch.Generator().manual_seed(tokens), getattr(torch, dtype)
+    experts = torch.randint(-1 if dropped else 0, 4, (tokens, k), generator=generator).to(device)
+    where = plan(experts, 4)
+    y = torch.randn(19, len(where.order), generator=generator).t().to(device, kind)  # in another order than rows
+    weights = torch.rand(len(where.order), generator=generator).to(device, kind) if weighted else None
+    wanted = sums(y.double().contiguous(), where, None if weights is None else weights.double())
+    _near([function(y, where, weights)], [wanted], ROUNDING[dtype])
+
+
+def expert_plan(function: Callable[..., Plan], device: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """`ds_moe.dispatch.plan`, to the last number."""
+    for tokens, k, num, dropped in itertools.product((0, 1, 7, 300), (1, 2, 4), (1, 5, 64), ("none", "some", "all")):
+        told = f"{tokens} tokens, top-{k} of {num}, {dropped} dropped"
+        yield told, functools.partial(_compare_plan, function, device, tokens, k, num, dropped)
+
+
+def _compare_plan(function: Callable[..., Plan], device: str, tokens: int, k: int, num: int, dropped: str) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    experts = torch.randint(0, num, (k, tokens), generator=generator).t().to(device)  # in another order than rows
+    if dropped != "none":
+        experts = experts.masked_fill(torch.rand(tokens, k, generator=generator).to(device) < 0.3, -1)
+    if dropped == "all":
+        experts = torch.full_like(experts, -1)
+    found, wanted = function(experts, num), plan(experts, num)
+    for field in dataclasses.fields(Plan):
+        got, want = getattr(found, field.name), getattr(wanted, field.name)
+        alike = want is got if want is None or got is None else torch.equal(got, want)
+        assert alike, f"{field.name}: {got} instead of {want}"
 
 
 def random_weights(

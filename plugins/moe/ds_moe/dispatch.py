@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ds_core.kernels import Kernels
 
-__all__ = ["Plan", "Run", "dispatch", "weigh_back"]
+__all__ = ["Plan", "Run", "dispatch", "plan", "sums", "weigh_back"]
 
 Run = Callable[[Tensor, Groups], Tensor]
 """``run(rows [M, H], groups) -> [M, H']``: the experts of this rank, on rows sorted by expert."""
@@ -45,19 +45,20 @@ def dispatch(
     adds nothing. weights: [N, k], of any float dtype; those of dropped choices are never used. run: see `Run`; it is
     called once, also with no rows, and its output must keep the order of rows. group: the expert-parallel ranks, of
     which rank i has experts i * num_experts / size and following; None (or `ALONE`): all experts are here. weigh:
-    whether weights multiply what experts give, or what they get. kernels: whose `weigh_back` is used; None: this one.
+    whether weights multiply what experts give, or what they get. kernels: whose `plan`, `sums`
+    and `weigh_back` are used; None: these.
 
     Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
     may have another N, also 0.
     """
-    plan = Plan.of(experts, num_experts)
+    there = _serving("expert_plan", plan, kernels, experts)(experts, num_experts)
     flat = weights.to(tokens.dtype).reshape(-1)
-    x: Tensor = _Spread.apply(tokens, plan)  # type: ignore[no-untyped-call]
+    x: Tensor = _Spread.apply(tokens, there, kernels)  # type: ignore[no-untyped-call]
     if weigh == "before":
-        x = x * flat[plan.order][:, None]
-    x, groups, back = to_experts(x, plan.counts, group)
+        x = x * flat[there.order][:, None]
+    x, groups, back = to_experts(x, there.counts, group)
     y = back(run(x, groups))
-    out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, plan, kernels)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, there, kernels)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -77,27 +78,30 @@ class Plan:
     places: Tensor
     begins: Tensor | None
 
-    @staticmethod
-    def of(experts: Tensor, num_experts: int) -> Plan:
-        """experts: [N, k], see `dispatch`."""
-        k, flat, device = experts.shape[1], experts.reshape(-1), experts.device
-        counts = torch.bincount(flat + 1, minlength=num_experts + 1)
-        order = torch.sort(flat, stable=True).indices
-        everything = torch.arange(len(flat), device=device)
-        choices, begins = None, everything[::k] if k > 1 else None
-        if len(flat) and int(counts[0]):  # some were dropped, and come first
-            order = order[int(counts[0]) :]
-            here = experts >= 0
-            choices, begins = everything[here.view(-1)], here.sum(1).cumsum(0)
-            begins = torch.cat([begins.new_zeros(1), begins[:-1]])
-        places = torch.empty_like(flat)
-        places[order] = everything[: len(order)]
-        rows = order if k == 1 else torch.div(order, k, rounding_mode="floor")
-        return Plan(order, rows, counts[1:], choices, places if choices is None else places[choices], begins)
+
+def plan(experts: Tensor, num_experts: int) -> Plan:
+    """experts: [N, k], see `dispatch`. Kernel ``expert_plan``."""
+    k, flat, device = experts.shape[1], experts.reshape(-1), experts.device
+    counts = torch.bincount(flat + 1, minlength=num_experts + 1)
+    order = torch.sort(flat, stable=True).indices
+    everything = torch.arange(len(flat), device=device)
+    choices, begins = None, everything[::k] if k > 1 else None
+    if len(flat) and int(counts[0]):  # some were dropped, and come first
+        order = order[int(counts[0]) :]
+        here = experts >= 0
+        choices, begins = everything[here.view(-1)], here.sum(1).cumsum(0)
+        begins = torch.cat([begins.new_zeros(1), begins[:-1]])
+    places = torch.empty_like(flat)
+    places[order] = everything[: len(order)]
+    rows = order if k == 1 else torch.div(order, k, rounding_mode="floor")
+    return Plan(order, rows, counts[1:], choices, places if choices is None else places[choices], begins)
 
 
-def _sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
-    """Of each token, the sum over its choices of rows of y [M, H], times weights in the order of choices."""
+def sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+    """Of each token, the sum over its choices of rows of y [M, H], times weights [M] in the order of tokens: [N, H].
+
+    Kernel ``expert_sums``; all of one dtype.
+    """
     if plan.begins is None:
         rows = y.index_select(0, plan.places)
         return rows if weights is None else rows.mul_(weights[:, None])
@@ -110,13 +114,13 @@ class _Spread(torch.autograd.Function):
     """Each token's row, once per choice, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, plan: Plan) -> Tensor:
-        ctx.plan = plan
+    def forward(ctx: Any, tokens: Tensor, plan: Plan, kernels: Kernels | None) -> Tensor:
+        ctx.plan, ctx.kernels = plan, kernels
         return tokens.index_select(0, plan.rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sums(grad.contiguous(), ctx.plan, None), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _serving("expert_sums", sums, ctx.kernels, grad)(grad, ctx.plan, None), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -128,15 +132,19 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(y, weights)
         if weights is not None and plan.choices is not None:
             weights = weights[plan.choices]
-        return _sums(y.contiguous(), plan, weights)
+        found: Tensor = _serving("expert_sums", sums, kernels, y)(y, plan, weights)
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (y, weights), plan, kernels = ctx.saved_tensors, ctx.plan, ctx.kernels
         if weights is None:
             return grad.index_select(0, plan.rows), None, None, None
-        work = weigh_back if kernels is None else kernels.serving("expert_weigh_back", y)
-        return *work(grad, y, weights, plan), None, None
+        return *_serving("expert_weigh_back", weigh_back, kernels, y)(grad, y, weights, plan), None, None
+
+
+def _serving(op: str, reference: Callable[..., Any], kernels: Kernels | None, like: Tensor) -> Callable[..., Any]:
+    return reference if kernels is None else kernels.serving(op, like)
 
 
 def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

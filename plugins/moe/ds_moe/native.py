@@ -22,7 +22,7 @@ from ds_moe.extension import EXTENSION
 from ds_moe.ffn import FFN
 from ds_moe.grouped import Groups
 
-__all__ = ["available", "ffn", "weigh_back"]
+__all__ = ["available", "ffn", "plan", "sums", "weigh_back"]
 
 ACTS = ("relu", "silu", "gelu", "gelu_tanh")
 ROWS = 1024
@@ -81,6 +81,36 @@ def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Te
     addresses = [t.data_ptr() for t in (*given, of_y, of_weights)]
     _module().weigh_back(*addresses, *y.shape, torch.get_num_threads())
     return of_y, of_weights
+
+
+def sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+    """See `ds_moe.dispatch.sums`."""
+    if weights is not None and weights.dtype != y.dtype:
+        raise TypeError(f"the experts' output is {y.dtype}, its weights are {weights.dtype}")
+    begins = None if plan.begins is None else plan.begins.contiguous()
+    tokens = len(plan.places if begins is None else begins)
+    y, out = y.contiguous(), y.new_empty(tokens, y.shape[1])
+    weights = None if weights is None else weights.contiguous()
+    addresses = [0 if t is None else t.data_ptr() for t in (y, plan.places, begins, weights, out)]
+    _module().sums(*addresses, tokens, len(plan.places), y.shape[1], torch.get_num_threads())
+    return out
+
+
+def plan(experts: Tensor, num_experts: int) -> Plan:
+    """See `ds_moe.dispatch.plan`; by counting, where torch sorts. ValueError for an expert that there is not."""
+    tokens, k = experts.shape
+    experts = experts.contiguous()
+    counts = experts.new_empty(num_experts + 1)
+    if not _module().count(experts.data_ptr(), tokens * k, num_experts, counts.data_ptr()):
+        told = f"{int(experts.min())} to {int(experts.max())}"
+        raise ValueError(f"experts are 0 to {num_experts - 1}, or -1 for none, but here they are {told}")
+    dropped = int(counts[0])
+    order, rows, places = experts.new_empty(3, tokens * k - dropped)
+    choices = torch.empty_like(order) if dropped else None
+    begins = experts.new_empty(tokens) if dropped or k > 1 else None
+    addresses = [0 if t is None else t.data_ptr() for t in (counts, order, rows, choices, places, begins)]
+    _module().plan(experts.data_ptr(), tokens, k, num_experts, *addresses)
+    return Plan(order, rows, counts[1:], choices, places, begins)
 
 
 def _fresh(made: Tensor) -> Tensor:

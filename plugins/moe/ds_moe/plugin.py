@@ -24,8 +24,8 @@ def ds_config() -> type[BaseModel]:
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`; and the way
-    back of their weighted sums, see `ds_moe.dispatch.weigh_back`."""
+    """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`; who goes
+    where, weighted sums and their way back, see `plan`, `sums` and `weigh_back` of `ds_moe.dispatch`."""
 
     def compiled(op: str, function: str) -> KernelEntry:
         return KernelEntry(
@@ -34,20 +34,16 @@ def ds_kernels() -> Iterable[KernelEntry]:
             f"ds_moe.native:{function}",
             10,
             devices=("cpu",),
-            dtypes=("float32",),
+            dtypes=() if op == "expert_plan" else ("float32",),  # its tensors are of numbers
             available="ds_moe.native:available",
             build="ds_moe.extension:EXTENSION",
             check=f"ds_moe.checks:{op}",
         )
 
-    return (
-        KernelEntry("expert_ffn", "reference", "ds_moe.ffn:ffn", 0, check="ds_moe.checks:expert_ffn"),
-        compiled("expert_ffn", "ffn"),
-        KernelEntry(
-            "expert_weigh_back", "reference", "ds_moe.dispatch:weigh_back", 0, check="ds_moe.checks:expert_weigh_back"
-        ),
-        compiled("expert_weigh_back", "weigh_back"),
-    )
+    for function in ("ffn", "plan", "sums", "weigh_back"):
+        op, module = f"expert_{function}", "ds_moe.ffn" if function == "ffn" else "ds_moe.dispatch"
+        yield KernelEntry(op, "reference", f"{module}:{function}", 0, check=f"ds_moe.checks:{op}")
+        yield compiled(op, function)
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

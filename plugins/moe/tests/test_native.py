@@ -9,7 +9,6 @@ import pytest
 import torch
 from ds_moe import native
 from ds_moe.checks import random_weights
-from ds_moe.dispatch import Plan
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
 from ds_moe.grouped import Groups
 from ds_moe.plugin import ds_kernels
@@ -87,13 +86,22 @@ def test_other_dtypes_are_refused() -> None:
 
 
 def test_the_way_back_takes_one_dtype() -> None:
-    plan = Plan.of(torch.tensor([[0], [1]]), 2)
+    where = native.plan(torch.tensor([[0], [1]]), 2)
     with pytest.raises(TypeError, match=r"its gradient torch\.float64"):
-        native.weigh_back(torch.ones(2, 3).double(), torch.ones(2, 3), torch.ones(2), plan)
+        native.weigh_back(torch.ones(2, 3).double(), torch.ones(2, 3), torch.ones(2), where)
+    with pytest.raises(TypeError, match=r"output is torch\.float32, its weights are torch\.float64"):
+        native.sums(torch.ones(2, 3), where, torch.ones(2).double())
+
+
+@pytest.mark.parametrize("wrong", [2, -2, 10**12])
+def test_an_expert_that_there_is_not_is_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"experts are 0 to 1, or -1 for none, but here they are .*{wrong}"):
+        native.plan(torch.tensor([[0, 1], [wrong, 1]]), 2)
 
 
 def test_dscore_ops_knows_them_without_a_config() -> None:
     done = CliRunner().invoke(make_app(), ["list", "--json"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    assert {("expert_ffn", "cpp"), ("expert_weigh_back", "cpp")} <= {(r["operation"], r["provider"]) for r in rows}
+    ops = ("expert_ffn", "expert_plan", "expert_sums", "expert_weigh_back")
+    assert {(op, "cpp") for op in ops} <= {(r["operation"], r["provider"]) for r in rows}

@@ -21,6 +21,8 @@
 #include <sys/mman.h>
 #endif
 
+#include "tokens.h"
+
 namespace py = pybind11;
 
 namespace {
@@ -37,13 +39,6 @@ void multiply(bool ta, bool tb, long m, long n, long k, const float* a, long lda
     const int im = m, in = n, ik = k, ia = lda, ib = ldb, io = ldo;
     gemm(tb ? "T" : "N", ta ? "T" : "N", &in, &im, &ik, &one, b, &ib, a, &ia, &beta, out, &io);
 }
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-#define INLINE inline __attribute__((always_inline))
 
 // e^x for x <= 0; 0 where that would be a denormal number.
 INLINE float exponential(float given) {
@@ -295,31 +290,10 @@ void huge(uintptr_t address, long bytes) {
 #endif
 }
 
-// -- the way back of weighted sums ---------------------------------------------------------------------------------------
-
-// out = weight * grad; returns the weight's own gradient, grad . y.
-CLONES float weigh_row(const float* grad, const float* y, float weight, float* out, long n) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (long i = 0; i < n; i++) {
-        out[i] = weight * grad[i];
-        sum += grad[i] * y[i];
-    }
-    return sum;
-}
-
-// Row i of `y` went to token rows[i], with the weight at order[i]. One pass over memory where separate steps take four.
-void weigh_back(const float* grad, const float* y, const float* weights, const int64_t* rows, const int64_t* order,
-                float* of_y, float* of_weights, long count, long width, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (count * width > 32768)
-    for (long i = 0; i < count; i++)
-        of_weights[order[i]] =
-            weigh_row(grad + rows[i] * width, y + i * width, weights[order[i]], of_y + i * width, width);
-}
-
 // -- Python ------------------------------------------------------------------------------------------------------------
 
 float* at(uintptr_t address) { return reinterpret_cast<float*>(address); }
+int64_t* numbers(uintptr_t address) { return reinterpret_cast<int64_t*>(address); }
 
 // (weight, bias, its gradients, strides from expert to expert); addresses are 0 for what is not there.
 using Given = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, long, long>;
@@ -334,11 +308,24 @@ Linear linear(const Given& given) {
 PYBIND11_MODULE(_ds_moe, m) {
     m.def("use_gemm", [](uintptr_t address) { gemm = reinterpret_cast<Gemm>(address); });
     m.def("huge", &huge);
+    m.def("count", [](uintptr_t experts, long choices, long num, uintptr_t counts) {
+        return count(numbers(experts), choices, num, numbers(counts));
+    });
+    m.def("plan", [](uintptr_t experts, long tokens, long k, long num, uintptr_t counts, uintptr_t order, uintptr_t rows,
+                     uintptr_t choices, uintptr_t places, uintptr_t begins) {
+        plan(numbers(experts), tokens, k, num, numbers(counts), numbers(order), numbers(rows), numbers(choices),
+             numbers(places), numbers(begins));
+    });
+    m.def("sums", [](uintptr_t y, uintptr_t places, uintptr_t begins, uintptr_t weights, uintptr_t out, long tokens,
+                     long count, long width, int threads) {
+        py::gil_scoped_release release;
+        sums(at(y), numbers(places), numbers(begins), at(weights), at(out), tokens, count, width, threads);
+    });
     m.def("weigh_back", [](uintptr_t grad, uintptr_t y, uintptr_t weights, uintptr_t rows, uintptr_t order,
                            uintptr_t of_y, uintptr_t of_weights, long count, long width, int threads) {
         py::gil_scoped_release release;
-        weigh_back(at(grad), at(y), at(weights), reinterpret_cast<const int64_t*>(rows),
-                   reinterpret_cast<const int64_t*>(order), at(of_y), at(of_weights), count, width, threads);
+        weigh_back(at(grad), at(y), at(weights), numbers(rows), numbers(order), at(of_y), at(of_weights), count, width,
+                   threads);
     });
     m.def("forward", [](uintptr_t x, uintptr_t y, uintptr_t h, uintptr_t u, Given first, Given second, Given down,
                         std::vector<long> sizes, std::tuple<long, long, long> shape, int act, long most, int threads) {
