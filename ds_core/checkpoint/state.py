@@ -198,6 +198,7 @@ class SavedStates:
         self.path, self.manifest, self._slices = path, manifest, slices or {}
         self._files: dict[str, TensorFile] = {}
         self._states = _readable(manifest, mesh)
+        self._turn = mesh.rank if mesh is not None else 0
 
     @property
     def bytes_read(self) -> int:
@@ -231,7 +232,9 @@ class SavedStates:
             out = into.detach().view(-1)
         else:
             out = torch.empty(stop - start, dtype=dtype)
-        for chunk in state.chunks:
+        # Ranks that read the same begin with another file each, and find in the system's cache what another has read.
+        first = self._turn % len(state.chunks)
+        for chunk in state.chunks[first:] + state.chunks[:first]:
             for move in moves(chunk.within(state.shape), (chunk.start, chunk.stop), box, (start, stop)):
                 self.file(chunk.file).read_move(chunk.key, move, out)
         return out
