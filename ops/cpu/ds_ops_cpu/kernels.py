@@ -68,6 +68,11 @@ def _step(
         return []
     run = getattr(native(), name)
     everything = [*lists, copies] if copies is not None else list(lists)
+    if len(params) >= MANY and name in OVERLAPPING and torch.get_num_threads() > 1 and not hasattr(_LOCAL, "portions"):
+        if len({len(ts) for ts in everything}) > 1:
+            raise KernelError(sizes_differ(everything))
+        together(functools.partial(_in_portions, name, reference, numbers, lists, copies))
+        return []
     given = None
     if _takes([ts[0].dtype for ts in everything if ts], has_copies):
         given = _plain(everything)
@@ -102,7 +107,20 @@ def _step(
     return out
 
 
+def _in_portions(
+    name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
+) -> None:
+    """The same, a portion of the places after the other."""
+    low, size = 0, FIRST
+    while low < len(lists[0]):
+        some = slice(low, low + size)
+        _step(name, reference, numbers, [ts[some] for ts in lists], None if copies is None else copies[some])
+        low, size = low + size, min(2 * size, MANY)
+
+
 OVERLAPPING = ("adam", "adagrad", "lion", "sgd")
+MANY, FIRST = 256, 32
+"""From so many tensors on it pays to begin before all have been looked at; with the first so many."""
 _LOCAL = threading.local()
 
 

@@ -94,6 +94,22 @@ def among_many(op: str) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
+def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> None:
+    """Where work begins before all are looked at; with copies, too."""
+    run: Callable[..., Any] = getattr(kernels, op)
+    whole, parts = ([[t.clone() for t in tensors * 2] for tensors in among_many(op)] for _ in range(2))
+    one, two = ([torch.zeros(p.shape, dtype=torch.bfloat16) for p in lists[0]] for lists in (whole, parts))
+    torch.set_num_threads(threads)
+    run(*whole, **STEPS[op][1][1], copies=one)
+    for place, row in enumerate(zip(*parts, two, strict=True)):
+        run(*([t] for t in row[:-1]), **STEPS[op][1][1], copies=[row[-1]])
+        assert all(torch.equal(a, b[place]) for a, b in zip(row, (*whole, one), strict=True)), place
+    with pytest.raises(KernelError, match=r"have \[400, 399(, 400)*\] tensors"):
+        run(whole[0], whole[1][1:], *whole[2:], **STEPS[op][1][1])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
 def test_steps_in_portions_are_the_step(op: str, threads: int) -> None:
     run: Callable[..., Any] = getattr(kernels, op)
     whole, parts, untouched = among_many(op), among_many(op), among_many(op)
