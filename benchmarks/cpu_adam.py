@@ -68,7 +68,7 @@ class Bench:
 
     def _limit(self, limit: ctypes.CDLL, threads: int) -> Step:
         # The limit works on memory of its own: it leaves whatever bits, and some are slow to calculate with.
-        case, n = self.case, self.n
+        case, n, many = self.case, self.n, self.many  # what is returned must not keep `self`
         room = [torch.zeros(64), torch.ones(n, dtype=self.grads[0].dtype)]
         room += [torch.ones(n, dtype=self.params[0].dtype) for _ in range(3)]
         self.room += room
@@ -82,13 +82,13 @@ class Bench:
             return lambda: limit.limit_mixed(threads, size, *arguments, copy, sink)
         if case == "bf16":
             return lambda: limit.limit16(threads, size, *arguments)
-        if self.many == 1:
+        if many == 1:
             return lambda: limit.limit32(threads, size, count, *arguments)
         each = [[torch.ones(p.numel()) for p in self.params] for _ in range(4)]
         self.room += [t for tensors in each for t in tensors]
-        lists = [(ctypes.c_void_p * self.many)(*(t.data_ptr() for t in tensors)) for tensors in each]
-        sizes = (ctypes.c_long * self.many)(*(p.numel() for p in self.params))
-        return lambda: limit.limit32_each(threads, ctypes.c_long(self.many), sizes, *lists)
+        lists = [(ctypes.c_void_p * many)(*(t.data_ptr() for t in tensors)) for tensors in each]
+        sizes = (ctypes.c_long * many)(*(p.numel() for p in self.params))
+        return lambda: limit.limit32_each(threads, ctypes.c_long(many), sizes, *lists)
 
     def with_grads(self) -> list[torch.nn.Parameter]:
         """The same tensors as parameters with gradients (widened for an optimizer that takes only its own dtype)."""

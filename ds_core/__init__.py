@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_core._version import __version__
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_core.accelerator import get_accelerator, set_accelerator
@@ -26,27 +26,6 @@ if TYPE_CHECKING:
     from ds_core.replicated import Replicated
     from ds_core.runner import Runner, Sequential
 
-_WHERE = {
-    "DistributedLoader": "data",
-    "Engine": "engine",
-    "Partitioner": "partition",
-    "RepeatingLoader": "data",
-    "Replicated": "replicated",
-    "Runner": "runner",
-    "Section": "config",
-    "Sequential": "runner",
-    "add_config_arguments": "assemble",
-    "compose": "compose",
-    "get_accelerator": "accelerator",
-    "get_default_autocast_lower_precision_modules": "precision",
-    "hookimpl": "hookspecs",
-    "init_autocast_params": "precision",
-    "init_distributed": "comm",
-    "initialize": "assemble",
-    "is_autocast_initialized": "precision",
-    "reset": "process",
-    "set_accelerator": "accelerator",
-}
 
 __all__ = [
     "__version__",
@@ -71,15 +50,21 @@ __all__ = [
     "set_accelerator",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'ds_core' has no attribute {name!r}")
-    module = importlib.import_module(f"ds_core.{_WHERE[name]}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "accelerator": "get_accelerator set_accelerator",
+        "assemble": "add_config_arguments initialize",
+        "comm": "init_distributed",
+        "compose": "compose",
+        "config": "Section",
+        "data": "DistributedLoader RepeatingLoader",
+        "engine": "Engine",
+        "hookspecs": "hookimpl",
+        "partition": "Partitioner",
+        "precision": "get_default_autocast_lower_precision_modules init_autocast_params is_autocast_initialized",
+        "process": "reset",
+        "replicated": "Replicated",
+        "runner": "Runner Sequential",
+    },
+)

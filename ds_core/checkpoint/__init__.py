@@ -5,8 +5,9 @@ Nothing here pickles. Names load on first use, so importing this package loads n
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_core.checkpoint.background import wait
@@ -36,24 +37,16 @@ __all__ = [
     "wait",
 ]
 
-_HOME = {
-    "clone_tensors_for_torch_save": "export",
-    "convert_zero_checkpoint_to_fp32_state_dict": "offline",
-    "export_weights": "offline",
-    "get_fp32_state_dict_from_zero_checkpoint": "offline",
-    "load_state_dict_from_zero_checkpoint": "offline",
-    "open_saved": "offline",
-    "verify": "offline",
-    "load": "loading",
-    "save": "saving",
-    "save_16bit_model": "export",
-    "wait": "background",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "background": "wait",
+        "export": "clone_tensors_for_torch_save save_16bit_model",
+        "loading": "load",
+        "offline": (
+            "convert_zero_checkpoint_to_fp32_state_dict export_weights "
+            "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint open_saved verify"
+        ),
+        "saving": "save",
+    },
+)

@@ -5,8 +5,9 @@ Names load on first use, so that `import ds_core.comm` brings in no torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_core.comm.collectives import (
@@ -72,27 +73,18 @@ __all__ = [
     "world_size",
 ]
 
-_HOME = {
-    "all_gather_json": "objects",
-    "broadcast_json": "objects",
-    "check_ranks_agree": "fingerprint",
-    "find_rendezvous": "start",
-    "init_distributed": "start",
-    "is_initialized": "start",
-    "local_rank": "start",
-    "label": "guard",
-    "watch_place": "guard",
-    "CommsLog": "log",
-    "CommsRow": "log",
-    "configure": "log",
-    "log_summary": "log",
-    "reset": "log",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'collectives')}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "collectives": (
+            "Work all_gather all_gather_into_tensor all_reduce all_to_all_single barrier batch_isend_irecv "
+            "broadcast gather irecv isend meet rank recv reduce reduce_scatter_tensor scatter send "
+            "world_size"
+        ),
+        "fingerprint": "check_ranks_agree",
+        "guard": "label watch_place",
+        "log": "CommsLog CommsRow configure log_summary reset",
+        "objects": "all_gather_json broadcast_json",
+        "start": "find_rendezvous init_distributed is_initialized local_rank",
+    },
+)

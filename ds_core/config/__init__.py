@@ -7,8 +7,9 @@ Reading order: `source` (text -> plain data), `section` (what a section is), `co
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_core.config.batch import Batch, resolve_batch, with_micro_batch_size, with_train_batch_size
@@ -23,20 +24,6 @@ if TYPE_CHECKING:
     from ds_core.config.structs import BatchConfig, Config, FP16Config, TrainingConfig
     from ds_core.config.translate import translate_errors
 
-_HOME = {
-    "batch": ("Batch", "resolve_batch", "with_micro_batch_size", "with_train_batch_size"),
-    "build": ("build_config", "plugin_settings"),
-    "core": ("CORE_KEYS", "CoreConfig"),
-    "explanation": ("Explanation", "explain"),
-    "redaction": ("REDACTED", "is_secret_name", "redact"),
-    "run": ("RunConfig",),
-    "schema": ("json_schema",),
-    "section": ("Section", "not_built", "option", "secret"),
-    "source": ("ConfigSource", "read_config"),
-    "structs": ("BatchConfig", "Config", "FP16Config", "TrainingConfig"),
-    "translate": ("translate_errors",),
-}
-_WHERE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "CORE_KEYS",
@@ -67,15 +54,19 @@ __all__ = [
     "translate_errors",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_WHERE[name]}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "batch": "Batch resolve_batch with_micro_batch_size with_train_batch_size",
+        "build": "build_config plugin_settings",
+        "core": "CORE_KEYS CoreConfig",
+        "explanation": "Explanation explain",
+        "redaction": "REDACTED is_secret_name redact",
+        "run": "RunConfig",
+        "schema": "json_schema",
+        "section": "Section not_built option secret",
+        "source": "ConfigSource read_config",
+        "structs": "BatchConfig Config FP16Config TrainingConfig",
+        "translate": "translate_errors",
+    },
+)

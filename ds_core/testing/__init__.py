@@ -5,8 +5,9 @@ Everything is loaded on first use (PEP 562): pytest imports this package at star
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_core.testing.accelerator import AcceleratorConformance
@@ -15,17 +16,6 @@ if TYPE_CHECKING:
     from ds_core.testing.plugin import PluginConformance
     from ds_core.testing.pool import RemoteError, WorkerPool, run_ranks
 
-_HOMES = {
-    "AcceleratorConformance": "accelerator",
-    "KernelConformance": "kernels",
-    "MonitorConformance": "monitor",
-    "PartitionerConformance": "partitioner",
-    "PluginConformance": "plugin",
-    "RemoteError": "pool",
-    "RunnerConformance": "runner",
-    "WorkerPool": "pool",
-    "run_ranks": "pool",
-}
 
 __all__ = [
     "AcceleratorConformance",
@@ -37,12 +27,15 @@ __all__ = [
     "run_ranks",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "accelerator": "AcceleratorConformance",
+        "kernels": "KernelConformance",
+        "monitor": "MonitorConformance",
+        "partitioner": "PartitionerConformance",
+        "plugin": "PluginConformance",
+        "pool": "RemoteError WorkerPool run_ranks",
+        "runner": "RunnerConformance",
+    },
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_moe.experts import Experts
@@ -13,19 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Experts", "Groups", "MoE", "Routing", "TopKGate", "grouped_linear"]
 
-_HOME = {
-    "Experts": "experts",
-    "Groups": "grouped",
-    "MoE": "layer",
-    "Routing": "gating",
-    "TopKGate": "gating",
-    "grouped_linear": "grouped",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "experts": "Experts",
+        "gating": "Routing TopKGate",
+        "grouped": "Groups grouped_linear",
+        "layer": "MoE",
+    },
+)

@@ -38,6 +38,7 @@ def dispatch(
     group: ProcessGroup | None = None,
     weigh: Literal["after", "before"] = "after",
     kernels: Kernels | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
     """Send each token to its experts, run them, and sum what comes back: ``[N, H']``.
 
@@ -48,6 +49,8 @@ def dispatch(
     whether weights multiply what experts give, or what they get. kernels: whose `plan`, `sums`
     and `weigh_back` are used; None: these.
 
+    meanwhile: called once, before `run`; what it does, and its way back, overlaps with rows that travel.
+
     Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
     may have another N, also 0.
     """
@@ -56,7 +59,7 @@ def dispatch(
     x: Tensor = _Spread.apply(tokens, there, kernels)  # type: ignore[no-untyped-call]
     if weigh == "before":
         x = x * flat[there.order][:, None]
-    x, groups, back = to_experts(x, there.counts, group)
+    x, groups, back = to_experts(x, there.counts, group, meanwhile)
     y = back(run(x, groups))
     out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, there, kernels)  # type: ignore[no-untyped-call]
     return out
@@ -159,14 +162,17 @@ def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Te
 
 
 def to_experts(
-    x: Tensor, counts: Tensor, group: ProcessGroup | None
+    x: Tensor, counts: Tensor, group: ProcessGroup | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[Tensor, Groups, Callable[[Tensor], Tensor]]:
     """Rows that are sorted by global expert, to the ranks that have the experts.
 
-    counts: rows per global expert. Returns this rank's experts' rows, sorted by expert, their groups, and the way back.
+    counts: rows per global expert. meanwhile: see `dispatch`. Returns this rank's experts' rows, sorted by expert,
+    their groups, and the way back.
     """
+    meanwhile = meanwhile or _nothing
     size = comm.world_size(group) if group is not None else 1
     if size == 1:
+        meanwhile()
         return x, Groups(counts), lambda y: y
     theirs = torch.empty_like(counts)
     comm.all_to_all_single(theirs, counts, group=group)
@@ -174,39 +180,96 @@ def to_experts(
     theirs = theirs.view(size, -1)
     taken = theirs.sum(1).tolist()
     here = theirs.shape[1]
-    rows = exchange(x, given, taken, group)
+    order = inverse = None
+
+    def prepare() -> None:
+        nonlocal order, inverse
+        meanwhile()
+        if here > 1:
+            label = torch.repeat_interleave(torch.arange(here, device=x.device).repeat(size), theirs.reshape(-1))
+            order = torch.sort(label, stable=True).indices
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order), device=x.device)
+
+    rows = exchange(x, given, taken, group, prepare)
     groups = Groups(theirs.sum(0))
-    if here == 1:
-        return rows, groups, lambda y: exchange(y, taken, given, group)
-    label = torch.repeat_interleave(torch.arange(here, device=x.device).repeat(size), theirs.reshape(-1))
-    order = torch.sort(label, stable=True).indices
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=x.device)
 
     def back(y: Tensor) -> Tensor:
-        return exchange(y.index_select(0, inverse), taken, given, group)
+        return exchange(y if inverse is None else y.index_select(0, inverse), taken, given, group)
 
-    return rows.index_select(0, order), groups, back
-
-
-def exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
-    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it. Differentiable; collective."""
-    out: Tensor = _Exchange.apply(x, given, taken, group)  # type: ignore[no-untyped-call]
-    return out
+    return rows if order is None else rows.index_select(0, order), groups, back
 
 
-class _Exchange(torch.autograd.Function):
+def _nothing() -> None:
+    pass
+
+
+def exchange(
+    x: Tensor,
+    given: list[int],
+    taken: list[int],
+    group: ProcessGroup | None,
+    meanwhile: Callable[[], object] = _nothing,
+) -> Tensor:
+    """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it. Differentiable; collective.
+
+    meanwhile: called while they travel. Its way back runs while the gradients of rows travel: autograd takes nodes that
+    are ready in the reverse of the order in which they were made, and both ends of the journey are nodes.
+    """
+    journey = _Journey(given, taken, group)
+    out: Tensor = _Depart.apply(x, journey)  # type: ignore[no-untyped-call]
+    meanwhile()
+    arrived: Tensor = _Arrive.apply(out, journey)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+@dataclass(slots=True)
+class _Journey:
+    """Rows on their way, or their gradients on their way back. sent, out: what must live until they have come."""
+
+    given: list[int]
+    taken: list[int]
+    group: ProcessGroup | None
+    work: comm.Work | None = None
+    sent: Tensor | None = None
+    out: Tensor | None = None
+
+    def begin(self, x: Tensor, given: list[int], taken: list[int]) -> Tensor:
+        """Send rows of `x`; what comes is in the answer once `end` was called."""
+        self.sent, self.out = x.contiguous(), x.new_empty(sum(taken), *x.shape[1:])
+        self.work = comm.all_to_all_single(self.out, self.sent, taken, given, group=self.group, async_op=True)
+        return self.out
+
+    def end(self) -> Tensor:
+        """Wait until all have come; they."""
+        if self.work is not None:
+            self.work.wait()
+        out = self.out
+        self.work = self.sent = self.out = None
+        assert out is not None
+        return out
+
+
+class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
-        ctx.given, ctx.taken, ctx.group = given, taken, group
-        return _exchange(x, given, taken, group)
+    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.begin(x, journey.given, journey.taken)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.taken, ctx.given, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.end(), None
 
 
-def _exchange(x: Tensor, given: list[int], taken: list[int], group: ProcessGroup | None) -> Tensor:
-    out = x.new_empty(sum(taken), *x.shape[1:])
-    comm.all_to_all_single(out, x.contiguous(), taken, given, group=group)
-    return out
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.end()
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        journey = ctx.journey
+        journey.begin(grad, journey.taken, journey.given)
+        return grad, None  # what `_Depart` is to give is of another size, and comes by the journey

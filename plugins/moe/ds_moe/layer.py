@@ -120,6 +120,7 @@ class MoE(nn.Module):
         routing = self.gate(tokens, used_token)
         if self.load is not None and self.load.watched and self.training:
             self.load.add(routing.counts, routing.dropped(), routing.l_aux)
+        dense: list[tuple[Tensor, Tensor]] = []
         out = dispatch(
             tokens,
             routing.experts,
@@ -128,13 +129,17 @@ class MoE(nn.Module):
             num_experts=self.num_experts,
             group=self.group,
             kernels=self.experts.kernels,
+            meanwhile=(lambda: dense.append(self._dense(tokens))) if self.use_residual else None,
         )
-        if self.use_residual:
-            mixing = torch.softmax(self.coefficient(tokens), dim=-1)
-            rest = self.mlp(tokens)
-            rest = rest[0] if isinstance(rest, tuple) else rest
+        for rest, mixing in dense:
             out = out * mixing[:, :1] + rest * mixing[:, 1:]
         return out.view(hidden_states.shape), routing.l_aux, routing.counts
+
+    def _dense(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Residual MoE: what the expert that all tokens go through gives, and how much of each counts."""
+        mixing = torch.softmax(self.coefficient(tokens), dim=-1)
+        rest = self.mlp(tokens)
+        return rest[0] if isinstance(rest, tuple) else rest, mixing
 
 
 def mark_expert(param: nn.Parameter, ep_size: int) -> None:

@@ -480,3 +480,44 @@ def test_checkpoints_of_experts_cut_over_tp_load_at_any_size(ep: int, tp: int, s
         for rank, whole in enumerate(ranks):
             for name, value in right.items():
                 assert relative(whole[name], value) < 1e-9, f"{what}, rank {rank}: {name}"
+
+
+def overlapping() -> tuple[list[str], list[str]]:
+    """What happens between rows' departure and arrival, forward and backward."""
+    import ds_moe.dispatch as module
+
+    import ds_core
+
+    told: list[str] = []
+    layer = MoE(m.HIDDEN, m.expert(), m.NUM, ep_size=2, k=2, use_residual=True, drop_tokens=False)
+    begin, end = module._Journey.begin, module._Journey.end
+
+    def noted_begin(self: Any, *arguments: Any) -> Tensor:
+        told.append("depart")
+        return begin(self, *arguments)
+
+    def noted_end(self: Any) -> Tensor:
+        told.append("arrive")
+        return end(self)
+
+    engine = ds_core.initialize(model=layer, config={"train_micro_batch_size_per_gpu": 8})[0]
+    layer.mlp.register_forward_hook(lambda *_: told.append("dense"))
+    layer.experts.register_forward_hook(lambda *_: told.append("experts"))
+    layer.mlp.register_full_backward_hook(lambda *_: told.append("dense"))
+    layer.experts.register_full_backward_pre_hook(lambda *_: told.append("experts"))
+    module._Journey.begin, module._Journey.end = noted_begin, noted_end  # type: ignore[method-assign]
+    try:
+        out = engine(torch.randn(8, m.HIDDEN, requires_grad=True))[0]
+        forward = told.copy()
+        told.clear()
+        engine.backward(out.sum())
+    finally:
+        module._Journey.begin, module._Journey.end = begin, end  # type: ignore[method-assign]
+    engine.destroy()
+    return forward, told
+
+
+def test_the_dense_branch_runs_while_rows_travel() -> None:
+    for forward, backward in run_ranks(2, overlapping):
+        assert forward == ["depart", "dense", "arrive", "experts", "depart", "arrive"]
+        assert backward == ["depart", "arrive", "experts", "depart", "dense", "arrive"]

@@ -6,8 +6,9 @@ models of ``optimizer.params``; `base` is what the optimizers on kernels share, 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_optimizers.adagrad import Adagrad, CPUAdagrad, DeepSpeedCPUAdagrad
@@ -22,18 +23,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "adam": ("Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam"),
-    "adagrad": ("Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad"),
-    "lion": ("Lion", "CPULion", "DeepSpeedCPULion", "FusedLion"),
-    "lamb": ("Lamb", "FusedLamb"),
-    "muon": ("Muon",),
-    "sgd": ("SGD",),
-    "onebit.adam": ("OneBitAdam",),
-    "onebit.zero_one": ("ZeroOneAdam",),
-    "onebit.lamb": ("OneBitLamb",),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Adagrad",
@@ -57,8 +46,17 @@ __all__ = [
     "ZeroOneAdam",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "adagrad": "Adagrad CPUAdagrad DeepSpeedCPUAdagrad",
+        "adam": "Adam AdamW CPUAdam DeepSpeedCPUAdam FusedAdam",
+        "lamb": "FusedLamb Lamb",
+        "lion": "CPULion DeepSpeedCPULion FusedLion Lion",
+        "muon": "Muon",
+        "onebit.adam": "OneBitAdam",
+        "onebit.lamb": "OneBitLamb",
+        "onebit.zero_one": "ZeroOneAdam",
+        "sgd": "SGD",
+    },
+)

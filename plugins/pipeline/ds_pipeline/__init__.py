@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -24,12 +25,10 @@ __all__ = [
     "TiedLayerSpec",
 ]
 
-_HOME = {"LayerSpec": "module", "PipelineModule": "module", "TiedLayerSpec": "module"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'topology')}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "module": "LayerSpec PipelineModule TiedLayerSpec",
+        "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
+    },
+)
