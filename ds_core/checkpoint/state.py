@@ -211,8 +211,7 @@ class SavedStates:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole state's shape."""
-        piece = self._slice(name)
-        return self._state(name).shape if piece is None else piece.local()
+        return self._box(name).size
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
@@ -223,8 +222,7 @@ class SavedStates:
 
     def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
         """See `StateSource`. Fresh memory costs as much as reading: the system gives it out page by page."""
-        state, piece = self._state(name), self._slice(name)
-        box = Box.whole(state.shape) if piece is None else piece.box
+        state, box = self._state(name), self._box(name)
         stop = box.numel if stop is None else stop
         assert 0 <= start <= stop <= box.numel, f"range [{start}, {stop}) of {name!r}, which has {box.numel}"
         dtype = DTYPES[state.dtype]
@@ -243,10 +241,19 @@ class SavedStates:
         """The whole state in its shape."""
         return self.read(name).view(self.shape(name))
 
-    def _slice(self, name: str) -> Slice | None:
-        """Of a state that is stored whole, the part that this rank's parameter has; None: all of it."""
-        piece = self._slices.get(param_of(name))
-        return piece if piece is not None and self._state(name).shape == piece.shape else None
+    def _box(self, name: str) -> Box:
+        """What of a stored state this rank's parameter has.
+
+        Of one that bears its name at other coordinates too, there may be less than the whole that the slice tells of.
+        """
+        stored, piece = self._state(name), self._slices.get(param_of(name))
+        whole = Box.whole(stored.shape)
+        if piece is None or len(stored.shape) != len(piece.shape):
+            return whole
+        dims = list(zip(stored.shape, piece.shape, piece.box.first, piece.box.size, strict=True))
+        if stored.shape == piece.shape or (stored.at and all(s in (n, size) for s, n, _, size in dims)):
+            return Box(tuple(f if s == n else 0 for s, n, f, _ in dims), piece.box.size)
+        return whole
 
     def _state(self, name: str) -> State:
         if name not in self._states:

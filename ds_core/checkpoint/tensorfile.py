@@ -138,8 +138,8 @@ def _libc() -> Any:
 
 
 def carry(move: Move, values: Tensor, out: Tensor) -> None:
-    """Do `move` from `values` to `out`, both 1-d."""
-    shape = (move.rows, move.length)
+    """Do `move` from `values` to `out`, both 1-d; `out` contiguous."""
+    shape, values = (move.rows, move.length), values.contiguous()
     source = values.as_strided(shape, (move.source_step, 1), values.storage_offset() + move.source)
     out.as_strided(shape, (move.target_step, 1), out.storage_offset() + move.target).copy_(source)
 

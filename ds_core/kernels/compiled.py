@@ -247,13 +247,13 @@ def pairs_by_kind(
         yield kind, totals, mores
 
 
-def sizes_differ(lists: Sequence[Tensors]) -> str:
-    """What is wrong with lists whose tensors do not have the same sizes, place by place."""
+def sizes_differ(lists: Sequence[Tensors], first: int = 0) -> str:
+    """What is wrong with lists whose tensors differ in size, place by place; first: the number of the first place."""
     counts = [len(ts) for ts in lists]
     if len(set(counts)) > 1:
         return f"lists of one operation have {counts} tensors; each must have as many as the first"
     place = next(i for i, row in enumerate(zip(*lists, strict=True)) if len({t.numel() for t in row}) > 1)
-    return f"tensors at place {place} have {[ts[place].numel() for ts in lists]} elements; they must be alike"
+    return f"tensors at place {first + place} have {[ts[place].numel() for ts in lists]} elements; they must be alike"
 
 
 def _alike(row: Row) -> bool:

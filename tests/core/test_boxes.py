@@ -46,6 +46,15 @@ def test_every_element_goes_where_it_belongs(given_: object) -> None:
     assert moved == int((out != 0).sum()), "something is moved twice"
 
 
+def test_values_may_lie_anywhere_in_memory() -> None:
+    whole = Box.whole((5,))
+    for values in (torch.arange(10.0)[::2], torch.ones(1).expand(5)):
+        out = torch.zeros(5)
+        for move in moves(whole, (0, 5), whole, (0, 5)):
+            carry(move, values, out)
+        assert torch.equal(out, values)
+
+
 def test_rows_are_one_move_and_ranges_one_stretch() -> None:
     whole = Box.whole((6, 4, 5))
     assert len(list(moves(whole, (0, 120), Box((2, 0, 0), (3, 4, 5)), (0, 60)))) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ds_core
 from ds_core.checkpoint import open_saved
 from ds_core.checkpoint.format import checksum
+from ds_core.checkpoint.layout import merge
 from ds_core.errors import CheckpointError
 from ds_core.slices import SLICES, Slice, as_wholes
 from ds_core.testing import run_ranks
@@ -144,6 +146,31 @@ def test_boxes_that_leave_something_out_are_told_of(change: str, tmp_path: Path)
     path.write_bytes(body + b',\n "checksum": "' + checksum(body).encode() + b'"\n}\n')
     with pytest.raises(CheckpointError, match="columns_end.*damaged"), open_saved(tmp_path):
         pass
+
+
+def test_a_state_that_is_each_coordinates_own_may_be_a_part_of_the_whole(tmp_path: Path) -> None:
+    """As experts of format 2 are: whole along ep, and what tp leaves here along tp."""
+    from ds_core.checkpoint.state import SavedStates
+
+    run_ranks(2, save, 2, 1, 0, str(tmp_path))
+    with open_saved(tmp_path) as saved:
+        manifest = saved.manifest
+    states = [dataclasses.replace(s, at={"tp": 1}) for s in manifest.states if s.name == "module/rows"]
+    manifest = dataclasses.replace(manifest, states=tuple(states))
+    piece = Slice.of((8, 6, 2)).cut("ep", 0, 4, 4).cut("tp", 1, 3, 3)  # of which (8, 3, 2) is stored
+    source = SavedStates(tmp_path / "global_step1", manifest, None, {"rows": piece})
+    assert source.shape("module/rows") == (4, 3, 2)
+    assert torch.allclose(source.whole("module/rows"), truth(1)["module/rows"][4:], atol=1e-6)
+    source.close()
+
+
+def test_ranks_that_have_nothing_of_it_do_not_matter() -> None:
+    """Where one has all columns, its rows are a range of the whole; the others have boxes without elements."""
+    rows = [
+        {"name": "a", "at": {}, "shape": [4, 7], "dtype": "F32", "chunk": ["x", "a", low, high], "box": box}
+        for low, high, box in ((0, 14, None), (14, 28, None), (0, 0, [(0, 7), (2, 0)]), (0, 0, [(2, 7), (2, 0)]))
+    ]
+    assert len(merge(rows)[0].chunks) == 4
 
 
 def test_states_of_another_shape_stay_the_ranks_own() -> None:

@@ -60,9 +60,17 @@ def native() -> ModuleType:
 
 
 def _step(
-    name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
+    name: str,
+    reference: Reference,
+    numbers: tuple[float, ...],
+    lists: Sequence[Tensors],
+    copies: Tensors | None,
+    first: int = 0,
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_core.kernels.compiled.Run`."""
+    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_core.kernels.compiled.Run`.
+
+    first: the number of the first place, for who reads of an error.
+    """
     params, has_copies = lists[0], copies is not None
     if not params:
         return []
@@ -81,19 +89,19 @@ def _step(
     if name not in OVERLAPPING:
         portions = None
     if given is not None:
-        threads = torch.get_num_threads() if portions is None else 0
-        out: list[float] = run(threads, given, has_copies, *numbers) or []
         if portions is not None:
             portions.kept.append((given, everything))
+        threads = torch.get_num_threads() if portions is None else 0
+        out: list[float] = run(threads, given, has_copies, *numbers) or []
     elif portions is not None:
-        portions.later.append(functools.partial(_step, name, reference, numbers, lists, copies))
+        portions.later.append(functools.partial(_step, name, reference, numbers, lists, copies, first))
         return []
     else:
         if len({len(ts) for ts in everything}) > 1:
             raise KernelError(sizes_differ(everything))
         sizes = list(map(Tensor.numel, params))
         if any(list(map(Tensor.numel, other)) != sizes for other in everything[1:]):
-            raise KernelError(sizes_differ(everything))
+            raise KernelError(sizes_differ(everything, first))
 
         def kind_of(row: Row) -> tuple[torch.dtype, ...] | None:
             dtypes = tuple(t.dtype for t in row)
@@ -114,7 +122,7 @@ def _in_portions(
     low, size = 0, FIRST
     while low < len(lists[0]):
         some = slice(low, low + size)
-        _step(name, reference, numbers, [ts[some] for ts in lists], None if copies is None else copies[some])
+        _step(name, reference, numbers, [ts[some] for ts in lists], None if copies is None else copies[some], low)
         low, size = low + size, min(2 * size, MANY)
 
 

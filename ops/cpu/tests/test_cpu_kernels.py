@@ -106,6 +106,9 @@ def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> Non
         assert all(torch.equal(a, b[place]) for a, b in zip(row, (*whole, one), strict=True)), place
     with pytest.raises(KernelError, match=r"have \[400, 399(, 400)*\] tensors"):
         run(whole[0], whole[1][1:], *whole[2:], **STEPS[op][1][1])
+    whole[1][300] = torch.ones(12345)
+    with pytest.raises(KernelError, match=r"tensors at place 300 have \[70000, 12345(, 70000)*\] elements"):
+        run(*whole, **STEPS[op][1][1])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -266,7 +266,8 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, out: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
         journey.end()
-        return out.view_as(out)
+        ctx.mark_dirty(out)  # and not a view of it, which an expert could not change in place
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

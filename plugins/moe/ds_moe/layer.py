@@ -35,8 +35,9 @@ class MoE(nn.Module):
     top2_2nd_expert_sampling: noise for the second choice of top-2. drop_policy: of k > 2, see `ds_moe.gating.topk`.
     use_residual: Residual MoE; every token also goes through one more copy of `expert`, and a learned weight mixes.
     enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. A parameter's attribute
-    ``partition_dim`` says along which dimension, evenly (-1: not at all), as Megatron-LM's layers have it; without one
-    it can be saved, but not loaded with another size of ``tp``. use_tutel: accepted; the layer
+    ``partition_dim`` says along which dimension, evenly and in one piece (-1: not at all), as Megatron-LM's layers have
+    it; without one (or with a ``partition_stride``) it can be saved, but not loaded with another size of ``tp``. A
+    weight of which ranks hold a piece of each half, gate and up, must not have one. use_tutel: accepted; the layer
     needs no such library.
 
     Raises UsageError for numbers that do not fit.

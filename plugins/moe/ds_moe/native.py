@@ -99,7 +99,7 @@ def sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
 def plan(experts: Tensor, num_experts: int) -> Plan:
     """See `ds_moe.dispatch.plan`; by counting, where torch sorts. ValueError for an expert that there is not."""
     tokens, k = experts.shape
-    experts = experts.contiguous()
+    experts = experts.to(torch.int64).contiguous()
     counts = experts.new_empty(num_experts + 1)
     if not _module().count(experts.data_ptr(), tokens * k, num_experts, counts.data_ptr()):
         told = f"{int(experts.min())} to {int(experts.max())}"

@@ -521,3 +521,39 @@ def test_the_dense_branch_runs_while_rows_travel() -> None:
     for forward, backward in run_ranks(2, overlapping):
         assert forward == ["depart", "dense", "arrive", "experts", "depart", "arrive"]
         assert backward == ["depart", "arrive", "experts", "depart", "dense", "arrive"]
+
+
+def in_place() -> float:
+    """An expert that changes its input, one on each rank."""
+    import ds_core
+
+    torch.manual_seed(1)
+    expert = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(m.HIDDEN, m.HIDDEN))
+    layer = MoE(m.HIDDEN, expert, 2, ep_size=2, drop_tokens=False)
+    assert layer.experts.way == "grouped"
+    engine = ds_core.initialize(model=layer, config={"train_micro_batch_size_per_gpu": 8})[0]
+    torch.manual_seed(engine.ctx.rank)
+    x = torch.randn(8, m.HIDDEN, requires_grad=True)
+    out, _, _ = engine(x)
+    engine.backward(out.sum())
+    with torch.no_grad():
+        gate = layer.gate.wg(x).softmax(1).max(1).values  # both experts are copies of one
+        off = float((out - gate[:, None] * expert(x.clone())).abs().max())
+    engine.destroy()
+    assert x.grad is not None
+    return off
+
+
+def test_an_expert_may_change_its_input() -> None:
+    assert max(run_ranks(2, in_place)) < 1e-6
+
+
+def test_weights_in_stripes_do_not_tell_how_they_are_cut() -> None:
+    from ds_moe.experts import partition_dim
+
+    weight = nn.Parameter(torch.ones(4, 2))
+    assert partition_dim(weight) is None
+    weight.partition_dim = 0  # type: ignore[attr-defined]
+    assert partition_dim(weight) == 0
+    weight.partition_stride = 2  # type: ignore[attr-defined]
+    assert partition_dim(weight) is None

@@ -63,8 +63,8 @@ class KernelOptimizer(Optimizer):
 
     states: names of those that are shaped like the parameter. They have the parameter's dtype, but are fp32 for 16-bit
     parameters unless `fp32_states` is false. counts: whether the update depends on its number. kept: attributes of its
-    own that a copy (`copy.deepcopy`) is to have; all else is found anew. in_portions: whether an update is nothing but
-    calls of the kernel, so that they may overlap (see `_together`).
+    own that a copy (`copy.deepcopy`) is to have; all else is found anew. in_portions: whether `update` of this very
+    class is nothing but calls of the kernel, so that they may overlap (see `_together`).
     """
 
     op: ClassVar[str]
@@ -119,7 +119,10 @@ class KernelOptimizer(Optimizer):
     def _together(self) -> Callable[[Callable[[], None]], None] | None:
         """What lets the kernel begin before all tensors are prepared; None where it has none, or it would not pay."""
         lists = [g["params"] for g in self.param_groups if g["params"]]
-        if not self.in_portions or sum(map(len, lists)) < MANY or torch.get_num_threads() == 1:
+        knows = next(cls for cls in type(self).__mro__ if "update" in vars(cls))  # a subclass may do more
+        if not vars(knows).get("in_portions") or sum(map(len, lists)) < MANY or torch.get_num_threads() == 1:
+            return None
+        if not self.state:  # the first step makes them, which torch does on all threads
             return None
         return getattr(self.kernel(lists[0][0]), "together", None)
 
