@@ -51,10 +51,6 @@ class Slice:
         firsts[dim], sizes[dim] = first, size
         return Slice(self.shape, Box(tuple(firsts), tuple(sizes)), (*self.axes, axis))
 
-    def local(self) -> tuple[int, ...]:
-        """The shape of what this rank holds."""
-        return self.box.size
-
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of `whole`, a tensor of its shape: a view."""
         return whole[self.box.slices()]
@@ -77,13 +73,13 @@ def as_wholes(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None,
     """
     for state in states:
         piece = slices.get(param_of(state.name)) if slices else None
-        if piece is None or (state.shape and state.shape != piece.local()):
+        if piece is None or (state.shape and state.shape != piece.box.size):
             yield state
             continue
         held = tuple(axis for axis in state.held if axis not in piece.axes)
         if not state.shape:
             yield dataclasses.replace(state, held=held, store=state.store and mesh.index(*piece.axes) == 0)
-        elif piece.local()[1:] == piece.shape[1:]:  # rows: a range of the whole
+        elif piece.box.size[1:] == piece.shape[1:]:  # rows: a range of the whole
             before = piece.box.first[0] * math.prod(piece.shape[1:])
             start, stop = state.start + before, state.stop + before
             yield dataclasses.replace(state, shape=piece.shape, start=start, stop=stop, held=held)

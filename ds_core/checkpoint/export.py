@@ -136,9 +136,10 @@ def _write(
             else:
                 part = torch.empty(chunk.stop - chunk.start, dtype=out.dtype, device=device)
                 comm.recv(part, src=int(chunk.file))
+            part = part.cpu().contiguous()
             box, place = chunk.within(state.shape), (chunk.start, chunk.stop)
             for move in moves(box, place, Box.whole(state.shape), (0, state.numel)):
-                carry(move, part.cpu(), out)
+                carry(move, part, out)
         return out
 
     items = [(s.name.removeprefix("module/"), s.shape, dtypes[s.name], take) for s in plan]

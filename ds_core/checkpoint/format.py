@@ -266,20 +266,20 @@ def _box(chunk: _Fields) -> Box | None:
 def check_coverage(states: Iterable[State]) -> None:
     """CheckpointError unless the chunks of each state cover it once, in order, without gap or overlap."""
     for state in states:
-        boxes = [chunk.within(state.shape) for chunk in state.chunks]
-        for box, group in itertools.groupby(zip(boxes, state.chunks, strict=True), key=lambda pair: pair[0]):
-            _check_box(state, box, [chunk for _, chunk in group])
         if not state.chunks:
             raise CheckpointError(f"state {state.name!r} has {state.numel} elements, 0 are stored")
-        different = [box for box, _ in itertools.groupby(boxes)]
-        different = [box for box in different if box.numel] or different  # a rank may have nothing of it
-        if not form_grid(different, state.shape):
+        boxes = []
+        for box, chunks in itertools.groupby(state.chunks, key=lambda chunk: chunk.within(state.shape)):
+            _check_box(state, box, chunks)
+            boxes.append(box)
+        filled = [box for box in boxes if box.numel]  # a rank may have nothing of it
+        if not form_grid(filled or boxes, state.shape):
             raise CheckpointError(
                 f"state {state.name!r} of shape {state.shape} is not what its boxes put together give"
             )
 
 
-def _check_box(state: State, box: Box, chunks: Sequence[Chunk]) -> None:
+def _check_box(state: State, box: Box, chunks: Iterable[Chunk]) -> None:
     place = 0
     for chunk in chunks:
         if chunk.start != place or chunk.stop < chunk.start:

@@ -213,7 +213,7 @@ class TensorFile:
         """Read what `move` says of the flattened tensor `key` to its places in `out`, a contiguous 1-d CPU tensor."""
         if move.rows == 1:
             self.read_into(key, move.source, out[move.target : move.target + move.length])
-        elif move.length * out.itemsize >= _PAGE < move.source_step * out.itemsize:
+        elif move.length * out.itemsize >= _PAGE:
             for row in range(move.rows):
                 place = move.target + row * move.target_step
                 self.read_into(key, move.source + row * move.source_step, out[place : place + move.length])

@@ -10,8 +10,9 @@ given must stay as it is); it is done when ``together`` returns. So one portion 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
 
     from ds_core.plugins import Plugins
 
-__all__ = ["Candidate", "Kernels"]
+__all__ = ["Candidate", "Kernels", "portion_sizes"]
 
 log = logging.getLogger("ds_core.kernels")
+
+
+def portion_sizes() -> Iterator[int]:
+    """How many tensors to hand out at a time: few at first, so that work begins soon. See [Note: portions]."""
+    return itertools.chain((32, 64, 128), itertools.repeat(256))
 
 
 @dataclass(frozen=True, slots=True)

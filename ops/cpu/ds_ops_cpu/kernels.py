@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import KernelError
-from ds_core.kernels import build, references
+from ds_core.kernels import build, portion_sizes, references
 from ds_core.kernels.compiled import (
     Lists,
     Reference,
@@ -76,7 +76,9 @@ def _step(
         return []
     run = getattr(native(), name)
     everything = [*lists, copies] if copies is not None else list(lists)
-    if len(params) >= MANY and name in OVERLAPPING and torch.get_num_threads() > 1 and not hasattr(_LOCAL, "portions"):
+    overlaps = name in OVERLAPPING
+    portions: _Portions | None = getattr(_LOCAL, "portions", None) if overlaps else None
+    if overlaps and portions is None and len(params) >= MANY and torch.get_num_threads() > 1:
         if len({len(ts) for ts in everything}) > 1:
             raise KernelError(sizes_differ(everything))
         together(functools.partial(_in_portions, name, reference, numbers, lists, copies))
@@ -85,9 +87,6 @@ def _step(
     if _takes([ts[0].dtype for ts in everything if ts], has_copies):
         given = _plain(everything)
     torch.autograd.graph.increment_version(params)  # now that they are in the cache
-    portions: _Portions | None = getattr(_LOCAL, "portions", None)
-    if name not in OVERLAPPING:
-        portions = None
     if given is not None:
         if portions is not None:
             portions.kept.append((given, everything))
@@ -119,16 +118,16 @@ def _in_portions(
     name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
 ) -> None:
     """The same, a portion of the places after the other."""
-    low, size = 0, FIRST
+    low, sizes = 0, portion_sizes()
     while low < len(lists[0]):
-        some = slice(low, low + size)
+        some = slice(low, low + next(sizes))
         _step(name, reference, numbers, [ts[some] for ts in lists], None if copies is None else copies[some], low)
-        low, size = low + size, min(2 * size, MANY)
+        low = some.stop
 
 
 OVERLAPPING = ("adam", "adagrad", "lion", "sgd")
-MANY, FIRST = 256, 32
-"""From so many tensors on it pays to begin before all have been looked at; with the first so many."""
+MANY = 256
+"""From so many tensors on it pays to begin before all have been looked at."""
 _LOCAL = threading.local()
 
 

@@ -28,6 +28,10 @@ Run = Callable[[Tensor, Groups], Tensor]
 """``run(rows [M, H], groups) -> [M, H']``: the experts of this rank, on rows sorted by expert."""
 
 
+def _nothing() -> None:
+    pass
+
+
 def dispatch(
     tokens: Tensor,
     experts: Tensor,
@@ -38,7 +42,7 @@ def dispatch(
     group: ProcessGroup | None = None,
     weigh: Literal["after", "before"] = "after",
     kernels: Kernels | None = None,
-    meanwhile: Callable[[], object] | None = None,
+    meanwhile: Callable[[], object] = _nothing,
 ) -> Tensor:
     """Send each token to its experts, run them, and sum what comes back: ``[N, H']``.
 
@@ -46,10 +50,9 @@ def dispatch(
     adds nothing. weights: [N, k], of any float dtype; those of dropped choices are never used. run: see `Run`; it is
     called once, also with no rows, and its output must keep the order of rows. group: the expert-parallel ranks, of
     which rank i has experts i * num_experts / size and following; None (or `ALONE`): all experts are here. weigh:
-    whether weights multiply what experts give, or what they get. kernels: whose `plan`, `sums`
-    and `weigh_back` are used; None: these.
-
-    meanwhile: called once, before `run`; what it does, and its way back, overlaps with rows that travel.
+    whether weights multiply what experts give, or what they get. kernels: whose `plan`, `sums` and `weigh_back` are
+    used; None: these. meanwhile: called once, before `run`; what it does, and its way back, overlaps with rows that
+    travel.
 
     Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and backward; each rank
     may have another N, also 0.
@@ -162,14 +165,13 @@ def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Te
 
 
 def to_experts(
-    x: Tensor, counts: Tensor, group: ProcessGroup | None, meanwhile: Callable[[], object] | None = None
+    x: Tensor, counts: Tensor, group: ProcessGroup | None, meanwhile: Callable[[], object]
 ) -> tuple[Tensor, Groups, Callable[[Tensor], Tensor]]:
     """Rows that are sorted by global expert, to the ranks that have the experts.
 
     counts: rows per global expert. meanwhile: see `dispatch`. Returns this rank's experts' rows, sorted by expert,
     their groups, and the way back.
     """
-    meanwhile = meanwhile or _nothing
     size = comm.world_size(group) if group is not None else 1
     if size == 1:
         meanwhile()
@@ -198,10 +200,6 @@ def to_experts(
         return exchange(y if inverse is None else y.index_select(0, inverse), taken, given, group)
 
     return rows if order is None else rows.index_select(0, order), groups, back
-
-
-def _nothing() -> None:
-    pass
 
 
 def exchange(

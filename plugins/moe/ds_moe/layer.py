@@ -122,6 +122,11 @@ class MoE(nn.Module):
         if self.load is not None and self.load.watched and self.training:
             self.load.add(routing.counts, routing.dropped(), routing.l_aux)
         dense: list[tuple[Tensor, Tensor]] = []
+
+        def meanwhile() -> None:
+            if self.use_residual:
+                dense.append(self._dense(tokens))
+
         out = dispatch(
             tokens,
             routing.experts,
@@ -130,7 +135,7 @@ class MoE(nn.Module):
             num_experts=self.num_experts,
             group=self.group,
             kernels=self.experts.kernels,
-            meanwhile=(lambda: dense.append(self._dense(tokens))) if self.use_residual else None,
+            meanwhile=meanwhile,
         )
         for rest, mixing in dense:
             out = out * mixing[:, :1] + rest * mixing[:, 1:]

@@ -27,23 +27,20 @@ def ds_kernels() -> Iterable[KernelEntry]:
     """Feed-forward experts in one piece: ``(rows, FFN, weights, groups) -> rows``, see `ds_moe.ffn.ffn`; who goes
     where, weighted sums and their way back, see `plan`, `sums` and `weigh_back` of `ds_moe.dispatch`."""
 
-    def compiled(op: str, function: str) -> KernelEntry:
-        return KernelEntry(
+    for function in ("ffn", "plan", "sums", "weigh_back"):
+        op, module = f"expert_{function}", "ds_moe.ffn" if function == "ffn" else "ds_moe.dispatch"
+        yield KernelEntry(op, "reference", f"{module}:{function}", 0, check=f"ds_moe.checks:{op}")
+        yield KernelEntry(
             op,
             "cpp",
             f"ds_moe.native:{function}",
             10,
             devices=("cpu",),
-            dtypes=() if op == "expert_plan" else ("float32",),  # its tensors are of numbers
+            dtypes=() if function == "plan" else ("float32",),  # its tensors are of numbers
             available="ds_moe.native:available",
             build="ds_moe.extension:EXTENSION",
             check=f"ds_moe.checks:{op}",
         )
-
-    for function in ("ffn", "plan", "sums", "weigh_back"):
-        op, module = f"expert_{function}", "ds_moe.ffn" if function == "ffn" else "ds_moe.dispatch"
-        yield KernelEntry(op, "reference", f"{module}:{function}", 0, check=f"ds_moe.checks:{op}")
-        yield compiled(op, function)
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

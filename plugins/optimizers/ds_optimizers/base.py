@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_core.errors import UsageError
-from ds_core.kernels import Kernels
+from ds_core.kernels import Kernels, portion_sizes
 from ds_core.plugins import Plugins
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "KernelOptimizer", "check_common", "require_cpu"]
 
 
-PORTIONS = (32, 64, 128, 256)
-"""How many parameters are prepared at a time where the kernel can begin with them meanwhile: few at first."""
 MANY = 128
-"""From so many parameters on that is worth it."""
+"""From so many parameters on it is worth it to let the kernel begin with some while others are prepared."""
 
 _layout = attrgetter("layout")
 
@@ -111,9 +109,9 @@ class KernelOptimizer(Optimizer):
                 loss = closure()
         together = self._together()
         if together is None:
-            self._update_all([sys.maxsize])
+            self._update_all(itertools.repeat(sys.maxsize))
         else:
-            together(functools.partial(self._update_all, PORTIONS))
+            together(functools.partial(self._update_all, portion_sizes()))
         return loss
 
     def _together(self) -> Callable[[Callable[[], None]], None] | None:
@@ -126,15 +124,14 @@ class KernelOptimizer(Optimizer):
             return None
         return getattr(self.kernel(lists[0][0]), "together", None)
 
-    def _update_all(self, portions: Sequence[int]) -> None:
-        """portions: how many parameters to prepare for a call of the kernel: first, then, and from there on."""
+    def _update_all(self, sizes: Iterator[int]) -> None:
+        """sizes: how many parameters, at most, to prepare for each call of the kernel."""
         everything = [p for g in self.param_groups for p in g["params"]]
         states: list[dict[str, Tensor]] | None = None
         if len(self.state) == len(everything) and all(map(is_, self.state, everything)):
             states = list(self.state.values())  # the hash of a tensor is a call of Python
         if self.counts and len(self._ticks) != len(everything):
             self._wind(everything)
-        sizes = itertools.chain(portions, itertools.repeat(portions[-1]))
         place = 0
         for group in self.param_groups:
             end = place + len(group["params"])

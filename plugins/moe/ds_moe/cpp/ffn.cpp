@@ -23,6 +23,8 @@
 
 #include "tokens.h"
 
+#define INLINE inline __attribute__((always_inline))
+
 namespace py = pybind11;
 
 namespace {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -12,7 +11,6 @@
 #else
 #define CLONES
 #endif
-#define INLINE inline __attribute__((always_inline))
 
 namespace {
 
@@ -30,13 +28,14 @@ bool count(const int64_t* experts, long choices, long num, int64_t* counts) {
     return true;
 }
 
-// experts[tokens * k], in 0 .. num - 1, or -1 for a choice that was dropped; counts: what `count` gave. order, rows, choices, places: as many as are not dropped, see ds_moe.dispatch.Plan; begins:
-// [tokens]. begins and choices may be null where they are not wanted.
-void plan(const int64_t* experts, long tokens, long k, long num, int64_t* counts, int64_t* order, int64_t* rows,
+// experts[tokens * k], in 0 .. num - 1, or -1 for a choice that was dropped. counts: what `count` gave. order, rows,
+// choices, places: as many as are not dropped, see ds_moe.dispatch.Plan. begins: [tokens]. choices and begins may be null
+// where they are not wanted.
+void plan(const int64_t* experts, long tokens, long k, long num, const int64_t* counts, int64_t* order, int64_t* rows,
           int64_t* choices, int64_t* places, int64_t* begins) {
     std::vector<int64_t> next((size_t)num);
-    int64_t sum = 0, kept = 0;
-    for (long e = 0; e < num; sum += counts[++e]) next[(size_t)e] = sum;
+    for (long e = 1; e < num; e++) next[(size_t)e] = next[(size_t)e - 1] + counts[e];
+    int64_t kept = 0;
     for (long t = 0; t < tokens; t++) {
         if (begins) begins[t] = kept;
         for (long i = t * k; i < (t + 1) * k; i++) {
@@ -51,13 +50,6 @@ void plan(const int64_t* experts, long tokens, long k, long num, int64_t* counts
 }
 
 // -- weighted sums ---------------------------------------------------------------------------------------------------------
-
-template <class Fn>
-void over_rows(long rows, long width, int threads, Fn fn) {
-    const int parts = (int)std::max(1L, std::min((long)threads, rows * width / WORTH));
-#pragma omp parallel for num_threads(parts) schedule(static, 1) if (parts > 1)
-    for (int part = 0; part < parts; part++) fn(part, rows * part / parts, rows * (part + 1) / parts);
-}
 
 // out[i] (+)= weight * y.
 CLONES void sum_row(const float* y, float weight, float* out, long n, bool first) {
@@ -74,14 +66,13 @@ CLONES void sum_row(const float* y, float weight, float* out, long n, bool first
 // where the next token's begin; `count` in all. begins null: each token has one.
 void sums(const float* y, const int64_t* places, const int64_t* begins, const float* weights, float* out, long tokens,
           long count, long width, int threads) {
-    over_rows(tokens, width, threads, [=](int, long from, long to) {
-        for (long t = from; t < to; t++) {
-            const long low = begins ? begins[t] : t, high = !begins ? t + 1 : t + 1 < tokens ? begins[t + 1] : count;
-            if (low == high) std::fill_n(out + t * width, width, 0.0f);
-            for (long j = low; j < high; j++)
-                sum_row(y + places[j] * width, weights ? weights[j] : 1.0f, out + t * width, width, j == low);
-        }
-    });
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens * width > WORTH)
+    for (long t = 0; t < tokens; t++) {
+        const long low = begins ? begins[t] : t, high = !begins ? t + 1 : t + 1 < tokens ? begins[t + 1] : count;
+        if (low == high) std::fill_n(out + t * width, width, 0.0f);
+        for (long j = low; j < high; j++)
+            sum_row(y + places[j] * width, weights ? weights[j] : 1.0f, out + t * width, width, j == low);
+    }
 }
 
 // out = weight * grad; returns the weight's own gradient, grad . y.
