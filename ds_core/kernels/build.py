@@ -5,9 +5,9 @@ kernel took 5 s without. So kernels take addresses and sizes through pybind11, a
 
 [Note: which library is loaded] A library's name holds the key of its build: a digest of sources, flags, compiler and
 Python's ABI (and torch, where its headers are used). The same key is linked into it and looked for in the file's
-bytes before anything of it runs. So a file that was put under another key's name is not loaded, and is built anew; a
-record beside the library could be put there just as easily as the library. Who may write into the folder at all is
-checked too: it must belong to this user, and nobody else may have access.
+bytes before anything of it runs, and a library in the cache ends with a checksum of its own. So a file that was put
+under another key's name, or was cut off or changed, is not loaded, and is built anew. Who could have written it is
+checked too: see `ds_core.kernels.folder`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -34,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ds_core.errors import KernelError
+from ds_core.kernels.folder import cache_folder, open_own, read_own
 
 __all__ = ["Extension", "Unit", "build", "cache_folder", "find", "load", "prebuild", "why_not"]
 
@@ -41,6 +41,7 @@ log = logging.getLogger("ds_core.kernels")
 
 MARK = "ds-build-key:"
 RECORD = "prebuilt.json"
+_SEAL_SIZE = 64
 _MENDS = {
     "g++": "install g++ (Debian: apt install g++), or name a compiler in CXX",
     "ninja": "pip install ninja",
@@ -104,29 +105,6 @@ def find(extension: Extension) -> Path | None:
     return _prebuilt(extension) or (_cached(extension) if not _missing(extension) else None)
 
 
-def cache_folder() -> Path:
-    """The folder of finished libraries, made when it is not there: ``$DS_CORE_CACHE/ops``, by default in ~/.cache.
-
-    Raises KernelError when it is not this user's own, or others may enter it.
-    """
-    root = os.environ.get("DS_CORE_CACHE")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_core"
-    folder = base / "ops"
-    try:
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(exist_ok=True, mode=0o700)
-        found = folder.lstat()
-    except OSError as error:
-        raise KernelError(f"the folder for built kernels cannot be made: {error}; set DS_CORE_CACHE") from error
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
-        raise KernelError(
-            f"kernels are not built in {folder}, or loaded from there: it must be a folder of user {os.geteuid()} with "
-            f"mode 0700, and has owner {found.st_uid} and mode {mode:04o}; chmod 700 it, or set DS_CORE_CACHE"
-        )
-    return folder
-
-
 # -- loading and building --------------------------------------------------------------------------------------------
 
 _LOADED: dict[str, ModuleType] = {}
@@ -140,15 +118,26 @@ def load(extension: Extension) -> ModuleType:
     name = module_name(extension)
     if name not in _LOADED:
         path = build(extension)
-        spec = importlib.util.spec_from_file_location(extension.module, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(module)
-        except ImportError as error:
-            raise KernelError(f"{extension.name}: {path} cannot be loaded: {error}; delete it to build anew") from error
-        _LOADED[name] = module
+            _LOADED[name] = _import(extension, path)
+        except KernelError as error:
+            if path != _target(extension):  # a wheel's, which is not ours to replace
+                raise
+            log.warning("%s", error)
+            _LOADED[name] = _import(extension, build(extension, again=True))
     return _LOADED[name]
+
+
+def _import(extension: Extension, path: Path) -> ModuleType:
+    """Run the library at `path`; KernelError when it cannot be loaded."""
+    spec = importlib.util.spec_from_file_location(extension.module, path)
+    assert spec is not None and spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # ImportError from the linker, anything from the module's own start
+        raise KernelError(f"{extension.name}: {path} cannot be loaded: {error}") from error
+    return module
 
 
 def module_name(extension: Extension) -> str:
@@ -178,6 +167,7 @@ def build(extension: Extension, *, again: bool = False) -> Path:
         room = Path(tempfile.mkdtemp(prefix=f"{target.stem}.tmp.", dir=target.parent))
         try:
             made = _compile(extension, _key(extension), room)
+            _seal(made)
             os.replace(made, target)
         finally:
             shutil.rmtree(room, ignore_errors=True)
@@ -201,7 +191,7 @@ def prebuild(extension: Extension, folder: Path) -> list[Path]:
 
 
 def _compile(extension: Extension, key: str, room: Path) -> Path:
-    """Run ninja in `room`; the library it made, synced to disk."""
+    """Run ninja in `room`; the library it made."""
     units = len(extension.units)
     log.warning("building %s (%d files, once for this compiler and Python)", extension.name, units)
     start = time.perf_counter()
@@ -225,8 +215,6 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
             f"mend the compiler, or do without: uninstall {extension.name}, or disable it "
             f'("plugins": {{"disable": ["{extension.name}"]}})'
         )
-    with library.open("rb") as file:
-        os.fsync(file.fileno())
     log.warning("built %s in %.1f s", extension.name, time.perf_counter() - start)
     return library
 
@@ -305,24 +293,51 @@ def _target(extension: Extension) -> Path:
 
 
 def _cached(extension: Extension) -> Path | None:
+    """The library in the cache, if it is this build's, whole, and nobody else's."""
     target = _target(extension)
-    return target if _is_ours(target, _key(extension)) else None
+    try:
+        data = read_own(target)
+    except FileNotFoundError:
+        return None
+    except (OSError, KernelError) as error:
+        log.warning("%s is not loaded, and will be built anew: %s", target.name, error)
+        return None
+    library, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
+    if _carries(library, _key(extension)) and hashlib.sha256(library).hexdigest().encode() == seal:
+        return target
+    log.warning("%s is not as it was built, so it is built anew", target)
+    return None
+
+
+def _seal(library: Path) -> None:
+    """Add a checksum to a library that was just built, close it to others, and bring it to the disk.
+
+    The linker leaves alone what follows the parts that a library's header tells of.
+    """
+    with library.open("rb+") as file:
+        file.write(hashlib.sha256(file.read()).hexdigest().encode())
+        file.flush()
+        os.fchmod(file.fileno(), 0o700)
+        os.fsync(file.fileno())
 
 
 def _prebuilt(extension: Extension) -> Path | None:
-    """The library that the wheel brought, when it was built from these very sources for this Python."""
+    """The library that the wheel brought, when it was built from these very sources for this Python.
+
+    Whoever may write there may change the Python code beside it as well, so no owner is asked for.
+    """
     if extension.prebuilt is None or not (extension.prebuilt / RECORD).exists():
         return None
     library = extension.prebuilt / f"{extension.module}{_suffix()}"
-    return library if _is_ours(library, _source_key(extension)) else None
-
-
-def _is_ours(library: Path, key: str) -> bool:
-    """Whether `library` is a file that carries `key` inside. Nothing of it is run to find out."""
     try:
-        return f"{MARK}{key}".encode() in library.read_bytes()
+        return library if _carries(library.read_bytes(), _source_key(extension)) else None
     except OSError:
-        return False
+        return None
+
+
+def _carries(library: bytes, key: str) -> bool:
+    """Whether `key` is linked into it. Nothing of it is run to find out."""
+    return f"{MARK}{key}".encode() in library
 
 
 def _suffix() -> str:
@@ -365,7 +380,7 @@ def _version(path: str) -> str:
 @contextlib.contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
     """Hold the lock; says so once when another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -100,17 +100,82 @@ def test_a_library_under_a_foreign_key_is_not_loaded(tiny: Extension, cache: Pat
 def test_a_folder_that_others_can_enter_is_refused(tiny: Extension, cache: Path, mode: int) -> None:
     cache.mkdir(parents=True)
     cache.chmod(mode)
-    with pytest.raises(KernelError, match=f"mode {mode:04o}; chmod 700 it, or set DS_CORE_CACHE"):
+    with pytest.raises(KernelError, match=f"mode {mode:04o}.*; remove it .* or set DS_CORE_CACHE") as caught:
         build.build(tiny)
+    assert "chmod" not in str(caught.value)  # which would bless what others have put there
 
 
-def test_a_linked_folder_is_refused(tiny: Extension, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["the base", "a folder above"])
+def test_a_base_that_others_can_change_is_refused(tiny: Extension, cache: Path, which: str) -> None:
+    build.build(tiny)
+    changed = cache.parent if which == "the base" else cache.parent.parent
+    before = changed.stat().st_mode
+    changed.chmod(0o777)
+    with pytest.raises(KernelError, match="other users could put another folder in its place"):
+        build.find(tiny)
+    changed.chmod(0o1777)  # sticky, as /tmp is: others cannot rename what they do not own
+    assert build.find(tiny) is not None
+    changed.chmod(before)
+
+
+@pytest.mark.parametrize("which", ["base", "ops"])
+def test_a_linked_folder_is_refused(tiny: Extension, cache: Path, tmp_path: Path, which: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
-    cache.parent.mkdir()
-    cache.symlink_to(elsewhere)
-    with pytest.raises(KernelError, match="must be a folder of user"):
+    link = cache if which == "ops" else cache.parent
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(elsewhere)
+    with pytest.raises(KernelError, match="a link"):
         build.build(tiny)
+
+
+@pytest.mark.parametrize("how", ["link", "fifo", "others may write", "cut off", "changed", "unloadable"])
+def test_a_library_that_cannot_be_trusted_is_built_anew(
+    tiny: Extension, cache: Path, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = build.build(tiny)
+    data = target.read_bytes()
+    if how in ("link", "fifo"):
+        target.unlink()
+    if how == "link":
+        (tmp_path / "planted").write_bytes(data)
+        target.symlink_to(tmp_path / "planted")
+    elif how == "fifo":
+        os.mkfifo(target)
+    elif how == "others may write":
+        target.chmod(0o720)
+    elif how == "unloadable":  # whole and ours, but nothing that the linker takes
+        target.write_bytes(f"no library {build.MARK}{build._key(tiny)}".encode())
+        build._seal(target)
+    else:
+        target.write_bytes(data[:-1000] if how == "cut off" else data.replace(b"_tiny", b"_tinx"))
+    if how != "unloadable":
+        assert build.find(tiny) is None
+    assert build.load(tiny).number() == 42
+    assert target.name in caplog.text and "building ds-tiny" in caplog.text
+    assert target.is_file() and not target.is_symlink() and target.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_library_that_never_loads_is_a_kernel_error(tiny: Extension) -> None:
+    (tiny.folder / "tiny.cpp").write_text("int f() { return 1; }\n")
+    with pytest.raises(KernelError, match="ds-tiny: .* cannot be loaded: .*PyInit__tiny"):
+        build.load(tiny)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.parametrize("which", ["library", "lock", "ops", "base", "above"])
+def test_what_another_user_owns_is_not_trusted(tiny: Extension, cache: Path, which: str) -> None:
+    target = build.build(tiny)
+    lock = target.with_suffix(".lock")
+    nobody = 65534
+    paths = {"library": target, "lock": lock, "ops": cache, "base": cache.parent, "above": cache.parent.parent}
+    os.chown(paths[which], nobody, nobody)
+    if which == "library":
+        assert build.find(tiny) is None and build.load(tiny).number() == 42
+        assert target.stat().st_uid == 0
+        return
+    with pytest.raises(KernelError, match="65534"):
+        build.build(tiny, again=True)
 
 
 def test_the_compilers_own_words(tiny: Extension, cache: Path) -> None:
