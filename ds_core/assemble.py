@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +67,9 @@ def initialize(
 ) -> tuple[Engine, Optimizer | None, DistributedLoader | None, Any]:
     """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
 
-    args: parsed arguments, whose ``deepspeed_config`` may name the config file. model: any module; it is moved to the
-    accelerator; the attribute ``ds_sections`` (section -> keys) of it and of its modules, if any, fills in what the
-    config leaves out.
+    args: parsed arguments, a namespace or a mapping, whose ``deepspeed_config`` may name the config file.
+    model: any module; it is moved to the accelerator; the attribute ``ds_sections`` (section -> keys) of
+    it and of its modules, if any, fills in what the config leaves out.
     optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
     model_parameters: parameters or group dicts; default the model's trainable ones. training_data: a dataset; gives
     the dataloader. lr_scheduler: an object with ``step`` and state, or a function ``optimizer -> scheduler``.
@@ -202,11 +202,16 @@ class _Deprecated(argparse.Action):
 # -- the parts of initialize -------------------------------------------------------------------------------------
 
 
+def _argument(args: Any, name: str) -> Any:
+    """One of the user's arguments, which are a namespace or a mapping; None when it is not among them."""
+    return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
+
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     given = {
         "config": config,
         "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None),
+        "args.deepspeed_config": _argument(args, "deepspeed_config") or _argument(args, "deepscale_config"),
     }
     named = {k: v for k, v in given.items() if v is not None}
     if not named:
@@ -235,7 +240,7 @@ def _asked_for(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
     local = os.environ.get("LOCAL_RANK")
-    told = getattr(args, "local_rank", None)
+    told = _argument(args, "local_rank")
     if told is not None and told >= 0 and local is not None and int(local) != told:
         raise UsageError(
             f"args.local_rank is {told}, but LOCAL_RANK is {local}; let the launcher set both, or leave "

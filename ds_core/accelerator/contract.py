@@ -107,8 +107,8 @@ class Accelerator(ABC):
         return self.device_count() > 0
 
     def device_name(self, index: int | None = None) -> str:
-        """The hardware's name, for people."""
-        return self.name
+        """The device as torch spells it: ``"cuda"``, or with an index ``"cuda:1"``; what ``tensor.to`` takes."""
+        return self.device_type if index is None else f"{self.device_type}:{index}"
 
     def device(self, index: int | None = None) -> torch.device:
         """``torch.device`` number `index`."""

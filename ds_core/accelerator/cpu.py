@@ -46,7 +46,8 @@ class CpuAccelerator(Accelerator):
         return torch.device("cpu")
 
     def device_name(self, index: int | None = None) -> str:
-        return _cpuinfo("model name") or platform.processor() or platform.machine() or "cpu"
+        """``"cpu"``, whatever the index: a tensor's own device is ``cpu``, and ``cpu:0`` does not equal it."""
+        return "cpu"
 
     def synchronize(self, index: int | None = None) -> None:
         return

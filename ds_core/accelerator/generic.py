@@ -106,10 +106,6 @@ class TorchAccelerator(Accelerator):
         member = self._member("current_device")
         return 0 if member is None else int(member())
 
-    def device_name(self, index: int | None = None) -> str:
-        member = self._member("get_device_name")
-        return self.device_type if member is None else str(member(*self._at(index)))
-
     # -- order of work ---------------------------------------------------------------------------------------
 
     def synchronize(self, index: int | None = None) -> None:

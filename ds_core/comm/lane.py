@@ -22,7 +22,7 @@ from ds_core.errors import CommError
 __all__ = ["AfterWork", "Lane", "LaneWork", "Messages"]
 
 _TAG_EXCHANGE = 7
-_Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"]]
+_Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"] | None]
 
 
 class AfterWork:
@@ -133,6 +133,7 @@ class Lane:
             return None
         if not self._started:
             threading.Thread(target=_serve, args=(self._jobs,), name="ds_core.comm lane", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)  # the thread ends with the lane, which ends with its group
             self._started = True
         self._last = future = Future[None]()
         self._jobs.put((job, inference, future))
@@ -193,9 +194,13 @@ class Lane:
 
 
 def _serve(jobs: _Jobs, count: int = 0) -> None:
-    """Do `count` jobs as they come (0: for ever)."""
+    """Do `count` jobs as they come (0: until None comes)."""
     for _ in itertools.count() if count == 0 else range(count):
-        job, inference, future = jobs.get()
+        coming = jobs.get()
+        if coming is None:
+            return
+        job, inference, future = coming
+        del coming
         fault = None
         try:
             with torch.inference_mode(inference), torch.no_grad():  # both are per thread

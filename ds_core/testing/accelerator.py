@@ -94,7 +94,8 @@ class AcceleratorConformance:
         assert torch.device(accelerator.device_type).type == accelerator.device_type
         assert isinstance(accelerator.visible_devices_env, str)
         assert "reference" in accelerator.kernel_tags, "every device runs the pure-torch references"
-        assert isinstance(accelerator.device_name(), str) and accelerator.device_name()
+        for name in (accelerator.device_name(), accelerator.device_name(0)):
+            assert torch.device(name).type == accelerator.device_type
         assert isinstance(accelerator.supports_graphs, bool)
 
     # -- devices ---------------------------------------------------------------------------------------------

@@ -66,7 +66,6 @@ def test_without_proc_the_numbers_still_make_sense(monkeypatch: pytest.MonkeyPat
     cpu.reset_peak_memory_stats()
     assert cpu.max_memory_allocated() == cpu.memory_allocated() > 2**20
     assert cpu.available_memory() == cpu.total_memory() - cpu.memory_reserved()
-    assert cpu.device_name()
     assert cpu.preferred_dtype() == torch.float32
 
 
@@ -97,3 +96,9 @@ def test_a_host_event_waits_for_the_device() -> None:
     later = HostEvent()
     later.record()
     assert event.elapsed_time(later) >= 0
+
+
+def test_the_device_name_is_what_torch_takes() -> None:
+    """Scripts write ``tensor.to(get_accelerator().device_name(local_rank))``."""
+    cpu = CpuAccelerator()
+    assert [torch.ones(1).to(cpu.device_name(index)).device for index in (None, 0, 3)] == [torch.device("cpu")] * 3

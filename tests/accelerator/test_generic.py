@@ -55,9 +55,6 @@ class Fakes:
         self.index = index
         torch.set_rng_state(self.states[index])
 
-    def get_device_name(self, index: int | None = None) -> str:
-        return f"fake {self.index if index is None else index}"
-
     def current_stream(self) -> Queue:
         return self.streams[-1]
 
@@ -133,7 +130,6 @@ DELEGATED: tuple[tuple[str, tuple[Any, ...], dict[str, Any], tuple[Any, ...], An
     ("device_count", (), {"device_count": 4}, ("device_count",), 4),
     ("current_index", (), {"current_device": 3}, ("current_device",), 3),
     ("set_device", (1,), {"device_count": 2, "set_device": None}, ("set_device", 1), None),
-    ("device_name", (1,), {"get_device_name": "Fast 9000"}, ("get_device_name", 1), "Fast 9000"),
     ("synchronize", (1,), {"synchronize": None}, ("synchronize", 1), None),
     ("synchronize", (), {"synchronize": None}, ("synchronize",), None),
     ("new_stream", (), {"Stream": MARK}, ("Stream",), MARK),
@@ -398,12 +394,12 @@ def test_a_privateuse1_device_needs_no_plugin() -> None:
     for named in ("", "privateuse1", "Fancy"):
         os.environ["DS_ACCELERATOR"] = named
         made = get_accelerator(Plugins())
-        print(made.name, made.current_device(), made.communication_backend, made.device_count(), made.device_name())
+        print(made.name, made.current_device(), made.communication_backend, made.device_count(), made.device_name(1))
     made.set_device(1)
     print(made.new_stream(), made.current_stream(), made.pin(torch.ones(1)).tolist())
     """
     lines = in_a_process_with_a_fancy_device(code)
-    assert lines == ["privateuse1 fancy:1 fccl 2 fancy"] * 3 + ["None None [1.0]"]
+    assert lines == ["privateuse1 fancy:1 fccl 2 fancy:1"] * 3 + ["None None [1.0]"]
 
 
 def test_a_privateuse1_device_that_is_away_is_told() -> None:

@@ -29,7 +29,7 @@ WRONG: tuple[tuple[str, str, Any], ...] = (
     ("entry", "name", "another"),
     ("description", "name", ""),
     ("description", "kernel_tags", ("cpp",)),
-    ("description", "device_name", lambda self: ""),
+    ("description", "device_name", lambda self, index=None: "meta"),
     ("every_device_can_be_made_current", "current_index", lambda self: 1),
     ("every_device_can_be_made_current", "device", lambda self, index=None: torch.device("meta")),
     ("every_device_can_be_made_current", "on_device", lambda self, tensor: False),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -406,6 +408,24 @@ def json_everywhere() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_json(size: int) -> None:
     run_ranks(size, json_everywhere)
+
+
+def lanes_of_stopped_groups() -> int:
+    for _ in range(5):
+        group = dist.new_group(backend="gloo")
+        finish(comm.all_reduce(torch.ones(1 << 21), group=group, async_op=True), True)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    lanes = [t for t in threading.enumerate() if t.name == "ds_core.comm lane"]
+    for thread in lanes:
+        thread.join(10)
+    return sum(thread.is_alive() for thread in lanes)
+
+
+def test_a_lane_ends_with_its_group() -> None:
+    """Its thread too: 100 starts and stops left more than 100 of them."""
+    assert run_ranks(3, lanes_of_stopped_groups) == [0, 0, 0]
 
 
 def calls_at_size_one() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import ds_core
 from ds_core.errors import ConfigError, DSError, LossScaleError, UsageError
+from ds_core.mesh import MpuMesh
 from ds_core.precision import LossScaler
 from ds_core.testing import run_ranks
 
@@ -554,6 +555,8 @@ def test_initialize_errors_say_what_is_missing(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match=r"args.local_rank is 1"):
         start(args=argparse.Namespace(local_rank=1))
+    with pytest.raises(UsageError, match=r"args.local_rank is 1"):
+        start(args={"local_rank": 1})
 
 
 def test_config_sources_are_equivalent(tmp_path):
@@ -571,6 +574,7 @@ def test_config_sources_are_equivalent(tmp_path):
         {"config_params": path},
         {"config": base64.urlsafe_b64encode(text.encode()).decode()},
         {"args": args},
+        {"args": {"deepspeed_config": str(path), "local_rank": 0}},
     ):
         engine, *_ = ds_core.initialize(model=model(), **kwargs)
         assert engine.get_batch_info() == (2, 2, 1)
@@ -852,6 +856,59 @@ def _mpu():
     engine.backward(net["same"](x).square().mean() + net["slice"](x).square().mean())
     engine.step()
     return [engine.train_batch_size(), engine.get_global_grad_norm(), engine.ctx.mesh.describe()]
+
+
+class _Getters:
+    """An mpu with the getters that `values` names: ``dp_rank=0`` is ``get_data_parallel_rank``."""
+
+    def __init__(self, **values):
+        kinds = {
+            "dp": "data_parallel",
+            "mp": "model_parallel",
+            "tp": "tensor_model_parallel",
+            "sp": "sequence_parallel",
+        }
+        for name, value in values.items():
+            kind, _, what = name.partition("_")
+            setattr(self, f"get_{kinds[kind]}_{what}", lambda value=value: value)
+
+
+def _unit(kind, size, rank=0, group=None):
+    return {f"{kind}_world_size": size, f"{kind}_rank": rank, f"{kind}_group": group}
+
+
+@pytest.mark.parametrize(
+    ("unit", "world", "axes"),
+    [
+        (_unit("dp", 2), 2, {"dp": 2, "tp": 1, "pp": 1}),
+        (_unit("dp", 2), 4, {"dp": 2, "tp": 1, "pp": 2}),
+        ({**_unit("dp", 2), **_unit("mp", 2)}, 4, {"dp": 2, "tp": 2}),
+        ({**_unit("dp", 2), **_unit("tp", 2), **_unit("mp", 4)}, 4, {"dp": 2, "tp": 2}),
+        ({**_unit("dp", 2), "tp_rank": 0, **_unit("mp", 2)}, 4, {"dp": 2, "tp": 2}),
+        ({**_unit("dp", 2), "mp_world_size": 1}, 2, {"dp": 2, "tp": 1}),
+        (_unit("mp", 4), 4, {"dp": 1, "tp": 4}),
+        (_unit("sp", 1), 2, {"dp": 2, "tp": 1}),
+    ],
+)
+def test_an_mpu_with_some_getters(unit, world, axes):
+    mesh = MpuMesh(_Getters(**unit), 0, world)
+    assert {axis: mesh.size(axis) for axis in axes} == axes
+
+
+@pytest.mark.parametrize(
+    ("unit", "words"),
+    [
+        ({}, "the mpu does not tell which ranks hold the same weights; give it get_data_parallel_world_size"),
+        ({"dp_rank": 0}, "has get_data_parallel_rank, but not get_data_parallel_world_size, get_data_parallel_group"),
+        ({"dp_world_size": 2}, "but not get_data_parallel_rank, get_data_parallel_group; give it all three"),
+        (_unit("mp", 2), "the mpu does not tell which ranks hold the same weights"),
+        (_unit("sp", 2), "sequence parallel size 2, which is documented but not built yet"),
+        ({**_unit("sp", 1), **_unit("mp", 2)}, "model parallel size 2, so it needs get_data_parallel_"),
+    ],
+)
+def test_an_mpu_that_does_not_tell_enough_is_refused(unit, words):
+    with pytest.raises(ConfigError, match=words):
+        MpuMesh(_Getters(**unit), 0, 4)
 
 
 def test_an_external_mpu_is_honoured():

@@ -20,6 +20,7 @@ __all__ = ["CSVFiles", "file_stem", "header"]
 
 UNSAFE = re.compile("[/\\\\\x00-\x1f\x7f\ud800-\udfff]")
 """Separators, control characters and halves of surrogate pairs: none of them may reach a file name."""
+FORMULA = ("=", "+", "-", "@")
 MAX_STEM_BYTES = 200
 LONGEST_LINE = 65536
 
@@ -34,9 +35,15 @@ def file_stem(name: str) -> str:
 
 
 def header(name: str) -> bytes:
-    """The first line of the file of metric `name`: ``step,`` and the last part of the name."""
+    """The first line of the file of metric `name`: ``step,`` and the last part of the name.
+
+    A name that a spreadsheet would take for a formula gets an apostrophe in front.
+    """
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(["step", UNSAFE.sub("_", name.rsplit("/", 1)[-1])])
+    cell = UNSAFE.sub("_", name.rsplit("/", 1)[-1])
+    if cell.lstrip().startswith(FORMULA):
+        cell = f"'{cell}"
+    csv.writer(text, lineterminator="\n").writerow(["step", cell])
     return text.getvalue().encode()
 
 

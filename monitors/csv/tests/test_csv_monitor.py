@@ -102,6 +102,18 @@ def test_names_that_meet_in_one_file_name_keep_apart_also_on_resume(tmp_path: Pa
     ]
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(A1)", "train/=cmd|' C calc'!A0", " =1"])
+def test_a_name_is_never_a_formula(tmp_path: Path, name: str) -> None:
+    for step in range(2):  # the header of the first run is recognised by the second
+        monitor = CSVMonitor(tmp_path)
+        monitor.write_events([Event(name, 1.0, step)])
+        monitor.close()
+    (path,) = tmp_path.iterdir()
+    header, *rows = read(path)
+    assert header[1] == f"'{name.rsplit('/', 1)[-1]}"
+    assert rows == [["0", "1.0"], ["1", "1.0"]]
+
+
 # -- resuming ------------------------------------------------------------------------------------------------------
 
 
