@@ -97,6 +97,8 @@ def initialize(
     kernels = Kernels(chosen.plugins, core.kernels)
     kernels.check_forced()
     rank, world_size = _place()
+    if chosen.notes and rank == 0:
+        log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
     mesh = _plan(chosen, mpu, mesh_param, rank, world_size) if mpu is None else None
     batch = resolve_batch(core, mesh.size("dp")) if mesh is not None else None
 

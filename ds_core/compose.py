@@ -29,6 +29,12 @@ class Composition:
     optimizer: Choice | None
     scheduler: Choice | None
 
+    @property
+    def notes(self) -> tuple[Problem, ...]:
+        """Every key that was accepted and has no effect, or has another name now; see `ds_core.config.notes`."""
+        chosen = [c.notes for c in (self.optimizer, self.scheduler) if c is not None]
+        return tuple(note for notes in (self.config.notes, *chosen) for note in notes)
+
 
 def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -> Composition:
     """Read, load the plugins that the config names, validate everything and choose by name.

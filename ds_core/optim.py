@@ -99,6 +99,8 @@ class Choice:
     name: str
     params: Mapping[str, Any]
     entry: OptimizerEntry | SchedulerEntry
+    notes: tuple[Problem, ...] = ()
+    """Parameters that were accepted and have no effect."""
 
     def build(self, target: Any) -> Any:
         """Make it. `target`: parameter groups for an optimizer, the optimizer for a schedule."""
@@ -112,12 +114,12 @@ class Choice:
 def choose(
     kind: Literal["optimizer", "scheduler"], config: RunConfig, plugins: Plugins
 ) -> tuple[Choice | None, list[Problem]]:
-    """The choice that section `kind` makes, or the problems with it. None without the section or its type.
+    """The choice that section `kind` makes, or the problems with it. None without the section.
 
     Imports torch only when the name is a torch class whose signature must be read.
     """
     section = getattr(config.core, kind)
-    if section is None or section.type is None:
+    if section is None:
         return None, []
     if kind == "optimizer" and (why := UNUSABLE.get(section.type.lower().removeprefix("torch.optim."))):
         return None, [Problem("optimizer.type", f"{section.type!r} {why}", "use another, such as AdamW")]
@@ -129,8 +131,7 @@ def choose(
     entry = answer.value if answer is not None else _torch_class(kind, section.type)
     if entry is None:
         return None, [Problem(f"{kind}.type", *_unknown(kind, section.type, list(offers)))]
-    params, problems = _check_params(entry, dict(section.params), f"{kind}.params")
-    return (None if problems else Choice(kind, params, entry)), problems
+    return _checked(kind, entry, dict(section.params))
 
 
 def _by_path(kind: str, path: str, params: dict[str, Any]) -> tuple[Choice | None, list[Problem]]:
@@ -143,9 +144,7 @@ def _by_path(kind: str, path: str, params: dict[str, Any]) -> tuple[Choice | Non
     if not callable(found):
         return None, [Problem(f"{kind}.type", f"{path} is a {type(found).__name__}", f"name a class of {kind}s")]
     ref = f"{module}:{attribute}"
-    entry = OptimizerEntry(ref, grain=None) if kind == "optimizer" else SchedulerEntry(ref)
-    params, problems = _check_params(entry, params, f"{kind}.params")
-    return (None if problems else Choice(kind, params, entry)), problems
+    return _checked(kind, OptimizerEntry(ref, grain=None) if kind == "optimizer" else SchedulerEntry(ref), params)
 
 
 def _unknown(kind: str, name: str, offers: list[str]) -> tuple[str, str]:
@@ -191,26 +190,27 @@ def torch_grain(cls: type) -> Grain:
     return _TORCH_GRAINS.get(cls.__name__, "tensor")
 
 
-def _check_params(
-    entry: OptimizerEntry | SchedulerEntry, params: dict[str, Any], path: str
-) -> tuple[dict[str, Any], list[Problem]]:
+def _checked(
+    kind: str, entry: OptimizerEntry | SchedulerEntry, params: dict[str, Any]
+) -> tuple[Choice | None, list[Problem]]:
+    """The choice of `entry` with its parameters checked, or the problems with them."""
+    path = f"{kind}.params"
     if "max_grad_norm" in params:
-        return params, [
-            Problem(
-                f"{path}.max_grad_norm", "clipping is not an optimizer parameter", "set the top-level gradient_clipping"
-            )
-        ]
+        why = "clipping is not an optimizer parameter"
+        return None, [Problem(f"{path}.max_grad_norm", why, "set the top-level gradient_clipping")]
     if entry.params is None:
-        return params, _check_signature(resolve(entry.load), params, path)
+        problems = _check_signature(resolve(entry.load), params, path)
+        return (None if problems else Choice(kind, params, entry)), problems
     model: type[BaseModel] = resolve(entry.params)
     try:
         checked = model.model_validate(params)
     except ValidationError as error:
         from ds_core.config import translate_errors
 
-        return params, translate_errors(error, model, path, data=params)
-    given = checked.model_dump()
-    return {k: given[k] for k in given}, []
+        return None, translate_errors(error, model, path, data=params)
+    from ds_core.config.notes import notes_on
+
+    return Choice(kind, checked.model_dump(), entry, tuple(notes_on(checked, params, path))), []
 
 
 def _check_signature(function: Callable[..., Any], params: Mapping[str, Any], path: str) -> list[Problem]:

@@ -130,8 +130,8 @@ def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
     names = ["none", *sorted(offers)]
     if device.lower() in PLANNED:
         dist = PLANNED[device.lower()]
-        message = f"the state store {device!r} will come with {dist}, which is not installed"
-        return Problem(path, message, f"install it, or use {' or '.join(names)}")
+        message = f"the state store {device!r} will come with {dist}, which is not built yet"
+        return Problem(path, message, f"use {' or '.join(names)}")
     hint = nearest(device, names)
     mend = f"did you mean {hint!r}?" if hint else f"there are {', '.join(names)}"
     return Problem(path, f"no state store is called {device!r}", mend)

@@ -56,6 +56,8 @@ def check(
     for name in chosen.config.sections:
         owner = chosen.plugins.section(name)
         typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
+    for note in chosen.notes:
+        typer.echo(f"  note: {note}")
 
 
 def _batch(chosen: Composition, world: int) -> Batch:

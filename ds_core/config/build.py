@@ -10,13 +10,14 @@ from pydantic import BaseModel, ValidationError
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig
 from ds_core.config.keys import Place, bare, iter_keys, reach
 from ds_core.config.known import BUILT, OWNERS, is_off
+from ds_core.config.notes import notes_on
 from ds_core.config.paths import join, path_text
 from ds_core.config.redaction import REDACTED, is_secret_name, scrub
 from ds_core.config.rules import cross_problems
 from ds_core.config.run import RunConfig
 from ds_core.config.section import union_members
 from ds_core.config.source import ConfigSource, read_config
-from ds_core.config.translate import auto_problem, secret_strings, show, translate_errors
+from ds_core.config.translate import auto_problem, join_autos, secret_strings, show, translate_errors
 from ds_core.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ def build_config(
     core, sections, problems = builder.build()
     if problems or core is None:
         raise ConfigError(problems, source.origin)
-    return RunConfig(core, sections, source.origin, source.raw)
+    notes = [*notes_on(core, source.raw)]
+    for name, section in sections.items():
+        notes += notes_on(section, source.raw[name], name)
+    return RunConfig(core, sections, source.origin, source.raw, tuple(notes))
 
 
 class _Builder:
@@ -142,7 +146,7 @@ class _Builder:
         found: dict[str, Problem] = {}
         for problem in self.problems:  # the first word on a key is the most exact one
             found.setdefault(problem.path, problem)
-        return list(found.values())
+        return join_autos(found.values())
 
 
 def _not_there(name: str, owner: str) -> Problem:

@@ -5,11 +5,14 @@ Every key has an effect in the core; one that is documented but not built yet is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
-from ds_core.config.section import Section, not_built, option, warn_moved
+from ds_core.config.section import Section, not_built, option
+from ds_core.errors import nearest
 
 __all__ = [
     "CORE_KEYS",
@@ -62,13 +65,20 @@ class FP16(Section):
     enabled: bool = option(False, "Train in float16 with fp32 master weights.")
     auto_cast: bool = option(False, "Cast floating-point inputs of the model to float16.")
     loss_scale: float = option(0.0, "Loss scale; 0 means dynamic.", ge=0)
-    initial_scale_power: int = option(16, "The dynamic scale starts at 2 to this power.", ge=0, le=1023)
+    initial_scale_power: int = option(
+        16, "The dynamic scale starts at 2 to this power; 2**128 is infinity in fp32.", ge=0, le=127
+    )
     loss_scale_window: int = option(1000, "Clean steps before the dynamic scale doubles.", gt=0)
     hysteresis: int = option(2, "Overflows before the dynamic scale halves.", gt=0)
     consecutive_hysteresis: bool = option(False, "Refill the hysteresis on every clean step.")
     min_loss_scale: float = option(1, "Floor of the dynamic scale; an overflow there stops the run.", gt=0)
     fp16_master_weights_and_grads: bool = not_built(False, "it needs ZeRO with optimizer offload")
-    clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0, deprecated=True)
+    clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0)
+
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """The old place of gradient_clipping."""
+        if self.clip is not None:
+            yield "clip", "is deprecated and was read as 'gradient_clipping'; rename it"
 
 
 class BF16(Section):
@@ -95,12 +105,31 @@ class TorchAutocast(Section):
     )
 
 
+APEX_KEYS = (
+    *("opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale"),
+    *("cast_model_outputs", "num_losses", "verbosity", "min_loss_scale", "max_loss_scale"),
+)
+
+
 class AmpConfig(Section):
-    """Apex AMP; other keys go to its initializer."""
+    """Apex AMP, which is not offered; the keys of its initializer are accepted while it is off."""
 
     model_config = ConfigDict(extra="allow")
 
     enabled: bool = not_built(False, "Apex AMP is legacy; use bf16, fp16 or torch_autocast")
+
+    @model_validator(mode="after")
+    def _keys_of_apex(self) -> Self:
+        for key in self.model_extra or ():
+            if key not in APEX_KEYS:
+                close = nearest(key, (*APEX_KEYS, "enabled"))
+                raise ValueError(f"unknown key {key!r}; " + (f"did you mean {close!r}?" if close else "leave it out"))
+        return self
+
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """Keys for Apex, which is off."""
+        if self.model_extra:
+            yield "", "has no effect: Apex AMP is off, and is not offered; use bf16, fp16 or torch_autocast"
 
 
 class DataTypes(Section):
@@ -129,19 +158,19 @@ class Timers(Section):
 class OptimizerConfig(Section):
     """The optimizer, by name."""
 
-    type: str | None = option(
-        None, "Name of the optimizer, in any case: Adam, AdamW, ... or a torch.optim class.", min_length=1
+    type: str = option(
+        ..., "Name of the optimizer, in any case: Adam, AdamW, ... or a torch.optim class.", min_length=1
     )
     params: dict[str, Any] = option({}, "Keyword arguments of the optimizer.")
-    legacy_fusion: bool = not_built(False, "the old LAMB/fp16 fusion")
+    legacy_fusion: bool = option(
+        False, "DeepSpeed's old fusion of LAMB and fp16.", without_effect="LAMB has one implementation, for every dtype"
+    )
 
 
 class SchedulerConfig(Section):
     """The learning-rate schedule, by name."""
 
-    type: str | None = option(
-        None, "Name of the schedule: WarmupLR, ... or a torch.optim.lr_scheduler class.", min_length=1
-    )
+    type: str = option(..., "Name of the schedule: WarmupLR, ... or a torch.optim.lr_scheduler class.", min_length=1)
     params: dict[str, Any] = option({}, "Keyword arguments of the schedule.")
 
 
@@ -167,22 +196,21 @@ class CommsGuard(Section):
 class ParallelWrite(Section):
     """Which ranks write at once."""
 
-    pipeline_stage: bool = not_built(False, "it needs ds-pipeline")
-
-
-_WRITER = "checkpoints are written by the core's own safetensors writer"
+    pipeline_stage: bool = option(
+        False, "Pipeline stages write at the same time.", without_effect="every rank writes its own share, at once"
+    )
 
 
 class Writer(Section):
-    """DeepSpeed's checkpoint writer."""
+    """DeepSpeed's checkpoint writer; ds_core has its own."""
 
-    type: Literal["MOCK", "PYTHON", "FAST"] = not_built("FAST", _WRITER)
-    io_buffer_size: int = not_built(67108864, _WRITER, "Bytes of the write buffer. Not built yet.", gt=0)
-    io_buffer_double: bool = not_built(True, _WRITER)
-    io_multiplier: int = not_built(1, _WRITER, gt=0)
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = not_built(None, _WRITER)
-    decoupled: bool = not_built(False, _WRITER)
-    show_statistics: bool = not_built(False, _WRITER)
+    type: Literal["MOCK", "PYTHON", "FAST"] = option("FAST", "Kind of DeepSpeed's writer.")
+    io_buffer_size: int = option(67108864, "Bytes of the write buffer.", gt=0)
+    io_buffer_double: bool = option(True, "Two buffers, so that filling and writing overlap.")
+    io_multiplier: int = option(1, "Buffers per writer.", gt=0)
+    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = option(None, "Which ranks share the writing.")
+    decoupled: bool = option(False, "Write in another process.")
+    show_statistics: bool = option(False, "Log the speed of each write.")
 
 
 class CheckpointConfig(Section):
@@ -196,11 +224,21 @@ class CheckpointConfig(Section):
     )
     keep_last: int | None = option(None, "Remove all but so many of the newest checkpoints after each save.", ge=1)
     verify: bool = option(True, "Compare every file with its checksum before anything is loaded.")
-    load_universal: bool = option(False, "Load at another layout; every checkpoint can be, so nothing more is needed.")
+    load_universal: bool = option(
+        False,
+        "Load a checkpoint that was saved at another layout.",
+        without_effect="every checkpoint loads at any layout",
+    )
     use_node_local_storage: bool = not_built(False, "checkpoints need storage that every rank sees")
-    checkpoint_serialization: bool = not_built(True, "checkpoints are always safetensors and JSON; leave the key out")
+    checkpoint_serialization: bool = option(
+        True, "False: tensors without a container.", without_effect="checkpoints are always safetensors and JSON"
+    )
     parallel_write: ParallelWrite = option(ParallelWrite(), "Which ranks write at once.")
-    writer: Writer | None = option(None, "DeepSpeed's checkpoint writer. Not built yet.")
+    writer: Writer | None = option(
+        None,
+        "DeepSpeed's checkpoint writer.",
+        without_effect="ds_core writes safetensors by itself; checkpoint.async writes while training goes on",
+    )
 
 
 class PluginsConfig(Section):
@@ -232,12 +270,12 @@ class CoreConfig(Section):
         None, "sequence parallelism will come with ds-sequence-parallel", off=(1,), gt=0
     )
     dataloader_drop_last: bool = option(False, "Drop the last incomplete batch of the engine's loader.")
-    use_data_before_expert_parallelism: bool = not_built(False, "expert parallelism will come with ds-moe")
+    use_data_before_expert_parallelism: bool = not_built(False, "expert-parallel ranks are always neighbours")
     # -- precision
     fp16: FP16 = option(FP16(), "Mixed precision in float16 with loss scaling.")
     bf16: BF16 = option(BF16(), "Mixed precision in bfloat16.", old=("bfloat16",))
     torch_autocast: TorchAutocast = option(TorchAutocast(), "torch.autocast around the forward.")
-    amp: AmpConfig = option(AmpConfig(), "Apex AMP. Not built yet.")
+    amp: AmpConfig = option(AmpConfig(), "Apex AMP; only off.")
     data_types: DataTypes = option(DataTypes(), "Dtypes of gradients, parameters and buffers.")
     # -- clipping and reduction
     gradient_clipping: float = option(1.0, "Limit of the global L2 gradient norm; 0 turns clipping off.", ge=0)
@@ -251,7 +289,9 @@ class CoreConfig(Section):
         "mean", "Average gradients over the data-parallel ranks, or sum them."
     )
     sparse_gradients: bool = not_built(False, "compressed embedding gradients are legacy")
-    disable_allgather: bool = not_built(False, "a legacy switch")
+    disable_allgather: bool = option(
+        False, "A legacy switch.", without_effect="zero_optimization.allgather_partitions chooses the collective"
+    )
     # -- logging and diagnostics
     steps_per_print: int | None = option(None, "Print progress every so many updates; null: never.", gt=0)
     wall_clock_breakdown: bool = option(False, "Time forward, backward, reduction and step; adds synchronisation.")
@@ -284,7 +324,6 @@ class CoreConfig(Section):
         clip = inner.get("clip") if isinstance(inner, dict) else None
         if isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip < 0 or "gradient_clipping" in data:
             return data
-        warn_moved("fp16.clip", "gradient_clipping")
         return {**data, "gradient_clipping": clip}
 
 

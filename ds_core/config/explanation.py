@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ds_core.config.core import CoreConfig
-from ds_core.config.keys import Key, iter_keys, not_built_why
+from ds_core.config.keys import Key, iter_keys
 from ds_core.config.known import BUILT, OWNERS
 from ds_core.config.redaction import REDACTED
-from ds_core.config.section import is_secret, names_of, old_names
+from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, is_secret, marks, names_of, old_names
 from ds_core.config.translate import describe
 from ds_core.errors import ConfigError, Problem, nearest
 
@@ -64,9 +64,10 @@ def _explained(key: str, row: Key) -> Explanation:
         text = f"Deprecated spelling. {text}"
     elif others:
         text = f"{text} Other spellings: {', '.join(others)}."
-    why = not_built_why(field)
-    if why:
+    if why := marks(field).get(NOT_BUILT):
         text = f"{text} Documented but not built yet: {why}."
+    if why := marks(field).get(WITHOUT_EFFECT):
+        text = f"{text} Accepted without effect: {why}."
     annotation: Any = field.annotation
     for extra in field.metadata:
         annotation = Annotated[annotation, extra]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, RootModel
 from pydantic.fields import FieldInfo
 
 from ds_core.config.paths import join
-from ds_core.config.section import is_secret, marks, names_of, old_names, union_members
+from ds_core.config.section import is_secret, names_of, old_names, union_members
 
 __all__ = [
     "MISSING",
@@ -22,7 +22,6 @@ __all__ = [
     "iter_keys",
     "known_names",
     "locate",
-    "not_built_why",
     "reach",
 ]
 
@@ -203,8 +202,3 @@ def iter_keys(hint: Any, prefix: str, owner: str, depth: int = 8) -> Iterator[Ke
             yield from iter_keys(args[1], f"{prefix}.*", owner, depth - 1)
         elif issubclass(origin, (Sequence, AbstractSet)):
             yield from iter_keys(args[0], f"{prefix}[]", owner, depth - 1)
-
-
-def not_built_why(field: FieldInfo) -> str:
-    """Why the field is not built; empty when it is."""
-    return str(marks(field).get("x-ds-not-built", ""))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.config.core import CoreConfig
+    from ds_core.errors import Problem
 
 __all__ = ["RunConfig"]
 
@@ -25,12 +26,14 @@ class RunConfig:
 
     core: the core's keys. sections: the plugins' sections that the config names. origin: where it came from.
     raw: the data as given; it may hold secrets, so show `redacted()` instead.
+    notes: what was accepted and has no effect, or another name now; see `ds_core.config.notes`.
     """
 
     core: CoreConfig
     sections: Mapping[str, BaseModel]
     origin: str
     raw: dict[str, Any]
+    notes: tuple[Problem, ...] = ()
 
     def section(self, name: str) -> BaseModel | None:
         """The parsed section of a plugin; None when the config does not name it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
@@ -38,6 +37,7 @@ OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
 NOT_BUILT = "x-ds-not-built"
 OFF = "x-ds-off"
+WITHOUT_EFFECT = "x-ds-without-effect"
 
 
 def option(
@@ -48,14 +48,17 @@ def option(
     secret: bool = False,
     not_built: str = "",
     off: Sequence[Any] = (),
+    without_effect: str = "",
     **field: Any,
 ) -> Any:
     """A field of a section; `field` goes to `pydantic.Field` (``gt=0``, ``alias=...``).
 
     default: ``...`` for a required key. description: what it does, with the unit.
-    old: deprecated spellings of the key: their value is moved here with one warning; both set is an error.
+    old: deprecated spellings of the key: their value is moved here, with a note in the log; both set is an error.
     secret: shown as ``***`` in every echo, log, error and checkpoint.
     not_built: why the option is documented but has no effect yet; then only `default` and `off` are accepted.
+    without_effect: why the option is accepted and changes nothing, by design. It ends the sentence "has no effect: ..."
+    in a warning of rank 0 when another value than `default` is given (see `ds_core.config.notes`).
     """
     extra: dict[str, Any] = {}
     if old:
@@ -64,6 +67,8 @@ def option(
         extra |= {SECRET: True, "writeOnly": True}
     if not_built:
         extra |= {NOT_BUILT: not_built, OFF: list(off)}
+    if without_effect:
+        extra[WITHOUT_EFFECT] = without_effect
     return Field(default, description=description, json_schema_extra=extra or None, **field)
 
 
@@ -138,6 +143,14 @@ class Section(BaseModel):
     )
     misplaced: ClassVar[Mapping[str, str]] = {}
 
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """(key, sentence) for each key that has no effect with these values, or is deprecated.
+
+        given: the section as it was written. Logged once on rank 0; see `ds_core.config.notes`. A key of "" is the
+        section itself.
+        """
+        return ()
+
     @model_validator(mode="before")
     @classmethod
     def _move_old_names(cls, data: Any) -> Any:
@@ -153,8 +166,6 @@ class Section(BaseModel):
             for name in taken:
                 del moved[name]
             moved[new] = _Clash(old, taken[0]) if taken else value
-            if not taken:
-                warn_moved(old, new)
         return moved
 
     @field_validator("*", mode="wrap")
@@ -178,11 +189,6 @@ class Section(BaseModel):
         for name, value in super().__repr_args__():
             hidden = name is not None and value is not None and is_secret(name, type(self).model_fields.get(name))
             yield name, REDACTED if hidden else redact(value)
-
-
-def warn_moved(old: str, new: str) -> None:
-    """Say once where a deprecated key has gone."""
-    warnings.warn(f"config key {old!r} is deprecated and was read as {new!r}; rename it", FutureWarning, stacklevel=2)
 
 
 @functools.cache

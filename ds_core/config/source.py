@@ -24,6 +24,8 @@ __all__ = ["ConfigSource", "read_config"]
 MAX_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 200_000
+NEVER = frozenset({"steps_per_print"})
+"""Keys that integrations set to Infinity for "never" (the Hugging Face Trainer does): read as null."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -180,6 +182,8 @@ class _Copier:
             number = float(value)
             if math.isfinite(number):
                 return number
+            if number > 0 and path in NEVER:
+                return None
             shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
             self.problems.append(
                 Problem(path, f"{shown} is not a number that a config can hold", "write a finite number")

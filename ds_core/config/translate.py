@@ -20,7 +20,7 @@ from ds_core.config.redaction import REDACTED, is_secret_name, redact, scrub
 from ds_core.config.section import Section, union_members
 from ds_core.errors import Problem, nearest
 
-__all__ = ["auto_problem", "describe", "secret_strings", "show", "translate_errors", "unknown_key"]
+__all__ = ["auto_problem", "describe", "join_autos", "secret_strings", "show", "translate_errors", "unknown_key"]
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 _LENGTHS = {"min_length": "at least", "max_length": "at most"}
@@ -234,14 +234,25 @@ def unknown_key(
 _SECRETS = ("api_key", "access_key", "private_key", "password", "secret", "authorization", "credential", "auth_token")
 
 
+_AUTO = (
+    '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that before the '
+    "config gets here"
+)
+
+
 def auto_problem(where: str) -> Problem:
     """The problem of a leftover "auto"."""
-    return Problem(
-        where,
-        '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that before '
-        "the config gets here",
-        "write a value, or leave the key out for its default",
-    )
+    return Problem(where, _AUTO, "write a value, or leave the key out for its default")
+
+
+def join_autos(problems: Iterable[Problem]) -> list[Problem]:
+    """`problems` with every leftover "auto" in one, in the place of the first, that lists the keys."""
+    found = {p.path: p for p in problems}
+    autos = [path for path, p in found.items() if p.message == _AUTO]
+    if len(autos) < 2:
+        return list(found.values())
+    listed = Problem(", ".join(autos), _AUTO, "write values, or leave the keys out for their defaults")
+    return [listed if path == autos[0] else p for path, p in found.items() if path not in autos[1:]]
 
 
 # -- showing values ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -116,26 +117,76 @@ def test_a_section_is_frozen() -> None:
         parse().whole = 2
 
 
-def test_an_old_name_is_moved_with_one_warning() -> None:
-    given = {"older": 7}
-    with pytest.warns(FutureWarning, match="'older' is deprecated and was read as 'new'") as caught:
-        assert Thing.model_validate(given).new == 7
-    assert len(caught) == 1
-    assert given == {"older": 7}
-
-
-def test_new_names_warn_nobody() -> None:
+def noted(given: dict[str, Any], models: dict[str, Any] | None = None) -> list[str]:
+    """The notes on a config; nothing else warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert build_config({"bf16": {"enabled": True}, "gradient_clipping": 2}, {}).core.bf16.enabled
+        return [str(note) for note in build_config(given, models or {}).notes]
+
+
+def test_an_old_name_is_moved_with_a_note() -> None:
+    given = {"older": 7}
+    assert Thing.model_validate(given).new == 7
+    assert given == {"older": 7}
+    models = {"thing": (Thing, "ds-thing 1")}
+    assert noted({"thing": given}, models) == ["thing.older: is deprecated and was read as 'new'; rename it"]
+
+
+def test_new_names_are_not_noted() -> None:
+    assert noted({"bf16": {"enabled": True}, "gradient_clipping": 2, "disable_allgather": False}) == []
 
 
 def test_deprecated_core_keys_are_moved() -> None:
-    with pytest.warns(FutureWarning) as caught:
-        core = build_config({"bfloat16": {"enabled": True}, "fp16": {"clip": 0.5}}, {}).core
+    given = {"bfloat16": {"enabled": True}, "fp16": {"clip": 0.5}}
+    core = build_config(given, {}).core
     assert core.bf16.enabled
     assert core.gradient_clipping == 0.5
-    assert len(caught) == 2
+    assert noted(given) == [
+        "fp16.clip: is deprecated and was read as 'gradient_clipping'; rename it",
+        "bfloat16: is deprecated and was read as 'bf16'; rename it",
+    ]
+
+
+class Unseen(Section):
+    shown: int = option(0, "Shown.", without_effect="nobody looks", alias="long_shown")
+
+
+class Outer(Section):
+    inner: Unseen = option(Unseen(), "One.")
+    listed: list[Unseen] = option([], "Many.")
+    by_name: dict[str, Unseen] = option({}, "Named.")
+    on: bool = option(False, "Switch.")
+
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        if "on" in given:
+            yield "on", f"was given as {given['on']}"
+
+
+def test_what_has_no_effect_is_noted_where_it_was_written() -> None:
+    given = {"inner": {"long_shown": 1}, "listed": [{}, {"shown": 2}], "by_name": {"a.b": {"shown": 0}}, "on": True}
+    why = "has no effect: nobody looks"
+    assert noted({"outer": given}, {"outer": (Outer, "ds-outer 1")}) == [
+        f"outer.inner.long_shown: {why}",
+        f"outer.listed[1].shown: {why}",
+        "outer.on: was given as True",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"disable_allgather": True}, "disable_allgather"),
+        ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp"),
+        ({"optimizer": {"type": "Lamb", "legacy_fusion": True}}, "optimizer.legacy_fusion"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        ({"checkpoint": {"checkpoint_serialization": False}}, "checkpoint.checkpoint_serialization"),
+        ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer"),
+        ({"checkpoint": {"parallel_write": {"pipeline_stage": True}}}, "checkpoint.parallel_write.pipeline_stage"),
+    ],
+)
+def test_keys_of_the_core_without_effect(given: dict[str, Any], key: str) -> None:
+    (note,) = noted(given)
+    assert note.startswith(f"{key}: has no effect: ")
 
 
 @pytest.mark.parametrize("both", [{"older": 1, "new": 1}, {"oldest": 1, "older": 1}])

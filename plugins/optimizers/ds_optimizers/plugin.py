@@ -51,7 +51,7 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     """LAMB adapts to the size of its updates, which a loss scale that never gives way can make infinite."""
     section, fp16 = config.core.optimizer, config.core.fp16
-    name = section.type.lower() if section is not None and section.type is not None else ""
+    name = section.type.lower() if section is not None else ""
     if name not in LAMB_FORMS or fp16 is None or not fp16.enabled or not fp16.loss_scale:
         return ()
     if plugins.named("ds_optimizers", "optimizer")[name].value not in OPTIMIZERS.values():

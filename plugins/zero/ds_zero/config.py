@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
 from ds_core.config import Section, not_built, option
+from ds_core.config.section import names_of, old_names
 
 __all__ = ["LEAF_CLASSES", "LeafModules", "OffloadOptimizer", "OffloadParam", "ZeroConfig"]
 
@@ -22,6 +23,10 @@ LEAF_CLASSES = tuple(
 )
 """Module classes of transformers whose parts run on some ranks only, so they are gathered whole by default."""
 
+_DISK_KEYS = (
+    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"),
+)
+"""Keys of a store that gives memory back; the store gets them as its options."""
 _NVME = "offload to NVMe will come with ds-offload"
 _SUPER = "SuperOffload will come with ds-offload"
 _QUANTISED = "quantised communication will come with a later version of ds-zero"
@@ -46,14 +51,27 @@ class _Place(Section):
         """What the store is told: every key but `device`."""
         return {k: v for k, v in dict(self).items() if k != "device"}
 
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """Keys that the device has no use for."""
+        fields = type(self).model_fields
+        changed = [k for k in fields if k in self.model_fields_set and getattr(self, k) != fields[k].get_default()]
+        if not self.on:
+            unused = [k for k in changed if k != "device"]
+        elif self.device.lower() == "cpu":
+            unused = [k for k in changed if k in _DISK_KEYS]
+        else:
+            return
+        for key in unused:
+            yield key, f"has no effect with device {self.device!r}"
+
 
 class OffloadParam(_Place):
     """Where the parameters of stage 3 rest between uses."""
 
-    nvme_path: str | None = not_built(None, _NVME, "Folder on the NVMe device.")
-    buffer_count: int = not_built(5, _NVME, "Buffers in the pool.")
-    buffer_size: int = not_built(100_000_000, _NVME, "Elements per buffer.")
-    max_in_cpu: int = not_built(1_000_000_000, _NVME, "Elements kept in memory beside NVMe.")
+    nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
+    buffer_count: int = option(5, "NVMe: buffers in the pool.", ge=0)
+    buffer_size: int = option(100_000_000, "NVMe: elements per buffer.", ge=0)
+    max_in_cpu: int = option(1_000_000_000, "NVMe: elements kept in memory beside it.", ge=0)
 
 
 class OffloadOptimizer(_Place):
@@ -62,11 +80,11 @@ class OffloadOptimizer(_Place):
     ratio: float = option(
         1.0, "Stage 3: the share of elements that is offloaded; the rest stays on the device.", ge=0, le=1
     )
-    nvme_path: str | None = not_built(None, _NVME, "Folder on the NVMe device.")
-    buffer_count: int = not_built(4, _NVME, "Buffers in the pool.")
-    pipeline_read: bool = not_built(False, _NVME, "Read the next tile while this one is computed.")
-    pipeline_write: bool = not_built(False, _NVME, "Write the last tile while this one is computed.")
-    fast_init: bool = not_built(False, _NVME, "Quick initialisation on NVMe.")
+    nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
+    buffer_count: int = option(4, "NVMe: buffers in the pool.", ge=0)
+    pipeline_read: bool = option(False, "NVMe: read the next tile while this one is computed.")
+    pipeline_write: bool = option(False, "NVMe: write the last tile while this one is computed.")
+    fast_init: bool = option(False, "NVMe: quick initialisation.")
     super_offload: bool = not_built(False, _SUPER, "Speculative CPU steps on tightly coupled chips.")
     cpuadam_cores_perc: float = not_built(0.8, _SUPER, "Share of the cores that SuperOffload's Adam uses.")
 
@@ -90,6 +108,17 @@ class LeafModules(Section):
         return {**listed, **{k: list(dict.fromkeys(v)) for k, v in texts.items()}}
 
 
+_STAGE_3 = frozenset(
+    (
+        *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+        *("max_reuse_distance", "module_granularity_threshold", "use_all_reduce_for_fetch_params", "leaf_module"),
+        *("allgather_sequential", "log_trace_cache_warnings", "override_module_apply"),
+        "gather_16bit_weights_on_model_save",
+    )
+)
+"""Keys that say how parameters are gathered."""
+
+
 class ZeroConfig(Section):
     """What is partitioned over ranks, and how it travels. Sizes are numbers of elements."""
 
@@ -101,7 +130,7 @@ class ZeroConfig(Section):
         True, "Copy each gradient into its flat bucket as it is made; false: only when the bucket travels."
     )
     reduce_scatter: bool = option(True, "Reduce-scatter gradients; false: reduce them whole.")
-    reduce_bucket_size: int = option(500_000_000, "Elements per reduction; a larger parameter travels alone.", ge=0)
+    reduce_bucket_size: int = option(500_000_000, "Elements per reduction; a larger parameter travels alone.", gt=0)
     use_multi_rank_bucket_allreduce: bool = option(
         True, "Without reduce_scatter: one all-reduce per bucket; false: one reduction to each owner."
     )
@@ -109,14 +138,20 @@ class ZeroConfig(Section):
         None, "Reduce gradients while backward goes on; null: only in stage 3. False: backward waits for each bucket."
     )
     ignore_unused_parameters: bool = option(True, "False: a trainable parameter without a gradient is an error.")
-    round_robin_gradients: bool = option(False, "Spread the copying of gradients evenly; it always is, see the README.")
+    round_robin_gradients: bool = option(
+        False,
+        "Spread the copies of gradients over the ranks.",
+        without_effect="each rank copies its own share of every bucket, so copies are always spread",
+    )
     # -- weights after the step
     allgather_partitions: bool = option(True, "All-gather updated weights; false: each rank broadcasts its own.")
-    allgather_bucket_size: int = option(500_000_000, "Elements per all-gather; a larger parameter travels alone.", ge=0)
+    allgather_bucket_size: int = option(
+        500_000_000, "Elements per all-gather; a larger parameter travels alone.", gt=0, old=("allgather_size",)
+    )
     sub_group_size: int = option(
         1_000_000_000,
         "The most elements of this rank's states in one flat buffer; a larger parameter has its own.",
-        ge=0,
+        gt=0,
     )
     # -- stage 3
     prefetch_bucket_size: int = option(
@@ -139,7 +174,7 @@ class ZeroConfig(Section):
     )
     gather_16bit_weights_on_model_save: bool = option(
         False,
-        "Allow save_16bit_model in stage 3; it always works, see the README.",
+        "Allow save_16bit_model in stage 3; it is always allowed.",
         old=("stage3_gather_fp16_weights_on_model_save",),
         alias="stage3_gather_16bit_weights_on_model_save",
     )
@@ -154,7 +189,9 @@ class ZeroConfig(Section):
     )
     allgather_sequential: bool = option(False, "Gather one parameter at a time.", alias="stage3_allgather_sequential")
     memory_efficient_linear: bool = option(
-        True, "Keep no gathered weight for backward; no module does, see the README."
+        True,
+        "Keep no gathered weight of a linear layer for backward.",
+        without_effect="no module keeps a gathered weight for backward",
     )
     log_trace_cache_warnings: bool = option(False, "Warn when modules run in another order than the last time.")
     leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered whole.")
@@ -181,15 +218,17 @@ class ZeroConfig(Section):
     mics_shard_size: int = not_built(-1, _HIERARCHY, "Ranks per MiCS group; -1: off.")
     mics_hierarchical_params_gather: bool = not_built(False, _HIERARCHY, "Gather in two steps.")
     save_muon_momentum_buffer_in_memory: bool = not_built(False, _NVME, "Keep Muon's momentum out of NVMe.")
-    pipeline_loading_checkpoint: bool = not_built(
-        False, "every rank reads only its own ranges, so there is nothing to pipeline", "Load in a pipeline."
+    pipeline_loading_checkpoint: bool = option(
+        False, "Load in a pipeline.", without_effect="every rank reads only its own ranges of a checkpoint"
     )
     override_module_apply: bool = option(
         True, "Module.apply gathers each module's own parameters; false: the function must gather them itself."
     )
-    legacy_stage1: bool = not_built(False, "the old stage 1 is not served; leave it out", "The old stage 1.")
-    elastic_checkpoint: bool = not_built(
-        False, "every checkpoint loads at any world size without it; leave it out", "Legacy elastic checkpoints."
+    legacy_stage1: bool = option(
+        False, "The old stage 1.", without_effect="there is one stage 1, with the same results"
+    )
+    elastic_checkpoint: bool = option(
+        False, "Legacy elastic checkpoints.", without_effect="every checkpoint loads at any number of ranks"
     )
 
     @model_validator(mode="before")
@@ -209,15 +248,29 @@ class ZeroConfig(Section):
             if isinstance(moved.get(old), bool):
                 if moved.get(new) is not None and moved[old]:
                     raise ValueError(f"{old} is the old name of {new}, and both are set; remove {old}")
-                _warn(f"config key {old!r} is deprecated and was read as {new!r}; rename it")
                 if moved.pop(old):
                     moved[new] = {"device": "cpu"}
-        if isinstance(moved.get("cpu_offload_use_pin_memory"), bool):
-            _warn(
-                "config key 'cpu_offload_use_pin_memory' is deprecated and is not carried over; set pin_memory in "
-                "offload_optimizer and offload_param"
-            )
         return moved
+
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """Old keys, and those that this stage has no use for."""
+        if isinstance(given, bool):
+            yield "", f'true and false are deprecated: read as {{"stage": {self.stage}}}; write that'
+            return
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if isinstance(given.get(old), bool):
+                device = "cpu" if given[old] else "none"
+                yield old, f'is deprecated and was read as {new} {{"device": "{device}"}}; write that'
+        if self.cpu_offload_use_pin_memory is not None:
+            yield "cpu_offload_use_pin_memory", "has no effect: set pin_memory in offload_optimizer and offload_param"
+        names = {s: n for n, f in type(self).model_fields.items() for s in (*names_of(n, f), *old_names(f))}
+        unused = [k for k in given if names.get(k) in _STAGE_3] if 0 < self.stage < 3 else []
+        if unused:
+            have = "has" if len(unused) == 1 else "have"
+            yield "", f"{', '.join(unused)} {have} no effect at stage {self.stage}: only stage 3 gathers parameters"
+        gathers = [k for k in given if names.get(k) == "gather_16bit_weights_on_model_save"]
+        if gathers and self.stage == 3:
+            yield gathers[0], "has no effect: save_16bit_model is always allowed in stage 3"
 
     @field_validator("leaf_module", mode="before")
     @classmethod
@@ -236,7 +289,3 @@ class ZeroConfig(Section):
     def unit_elements(self, world: int) -> int:
         """The most elements that stage 3 gathers at once, but for larger parameters."""
         return 1 if self.allgather_sequential else self.bucket_elements(world)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, FutureWarning, stacklevel=3)

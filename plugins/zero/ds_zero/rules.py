@@ -11,7 +11,7 @@ from ds_core.stores import check_store
 if TYPE_CHECKING:
     from ds_core.config.core import OptimizerConfig
     from ds_core.plugins import Plugins
-    from ds_zero.config import ZeroConfig
+    from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 
 __all__ = ["SELF_REDUCED", "offload_problems", "optimizer_problems"]
 
@@ -23,7 +23,7 @@ SELF_REDUCED = "this optimizer reduces gradients by itself, and so does ZeRO"
 
 def optimizer_problems(section: ZeroConfig, optimizer: OptimizerConfig | None, plugins: Plugins) -> Iterator[Problem]:
     """An optimizer of the config's that leaves nothing for ZeRO to reduce."""
-    if section.stage == 0 or optimizer is None or optimizer.type is None:
+    if section.stage == 0 or optimizer is None:
         return
     answer = plugins.named("ds_optimizers", "optimizer").get(optimizer.type.lower())
     if answer is not None and answer.value.communicates:
@@ -38,8 +38,7 @@ def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]
             yield Problem(
                 f"{PARAM}.device", f"only stage 3 partitions weights, this is stage {stage}", 'set stage 3, or "none"'
             )
-        if (problem := check_store(plugins, weights.device, f"{PARAM}.device")) is not None:
-            yield problem
+        yield from _store_problems(weights, PARAM, plugins)
     if (states := section.offload_optimizer) is not None and states.on:
         if stage == 0:
             yield Problem(f"{OPTIMIZER}.device", "stage 0 partitions nothing", 'set stage 1, 2 or 3, or "none"')
@@ -51,5 +50,12 @@ def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]
             yield Problem(
                 f"{OPTIMIZER}.ratio", f"{states.ratio} needs stage 3, this is stage {stage}", "set stage 3, or ratio 1"
             )
-        if (problem := check_store(plugins, states.device, f"{OPTIMIZER}.device")) is not None:
-            yield problem
+        yield from _store_problems(states, OPTIMIZER, plugins)
+
+
+def _store_problems(place: OffloadParam | OffloadOptimizer, path: str, plugins: Plugins) -> Iterator[Problem]:
+    """A store that nobody offers, and NVMe without its folder."""
+    if (problem := check_store(plugins, place.device, f"{path}.device")) is not None:
+        yield problem
+    if place.device.lower() == "nvme" and place.nvme_path is None:
+        yield Problem(f"{path}.nvme_path", 'device "nvme" needs it', "name a folder on the NVMe device")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +13,8 @@ from ds_zero.config import LEAF_CLASSES, ZeroConfig
 from pydantic import ValidationError
 from torch import nn
 
+import ds_core
+from ds_core.config import build_config
 from ds_core.testing import PluginConformance, run_ranks
 
 DEFAULTS: dict[str, Any] = {
@@ -59,10 +63,7 @@ DEFAULTS: dict[str, Any] = {
     "leaf_module": {"classes": list(LEAF_CLASSES), "names": [], "name_suffixes": []},
 }
 LATER: list[dict[str, Any]] = [
-    *({"offload_param": {k: v}} for k, v in {"nvme_path": "/x", "buffer_count": 1, "buffer_size": 1}.items()),
-    {"offload_param": {"max_in_cpu": 1}},
-    *({"offload_optimizer": {k: v}} for k, v in {"nvme_path": "/x", "buffer_count": 1, "super_offload": True}.items()),
-    *({"offload_optimizer": {k: True}} for k in ("pipeline_read", "pipeline_write", "fast_init")),
+    {"offload_optimizer": {"super_offload": True}},
     {"offload_optimizer": {"cpuadam_cores_perc": 0.5}},
     {"zenflow": {}},
     {"zero_hpz_partition_size": 8},
@@ -73,9 +74,6 @@ LATER: list[dict[str, Any]] = [
     {"mics_shard_size": 8},
     {"mics_hierarchical_params_gather": True},
     {"save_muon_momentum_buffer_in_memory": True},
-    {"pipeline_loading_checkpoint": True},
-    {"legacy_stage1": True},
-    {"elastic_checkpoint": True},
 ]
 
 
@@ -89,7 +87,9 @@ class TestPlugin(PluginConformance):
         {"stage": 1.5},
         {"stgae": 1},
         {"grad_hooks": True},
-        {"reduce_bucket_size": -1},
+        {"reduce_bucket_size": 0},
+        {"allgather_bucket_size": 0},
+        {"sub_group_size": 0},
         {"prefetch_bucket_size": 0.5},
         {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2},
         {"max_live_parameters": -1},
@@ -110,7 +110,7 @@ def test_defaults_are_the_documented_ones_and_no_key_is_missing() -> None:
 
 @pytest.mark.parametrize("given", LATER)
 def test_what_comes_later_says_so(given: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"ds_not_built|will come|leave it out|nothing to pipeline"):
+    with pytest.raises(ValidationError, match=r"ds_not_built|will come"):
         ZeroConfig.model_validate(given)
 
 
@@ -130,27 +130,93 @@ def test_the_long_names_of_stage_3(name: str) -> None:
         assert getattr(ZeroConfig.model_validate({spelling: 7.0}), name) == 7
 
 
+def notes(section: Any) -> list[str]:
+    """The notes on a section, as `dscore config check` prints them; nothing else warns."""
+    models: Any = {"zero_optimization": (ZeroConfig, "ds-zero")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [str(note) for note in build_config({"zero_optimization": section}, models).notes]
+
+
 def test_old_spellings() -> None:
-    with pytest.warns(FutureWarning, match="stage3_gather_fp16_weights_on_model_save"):
-        config = ZeroConfig.model_validate({"stage3_gather_fp16_weights_on_model_save": True})
-    assert config.gather_16bit_weights_on_model_save
+    assert ZeroConfig.model_validate(
+        {"stage3_gather_fp16_weights_on_model_save": True}
+    ).gather_16bit_weights_on_model_save
     assert ZeroConfig.model_validate(True).stage == 1
     assert ZeroConfig.model_validate(False).stage == 0
-    with pytest.warns(FutureWarning, match="cpu_offload.*offload_optimizer"):
-        config = ZeroConfig.model_validate({"offload_param": {"device": "none"}, "cpu_offload": False})
+    config = ZeroConfig.model_validate({"offload_param": {"device": "none"}, "cpu_offload": False})
     assert config.offload_optimizer is None
-    with pytest.warns(FutureWarning) as told:
-        config = ZeroConfig.model_validate({"cpu_offload": True, "cpu_offload_param": True})
-    assert len(told) == 2
+    config = ZeroConfig.model_validate({"cpu_offload": True, "cpu_offload_param": True})
     assert config.offload_optimizer is not None
     assert config.offload_param is not None
     assert (config.offload_optimizer.device, config.offload_param.device) == ("cpu", "cpu")
-    with pytest.warns(FutureWarning, match="not carried over"):
-        config = ZeroConfig.model_validate({"cpu_offload_use_pin_memory": True, "offload_param": {"device": "cpu"}})
+    config = ZeroConfig.model_validate({"cpu_offload_use_pin_memory": True, "offload_param": {"device": "cpu"}})
     assert config.offload_param is not None
     assert not config.offload_param.pin_memory
     with pytest.raises(ValidationError, match="cpu_offload is the old name of offload_optimizer, and both are set"):
         ZeroConfig.model_validate({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}})
+
+
+Z = "zero_optimization"
+NOTED: list[tuple[Any, list[str]]] = [
+    ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "stage3_max_live_parameters": 5}, []),
+    ({"stage": 3, "round_robin_gradients": False, "memory_efficient_linear": True, "elastic_checkpoint": False}, []),
+    ({"stage": 0, "stage3_max_live_parameters": 5}, []),
+    (True, [f'{Z}: true and false are deprecated: read as {{"stage": 1}}']),
+    ({"stage": 1, "cpu_offload": True}, [f"{Z}.cpu_offload: is deprecated"]),
+    ({"stage": 3, "cpu_offload_param": False}, [f"{Z}.cpu_offload_param: is deprecated"]),
+    ({"stage": 1, "cpu_offload_use_pin_memory": True}, [f"{Z}.cpu_offload_use_pin_memory: has no effect"]),
+    ({"stage": 1, "allgather_size": 7}, [f"{Z}.allgather_size: is deprecated and was read as 'allgather_bucket_size'"]),
+    ({"stage": 2, "round_robin_gradients": True}, [f"{Z}.round_robin_gradients: has no effect"]),
+    ({"stage": 3, "memory_efficient_linear": False}, [f"{Z}.memory_efficient_linear: has no effect"]),
+    ({"stage": 1, "legacy_stage1": True}, [f"{Z}.legacy_stage1: has no effect"]),
+    ({"stage": 3, "elastic_checkpoint": True}, [f"{Z}.elastic_checkpoint: has no effect"]),
+    ({"stage": 3, "pipeline_loading_checkpoint": True}, [f"{Z}.pipeline_loading_checkpoint: has no effect"]),
+    (
+        {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False},
+        [f"{Z}.stage3_gather_16bit_weights_on_model_save: has no effect"],
+    ),
+    (
+        {"stage": 2, "stage3_max_live_parameters": 5, "leaf_module": {}},
+        [f"{Z}: stage3_max_live_parameters, leaf_module have no effect at stage 2"],
+    ),
+    ({"stage": 3, "offload_optimizer": {"ratio": 0.5}}, [f"{Z}.offload_optimizer.ratio: has no effect with device"]),
+    (
+        {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}},
+        [f"{Z}.offload_param.nvme_path: has no effect with device 'cpu'"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("section", "told"), NOTED)
+def test_what_has_no_effect_and_what_has_another_name_is_noted(section: Any, told: list[str]) -> None:
+    found = notes(section)
+    assert len(found) == len(told)
+    assert all(note.startswith(start) for note, start in zip(found, told, strict=True))
+
+
+def test_the_notes_are_one_warning_of_rank_0() -> None:
+    (first, second) = run_ranks(2, logged)
+    assert second == []
+    (warning,) = first
+    assert "zero_optimization.round_robin_gradients: has no effect: " in warning
+    assert "bfloat16: is deprecated and was read as 'bf16'" in warning
+
+
+def logged() -> list[str]:
+    """What `initialize` logs of a config with two notes."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_core").addHandler(handler)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "bfloat16": {"enabled": False},
+        "zero_optimization": {"stage": 1, "round_robin_gradients": True},
+    }
+    ds_core.initialize(model=nn.Linear(2, 2), config=config)[0].destroy()
+    return [text for text in heard if "has no effect" in text]
 
 
 def test_one_leaf_may_stand_without_a_list_and_doubles_go() -> None:

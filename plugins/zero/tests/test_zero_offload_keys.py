@@ -52,8 +52,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stage": 1, "offload_optimizer": {"device": "cup"}}, r"no state store is called 'cup'; did you mean 'cpu'\?"),
     (
         {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
-        r"nvme_path: .*will come with ds-offload",
+        r"^config dict: zero_optimization\.offload_optimizer\.device: .*'nvme' will come with ds-offload[^\n]*$",
     ),
+    ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.nvme_path: device \"nvme\" needs it"),
+    ({"stage": 3, "offload_param": {"device": "nvme"}}, r"offload_param\.nvme_path: device \"nvme\" needs it"),
     ({"stage": 3, "offload_optimizer": {**CPU, "super_offload": True}}, r"super_offload: .*SuperOffload will come"),
 ]
 

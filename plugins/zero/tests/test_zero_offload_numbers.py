@@ -233,6 +233,7 @@ def test_states_on_disk_change_no_bit(
     stage: int, device: str, dtype: str, gas: int, world: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     states = {"device": device, **{k: v for k, v in more.items() if k == "ratio"}}
+    states |= {"nvme_path": str(tmp_path)} if device == "nvme" else {}
     offload = {"offload_optimizer": states, **{k: v for k, v in more.items() if k != "ratio"}}
     assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas, tmp_path) == [0.0] * world
 
