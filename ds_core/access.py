@@ -12,9 +12,9 @@ reads as None, and setting it is an error.
 the dtype in which gradients accumulate, as the step will see it before it unscales and clips: under fp16 it is
 multiplied by the loss scale (``engine.loss_scale``). In the middle of an accumulation window, or while reduction is
 held back (``no_sync``, ``coalesce_grad_reduction``), it is the part that the backwards so far have given, and what is
-set stands for that part: later backwards add to it. `engine.backward` divides each micro-batch by the accumulation
-steps beforehand; after a plain ``loss.backward()`` the step does so, and the gradient is still the sum. The local ones
-see what has been reduced.
+set stands for that part: later backwards add to it. It is divided by the accumulation steps, whoever divides:
+`engine.backward` beforehand, or the step after a plain ``loss.backward()`` (``param.grad`` is still the sum then). The
+local ones see what has been reduced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from ds_core.process import STATE
 from ds_core.whole import WHEN, agree_kind, flags, no_state, owner, put_together, states_of, whole_grads
 
 if TYPE_CHECKING:
+    from ds_core.engine import Engine
     from ds_core.holding import Holding, Ranges
+
+    _Found = tuple[Holding, Engine]
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -62,15 +65,15 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     found = _find(param)
     if found is None:
         return None
-    held, _ = found
-    return _master(held)
+    return _master(found[0])
 
 
 @torch.no_grad()
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole gradient; see [Note: which gradient]. None when nobody used it, or at the wrong time. Collective."""
     found = _find(param)
-    return None if found is None else whole_grads([found[0]])[0]
+    grad = None if found is None else whole_grads([found[0]])[0]
+    return grad if found is None or grad is None else _divided(grad, found[1])
 
 
 @torch.no_grad()
@@ -82,7 +85,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     found = _find(param)
     if found is None:
         return None
-    held, optimizer = found
+    held, optimizer = found[0], found[1].optimizer
     kind = agree_kind(held, optimizer, optim_state_key)
     if kind.value is not None:
         return torch.tensor(kind.value, dtype=kind.dtype, device=held.device)
@@ -121,12 +124,12 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
     Raises UsageError when there are no gradients now, or `param` is frozen.
     """
-    held, _ = _found(param, "safe_set_full_grad")
+    held, engine = _found(param, "safe_set_full_grad")
     _check_shape("safe_set_full_grad", held, value, held.shape)
     _check_trainable("safe_set_full_grad", held)
     if not any(f[-1] for f in flags([held])):
         raise UsageError(f"safe_set_full_grad: parameter {held.name!r} has no gradient now; {WHEN}")
-    held.set_grad(_mine(held, value, held.ranges).to(held.grad_dtype))
+    held.set_grad(_undivided(_mine(held, value, held.ranges).to(held.grad_dtype), engine))
 
 
 @torch.no_grad()
@@ -135,7 +138,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
     Raises ValueError on every rank for a key that the optimizer does not have for it.
     """
-    held, optimizer = _found(param, "safe_set_full_optimizer_state")
+    held, engine = _found(param, "safe_set_full_optimizer_state")
+    optimizer = engine.optimizer
     kind = agree_kind(held, optimizer, optim_state_key)
     single = kind.value is not None
     value = torch.as_tensor(value)
@@ -160,29 +164,30 @@ def safe_update_full_grad_vectorized(
     Parameters that have no gradient are left out. Collective; every rank's `update_func` must give the same.
     Raises UsageError when there are no gradients now.
     """
-    chosen = [_found(p, "safe_update_full_grad_vectorized")[0] for p in dict.fromkeys(param_list)]
-    run: list[Holding] = []
-    for held in chosen:
-        if run and sum(h.numel for h in run) + held.numel > AT_ONCE:
+    chosen = [_found(p, "safe_update_full_grad_vectorized") for p in dict.fromkeys(param_list)]
+    run: list[_Found] = []
+    for found in chosen:
+        if run and sum(held.numel for held, _ in run) + found[0].numel > AT_ONCE:
             _update(run, update_func)
             run = []
-        run.append(held)
+        run.append(found)
     if run:
         _update(run, update_func)
 
 
-def _update(helds: Sequence[Holding], update_func: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
-    for held, grad in zip(helds, whole_grads(helds, needed="safe_update_full_grad_vectorized"), strict=True):
+def _update(run: Sequence[_Found], update_func: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+    grads = whole_grads([held for held, _ in run], needed="safe_update_full_grad_vectorized")
+    for (held, engine), grad in zip(run, grads, strict=True):
         if grad is None:
             continue
-        new = update_func(grad, held.param)
+        new = update_func(_divided(grad, engine), held.param)
         if not isinstance(new, Tensor):
             raise UsageError(
                 f"safe_update_full_grad_vectorized: update_func gave {type(new).__name__} for {held.name!r}; it must "
                 "return the new gradient"
             )
         _check_shape("safe_update_full_grad_vectorized", held, new, held.shape)
-        held.set_grad(_mine(held, new, held.ranges).to(held.grad_dtype))
+        held.set_grad(_undivided(_mine(held, new, held.ranges).to(held.grad_dtype), engine))
 
 
 # -- what this rank holds -------------------------------------------------------------------------------------
@@ -200,7 +205,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's range of the reduced gradient, flat; None when there is none. No communication."""
     found = _local(param, "safe_get_local_grad")
     grad = None if found is None else found[0].reduced()
-    return None if found is None or grad is None else _copy(found[0], grad)
+    return None if found is None or grad is None else _divided(_copy(found[0], grad), found[1])
 
 
 @torch.no_grad()
@@ -212,7 +217,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     found = _local(param, "safe_get_local_optimizer_state")
     if found is None:
         return None
-    held, optimizer = found
+    held, optimizer = found[0], found[1].optimizer
     value = _local_state(held, optimizer, optim_state_key)
     return _copy(held, held.read(value)) if isinstance(value, Tensor) else torch.tensor(value, device=held.device)
 
@@ -247,14 +252,14 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
     Raises UsageError when the parameter has no reduced gradient now.
     """
-    held, _ = _local_found(param, "safe_set_local_grad", value)
+    held, engine = _local_found(param, "safe_set_local_grad", value)
     grad = held.reduced()
     if grad is None:
         raise UsageError(
             f"safe_set_local_grad: parameter {held.name!r} has no reduced gradient now; {WHEN} (where no rank used the "
             "parameter, use safe_set_full_grad)"
         )
-    grad.copy_(value.reshape(-1))
+    grad.copy_(_undivided(value.reshape(-1), engine))
 
 
 @torch.no_grad()
@@ -263,7 +268,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     found = _local(param, "safe_set_local_optimizer_state")
     if found is None:
         found = _found(param, "safe_set_local_optimizer_state")
-    held, optimizer = found
+    held, optimizer = found[0], found[1].optimizer
     old = _local_state(held, optimizer, optim_state_key)
     value = torch.as_tensor(value)
     wanted = old.numel() if isinstance(old, Tensor) else 1
@@ -278,17 +283,17 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 # -- finding --------------------------------------------------------------------------------------------------
 
 
-def _find(param: Tensor) -> tuple[Holding, Any] | None:
-    """What this rank holds of `param`, and the optimizer that updates it; the newest engine first."""
+def _find(param: Tensor) -> _Found | None:
+    """What this rank holds of `param`, and the engine whose optimizer updates it; the newest engine first."""
     if not isinstance(param, nn.Parameter):
         raise UsageError(f"expected a parameter of the model, got {type(param).__name__}")
     for engine in sorted(STATE.engines, key=lambda e: -e.serial):
         if engine.optimizer is not None and (held := engine.partitioner.locate(param)) is not None:
-            return held, engine.optimizer
+            return held, engine
     return None
 
 
-def _found(param: Tensor, who: str) -> tuple[Holding, Any]:
+def _found(param: Tensor, who: str) -> _Found:
     found = _find(param)
     if found is None:
         raise UsageError(
@@ -298,7 +303,7 @@ def _found(param: Tensor, who: str) -> tuple[Holding, Any]:
     return found
 
 
-def _local(param: Tensor, who: str) -> tuple[Holding, Any] | None:
+def _local(param: Tensor, who: str) -> _Found | None:
     found = _find(param)
     if found is not None and not found[0].partitions_weights:
         raise UsageError(
@@ -308,7 +313,7 @@ def _local(param: Tensor, who: str) -> tuple[Holding, Any] | None:
     return found
 
 
-def _local_found(param: Tensor, who: str, value: Tensor) -> tuple[Holding, Any]:
+def _local_found(param: Tensor, who: str, value: Tensor) -> _Found:
     found = _local(param, who) or _found(param, who)
     held = found[0]
     start, stop = (held.ranges if who == "safe_set_local_grad" else held.updated_ranges)[held.index]
@@ -331,6 +336,16 @@ def _check_shape(who: str, held: Holding, value: Tensor, shape: Sequence[int]) -
 def _check_trainable(who: str, held: Holding) -> None:
     if not held.param.requires_grad:
         raise UsageError(f"{who}: parameter {held.name!r} is frozen, so the step must not change it; thaw it first")
+
+
+def _divided(grad: Tensor, engine: Engine) -> Tensor:
+    """`grad`, a copy, divided in place by what the step still divides by; see [Note: which gradient]."""
+    return grad if (by := engine.window.divisor) == 1 else grad.div_(by)
+
+
+def _undivided(value: Tensor, engine: Engine) -> Tensor:
+    """The reverse, for what is set: the step will divide it."""
+    return value if (by := engine.window.divisor) == 1 else value * by
 
 
 # -- values ---------------------------------------------------------------------------------------------------

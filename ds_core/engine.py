@@ -27,6 +27,7 @@ from ds_core.precision import LossScaler, autocast_context, cast_floats
 from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
 from ds_core.runstate import load_run_state, run_state
+from ds_core.window import Window
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,12 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 log = logging.getLogger("ds_core.engine")
-
-MIXED = (
-    "gradients of one accumulation window came both from engine.backward(loss), which divides by "
-    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the two between two "
-    "steps, or add the losses up and call engine.backward once (engine.zero_grad() drops what has come)"
-)
 
 
 class Engine:
@@ -84,10 +79,8 @@ class Engine:
         self._managed = ctx.config.core.managed_gradient_accumulation
         self._quiet = 0  # depth of no_sync
         self._coalescing = False
-        # How this accumulation window's gradients came about: engine.backward divides the loss by gas beforehand,
-        # for a plain loss.backward() the step does it.
-        self._driven = self._loss_was_scaled = False
-        self._window_driven: bool | None = None
+        self.window = partitioner.window = Window(self._batch.gas, counts=not self._managed)
+        self._coming: Batch | None = None  # set in the middle of a window, for the next one
         self._train_iterator: Iterator[Any] | None = None
         self._given_iterator: Iterator[Any] | None = None
         core = ctx.config.core
@@ -139,7 +132,7 @@ class Engine:
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
         self._check_loss(loss)
-        self._loss_was_scaled = True
+        self.window.scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def backward(
@@ -173,15 +166,7 @@ class Engine:
         self._backward(loss, self._batch.gas, False)
 
     def _backward(self, loss: Tensor, gas: int, retain_graph: bool) -> None:
-        if self._window_driven is False:
-            raise UsageError(
-                "this accumulation window began with a plain loss.backward() and goes on with engine.backward(loss); "
-                "use one of the two between two steps, since they divide by gradient_accumulation_steps at "
-                "different times"
-            )
-        if self.partitioner.strayed and self._batch.gas > 1:
-            raise UsageError(MIXED)
-        self._driven = True
+        self.window.drive()
         factor = self._factor(gas)
         root = loss * factor if factor != 1.0 else loss
         self._report.loss(loss if gas == self._batch.gas else loss.detach() * self._batch.gas)
@@ -222,7 +207,7 @@ class Engine:
         """Whether the coming `step` updates the weights."""
         if self._forced_boundary is not None:
             return self._forced_boundary
-        return not self._managed or (self.micro_steps + 1) % self._batch.gas == 0
+        return not self._managed or self.window.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next `step` updates; None goes back to counting."""
@@ -290,43 +275,14 @@ class Engine:
                 "step() inside no_sync() or coalesce_grad_reduction(): gradients are not reduced yet; call "
                 "it after the block"
             )
-        self._note_window()
+        self.window.check(self._factor(), scales=self.scaler is not None)
         if self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs)
         else:
             self._applied = False
+            self.window.next_micro()
         self.micro_steps += 1
         self._update_sync()
-
-    def _note_window(self) -> None:
-        """Work out who drove this micro-batch's backward, and refuse what cannot give a right gradient."""
-        partitioner, several = self.partitioner, self._batch.gas > 1
-        joined = partitioner.joined is not None
-        if several and partitioner.strayed and (self._driven or joined):
-            raise UsageError(MIXED)
-        if joined and partitioner.joined != self._factor():
-            raise UsageError(
-                "gradients came from another engine's backward (a joint loss), which multiplied the loss by "
-                f"{partitioner.joined:g}, and this engine multiplies by {self._factor():g} (loss scale over "
-                "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
-                "and bf16 or fp32, or the same fp16.loss_scale"
-            )
-        plain = partitioner.strayed or not (self._driven or joined)
-        if plain and self.scaler is not None and not self._loss_was_scaled:
-            raise UsageError(
-                "loss.backward() was called without the loss scale that fp16 needs; write "
-                "engine.scale(loss).backward(), or engine.backward(loss)"
-            )
-        if not self._driven:
-            if self._window_driven and several and not joined:
-                raise UsageError(
-                    "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window had "
-                    "one. A window that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip "
-                    "its step() too"
-                )
-        # A joint loss that another engine's backward took was divided there.
-        self._window_driven = self._driven or joined
-        self._driven = self._loss_was_scaled = False
 
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """One optimizer step over gradients that all micro-batches have contributed to."""
@@ -346,9 +302,7 @@ class Engine:
         with report.phase("step"):
             self.partitioner.sync = True
             self.partitioner.finish()
-            unscale = self._sum / (self.scaler.scale if self.scaler is not None else 1.0)
-            if not self._window_driven:
-                unscale /= self._batch.gas
+            unscale = self._sum / self.loss_scale / self.window.divisor
             raw = self._global_norm(self.partitioner.gradients(), self.ctx.accelerator.current_device())
             self._norm = raw * unscale
             overflow = not math.isfinite(raw)
@@ -369,9 +323,10 @@ class Engine:
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        self.global_samples += self._batch.train
-        self._forget_origins()
+        batch = self._batch
+        self.global_samples += batch.train if self._managed else batch.train // batch.gas * self.window.backwards
         report.step_end(self)
+        self._begin_window()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights."""
@@ -387,14 +342,21 @@ class Engine:
         self._forget_window()
 
     def _forget_window(self) -> None:
-        self._driven = self._loss_was_scaled = False
-        self._forget_origins()
+        """Gradients are dropped, and with them how they came about."""
+        self.window.drop()
+        if STATE.joint is not None:
+            STATE.joint.forget()
         self._report.drop_loss()
 
-    def _forget_origins(self) -> None:
-        """Gradients are dropped, and with them how they came about."""
-        self._window_driven = None
-        self.partitioner.strayed, self.partitioner.joined = False, None
+    def _begin_window(self) -> None:
+        """No gradients are there; batch sizes that were set in the middle of a window hold from now on."""
+        if (batch := self._coming) is not None:
+            if self.training_dataloader is not None and batch.micro != self._batch.micro:
+                self.training_dataloader.set_batch_size(batch.micro)
+                self._train_iterator = None
+            self._batch, self.ctx.batch, self._coming = batch, batch, None
+            self.partitioner.rewatch()
+        self.window.restart(self._batch.gas)
         if STATE.joint is not None:
             STATE.joint.forget()
 
@@ -415,12 +377,13 @@ class Engine:
             loss = self.runner.train(self, iter(batches), self._batch.gas)
         except BaseException:  # whatever stopped it, the next batch starts afresh
             self.partitioner.zero_grad()
-            self._forget_window()
+            self._report.drop_loss()
+            self._begin_window()
             self._update_sync()
             raise
         loss = self._mean_over_dp(loss)
         self._report.set_loss(loss)
-        self._driven, self._window_driven = False, True
+        self.window.take_batch()
         self._update(None)
         self.micro_steps += self._batch.gas
         self._update_sync()
@@ -533,23 +496,24 @@ class Engine:
         return self._batch.gas
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError otherwise)."""
-        self._set_batch(with_train_batch_size(self._batch, train_batch_size, self.ctx.mesh.size("dp")))
+        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError otherwise).
+
+        In the middle of an accumulation window it holds from the next window on, and so do the getters.
+        """
+        self._set_batch(with_train_batch_size, train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch; accumulation steps stay.
+        """Change the micro-batch, and with it the batch; accumulation steps stay. Takes effect as the train size does.
 
         The engine's own loader follows from its next iteration on (`train_batch` starts one at once).
         """
-        if self.training_dataloader is not None:
-            self.training_dataloader.set_batch_size(micro_batch_size)
-            self._train_iterator = None
-        self._set_batch(with_micro_batch_size(self._batch, micro_batch_size, self.ctx.mesh.size("dp")))
+        self._set_batch(with_micro_batch_size, micro_batch_size)
 
-    def _set_batch(self, batch: Batch) -> None:
-        self._batch = self.ctx.batch = batch
-        self.partitioner.rewatch()
-        self._update_sync()
+    def _set_batch(self, change: Callable[[Batch, int, int], Batch], size: int) -> None:
+        self._coming = change(self._coming or self._batch, size, self.ctx.mesh.size("dp"))
+        if not self.window.open:
+            self._begin_window()
+            self._update_sync()
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, micro batch size, accumulation steps)."""
@@ -680,7 +644,8 @@ class Engine:
         """The reverse of `run_state`; `optimizer` and `scheduler` say whether those parts are taken too."""
         load_run_state(self, state, optimizer=optimizer, scheduler=scheduler)
         self.partitioner.zero_grad()
-        self._forget_window()
+        self._report.drop_loss()
+        self._begin_window()
         self._train_iterator = None
         self._update_sync()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.mesh import Mesh
+    from ds_core.window import Window
 
 __all__ = [
     "Partitioner",
@@ -84,8 +84,13 @@ class StateSource(Protocol):
 
 
 def origin_matters(ctx: Context) -> bool:
-    """Whether gradients from ``engine.backward`` differ from those of ``loss.backward()`` or another engine's."""
-    return ctx.batch.gas > 1 or ctx.precision.scales_loss or sum(r() is not None for r in STATE.attached.values()) > 1
+    """Whether it must be known which gradients came from another backward than ``engine.backward``.
+
+    They differ by a factor, or (without managed accumulation) backwards are counted.
+    """
+    several = sum(r() is not None for r in STATE.attached.values()) > 1
+    counted = not ctx.config.core.managed_gradient_accumulation
+    return ctx.batch.gas > 1 or ctx.precision.scales_loss or several or counted
 
 
 class Partitioner(ABC):
@@ -110,12 +115,8 @@ class Partitioner(ABC):
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
 
-    strayed = False
-    """Whether gradients came from a plain ``loss.backward()`` in this accumulation window."""
-
-    joined: float | None = None
-    """What other engines' ``backward`` multiplied the losses by whose gradients came in this accumulation window (a
-    joint loss); None: no such came; nan: not always the same."""
+    window: Window
+    """Its engine's accumulation window, which the engine sets."""
 
     @abstractmethod
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
@@ -144,10 +145,7 @@ class Partitioner(ABC):
 
     def note_origin(self) -> None:
         """Gradients come from a backward that this partitioner's engine did not begin."""
-        if STATE.driver is None:
-            self.strayed = True
-        elif self.joined != STATE.factor:
-            self.joined = STATE.factor if self.joined is None else math.nan
+        self.window.note(None if STATE.driver is None else STATE.factor)
 
     def finish_later(self) -> None:
         """Have `finish` called when the running backward ends, which nobody else will do."""

@@ -21,6 +21,8 @@ def run_state(engine: Engine) -> dict[str, Any]:
     loader = engine.training_dataloader
     return {
         **{counter: getattr(engine, counter) for counter in COUNTERS},
+        # A checkpoint holds no half-summed gradients, so a window that is not complete will run again.
+        "micro_steps": engine.micro_steps - engine.window.micros,
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
         "optimizer_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
@@ -39,8 +41,6 @@ def load_run_state(engine: Engine, state: Mapping[str, Any], *, optimizer: bool,
         )
     for counter in COUNTERS:
         setattr(engine, counter, int(state[counter]))
-    # A checkpoint holds no half-summed gradients, and the accumulation steps may be others than they were.
-    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
     if optimizer:
         if engine.scaler is not None and state["scaler"] is not None:
             engine.scaler.load_state_dict(state["scaler"])
