@@ -37,7 +37,7 @@ from ds_core.partition import Partitioner
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
 from ds_core.process import make_free
 from ds_core.replicated import Replicated
-from ds_core.report import Reporter
+from ds_core.report import LEFT_OUT, Reporter
 from ds_core.runner import Runner, Sequential
 
 if TYPE_CHECKING:
@@ -119,13 +119,13 @@ def initialize(
         _tell_kernels(kernels)
     guard.configure(core.comms_guard, {m.partition(".")[0] for m in chosen.plugins.loaded_versions()})
     shared.configure(kernels.get("collectives", "cpu"))
+    make_free(model)
     if world_size > 1:
         mesh.build_groups(own=joint.others())
         if accelerator.device_type == "cpu":
             comm.meet(mesh.groups())
 
     # The model.
-    make_free(model)
     accelerator.set_device(accelerator.local_index())
     for transform in sorted(
         (t for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value), key=lambda t: t.phase
@@ -378,6 +378,7 @@ def _attach(
     """Let the partitioner take the model and give the optimizer the tensors it is to update."""
     if isinstance(optimizer, Optimizer):
         old = optimizer.param_groups
+        _note_left_out(ctx, old)
         for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
                 if before is not after and before in optimizer.state:
@@ -386,6 +387,7 @@ def _attach(
             group["params"] = new["params"]
         return optimizer
     wanted = _param_groups(model, model_parameters)
+    _note_left_out(ctx, wanted)
     if optimizer is None and chosen.optimizer is not None:
         entry = chosen.optimizer.entry
         if isinstance(entry, OptimizerEntry) and entry.groups is not None:
@@ -409,6 +411,12 @@ def _attach(
             "which may hold fp32 masters or partitions of the parameters"
         )
     return built
+
+
+def _note_left_out(ctx: Context, groups: ParamGroups) -> None:
+    """Take down which frozen parameters the optimizer does not have, for the case that they are thawed."""
+    given = {p for group in groups for p in group["params"]}
+    ctx.stash[LEFT_OUT] = {p: info.name for p, info in ctx.params.items() if not p.requires_grad and p not in given}
 
 
 def _trains_anywhere(ctx: Context, here: bool) -> bool:

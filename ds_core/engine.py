@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ds_core import comm, joint
 from ds_core.config.batch import Batch, with_micro_batch_size, with_train_batch_size
 from ds_core.data import DistributedLoader
+from ds_core.ended import end
 from ds_core.errors import UsageError
 from ds_core.params import GradNorm
 from ds_core.precision import LossScaler, autocast_context, cast_floats
@@ -28,6 +29,7 @@ from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
 from ds_core.runstate import load_run_state, run_state
 from ds_core.window import Window
+from ds_core.zerograd import unwatch_zero_grad, watch_zero_grad
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -77,8 +79,7 @@ class Engine:
         self._applied = False
         self._forced_boundary: bool | None = None
         self._managed = ctx.config.core.managed_gradient_accumulation
-        self._quiet = 0  # depth of no_sync
-        self._coalescing = False
+        self._quiet = self._coalescing = False  # inside no_sync, coalesce_grad_reduction
         self.window = partitioner.window = Window(self._batch.gas, counts=not self._managed)
         self._coming: Batch | None = None  # set in the middle of a window, for the next one
         self._train_iterator: Iterator[Any] | None = None
@@ -102,6 +103,7 @@ class Engine:
         STATE.engines.add(self)
         joint.enter(self.serial, partitioner, ctx.mesh, ctx.accelerator.current_device())
         STATE.taken[partitioner] = Taken(weakref.ref(self), weakref.ref(self.module))
+        watch_zero_grad(self.optimizer, self.module)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("module", "partitioner"):
@@ -115,7 +117,7 @@ class Engine:
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; under the config's autocast, with inputs cast when ``fp16.auto_cast`` is set."""
         if not self.runner.manual:
-            raise UsageError(f"forward cannot be called by hand: {self.runner.manual_reason}")
+            self._refuse_by_hand("forward")
         if self._plain_forward and not torch.is_autocast_enabled(self.ctx.accelerator.device_type):
             return self.module(*inputs, **kwargs)
         return self._forward(inputs, kwargs)
@@ -128,6 +130,10 @@ class Engine:
         autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
         with self._report.phase("forward"), autocast or contextlib.nullcontext():
             return self.module(*inputs, **kwargs)
+
+    def _refuse_by_hand(self, what: str) -> None:
+        if not self.runner.manual:
+            raise UsageError(f"{what} cannot be called by hand: {self.runner.manual_reason}")
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
@@ -146,16 +152,20 @@ class Engine:
     ) -> Tensor:
         """Scale `loss` (by the loss scale and 1/gas), run backward, and reduce gradients at the boundary.
 
-        loss: 0-d tensor with a graph. allreduce_gradients=False leaves this rank's gradients as they are until a
-        later backward or the step. scale_wrt_gas=False: the caller has divided by gas already.
+        loss: 0-d tensor with a graph. allreduce_gradients: False is an error where there are other ranks to average
+        with. scale_wrt_gas=False: the caller has divided by gas already.
         Returns the loss divided by gas, detached when `release_loss`.
         """
-        if not self.runner.manual:
-            raise UsageError(f"backward cannot be called by hand: {self.runner.manual_reason}")
+        if not allreduce_gradients and self.ctx.mesh.size("dp") > 1:
+            raise UsageError(
+                "backward(allreduce_gradients=False) would leave each rank to its own gradients, and weights would "
+                "drift apart; to reduce several backwards once, put them into engine.no_sync() (stages 0 and 1) or "
+                "engine.coalesce_grad_reduction()"
+            )
+        self._refuse_by_hand("backward")
         self._check_loss(loss)
         gas = self._batch.gas if scale_wrt_gas else 1
-        with self._without_sync(not allreduce_gradients):
-            self._backward(loss, gas, retain_graph)
+        self._backward(loss, gas, retain_graph)
         shown = loss / gas if gas > 1 else loss
         return shown.detach() if release_loss else shown
 
@@ -220,35 +230,29 @@ class Engine:
         self.partitioner.sync = (
             counted and not self._quiet and not self._coalescing and self.is_gradient_accumulation_boundary()
         )
-        self.partitioner.hold = self._coalescing or bool(self._quiet)
+        self.partitioner.hold = self._coalescing or self._quiet
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """No gradient is reduced inside; the backward after the block (or the step) reduces what has accumulated."""
+        self._refuse_by_hand("no_sync")
         assert not self.partitioner.partitions_gradients, (
             "no_sync cannot be used when gradients are partitioned over ranks"
         )
         assert not self._quiet, "no_sync cannot be nested"
         assert not self._coalescing, "no_sync cannot be used inside coalesce_grad_reduction"
-        with self._without_sync(True):
-            yield
-
-    @contextlib.contextmanager
-    def _without_sync(self, wanted: bool) -> Iterator[None]:
-        if not wanted:
-            yield
-            return
-        self._quiet += 1
+        self._quiet = True
         self._update_sync()
         try:
             yield
         finally:
-            self._quiet -= 1
+            self._quiet = False
             self._update_sync()
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backwards inside, one reduction of their sum on exit (when at the boundary)."""
+        self._refuse_by_hand("coalesce_grad_reduction")
         if self._coalescing or self._quiet:
             raise UsageError("coalesce_grad_reduction cannot be nested, neither in itself nor in no_sync")
         self._coalescing = True
@@ -268,8 +272,7 @@ class Engine:
         Before the boundary it only counts. Overflowed (non-finite) gradients: no update, no schedule step,
         ``skipped_steps += 1``. lr_kwargs go to the schedule's ``step``. Collective at the boundary.
         """
-        if not self.runner.manual:
-            raise UsageError(f"step cannot be called by hand: {self.runner.manual_reason}")
+        self._refuse_by_hand("step")
         if self._quiet or self._coalescing:
             raise UsageError(
                 "step() inside no_sync() or coalesce_grad_reduction(): gradients are not reduced yet; call "
@@ -336,13 +339,13 @@ class Engine:
         """Drop all gradients. `step` has done so already; gradients are always dropped, not filled with zeros."""
         if not set_to_none:
             raise UsageError("zero_grad(set_to_none=False) is not supported: gradients are dropped, which costs less")
-        self.partitioner.zero_grad()
         for param in self.module.parameters():  # those that the optimizer does not have
             param.grad = None
-        self._forget_window()
+        self.drop_gradients()
 
-    def _forget_window(self) -> None:
-        """Gradients are dropped, and with them how they came about."""
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
+        self.partitioner.zero_grad()
         self.window.drop()
         if STATE.joint is not None:
             STATE.joint.forget()
@@ -402,7 +405,8 @@ class Engine:
         """Forward of gas micro-batches in eval mode, without gradients.
 
         Returns the loss averaged over micro-batches and dp ranks (with `return_logits`: ``(loss, outputs)``; outputs
-        alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone.
+        alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone. bcast_loss:
+        False leaves the loss where it was made, in a pipeline on the last stage; other ranks have None.
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
@@ -421,7 +425,9 @@ class Engine:
                 module.training = mode
         if not compute_loss:
             return outputs
-        if loss is not None and reduce_output == "avg" and bcast_loss:
+        if not bcast_loss and not self.runner.makes_loss:
+            loss = None
+        if loss is not None and reduce_output == "avg":
             loss = self._mean_over_dp(loss)
         return (loss, outputs) if return_logits else loss
 
@@ -543,6 +549,10 @@ class Engine:
         """The current loss scale; 1 without a scaler."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are partitioned over ranks (ZeRO stages 2 and 3), which rules out `no_sync`."""
+        return self.partitioner.partitions_gradients
+
     @property
     def device(self) -> torch.device:
         """Where the module's inputs should be."""
@@ -567,8 +577,17 @@ class Engine:
         """Put the module into evaluation mode."""
         return self.train(False)
 
-    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the module's forward with torch.compile, in place."""
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module's forward with torch.compile, in place. The last two arguments are refused when set."""
+        if schedule is not None or compiled_autograd_enabled:
+            which = "schedule" if schedule is not None else "compiled_autograd_enabled"
+            raise UsageError(f"compile({which}=...): DeepCompile's graph passes are not built; leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     # -- checkpoints -----------------------------------------------------------------------------------------
@@ -652,7 +671,7 @@ class Engine:
     def destroy(self) -> None:
         """Close monitors, remove hooks and free buffers; the module stays usable on its own.
 
-        A checkpoint that is being saved is waited for.
+        A checkpoint that is being saved is waited for. Any later use of the engine is an error, see `ds_core.ended`.
         """
         if self in STATE.engines:
             STATE.engines.discard(self)
@@ -661,6 +680,8 @@ class Engine:
             self.wait_for_checkpoint()
             self._report.close()
             self.partitioner.detach()
+            unwatch_zero_grad(self.optimizer, self.module)
+            end(self)
 
 
 def _required(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -109,8 +109,9 @@ class Partitioner(ABC):
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
 
-    methods: Mapping[str, Callable[..., Any]] = {}
-    """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine."""
+    methods: Mapping[str, Callable[..., Any]] = {"empty_partition_cache": lambda engine: None}
+    """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine. Here, a name that
+    is documented for every engine, and has something to do only where weights come and go."""
 
     hold = False
     """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""

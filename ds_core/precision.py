@@ -189,15 +189,21 @@ def _make_scaler(config: RunConfig, autocast: torch.dtype | None) -> LossScaler 
 
 
 def cast_module(module: nn.Module, precision: Precision) -> None:
-    """Cast floating-point weights (and buffers when asked) in place; parameters keep their identity."""
+    """Cast floating-point weights in place; parameters keep their identity.
+
+    Buffers keep their dtype unless `Precision.buffer` is set. But running statistics of a batch norm become what its
+    weights are: torch's kernels take both in one dtype.
+    """
     with torch.no_grad():
         if precision.param is not None:
             for param in module.parameters():
                 if param.is_floating_point() and param.dtype != precision.param:
                     param.data = param.data.to(precision.param)
-        target = precision.buffer or (precision.param if precision.master is not None else None)
-        if target is not None:
-            for owner in module.modules():
+        for owner in module.modules():
+            target = precision.buffer
+            if target is None and isinstance(owner, nn.modules.batchnorm._BatchNorm) and owner.affine:
+                target = owner.weight.detach().dtype
+            if target is not None:
                 for name, buffer in owner.named_buffers(recurse=False):
                     if buffer.is_floating_point() and buffer.dtype != target:
                         owner._buffers[name] = buffer.to(target)
@@ -240,8 +246,8 @@ def init_autocast_params(
 
 
 def is_autocast_initialized() -> bool:
-    """Whether an engine of this process runs its forwards under `torch_autocast`."""
-    return any(e.ctx.precision.autocast is not None for e in STATE.engines)
+    """Whether gradients of an engine of this process travel as `torch_autocast` or `init_autocast_params` says."""
+    return any(e.ctx.stash.get(WIRE_DTYPES) is not None for e in STATE.engines)
 
 
 def wire_dtypes(module: nn.Module, dtype: torch.dtype, class_names: Iterable[str]) -> dict[nn.Parameter, torch.dtype]:

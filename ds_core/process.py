@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ds_core.joint import Joint
     from ds_core.partition import Partitioner
 
+log = logging.getLogger("ds_core")
+
 __all__ = ["STATE", "ProcessState", "Taken", "make_free", "reset", "tell_once"]
 
 
@@ -80,11 +82,19 @@ def tell_once(logger: logging.Logger, level: int, message: str, *arguments: Any)
 def make_free(model: nn.Module) -> None:
     """See that no other engine trains (parts of) `model`; hooks that a forgotten engine left are removed. Collective.
 
-    Raises UsageError while such an engine is in use.
+    An engine of this very model, as a second ``initialize`` in a notebook finds it, is destroyed, with a warning.
+    Raises UsageError while an engine of a part of it, or of something around it, is in use.
     """
     mine = {p: name for name, p in model.named_parameters() if p.requires_grad}
     if _in_use(model, mine):
         gc.collect()  # an engine in a cycle of references lives on for a while though nobody can reach it
+    for taken in list(STATE.taken.values()):
+        if taken.module() is model and (engine := taken.engine()) is not None:
+            log.warning(
+                "initialize was called again on a model whose engine is in use; that engine is destroyed, with its "
+                "optimizer states (call its destroy() first to avoid this warning)"
+            )
+            engine.destroy()
     if what := _in_use(model, mine):
         raise UsageError(
             f"{what} belongs to the engine that an earlier initialize made, which is still in use, and two engines "

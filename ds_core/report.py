@@ -7,9 +7,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_core.monitor import MONITOR, MonitorMaster
+from ds_core.stash import StashKey
 from ds_core.timers import PhaseTimers, Throughput
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Reporter"]
 
 log = logging.getLogger("ds_core.engine")
+LEFT_OUT: StashKey[dict[nn.Parameter, str]] = StashKey("frozen parameters that the optimizer does not have")
 _NOTHING = contextlib.nullcontext()
 BREAKDOWN_EVERY = 10
 """Steps between breakdowns when ``steps_per_print`` is not set."""
@@ -46,6 +48,7 @@ class Reporter:
         self._close = ctx.plugins.observers("ds_close")
         self._keep_loss = bool(self._end or self._every or monitor.enabled)
         self._losses: list[Tensor] = []
+        self._left_out = ctx.stash.get(LEFT_OUT) or {}
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time phase `name` when anybody asked for timings."""
@@ -68,9 +71,23 @@ class Reporter:
 
     def step_begin(self, step: int) -> None:
         """An optimizer step is about to happen."""
+        if self._left_out and any(p.requires_grad for p in self._left_out):
+            self._tell_thawed()
         if self._begin:
             for observer in self._begin:
                 observer({"ctx": self.ctx, "step": step})
+
+    def _tell_thawed(self) -> None:
+        names = [name for param, name in self._left_out.items() if param.requires_grad]
+        self._left_out = {}
+        if self.ctx.mesh.index("dp") == 0:
+            log.warning(
+                "%s (%d in all) will not be trained: frozen when initialize was called, so the optimizer does not have "
+                "it. To thaw parameters later, freeze them after initialize, or give them to it: "
+                "model_parameters=model.parameters()",
+                ", ".join(repr(n) for n in names[:5]),
+                len(names),
+            )
 
     def step_end(self, engine: Engine) -> None:
         """An optimizer step is done or was skipped; counters are up to date."""

@@ -21,9 +21,10 @@ class Runner(ABC):
     """Runs one batch of micro-batches through the engine's module.
 
     manual: whether a user may drive the engine with forward / backward / step. When False, those say why.
+    makes_loss: whether this rank makes the loss that `evaluate` returns, or has it from another (of a pipeline).
     """
 
-    manual = True
+    manual = makes_loss = True
     manual_reason = ""
 
     @abstractmethod

@@ -139,7 +139,7 @@ class DataTypes(Section):
         None, "Gradients between micro-batches: fp32, fp16, bf16; null: as the model."
     )
     param_dtype: Dtype | None = option(None, "Parameters: fp32, fp16, bf16; must match the mode that is enabled.")
-    buffer_dtype: Dtype | None = option(None, "Floating-point buffers: fp32, fp16, bf16; null: as the parameters.")
+    buffer_dtype: Dtype | None = option(None, "Floating-point buffers: fp32, fp16, bf16; null keeps their own.")
 
 
 class Throughput(Section):

@@ -706,9 +706,6 @@ def _multi(how):
             with engine.coalesce_grad_reduction():
                 engine.backward(losses[0])
                 engine.backward(losses[1])
-        elif how == "late":
-            engine.backward(losses[0], allreduce_gradients=False)
-            engine.backward(losses[1], allreduce_gradients=False)
         engine.step()
     net = model(0, torch.float64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -723,7 +720,7 @@ def _multi(how):
     )
 
 
-@pytest.mark.parametrize("how", ["two backwards", "two plain backwards", "no_sync", "coalesce", "late"])
+@pytest.mark.parametrize("how", ["two backwards", "two plain backwards", "no_sync", "coalesce"])
 def test_several_backwards_before_one_step(how):
     assert max(run_ranks(2, _multi, how)) < 1e-12
 

@@ -41,16 +41,7 @@ def data(seed: int) -> torch.Tensor:
 # -- one model, one engine -----------------------------------------------------------------------------------------
 
 
-def test_a_model_in_use_cannot_be_taken_again() -> None:
-    net = model()
-    engine = start(net)
-    with pytest.raises(UsageError, match=r"the model belongs to the engine .* call destroy\(\) on that engine first"):
-        start(net)
-    engine.destroy()
-    start(net).destroy()
-
-
-def test_nor_can_a_part_of_it_or_something_around_it() -> None:
+def test_a_part_of_a_model_in_use_or_something_around_it_cannot_be_taken() -> None:
     net = model()
     engine = start(net)
     with pytest.raises(UsageError, match=r"the model belongs|the parameter 'weight' of the model belongs"):

@@ -96,6 +96,7 @@ class PipelineRunner(Runner):
         self.ties = Ties(ctx, self.module)
         if ctx.accelerator.device_type == "cpu":
             _keep_memory()
+        self.makes_loss = self._has_last
         self.additional_losses: dict[str, float] = {}
         self._failed = False
         self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Want], int]] = {}

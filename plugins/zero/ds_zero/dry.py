@@ -54,7 +54,7 @@ class DryUnit(Unit):
         self.arrived = set()
         self.first_use = -1
 
-    def start(self, *, by_all_reduce: bool) -> None:
+    def start(self, *, by_all_reduce: bool, dtype: torch.dtype | None = None) -> None:
         """See `Unit.start`."""
         self.gathers += 1
         self.state = State.GATHERING

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ds_core.params import ParamInfo
     from ds_zero.regroup import WholeTensors
 
-__all__ = ["FlatBucket", "Piece", "Share", "make_buckets", "needs_whole"]
+__all__ = ["FlatBucket", "Piece", "Rounded", "Share", "make_buckets", "needs_whole"]
 
 HOST_BYTES = 1 << 23
 """The most bytes of a bucket in host memory whose gradients come and go. The allocator keeps what it is given back only
@@ -62,6 +62,20 @@ class Piece:
     def within(self) -> slice:
         """The piece as a range of the part."""
         return slice(self.at, self.at + self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A collective under way in another dtype than its result shall have; `wait` writes the result."""
+
+    work: Any
+    low: Tensor
+    out: Tensor
+
+    def wait(self) -> None:
+        """Until it is done."""
+        self.work.wait()
+        self.out.copy_(self.low)
 
 
 class FlatBucket:
@@ -268,15 +282,21 @@ class FlatBucket:
         self.home.transfers.to_device(mine, self.part)
         return mine
 
-    def spread(self, group: Any, *, gather: bool) -> list[Any]:
+    def spread(self, group: Any, *, gather: bool, dtype: torch.dtype | None = None) -> list[Any]:
         """Start giving every rank all parts, straight into `full`; the works under way.
 
-        gather: by one all-gather, else each rank broadcasts its part.
+        gather: by one all-gather, else each rank broadcasts its part. dtype: in which they travel, if not their own;
+        by an all-gather then.
         """
         mine = self._own()
         if self.world == 1:
             return []
         comm.label(self.about_weights)
+        if dtype is not None:
+            low = torch.empty_like(self.full, dtype=dtype)
+            return [
+                Rounded(comm.all_gather_into_tensor(low, mine.to(dtype), group=group, async_op=True), low, self.full)
+            ]
         if gather:
             return [comm.all_gather_into_tensor(self.full, mine, group=group, async_op=True)]
         ranks = torch.distributed.get_process_group_ranks(group)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_zero.flat import Rounded
 from ds_zero.trace import Trace
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ class Unit:
 
     holders: running modules that need it. kept: callers who want it whole. lent: gathered for them.
     wanted: a backward has asked for it and is not through with it.
-    pinned: stays until the pass ends. leaf: of a module below which ranks may differ.
+    pinned: stays until the pass ends. leaf: of a module below which ranks may differ. exact: what was gathered last
+    travelled in the weights' own dtype.
     """
+
+    exact = True
 
     def __init__(self, index: int, bucket: FlatBucket, leaf: bool) -> None:
         self.index, self.bucket, self.leaf = index, bucket, leaf
@@ -62,18 +66,21 @@ class Unit:
         self._empty = [p.data.new_empty(0) for p in bucket.params]
 
     @torch.no_grad()
-    def start(self, *, by_all_reduce: bool) -> None:
-        """Begin to gather. Collective over the bucket's ranks."""
+    def start(self, *, by_all_reduce: bool, dtype: torch.dtype | None = None) -> None:
+        """Begin to gather. Collective over the bucket's ranks. dtype: in which weights travel, if not their own."""
         assert self.state is State.RELEASED, self.bucket.names
         bucket = self.bucket
         bucket.full.untyped_storage().resize_(self._bytes)
+        self.exact = dtype is None or bucket.world == 1
         if by_all_reduce and bucket.world > 1:
-            bucket.full.zero_()
-            bucket.own(bucket.full).copy_(bucket.part)
+            low = bucket.full if dtype is None else torch.empty_like(bucket.full, dtype=dtype)
+            low.zero_()
+            bucket.own(low).copy_(bucket.part)
             comm.label(bucket.about_weights)
-            self._works = [comm.all_reduce(bucket.full, group=bucket.group, async_op=True)]
+            work = comm.all_reduce(low, group=bucket.group, async_op=True)
+            self._works = [work if dtype is None else Rounded(work, low, bucket.full)]
         else:
-            self._works = bucket.spread(bucket.group, gather=True)
+            self._works = bucket.spread(bucket.group, gather=True, dtype=dtype)
         self.state = State.GATHERING
 
     def complete(self) -> None:
@@ -87,7 +94,9 @@ class Unit:
         self.state = State.WHOLE
 
     def refresh(self, *, by_all_reduce: bool) -> None:
-        """Gather again, into the memory that the parameters are views of."""
+        """Gather again, exactly, into the memory that the parameters are views of."""
+        if self.state is State.GATHERING:
+            self.complete()
         self.state = State.RELEASED
         self.start(by_all_reduce=by_all_reduce)
         self.complete()
@@ -117,11 +126,17 @@ class Unit:
 class Gathering:
     """Keeps the units that are needed whole; told by hooks what runs.
 
-    live: elements gathered now. peak: the most there were.
+    live: elements gathered now. peak: the most there were. dtype: in which a unit's weights may travel for modules
+    that run; None: in their own. Callers who keep a unit have it exact.
     """
 
-    def __init__(self, section: ZeroConfig, units: Sequence[Unit]) -> None:
-        self.section, self.units = section, list(units)
+    def __init__(
+        self,
+        section: ZeroConfig,
+        units: Sequence[Unit],
+        dtype: Callable[[Unit], torch.dtype | None] = lambda unit: None,
+    ) -> None:
+        self.section, self.units, self._dtype = section, list(units), dtype
         self.sizes = [u.size for u in units]
         self.live = self.peak = 0
         self.passes = 0  # those that have ended
@@ -176,7 +191,9 @@ class Gathering:
         unit.kept += 1
         if unit.state is State.RELEASED:
             unit.lent = True
-            self._start(unit)
+            self._start(unit, exact=True)
+        elif not unit.exact:
+            unit.refresh(by_all_reduce=self.section.use_all_reduce_for_fetch_params)
         if unit.state is State.GATHERING:
             unit.complete()
 
@@ -219,8 +236,9 @@ class Gathering:
         if unit.state is State.GATHERING:
             unit.complete()
 
-    def _start(self, unit: Unit) -> None:
-        unit.start(by_all_reduce=self.section.use_all_reduce_for_fetch_params)
+    def _start(self, unit: Unit, *, exact: bool = False) -> None:
+        dtype = None if exact else self._dtype(unit)
+        unit.start(by_all_reduce=self.section.use_all_reduce_for_fetch_params, dtype=dtype)
         self.live += unit.size
         self.peak = max(self.peak, self.live)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
+from ds_core.precision import WIRE_DTYPES
 from ds_zero.base import ZeroPartitioner
 from ds_zero.direct import make_reducer
 from ds_zero.external import externals
@@ -92,7 +93,8 @@ class Stage3(ZeroPartitioner):
                 self._check_external(part, param)
         out = super().attach(module, groups)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
-        self.gathering = Gathering(self.section, self.units)
+        low = self.ctx.precision.autocast is not None
+        self.gathering = Gathering(self.section, self.units, *([self._autocast_dtype] if low else []))
         self.watch = Watch(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
         for part in module.modules():
             for param in externals(part):
@@ -102,6 +104,13 @@ class Stage3(ZeroPartitioner):
             for piece in bucket.pieces:
                 _describe(piece.param, bucket, piece)
         return out
+
+    def _autocast_dtype(self, unit: Unit) -> torch.dtype | None:
+        """In which the weights of `unit` travel: autocast rounds those of the listed modules to it anyway."""
+        listed = self.ctx.stash.get(WIRE_DTYPES) or {}
+        wanted = {listed.get(p) for p in unit.bucket.params}
+        dtype = wanted.pop() if len(wanted) == 1 else None
+        return dtype if dtype is not None and dtype.itemsize < unit.bucket.dtype.itemsize else None
 
     # -- weights whole for a while, see `homes` ----------------------------------------------------------------
 
@@ -234,9 +243,9 @@ class Stage3(ZeroPartitioner):
         self.watch.remove()
         self.unit_of = {}
         for unit in self.units:
-            if unit.state is State.RELEASED:
-                unit.start(by_all_reduce=False)
-            if unit.state is State.GATHERING:
+            if unit.state is State.RELEASED or not unit.exact:
+                unit.refresh(by_all_reduce=False)
+            elif unit.state is State.GATHERING:
                 unit.complete()
         for part in self._module.modules():
             if part in self._leaves:
