@@ -79,7 +79,8 @@ class _Net(nn.Module):
         self.register_buffer("shift", torch.full((13,), 0.25))
 
     def forward(self, x: Tensor, y: Tensor, use_extra: bool = False) -> Tensor:
-        h = torch.tanh(self.inp(x)) + self.get_buffer("shift")
+        h = torch.tanh(self.inp(x))
+        h = h + self.get_buffer("shift").to(h.dtype)  # buffers keep their dtype in 16-bit modes
         h = torch.tanh(self.mid(h)) * self.scale
         if self.kind == "shared":
             h = torch.tanh(self.again(h))

@@ -22,7 +22,7 @@ class Block(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, mask = inputs
-        out = self.down(torch.tanh(self.up(self.norm(hidden)))) + self.get_buffer("shift")
+        out = self.down(torch.tanh(self.up(self.norm(hidden)))) + self.get_buffer("shift").to(hidden.dtype)
         return hidden + out * mask.unsqueeze(-1), mask
 
 
