@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core import comm, joint
+from ds_core import checkpoint, comm, joint
 from ds_core.config.batch import Batch, with_micro_batch_size, with_train_batch_size
 from ds_core.data import DistributedLoader
 from ds_core.ended import end
@@ -604,8 +604,6 @@ class Engine:
 
         With ``checkpoint.async`` it returns when the states are copied, and writes while training goes on.
         """
-        from ds_core import checkpoint
-
         checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
@@ -620,14 +618,12 @@ class Engine:
         custom_load_fn: Callable[[dict[str, Tensor], nn.Module], None] | None = None,
         missing_ok: bool = False,
         fallback: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, Any]:
         """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank calls it.
 
-        missing_ok: (None, {}) instead of an error where there is no ``latest``. fallback: when it is damaged, take the
-        newest that is not. The rest: `ds_core.checkpoint.loading.load`.
+        Without a tag and without a file ``latest``: (None, None) and a warning, or (None, {}) with missing_ok.
+        fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpoint.loading.load`.
         """
-        from ds_core import checkpoint
-
         return checkpoint.load(
             self,
             load_dir,
@@ -643,16 +639,12 @@ class Engine:
 
     def wait_for_checkpoint(self) -> None:
         """Until a save under ``checkpoint.async`` is on the disk; raises what went wrong. Every rank calls it."""
-        from ds_core import checkpoint
-
         checkpoint.wait(self)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the whole model's 16-bit weights as one safetensors file on rank 0. Every rank calls it."""
-        from ds_core import checkpoint
-
         return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def run_state(self) -> dict[str, Any]:
@@ -677,7 +669,7 @@ class Engine:
             STATE.engines.discard(self)
             STATE.taken.pop(self.partitioner, None)
             joint.leave(self.serial)
-            self.wait_for_checkpoint()
+            checkpoint.close(self)
             self._report.close()
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
         open_saved,
         verify,
     )
-    from ds_core.checkpoint.saving import save
+    from ds_core.checkpoint.saving import close, save
 
 __all__ = [
     "clone_tensors_for_torch_save",
+    "close",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "export_weights",
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -47,6 +48,6 @@ __getattr__, __dir__ = names_on_first_use(
             "convert_zero_checkpoint_to_fp32_state_dict export_weights "
             "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint open_saved verify"
         ),
-        "saving": "save",
+        "saving": "close save",
     },
 )

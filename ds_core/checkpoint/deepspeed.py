@@ -8,6 +8,7 @@ names it. Flat partitions are looked at in place (the files are mapped, not read
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_core.checkpoint.files import read_latest
 from ds_core.checkpoint.format import check_tag
+from ds_core.checkpoint.opening import open_plain
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
 
@@ -74,8 +77,8 @@ _STAND_INS = [
 
 def find_deepspeed(path: Path, tag: str | None) -> Path | None:
     """The folder of a DeepSpeed checkpoint: `path` itself, ``path/tag``, or what ``path/latest`` names; None: none."""
-    if tag is None and not _files(path, _MODEL) and (path / "latest").is_file():
-        tag = (path / "latest").read_text().strip()
+    if tag is None and path.is_dir() and not _files(path, _MODEL):
+        tag = read_latest(path)
     folder = path if tag is None else path / check_tag(tag)
     return folder if _files(folder, _MODEL) else None
 
@@ -121,6 +124,7 @@ def _refuse_others(folder: Path, models: list[tuple[int, Path]], parts: list[tup
 
 
 def _load(path: Path) -> dict[str, Any]:
+    os.close(open_plain(path)[0])  # a FIFO would be waited for
     try:
         with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_core import comm
 from ds_core.boxes import Box, moves
 from ds_core.checkpoint import files
-from ds_core.checkpoint.format import State
+from ds_core.checkpoint.format import State, check_folder
 from ds_core.checkpoint.layout import merge, rows_of
 from ds_core.checkpoint.state import Checkpointed, frozen_states, shared_names
 from ds_core.checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
@@ -42,7 +42,7 @@ def save_16bit_model(
     ``.bin`` becomes ``.safetensors``, with a warning: nothing is ever pickled.
     Raises CheckpointError on every rank when it fails on any.
     """
-    action = f"cannot save the 16-bit model to {os.fspath(save_dir)!r}"
+    action = f"cannot save the 16-bit model to {save_dir!s:.200}"
     path = _path(action, save_dir, save_filename)
     (pieces, _), reports = on_every_rank(
         action, lambda: _pieces(engine, exclude_frozen_parameters), lambda prepared: prepared[1]
@@ -76,9 +76,10 @@ def _path(action: str, save_dir: str | os.PathLike[str], name: str) -> Path:
         name = name[:-4] + ".safetensors"
     if Path(name).name != name or not name.endswith(".safetensors"):
         raise CheckpointError(f"{action}: save_filename {name!r} must be a file name that ends in .safetensors")
-    if not os.fspath(save_dir):
-        raise CheckpointError(f"{action}: save_dir is empty; name a directory")
-    return Path(save_dir) / name
+    try:
+        return check_folder(save_dir, "save_dir") / name
+    except CheckpointError as error:
+        raise CheckpointError(f"{action}: {error}") from None
 
 
 def _pieces(engine: Checkpointed, exclude_frozen: bool) -> tuple[dict[str, StateTensor], dict[str, Any]]:

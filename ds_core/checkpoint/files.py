@@ -1,7 +1,8 @@
 """Making files durable, and a directory appear whole or not at all.
 
-Beside the checkpoints stand, for a moment, ``.tmp-<tag>-<random>`` (being written, or being deleted) and
-``.old-<tag>`` (whole: the checkpoint that a save under the same tag is about to replace).
+Beside the checkpoints stand ``.lock`` (see `ds_core.checkpoint.lock`) and, for a moment, ``.tmp-<tag>-<random>`` (being
+written, or being deleted) and ``.old-<tag>`` (whole: the checkpoint that a save under the same tag is about to
+replace).
 
 [Note: saving under an existing tag] No call replaces a full directory, so the old one steps aside first. A crash
 between the two renames leaves ``.old-<tag>`` without ``<tag>``: `find` then reads the old one, and the next save
@@ -18,7 +19,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_core.checkpoint.format import FORMAT, LATEST, MANIFEST, check_tag, parse_latest, render_latest
+from ds_core.checkpoint.format import LATEST, MANIFEST, check_tag, read_head, read_latest_file
 from ds_core.errors import CheckpointError
 
 __all__ = [
@@ -27,7 +28,9 @@ __all__ = [
     "existing_tags",
     "find",
     "is_checkpoint",
+    "make_root",
     "make_temporary",
+    "next_serial",
     "prune",
     "put_in_place",
     "read_latest",
@@ -76,11 +79,16 @@ def _temporary_name(name: str) -> str:
     return f".tmp-{name}-{secrets.token_hex(8)}"
 
 
-def make_temporary(root: Path, tag: str) -> Path:
-    """Make `root` if need be, clear what crashed saves left there, and make an empty directory to write `tag` into."""
+def make_root(root: Path) -> None:
+    """Make `root` if need be."""
     if not root.is_dir():
         root.mkdir(parents=True, exist_ok=True)
         sync_directory(root.parent)
+
+
+def make_temporary(root: Path, tag: str) -> Path:
+    """Clear what crashed saves left in `root`, and make an empty directory there to write `tag` into."""
+    make_root(root)
     clean(root)
     final = root / tag
     if final.is_symlink() or (final.exists() and not is_checkpoint(final)):
@@ -152,20 +160,31 @@ def find(root: Path, tag: str) -> Path:
 
 
 def existing_tags(root: Path) -> list[str]:
-    """The tags of the checkpoints below `root`, newest first."""
+    """The tags of the checkpoints below `root`, newest first.
+
+    Their order is in their manifests, since clocks go back and copies have new times. The file's time decides only
+    between checkpoints of before there were serial numbers that have the same step.
+    """
+    found = []
     with contextlib.suppress(OSError):
-        found = [p.parent for p in root.glob(f"*/{MANIFEST}") if not p.parent.name.startswith((".tmp-", _ASIDE))]
-        whole = [p for p in found if not p.is_symlink() and is_checkpoint(p)]
-        return [p.name for p in sorted(whole, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name), reverse=True)]
-    return []
+        for path in root.glob(f"*/{MANIFEST}"):
+            folder = path.parent
+            if folder.name.startswith((".tmp-", _ASIDE)) or folder.is_symlink():
+                continue
+            if (head := read_head(path)) is not None:
+                found.append((*head, path.stat().st_mtime_ns, folder.name))
+    return [tag for *_, tag in sorted(found, reverse=True)]
+
+
+def next_serial(root: Path) -> int:
+    """The serial number for the checkpoint to be saved below `root` now."""
+    heads = (read_head(path) for path in root.glob(f"*/{MANIFEST}"))
+    return 1 + max((head[0] for head in heads if head is not None), default=0)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory has a manifest that begins as ours do; nothing else is ever replaced or removed."""
-    begin = f'{{\n "format": "{FORMAT}",'.encode()
-    with contextlib.suppress(OSError), open(path / MANIFEST, "rb") as file:
-        return file.read(len(begin)) == begin
-    return False
+    return read_head(path / MANIFEST) is not None
 
 
 def prune(root: Path, keep: int, tag: str) -> list[str]:
@@ -181,20 +200,15 @@ def prune(root: Path, keep: int, tag: str) -> list[str]:
 
 
 def write_latest(root: Path, tag: str) -> None:
-    """Point ``latest`` at `tag`, at once."""
-    replace_with(root / LATEST, lambda temporary: write_file(temporary, render_latest(tag)))
+    """Point ``latest`` at `tag`, at once: the tag is all that is in it, as other programs that read it expect."""
+    replace_with(root / LATEST, lambda temporary: write_file(temporary, tag.encode()))
 
 
 def read_latest(root: Path) -> str | None:
     """The tag that ``latest`` names; None when there is no such file."""
-    path = root / LATEST
     try:
-        text = path.read_bytes().decode()
+        return read_latest_file(root / LATEST)
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; give the tag to load") from error
-    try:
-        return parse_latest(text)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} does not hold a tag: {error}; give the tag to load") from None
+    except OSError as error:
+        raise CheckpointError(f"{root / LATEST} cannot be read: {error}; give the tag to load") from error

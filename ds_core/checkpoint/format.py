@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
@@ -18,6 +20,7 @@ from typing import Any
 import xxhash
 
 from ds_core.boxes import Box, form_grid
+from ds_core.checkpoint.opening import read_small, read_start
 from ds_core.errors import CheckpointError
 
 __all__ = [
@@ -32,13 +35,14 @@ __all__ = [
     "Mark",
     "State",
     "check_coverage",
+    "check_folder",
     "check_tag",
     "checksum",
     "local_file",
-    "parse_latest",
     "parse_manifest",
     "rank_file",
-    "render_latest",
+    "read_head",
+    "read_latest_file",
     "render_manifest",
 ]
 
@@ -50,7 +54,11 @@ COMMON = "common.safetensors"
 README = "README.md"
 
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
-_FILE = re.compile(r"(rank\d{5,}(-local)?|common)\.safetensors", re.ASCII)
+_FILE = re.compile(r"(rank(?P<rank>\d{5}|[1-9]\d{5,8})(-local)?|common)\.safetensors", re.ASCII)
+_MAX_MANIFEST = 1 << 29
+_MAX_LATEST = 1 << 10
+_MAX_DIMS = 64
+_MAX_COUNT = 1 << 63
 DAMAGED = "the checkpoint is damaged or was changed by hand; load another tag"
 
 
@@ -79,6 +87,15 @@ def check_tag(tag: object) -> str:
     if tag == LATEST or tag.startswith((".tmp-", ".old-")):
         raise CheckpointError(f"tag {tag!r} is a name that checkpoints use themselves; choose another")
     return tag
+
+
+def check_folder(folder: object, name: str) -> Path:
+    """`folder` as a path; CheckpointError when the argument `name` is none."""
+    if not isinstance(folder, str | os.PathLike) or not isinstance(path := os.fspath(folder), str):
+        raise CheckpointError(f"{name} is {folder!r:.100}; name a directory")
+    if not path:
+        raise CheckpointError(f"{name} is empty; name a directory")
+    return Path(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +144,17 @@ class Mark:
 class Manifest:
     """All of a checkpoint but its tensors.
 
-    save_id: drawn anew for each save, and also in every file's metadata. files: all but the manifest. shared: further
-    names of module tensors that several modules share. excluded: weights left out on purpose. frozen: parameters that
-    were not trained. module_extra: module
-    name -> the rank whose local file has its extra state. run, client: as `ds_core.checkpoint.values` encodes them.
+    save_id: drawn anew for each save, and also in every file's metadata. serial: counts the saves into one folder, so
+    that they have an order whatever the clocks say; 0 in checkpoints of before. files: all but the manifest. shared:
+    further names of module tensors that several modules share. excluded: weights left out on purpose. frozen:
+    parameters that were not trained. module_extra: module name -> the rank whose local file has its extra state. run,
+    client: as `ds_core.checkpoint.values` encodes them.
     """
 
     save_id: str
     tag: str
     step: int
+    serial: int
     world_size: int
     mesh: dict[str, int]
     versions: dict[str, str]
@@ -166,41 +185,64 @@ def render_manifest(manifest: Manifest) -> bytes:
     return body + _SEAL + checksum(body).encode() + b'"\n}\n'
 
 
-def render_latest(tag: str) -> bytes:
-    """The content of ``latest``: the tag, and a line by which a changed one is noticed."""
-    return f"{tag}\nxxh3 {checksum(tag.encode())}\n".encode()
+_NEWER = re.compile(rb'\{\s*"format":\s*"ds_core\.checkpoint",\s*"version":\s*(\d{1,9})\b', re.ASCII)
+_HEAD = re.compile(
+    rb'\{\n "format": "ds_core\.checkpoint",'
+    rb'(?:\n "version": \d+,\n "save_id": "[^"\n]*",\n "tag": "[\w.-]*",\n "step": (\d{1,18}),'
+    rb'(?:\n "serial": (\d{1,18}),)?)?',
+    re.ASCII,
+)
 
 
-def parse_latest(text: str) -> str:
-    """The tag in ``latest``; a file written by hand needs no second line. CheckpointError for anything else."""
-    tag, _, seal = text.strip().partition("\n")
-    if seal and seal != f"xxh3 {checksum(tag.encode())}":
-        raise CheckpointError("the tag in it is not the one that was written")
-    return check_tag(tag)
+def read_head(path: Path) -> tuple[int, int] | None:
+    """(serial, step) of the manifest at `path`, by which checkpoints have an order; 0 for what it does not tell.
+
+    None when it does not begin as ours do. Only its first lines are read.
+    """
+    try:
+        found = _HEAD.match(read_start(path, 1024))
+    except (OSError, CheckpointError):
+        return None
+    return None if found is None else (int(found[2] or 0), int(found[1] or 0))
+
+
+def read_latest_file(path: Path) -> str:
+    """The tag in the file ``latest``; CheckpointError when there is none in it, FileNotFoundError without the file.
+
+    Files of before have a second line, with a checksum of the tag.
+    """
+    try:
+        text = read_small(path, _MAX_LATEST).decode()
+        tag, _, seal = text.strip().partition("\n")
+        if seal and seal != f"xxh3 {checksum(tag.encode())}":
+            raise CheckpointError("the tag in it is not the one that was written")
+        return check_tag(tag)
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} does not hold a tag: {error}; give the tag to load") from None
 
 
 def parse_manifest(path: Path) -> Manifest:
     """Read and check ``manifest.json``; CheckpointError naming the file when anything about it is not as it must be."""
     try:
-        text = path.read_bytes()
-        data = json.loads(text)
+        text = read_small(path, _MAX_MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is not a whole checkpoint; load another tag") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if (said := _NEWER.match(text)) is not None and int(said[1]) > VERSION:
+        raise _other_version(path, int(said[1]))  # whose checksum may be another
+    body, seal, rest = text.rpartition(_SEAL)
+    sealed = bool(seal) and rest == checksum(body).encode() + b'"\n}\n'
+    if seal and not sealed:
+        raise CheckpointError(f"{path} is not as it was written: its checksum is wrong; {DAMAGED}")
+    try:
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); {DAMAGED}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not say it is a {FORMAT!r}; was it written by another program?")
     if data.get("version") not in range(1, VERSION + 1):
-        raise CheckpointError(
-            f"{path} has format version {data.get('version')!r}, this ds-core reads versions 1 to {VERSION}; "
-            "install a ds-core that reads it"
-        )
-    if data["version"] > 1:
-        body, seal, _ = text.rpartition(_SEAL)
-        if not seal or data.get("checksum") != checksum(body):
-            raise CheckpointError(f"{path} is not as it was written: its checksum is wrong; {DAMAGED}")
+        raise _other_version(path, data.get("version"))
+    if data["version"] > 1 and not sealed:
+        raise CheckpointError(f"{path} is not as it was written: its checksum is missing; {DAMAGED}")
     try:
         manifest = _manifest(_Fields(data, "manifest"), sealed=data["version"] > 1)
         check_coverage(manifest.states)
@@ -209,15 +251,22 @@ def parse_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def _other_version(path: Path, version: object) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has format version {version!r:.40}, this ds-core reads versions 1 to {VERSION}; "
+        "install a ds-core that reads it"
+    )
+
+
 def _manifest(data: _Fields, *, sealed: bool) -> Manifest:
-    entries = {name: _Fields(entry, name) for name, entry in data.get("files", dict).items()}
-    files = {n: Mark(e.count("size"), e.get("checksum", str) if sealed else None) for n, e in entries.items()}
-    if bad := sorted(name for name in files if not _FILE.fullmatch(name)):
-        raise CheckpointError(f"{bad[0]!r} is not a file name that a checkpoint can have")
-    states = tuple(_state(_Fields(s, "a state"), files) for s in data.get("states", list))
     world_size = data.count("world_size")
-    if missing := [local_file(r) for r in range(world_size) if local_file(r) not in files]:
-        raise CheckpointError(f"'files' lacks {missing[0]}")
+    files = _marks(data, world_size, sealed)
+    rows = data.get("states", list)
+    states = tuple(_state(_Fields(s, "a state"), files) for s in rows)
+    places = [(chunk.file, chunk.key) for state in states for chunk in state.chunks]
+    if len(set(places)) < len(places):  # or a small file would stand for states of any size
+        [(place, _)] = Counter(places).most_common(1)
+        raise CheckpointError(f"tensor {place[1]!r} in {place[0]!r} belongs to several states")
     extra = data.mapping("module_extra", int)
     if bad := sorted(m for m, rank in extra.items() if not 0 <= rank < world_size):
         raise CheckpointError(f"'module_extra' gives module {bad[0]!r} a rank outside of the world of {world_size}")
@@ -225,6 +274,7 @@ def _manifest(data: _Fields, *, sealed: bool) -> Manifest:
         save_id=data.get("save_id", str),
         tag=data.get("tag", str),
         step=data.count("step"),
+        serial=data.count("serial") if "serial" in data.data else 0,
         world_size=world_size,
         mesh=data.mapping("mesh", int),
         versions=data.mapping("versions", str),
@@ -242,6 +292,21 @@ def _manifest(data: _Fields, *, sealed: bool) -> Manifest:
     )
 
 
+def _marks(data: _Fields, world_size: int, sealed: bool) -> dict[str, Mark]:
+    """The files, which are those of `world_size` ranks."""
+    entries = data.get("files", dict)
+    if not 1 <= world_size <= len(entries):  # before anything is counted up to it
+        raise CheckpointError(f"'world_size' is {world_size}, and 'files' has {len(entries)} for so many ranks")
+    for name in entries:
+        found = _FILE.fullmatch(name)
+        if found is None or int(found["rank"] or 0) >= world_size:
+            raise CheckpointError(f"{name!r} is not a file name that a checkpoint of {world_size} ranks can have")
+    if missing := next((n for n in map(local_file, range(world_size)) if n not in entries), None):
+        raise CheckpointError(f"'files' lacks {missing}")
+    fields = {name: _Fields(entry, name) for name, entry in entries.items()}
+    return {n: Mark(e.count("size"), e.get("checksum", str) if sealed else None) for n, e in fields.items()}
+
+
 def _state(data: _Fields, files: dict[str, Mark]) -> State:
     chunks = []
     for row in data.get("chunks", list):
@@ -250,9 +315,7 @@ def _state(data: _Fields, files: dict[str, Mark]) -> State:
         chunks.append(Chunk(entry.get("file", str), entry.get("key", str), *place, _box(entry)))
         if chunks[-1].file not in files:
             raise CheckpointError(f"state {data.get('name', str)!r} is in {chunks[-1].file!r}, which 'files' lacks")
-    shape = tuple(data.items("shape", int))
-    if any(n < 0 for n in shape):
-        raise CheckpointError(f"state {data.get('name', str)!r} has shape {list(shape)}")
+    shape = data.sizes("shape")
     return State(data.get("name", str), data.mapping("at", int), shape, data.get("dtype", str), tuple(chunks))
 
 
@@ -260,7 +323,7 @@ def _box(chunk: _Fields) -> Box | None:
     if "box" not in chunk.data:
         return None
     box = _Fields(chunk.data["box"], "a box")
-    return Box(tuple(box.items("first", int)), tuple(box.items("size", int)))
+    return Box(box.sizes("first"), box.sizes("size"))
 
 
 def check_coverage(states: Iterable[State]) -> None:
@@ -308,11 +371,19 @@ class _Fields:
         return value
 
     def count(self, key: str) -> int:
-        """A field that counts: an int of at least 0."""
+        """A field that counts: an int of at least 0 (and of at most 63 bits, so that sums and products cost little)."""
         value: int = self.get(key, int)
-        if value < 0:
-            raise CheckpointError(f"field {key!r} of {self.what} is {value}")
+        if not 0 <= value < _MAX_COUNT:
+            raise CheckpointError(f"field {key!r} of {self.what} is {value if value < 0 else 'too large'}")
         return value
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """A field that is a list of counts, one for each dimension, whose product is one as well."""
+        values = tuple(self.items(key, int))
+        if len(values) > _MAX_DIMS or not all(0 <= n < _MAX_COUNT for n in values) or math.prod(values) >= _MAX_COUNT:
+            shown = str(list(values)) if len(values) <= _MAX_DIMS else f"{len(values)} of them"
+            raise CheckpointError(f"field {key!r} of {self.what} has impossible sizes: {shown[:200]}")
+        return values
 
     def items(self, key: str, kind: type) -> Sequence[Any]:
         """A field that is a list of `kind`."""

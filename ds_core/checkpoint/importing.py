@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from ds_core._version import __version__
 from ds_core.checkpoint import files
 from ds_core.checkpoint.deepspeed import Foreign, find_deepspeed, read_deepspeed
 from ds_core.checkpoint.format import check_tag
+from ds_core.checkpoint.lock import FolderLock
+from ds_core.checkpoint.opening import open_plain, read_small, read_start
 from ds_core.checkpoint.tensorfile import check_tensor
 from ds_core.checkpoint.values import encode
 from ds_core.checkpoint.writing import Job, Prepared, commit, publish, write
@@ -21,6 +25,8 @@ from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
 
 __all__ = ["import_checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
 
 NEW_RUN: dict[str, Any] = {
     **dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0),
@@ -72,23 +78,26 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
         },
     )
     root = Path(output_dir)
-    job = Job(root, tag, files.make_temporary(root, tag), secrets.token_hex(16), True, None)
-    try:
-        commit(prepared, job, [write(prepared, job)])
-    except BaseException:
-        files.discard(job.temporary)
-        raise
-    publish(job)
+    files.make_root(root)
+    with contextlib.closing(FolderLock()) as lock:
+        lock.take(root)
+        temporary = files.make_temporary(root, tag)
+        job = Job(root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None)
+        try:
+            commit(prepared, job, [write(prepared, job)])
+        except BaseException:
+            files.discard(job.temporary)
+            raise
+        publish(job)
     return root / tag, found.missing
 
 
 def _weights(path: Path) -> Foreign:
-    if path.is_dir():
-        paths = _of_index(path)
-    elif path.is_file():
-        paths = [path]
-    else:
+    if not path.exists():
         raise CheckpointError(f"{path} does not exist")
+    paths = _of_index(path) if path.is_dir() else [path]
+    if path.name.endswith(_INDEX):
+        paths = _of_index(path.parent)
     tensors: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     for one in paths:
@@ -100,10 +109,10 @@ def _weights(path: Path) -> Foreign:
 
 
 def _of_index(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    index = folder / _INDEX
+    if os.path.lexists(index):
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            names = sorted(set(json.loads(read_small(index, 1 << 27))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
         if bad := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
@@ -119,6 +128,7 @@ def _of_index(folder: Path) -> list[Path]:
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     import safetensors
 
+    _check_is_file(path)
     try:
         with safetensors.safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -128,7 +138,20 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {a: n for a, n in metadata.items() if n in tensors and a not in tensors}
 
 
+def _check_is_file(path: Path) -> None:
+    try:
+        os.close(open_plain(path)[0])  # what is no file would be waited for
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+
+
 def _state_dict(path: Path) -> dict[str, Tensor]:
+    _check_is_file(path)
+    if not read_start(path, 2).startswith((b"PK", b"\x80")):  # a zip file, or a pickle of before torch 1.6
+        raise CheckpointError(
+            f"{path} is neither a safetensors file nor one that torch.save wrote; give such a file, a folder with "
+            f"model.safetensors or {_INDEX}, or a folder of DeepSpeed's"
+        )
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # as for DeepSpeed's files

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.checkpoint import background, files, rng
-from ds_core.checkpoint.format import COMMON, DAMAGED, LATEST, MANIFEST, Manifest, local_file, parse_manifest
+from ds_core.checkpoint.format import (
+    COMMON,
+    DAMAGED,
+    LATEST,
+    MANIFEST,
+    Manifest,
+    check_folder,
+    local_file,
+    parse_manifest,
+)
 from ds_core.checkpoint.state import (
     Checkpointed,
     HasRankState,
@@ -62,28 +71,26 @@ def load(
     custom_load_fn: CustomLoad | None = None,
     missing_ok: bool = False,
     fallback: bool = False,
-) -> tuple[str | None, dict[str, Any]]:
+) -> tuple[str | None, dict[str, Any] | None]:
     """Load ``load_dir/tag`` into `engine`, at any world size; returns (path, client_state). Collective.
 
-    tag: default is the one that ``latest`` names. missing_ok: without a tag and without that file the answer is
-    (None, {}); else that is an error. fallback: when the checkpoint cannot be loaded, take the newest that can.
-    load_module_strict=False: weights that only one side has are left alone. load_optimizer_states=False: the
-    optimizer, its hyperparameters and the loss scaler stay as they are. load_lr_scheduler_states=False: so does the
-    schedule. load_module_only: only weights and buffers; client_state is {}. custom_load_fn gets the whole module
-    tensors (CPU, by name) and the module, and does the loading of weights itself.
+    tag: default is the one that ``latest`` names. Without a tag and without that file nothing is loaded: the answer is
+    (None, None), with a warning, or (None, {}), without one, where `missing_ok` says that this is expected. fallback:
+    when the checkpoint cannot be loaded, take the newest that can. load_module_strict=False: weights that only one side
+    has are left alone. load_optimizer_states=False: the optimizer, its hyperparameters and the loss scaler stay as they
+    are. load_lr_scheduler_states=False: so does the schedule. load_module_only: only weights and buffers; client_state
+    is {}. custom_load_fn gets the whole module tensors (CPU, by name) and the module, and does the loading of weights
+    itself.
 
     Raises CheckpointError on every rank, naming the file and the mend, before anything in `engine` was changed, when
     the checkpoint is missing, damaged, of another format, or of another model.
     """
     background.wait(engine)
-    root = Path(load_dir)
-    action = f"cannot load a checkpoint from {os.fspath(load_dir)!r}"
-    if not os.fspath(load_dir):
-        raise CheckpointError(f"{action}: load_dir is empty; name a directory")
+    action = f"cannot load a checkpoint from {load_dir!s:.200}"
+    root, _ = on_every_rank(action, lambda: check_folder(load_dir, "load_dir"))
     found = on_first_rank(action, lambda: _candidates(root, tag, missing_ok=missing_ok, fallback=fallback))
     if not found:
-        log.info("no checkpoint loaded: %s does not exist, and no tag was given", root / LATEST)
-        return None, {}
+        return None, {} if missing_ok else None
     want = _Want(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
     path, plan, reports = _first_that_fits(engine, action, [root / name for name in found], want)
     try:
@@ -96,17 +103,18 @@ def load(
 
 
 def _candidates(root: Path, tag: str | None, *, missing_ok: bool, fallback: bool) -> list[str]:
-    """The directories' names below `root` that may be loaded, the wanted one first; rank 0 decides for all."""
+    """The directories' names below `root` that may be loaded, the wanted one first, or none; rank 0 decides for all."""
     others = files.existing_tags(root)
     try:
         wanted = files.read_latest(root) if tag is None else tag
         if wanted is None:
-            if missing_ok:
-                return []
-            there = f"there are {', '.join(others[:10])}; give one as tag=" if others else "and no checkpoint"
-            raise CheckpointError(
-                f"{root / LATEST} does not exist, {there}; pass missing_ok=True where a run may start without one"
-            )
+            if fallback and others:
+                log.warning("%s does not exist; taking %s", root / LATEST, others[0])
+                return others
+            there = f"there are {', '.join(others[:10])}; give one as tag=" if others else "and there is no checkpoint"
+            level = logging.INFO if missing_ok else logging.WARNING
+            log.log(level, "nothing was loaded: %s does not exist, and no tag was given; %s", root / LATEST, there)
+            return []
         first = files.find(root, wanted).name
     except CheckpointError as error:
         if not (fallback and others):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
     folder = Path(path)
     if tag is not None:
         folder = files.find(folder, tag)
-    elif not (folder / MANIFEST).is_file():
+    elif not os.path.lexists(folder / MANIFEST):
         latest = files.read_latest(folder) if folder.is_dir() else None
         if latest is None:
             have = files.existing_tags(folder)

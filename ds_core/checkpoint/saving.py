@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ds_core._version import __version__
 from ds_core.checkpoint import background, files, rng
-from ds_core.checkpoint.format import LATEST, check_tag
+from ds_core.checkpoint.format import LATEST, check_folder, check_tag
 from ds_core.checkpoint.layout import shares
+from ds_core.checkpoint.lock import FolderLock
 from ds_core.checkpoint.state import (
     Checkpointed,
     HasRankState,
@@ -39,10 +40,13 @@ from ds_core.checkpoint.values import encode
 from ds_core.checkpoint.writing import Job, Prepared, commit, publish, write
 from ds_core.errors import CheckpointError
 from ds_core.slices import SLICES, as_wholes
+from ds_core.stash import StashKey
 
-__all__ = ["save"]
+__all__ = ["close", "save"]
 
 log = logging.getLogger("ds_core.checkpoint")
+
+_LOCK: StashKey[FolderLock] = StashKey("folders that checkpoints are saved into")
 
 
 def save(
@@ -62,10 +66,10 @@ def save(
     With ``checkpoint.async`` it returns once the states are copied; see `ds_core.checkpoint.background`.
 
     Raises CheckpointError on every rank, with the rank and the cause, when it fails on any; what was in `save_dir`
-    before is then as it was. One job at a time may save to a `save_dir`.
+    before is then as it was. One job at a time may save to a `save_dir`: it is locked until the engine is destroyed.
     """
     background.wait(engine)
-    action = f"cannot save a checkpoint to {os.fspath(save_dir)!r}"
+    action = f"cannot save a checkpoint to {save_dir!s:.200}"
     prepared, reports = on_every_rank(
         action,
         lambda: _prepare(engine, save_dir, tag, client_state, exclude_frozen_parameters),
@@ -75,8 +79,8 @@ def save(
     own = own_buffers(engine.ctx, engine.module, [report["buffers"] for report in reports])
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
     root, config = Path(save_dir), engine.ctx.config.core.checkpoint
-    began = on_first_rank(action, lambda: {"name": files.make_temporary(root, tag).name, "id": secrets.token_hex(16)})
-    job = Job(root, tag, root / began["name"], began["id"], save_latest, config.keep_last)
+    began = on_first_rank(action, lambda: _begin(engine, root, tag))
+    job = Job(root, tag, root / began["name"], began["id"], began["serial"], save_latest, config.keep_last)
     if config.asynchronous:
         background.start(engine, action, prepared, job)
         return root / tag
@@ -92,6 +96,26 @@ def save(
     return root / tag
 
 
+def close(engine: Checkpointed) -> None:
+    """The engine will not save again: wait for a save under way, and let other jobs have its folders. Collective."""
+    try:
+        background.wait(engine)
+    finally:
+        if (lock := engine.ctx.stash.pop(_LOCK)) is not None:
+            lock.close()
+
+
+def _begin(engine: Checkpointed, root: Path, tag: str) -> dict[str, Any]:
+    """Rank 0: have the folder for this job, and in it a directory to write into."""
+    files.make_root(root)
+    lock = engine.ctx.stash.get(_LOCK)
+    if lock is None:
+        lock = engine.ctx.stash[_LOCK] = FolderLock()
+    lock.take(root)
+    name = files.make_temporary(root, tag).name
+    return {"name": name, "id": secrets.token_hex(16), "serial": files.next_serial(root)}
+
+
 # -- prepare -------------------------------------------------------------------------------------------------------
 
 
@@ -103,8 +127,11 @@ def _prepare(
     exclude_frozen: bool,
 ) -> Prepared:
     """Collect and check everything that this rank would write; changes nothing."""
-    if not os.fspath(save_dir):
-        raise CheckpointError("save_dir is empty; name a directory")
+    check_folder(save_dir, "save_dir")
+    if not isinstance(client_state, Mapping | None):
+        raise CheckpointError(
+            f"client_state is a {type(client_state).__name__}; give a dict with str keys, such as {{'epoch': 3}}"
+        )
     ctx = engine.ctx
     excluded = frozen_states(ctx) if exclude_frozen else []
     left_out = set(excluded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
@@ -181,6 +182,9 @@ def _positions(optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
             yield f"{g}.{p}", param
 
 
+MOST_OPEN = 256
+"""Files of a checkpoint that are open at once."""
+
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +201,7 @@ class SavedStates:
     ) -> None:
         self.path, self.manifest, self._slices = path, manifest, slices or {}
         self._files: dict[str, TensorFile] = {}
+        self._open: dict[str, None] = {}  # names of `_files` that are open, the least recently used first
         self._states = _readable(manifest, mesh)
         self._turn = mesh.rank if mesh is not None else 0
 
@@ -269,15 +274,21 @@ class SavedStates:
                 file.close()
                 raise CheckpointError(f"{file.path} is not of this checkpoint ({told or 'no mark of ours'}); {DAMAGED}")
             self._files[name] = file
+        self._open.pop(name, None)
+        self._open[name] = None
+        if len(self._open) > MOST_OPEN:  # a checkpoint of many ranks has more files than a process may open
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            self._files[oldest].close()
         return self._files[name]
 
     def check_files(self) -> None:
         """CheckpointError unless every file is there, has its size, and holds the tensors that the manifest says."""
         for name, mark in self.manifest.files.items():
             file = self.path / name
-            if not file.is_file() or file.is_symlink():
+            if not os.path.lexists(file):
                 raise CheckpointError(f"{file} is missing; {DAMAGED}")
-            if (size := file.stat().st_size) != mark.size:
+            if (size := file.lstat().st_size) != mark.size and file.is_file() and not file.is_symlink():
                 raise CheckpointError(f"{file} has {size} bytes, it was written with {mark.size}; {DAMAGED}")
             self.file(name)
         for state in self.manifest.states:

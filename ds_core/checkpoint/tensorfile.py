@@ -15,6 +15,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ds_core.boxes import Move
 from ds_core.checkpoint.format import DAMAGED, Mark
+from ds_core.checkpoint.opening import open_plain
 from ds_core.errors import CheckpointError
 
 __all__ = ["DTYPES", "Item", "TensorFile", "as_bytes", "carry", "check_tensor", "dtype_name", "write_tensors"]
@@ -48,6 +50,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # what the safetensors library accepts
+_MAX_TENSORS = 1 << 19  # of one file; to read a header of more would take seconds
 
 _BLOCK = 1 << 20
 _STRIDE = 1 << 25
@@ -90,8 +93,11 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
     assert len(header) == len(ordered) + 1, "two tensors of one file have the same key"
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
-        raise CheckpointError(f"{path.name} would need a header of {len(text)} bytes; safetensors allows {_MAX_HEADER}")
+    if len(text) > _MAX_HEADER or len(ordered) > _MAX_TENSORS:
+        raise CheckpointError(
+            f"{path.name} would need a header of {len(text)} bytes for {len(ordered)} tensors; the most are "
+            f"{_MAX_HEADER} bytes (of safetensors) and {_MAX_TENSORS} tensors"
+        )
     digest = xxhash.xxh3_128()
     with open(path, "xb", buffering=0) as file:
         _write(file, struct.pack("<Q", len(text)) + text, digest)
@@ -153,40 +159,59 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; {DAMAGED}") from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        self._handle: FileIO | None = None
+        self._identity: tuple[int, ...] | None = None
         try:
             self.metadata, self.tensors = self._header()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; {DAMAGED}") from None
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _file(self) -> FileIO:
+        """The file, opened again if it was closed meanwhile, and known to be the one whose header was checked."""
+        if self._handle is None:
+            descriptor, _ = open_plain(self.path)
+            self._handle = open(descriptor, "rb", buffering=0)  # noqa: SIM115
+            status = os.fstat(descriptor)
+            identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            if self._identity not in (None, identity):
+                raise self._damaged("it was changed while it was being read")
+            self._identity = identity
+        return self._handle
 
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]]:
         size = os.fstat(self._file.fileno()).st_size
         length = struct.unpack("<Q", self._exactly(0, 8))[0] if size >= 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise self._damaged(f"it is not a safetensors file, or cut off ({size} bytes)")
+        text = self._exactly(8, length)
+        if (count := text.count(b'"data_offsets"')) > _MAX_TENSORS:
+            raise self._damaged(f"its header tells of {count} tensors; {_MAX_TENSORS} are the most of one file")
         try:
-            header = json.loads(self._exactly(8, length))
+            header = json.loads(text)
             metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
-            tensors, end, total = {}, 0, 0
+            tensors = {}
             for key, entry in header.items():
                 dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
                 begin, stop = entry["data_offsets"]
-                if not all(type(n) is int and n >= 0 for n in (*shape, begin, stop)):
+                if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, stop)) or len(shape) > 64:
                     raise ValueError(f"numbers of {key!r}")
                 if stop - begin != math.prod(shape) * dtype.itemsize:
                     raise ValueError(f"offsets of {key!r}")
                 tensors[key] = (dtype, shape, 8 + length + begin, 8 + length + stop)
-                end, total = max(end, stop), total + stop - begin
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f"its header is wrong: {error}") from error
-        if 8 + length + end != size or total != end:
-            raise self._damaged(f"it has {size} bytes where its header tells of {8 + length + total}")
+        place = 8 + length
+        for begin, stop, key in sorted((begin, stop, key) for key, (_, _, begin, stop) in tensors.items()):
+            if begin != place:
+                what = "there is a gap before" if begin > place else "another tensor overlaps with"
+                raise self._damaged(f"its header is wrong: {what} {key!r}")
+            place = stop
+        if place != size:
+            raise self._damaged(f"it has {size} bytes where its header tells of {place}")
         return metadata, tensors
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -246,5 +271,7 @@ class TensorFile:
         return CheckpointError(f"{self.path}: {what}; {DAMAGED}")
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; reading opens it again."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None

@@ -103,24 +103,30 @@ def _mend(value: Any) -> str:
     return "store None, bool, int, float, str, tensors, and lists, tuples and dicts of them"
 
 
-def decode(data: Any, tensor: Callable[[str], Tensor], where: str) -> Any:
+def decode(data: Any, tensor: Callable[[str], Tensor], where: str, depth: int = 0) -> Any:
     """The reverse of `encode`; CheckpointError for what that never makes. tensor: gives the tensor of a key."""
-    if isinstance(data, list):
-        return [decode(v, tensor, where) for v in data]
-    if not isinstance(data, dict):
+    if not isinstance(data, (list, dict)):
         return data
+    if depth >= _DEEPEST:
+        raise CheckpointError(f"{where}: values are nested more than {_DEEPEST} deep, which is never written")
+
+    def inside(value: Any) -> Any:
+        return decode(value, tensor, where, depth + 1)
+
+    if isinstance(data, list):
+        return [inside(v) for v in data]
     if not any(key.startswith("$") for key in data):
-        return {k: decode(v, tensor, where) for k, v in data.items()}
+        return {k: inside(v) for k, v in data.items()}
     (tag, inner), *rest = data.items()
     try:
         if rest:
             raise ValueError(tag)
         if tag == "$tuple":
-            return tuple(decode(v, tensor, where) for v in inner)
+            return tuple(inside(v) for v in inner)
         if tag == "$float":
             return float(inner)
         if tag == "$tensor":
             return tensor(inner)
-        return _MAPPINGS[tag]({k: decode(v, tensor, where) for k, v in inner})
+        return _MAPPINGS[tag]({k: inside(v) for k, v in inner})
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{where}: {error} is not a value that a checkpoint can hold") from error

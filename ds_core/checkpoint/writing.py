@@ -66,6 +66,7 @@ class Job:
     tag: str
     temporary: Path
     save_id: str
+    serial: int
     save_latest: bool
     keep_last: int | None
 
@@ -110,6 +111,7 @@ def commit(prepared: Prepared, job: Job, written: list[dict[str, Any]]) -> None:
     manifest = Manifest(
         save_id=job.save_id,
         tag=job.tag,
+        serial=job.serial,
         files={name: Mark(*mark) for report in written for name, mark in report["files"].items()},
         states=merge(row for report in written for row in report["states"]),
         shared={alias: name for report in written for alias, name in report["shared"].items()},

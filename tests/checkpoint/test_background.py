@@ -72,7 +72,7 @@ def train_while_saving(folder: str) -> bool:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(ranks: Any, tmp_path: Path, world: int) -> None:
     assert all(ranks(world, train_while_saving, str(tmp_path)))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "a", "latest"]
     assert not list((tmp_path / "a").glob("*.report"))
 
 
@@ -86,7 +86,7 @@ def one_at_a_time(folder: str) -> list[str]:
 
 
 def test_several_saves_and_the_last_is_waited_for(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, one_at_a_time, str(tmp_path)) == [["a", "b", "c", "latest"]] * 2
+    assert ranks(2, one_at_a_time, str(tmp_path)) == [[".lock", "a", "b", "c", "latest"]] * 2
 
 
 def failing(folder: str, bad: int, call: str, reports: bool) -> str:
@@ -121,7 +121,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
     for message in ranks(2, failing, str(tmp_path), bad, call, reports):
         assert f"rank {bad}: " in message
         assert "No space left" in message
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["good", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "good", "latest"]
 
 
 ENDS = """
@@ -134,7 +134,7 @@ engine.save_checkpoint(sys.argv[1], "last")
 
 def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, timeout=100)
-    assert (tmp_path / "latest").read_text().startswith("last\n")
+    assert (tmp_path / "latest").read_text() == "last"
     assert (tmp_path / "last" / "manifest.json").is_file()
 
 
@@ -256,5 +256,5 @@ def keep_two(folder: str) -> None:
 
 def test_only_the_newest_are_kept(ranks: Any, tmp_path: Path) -> None:
     ranks(2, keep_two, str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "d", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "c", "d", "latest"]
     assert "nothing here is pickled" in (tmp_path / "d" / "README.md").read_text()

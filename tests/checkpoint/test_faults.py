@@ -106,7 +106,7 @@ def test_a_crash_leaves_a_whole_checkpoint(ranks: Any, tmp_path: Path, tag: str,
     assert value == expected
     ranks(1, save, str(tmp_path), 3.0, tag)
     assert ranks(1, load, str(tmp_path)) == [[tag, 3.0]]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted({"a", tag, "latest"})
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted({".lock", "a", tag, "latest"})
 
 
 def test_a_dead_rank_leaves_the_previous_checkpoint(ranks: Any, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_full_disk_on_any_rank_fails_all_and_harms_nothing(ranks: Any, tmp_pat
     ranks(2, save, str(tmp_path), 1.0, "a")
     for message in ranks(2, full_disk, str(tmp_path), size, rank, "checkpoint"):
         assert f"rank {rank}: OSError" in message and "File too large" in message
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "a", "latest"]
     assert ranks(2, load, str(tmp_path)) == [["a", 1.0]] * 2
 
 
@@ -246,23 +246,100 @@ def test_tags_that_differ_between_ranks(ranks: Any, tmp_path: Path, mode: str) -
         assert all("'tag0' on rank 0 but 'tag1' on rank 1" in a and "one tag" in a for a in answers)
         assert names == []
         return
-    assert names == ["latest", "tag0"]
+    assert names == [".lock", "latest", "tag0"]
     assert all(len(messages) == (1 if mode == "Warn" else 0) for messages in answers)
 
 
 def save_without_latest(folder: str) -> Any:
     engine = make(1.0)
     engine.save_checkpoint(folder, "x", save_latest=False)
-    return engine.load_checkpoint(folder, missing_ok=True)
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_core.checkpoint").addHandler(handler)
+    expected = engine.load_checkpoint(folder, missing_ok=True)
+    assert messages == []
+    found = engine.load_checkpoint(folder), engine.load_checkpoint(folder + "/nowhere")
+    logging.getLogger("ds_core.checkpoint").removeHandler(handler)
+    assert engine.module.weight.eq(1).all()
+    return expected, *found, messages
 
 
 def test_without_latest(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, save_without_latest, str(tmp_path)) == [(None, {})] * 2
+    first, second = ranks(2, save_without_latest, str(tmp_path))
+    assert first[:3] == second[:3] == ((None, {}), (None, None), (None, None))
+    assert len(first[3]) == 2 and second[3] == []  # rank 0 tells
+    assert "latest does not exist, and no tag was given; there are x; give one as tag=" in first[3][0]
+    assert "nowhere/latest does not exist" in first[3][1] and "there is no checkpoint" in first[3][1]
     assert ranks(2, load, str(tmp_path), "x") == [["x", 1.0]] * 2
-    for answer in ranks(2, load, str(tmp_path)):
-        assert "latest does not exist, there are x; give one as tag=" in answer
-    for answer in ranks(2, load, str(tmp_path / "nowhere")):
-        assert "missing_ok=True" in answer
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from ds_core.checkpoint.lock import FolderLock
+lock = FolderLock()
+lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def save_beside_another_job(folder: str, half_made: str) -> Any:
+    engine = make(1.0)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder, "mine")
+    assert Path(half_made).exists()  # the other job's save, under way, is not cleared away
+    return str(caught.value)
+
+
+def save_with_two_engines(folder: str) -> None:
+    one, two = make(1.0), make(2.0)
+    for tag in ("a", "b"):
+        one.save_checkpoint(folder, f"one_{tag}")
+        two.save_checkpoint(folder, f"two_{tag}")
+    one.destroy()
+    two.save_checkpoint(folder, "after")
+    two.destroy()
+
+
+def test_a_second_job_in_one_folder_is_told_at_once(ranks: Any, tmp_path: Path) -> None:
+    half_made = tmp_path / ".tmp-theirs-0123456789abcdef"
+    half_made.mkdir()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == "held\n"
+        for message in ranks(2, save_beside_another_job, str(tmp_path), str(half_made)):
+            assert f"another job is saving into {tmp_path} (host " in message and f"process {other.pid}," in message
+            assert "a save_dir of its own" in message
+        other.stdin.close()
+        other.wait()
+    ranks(2, save_with_two_engines, str(tmp_path))  # one job may have several engines
+    ranks(1, save, str(tmp_path), 3.0, "b")  # of another process: destroyed engines have let go
+    assert not half_made.exists()
+
+
+def wrong_arguments(folder: str) -> list[str]:
+    engine, found = make(1.0), []
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        for wrong in (None, 3, b"x"):
+            with pytest.raises(CheckpointError) as caught:
+                call(wrong)
+            found.append(str(caught.value))
+    for wrong in ([("epoch", 3)], "epoch", 3):
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(folder, client_state=wrong)
+        found.append(str(caught.value))
+    return found
+
+
+def test_arguments_of_a_wrong_type(ranks: Any, tmp_path: Path) -> None:
+    [messages] = ranks(1, wrong_arguments, str(tmp_path))
+    assert all("name a directory" in m for m in messages[:9]) and "save_dir is None" in messages[0]
+    assert [m.split(": ", 1)[1].split(";")[0] for m in messages[9:]] == [
+        "client_state is a list", "client_state is a str", "client_state is a int"
+    ]  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_checkpoint_is_an_error(ranks: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import resource
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_core.checkpoint import files
+from ds_core.checkpoint import files, state
 from ds_core.checkpoint.export import clone_tensors_for_torch_save
 from ds_core.checkpoint.format import (
     Chunk,
@@ -32,17 +33,19 @@ from ds_core.checkpoint.format import (
     render_manifest,
 )
 from ds_core.checkpoint.tensorfile import DTYPES, TensorFile, write_tensors
+from ds_core.checkpoint.values import decode
 from ds_core.errors import CheckpointError
 
 MANIFEST = Manifest(
-    save_id="ab", tag="t", step=3, world_size=1, mesh={"dp": 1}, versions={"torch": "2"}, plugins={}, config={"a": 1},
-    optimizer=None, files={local_file(0): Mark(10, "a"), "rank00000.safetensors": Mark(7, "b")}, shared={"b": "a"},
-    excluded=("module/z",), frozen=("f",),
+    save_id="ab", tag="t", step=3, serial=5, world_size=1, mesh={"dp": 1}, versions={"torch": "2"}, plugins={},
+    config={"a": 1}, optimizer=None, shared={"b": "a"},
+    files={local_file(0): Mark(10, "a"), "rank00000.safetensors": Mark(7, "b")}, excluded=("module/z",), frozen=("f",),
     module_extra={"m": 0}, run={}, client={},
     states=(State("module/w", {"tp": 1}, (2, 3), "F32", (Chunk("rank00000.safetensors", "module/w", 0, 6),)),),
 )  # fmt: skip
 
 STATE: dict[str, Any] = {"name": "a", "at": {}, "shape": [2], "dtype": "F32", "chunks": []}
+CHUNK: dict[str, Any] = {"file": local_file(0), "key": "a", "start": 0, "stop": 2}
 
 
 @pytest.mark.parametrize("tag", ["a", "global_step10", "..a", "-x", ".hidden", "A" * 128, "1"])
@@ -83,16 +86,26 @@ def test_manifest_comes_back(tmp_path: Path) -> None:
         {"states": [STATE | {"shape": [-1]}]},
         {"states": [STATE | {"shape": ["1"]}]},
         {"states": [STATE]},
+        {"world_size": 0, "files": {}},
+        {"world_size": 10**9},
+        {"world_size": 10**30},
+        {"files": {local_file(r): {"size": 1, "checksum": ""} for r in range(100_000)}},
+        {"files": {local_file(0): {"size": 1, "checksum": ""}, "rank00001.safetensors": {"size": 1, "checksum": ""}}},
+        {"states": [STATE | {"shape": [10**4000]}]},
+        {"states": [STATE | {"shape": [2**40, 2**40]}]},
+        {"states": [STATE | {"shape": [1] * 1000}]},
+        {"states": [STATE | {"chunks": [CHUNK | {"box": {"first": [0], "size": [10**4000]}}]}]},
+        {"states": [STATE | {"chunks": [CHUNK]}, STATE | {"name": "b", "chunks": [CHUNK]}]},
         {"states": [STATE | {"chunks": [{"file": "x", "key": "a", "start": 0, "stop": 2}]}]},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:60],
 )  # fmt: skip
 def test_wrong_manifests_are_refused_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "manifest.json"
     path.write_bytes(sealed(json.loads(render_manifest(MANIFEST)) | change))
     with pytest.raises(CheckpointError, match=r"manifest\.json") as caught:
         parse_manifest(path)
-    assert "checksum is wrong" not in str(caught.value)
+    assert "checksum is wrong" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def sealed(data: dict[str, Any]) -> bytes:
@@ -112,11 +125,12 @@ def test_every_changed_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
 def test_version_1_is_read(tmp_path: Path) -> None:
     data = json.loads(render_manifest(MANIFEST))
     del data["checksum"], data["frozen"]
+    del data["serial"]
     data |= {"version": 1, "files": {name: {"size": entry["size"]} for name, entry in data["files"].items()}}
     (tmp_path / "manifest.json").write_text(json.dumps(data))
     old = parse_manifest(tmp_path / "manifest.json")
     assert old == dataclasses.replace(
-        MANIFEST, frozen=(), files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()}
+        MANIFEST, serial=0, frozen=(), files={n: Mark(m.size, None) for n, m in MANIFEST.files.items()}
     )
 
 
@@ -310,9 +324,20 @@ def test_links_out_of_the_directory_and_bad_latest(tmp_path: Path) -> None:
             files.read_latest(tmp_path / "root")
 
 
+def numbered(root: Path, tag: str, serial: int, step: int) -> Path:
+    """A checkpoint whose manifest has these, and whose file is the older the later it was made."""
+    temporary = files.make_temporary(root, tag)
+    manifest = dataclasses.replace(MANIFEST, tag=tag, serial=serial, step=step)
+    (temporary / "manifest.json").write_bytes(render_manifest(manifest))
+    files.put_in_place(temporary, root / tag)
+    os.utime(root / tag / "manifest.json", (10**6 - 10 * serial - step,) * 2)
+    return root / tag
+
+
 def test_pruning_keeps_the_newest_the_latest_and_what_is_not_ours(tmp_path: Path) -> None:
-    for age, tag in enumerate("abcde"):
-        os.utime(checkpoint(tmp_path, tag, tag) / "manifest.json", (age, age))
+    for serial, tag in enumerate("abcde", 1):
+        assert files.next_serial(tmp_path) == serial
+        numbered(tmp_path, tag, serial, step=7)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "manifest.json").write_text("{}")
     files.write_latest(tmp_path, "a")
@@ -321,15 +346,117 @@ def test_pruning_keeps_the_newest_the_latest_and_what_is_not_ours(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "d", "e", "latest", "mine"]
 
 
-def test_latest_written_by_hand_or_changed(tmp_path: Path) -> None:
+def test_the_order_is_what_is_written_inside(tmp_path: Path) -> None:
+    for step, tag in enumerate("abc"):  # before there were serial numbers: by step
+        path = numbered(tmp_path, tag, 0, step) / "manifest.json"
+        data = json.loads(path.read_bytes())
+        del data["serial"]
+        path.write_bytes(json.dumps(data, indent=1).encode())
+        os.utime(path, (100 - step,) * 2)
+    numbered(tmp_path, "went_back", 1, step=0)  # resumed from an early step: newer all the same
+    assert files.existing_tags(tmp_path) == ["went_back", "c", "b", "a"]
+
+
+def test_latest_holds_the_tag_alone_and_old_ones_are_read(tmp_path: Path) -> None:
     files.write_latest(tmp_path, "step10")
-    written = (tmp_path / "latest").read_bytes()
+    assert (tmp_path / "latest").read_text() == "step10"
     assert files.read_latest(tmp_path) == "step10"
     (tmp_path / "latest").write_text("step11\n")
     assert files.read_latest(tmp_path) == "step11"
-    (tmp_path / "latest").write_bytes(written.replace(b"step10", b"step11"))
+    (tmp_path / "latest").write_text(f"step10\nxxh3 {checksum(b'step10')}\n")
+    assert files.read_latest(tmp_path) == "step10"
+    (tmp_path / "latest").write_text(f"step11\nxxh3 {checksum(b'step10')}\n")
     with pytest.raises(CheckpointError, match="not the one that was written"):
         files.read_latest(tmp_path)
+
+
+# -- files from strangers --------------------------------------------------------------------------------------------
+
+
+def huge(path: Path, begin: bytes = b"") -> None:
+    """A file of 1 GB, which takes no room."""
+    path.write_bytes(begin)
+    os.truncate(path, 1 << 30)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "latest", "a.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "huge", "directory"])
+def test_what_is_no_file_or_too_large_is_refused_unread(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_bytes(render_manifest(MANIFEST))
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        huge(path, (1 << 29).to_bytes(8, "little"))
+    readers: dict[str, Any] = {
+        "manifest.json": lambda: parse_manifest(path),
+        "latest": lambda: files.read_latest(tmp_path),
+        "a.safetensors": lambda: TensorFile(path),
+    }
+    words = {"fifo": "not a regular file", "link": "it is a link", "huge": str(1 << 30), "directory": "not a regular"}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=words[kind]) as caught:
+        readers[name]()
+    assert str(path) in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
+def header_file(path: Path, header: bytes, data: int) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
+
+
+@pytest.mark.parametrize(
+    "places, word",
+    [
+        ([(0, 8), (0, 8), (16, 24)], "another tensor overlaps with"),
+        ([(0, 8), (16, 24)], "a gap before"),
+        ([(8, 16)], "a gap before"),
+        ([(0, 8), (4, 12), (8, 16)], "another tensor overlaps with"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_gaps(tmp_path: Path, places: list[tuple[int, int]], word: str) -> None:
+    rows = {f"t{i}": {"dtype": "U8", "shape": [b - a], "data_offsets": [a, b]} for i, (a, b) in enumerate(places)}
+    header_file(tmp_path / "a.safetensors", json.dumps(rows).encode(), places[-1][1])
+    with pytest.raises(CheckpointError, match=word):
+        TensorFile(tmp_path / "a.safetensors")
+
+
+def test_a_header_of_a_million_keys_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = '"k%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    header_file(tmp_path / "a.safetensors", ("{" + ",".join(row % i for i in range(10**6)) + "}").encode(), 0)
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("parsed"))
+    with pytest.raises(CheckpointError, match="its header tells of 1000000 tensors"):
+        TensorFile(tmp_path / "a.safetensors")
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MOST_OPEN", 3)
+    names = [f"rank{rank:05d}.safetensors" for rank in range(8)]
+    for i, name in enumerate(names):
+        write_tensors(tmp_path / name, items({"x": torch.tensor([i])}), {"save_id": "ab", "file": name})
+    marks = {name: Mark(0, None) for name in names}
+    states = tuple(State(f"module/{name}", {}, (1,), "I64", (Chunk(name, "x", 0, 1),)) for name in names)
+    with closing(
+        state.SavedStates(tmp_path, dataclasses.replace(MANIFEST, files=marks, states=states), None)
+    ) as source:
+        for _ in range(2):
+            assert [source.read(f"module/{name}").item() for name in names] == list(range(8))
+            assert len([f for f in source._files.values() if f._handle is not None]) == 3
+        os.replace(tmp_path / names[1], tmp_path / names[0])
+        with pytest.raises(CheckpointError, match="changed while it was being read"):
+            source.read(f"module/{names[0]}")
+
+
+def test_values_that_are_nested_too_deep() -> None:
+    deep: Any = {}
+    for _ in range(500):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match=r"manifest\.json: .* nested more than"):
+        decode(deep, lambda _: pytest.fail("no tensor"), "manifest.json")
 
 
 def test_a_missing_tag_tells_which_there_are(tmp_path: Path) -> None:

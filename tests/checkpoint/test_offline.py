@@ -90,7 +90,7 @@ def test_diff(folder: Path) -> None:
 
 def test_prune(folder: Path) -> None:
     assert "removed" in dscore("prune", folder, "--keep", 1).output
-    assert sorted(p.name for p in folder.iterdir()) == ["b", "latest"]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "b", "latest"]
     assert dscore("prune", folder / "b", "--keep", 1).exit_code == 1
 
 

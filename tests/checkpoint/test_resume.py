@@ -135,7 +135,7 @@ def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, mode: str, world: i
     for (losses, end), (losses_again, end_again) in zip(whole, resumed, strict=True):
         assert losses == losses_again
         assert_equal(end, end_again)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step3", "latest"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "global_step3", "latest"]
 
 
 def both_lives_at_step_0(folder: str) -> Any:
@@ -494,7 +494,7 @@ def test_names_that_only_one_rank_has_load_anywhere(ranks: Any, tmp_path: Path) 
     assert want.keys() == loaded.keys() == narrow.keys()
     for name, tensor in want.items():
         assert torch.equal(tensor, loaded[name]) and torch.equal(tensor.bfloat16(), narrow[name])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step0", "latest", "model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "global_step0", "latest", "model.safetensors"]
 
 
 class Counting(torch.optim.SGD):

@@ -73,6 +73,6 @@ def test_a_full_disk(tmp_path: Path, how: str) -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert "No space left on device" in told["told"]
     assert told["good"] >= 2
-    assert told["names"] == [*map(str, range(1, told["good"] + 1)), "latest"], "no debris"
+    assert told["names"] == [".lock", *map(str, range(1, told["good"] + 1)), "latest"], "no debris"
     assert told["loaded"] == [told["good"]]
     assert told["after"] == [9.0]

@@ -1,0 +1,50 @@
+"""Opening files that a stranger may have made: never through a link, never anything but a regular file (torch-free).
+
+What counts is what was opened: its kind and size are asked of the descriptor, so they cannot change in between. A
+FIFO does not block, and a file that is larger than it can rightly be is not read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from ds_core.errors import CheckpointError
+
+__all__ = ["open_plain", "read_small", "read_start"]
+
+
+def open_plain(path: Path) -> tuple[int, int]:
+    """(a descriptor for reading, the size in bytes); FileNotFoundError when there is none, else CheckpointError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror or str(error)
+        raise CheckpointError(f"{path} cannot be read: {why}") from error
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        return descriptor, status.st_size
+    os.close(descriptor)
+    raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """A file's bytes; CheckpointError when it has more than `most`."""
+    descriptor, size = open_plain(path)
+    with open(descriptor, "rb") as file:
+        if size > most:
+            raise CheckpointError(f"{path} has {size} bytes, where {most} are the most that such a file can have")
+        try:
+            return file.read(most)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_start(path: Path, count: int) -> bytes:
+    """The first `count` bytes of a file."""
+    with open(open_plain(path)[0], "rb") as file:
+        return file.read(count)
