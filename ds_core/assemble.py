@@ -21,24 +21,25 @@ from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
 from ds_core.comm import guard, shared
 from ds_core.communicating import SelfReduced
-from ds_core.compose import Composition, compose
+from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
 from ds_core.data import DistributedLoader
 from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, resolve
-from ds_core.errors import ConfigError, UsageError
+from ds_core.errors import ConfigError, DSError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
 from ds_core.optim import torch_grain
 from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
+from ds_core.plugins import blaming
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
 from ds_core.process import make_free
 from ds_core.replicated import Replicated
 from ds_core.report import LEFT_OUT, Reporter
-from ds_core.runner import Runner, Sequential
+from ds_core.runner import Sequential
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -48,6 +49,7 @@ __all__ = ["add_config_arguments", "initialize"]
 log = logging.getLogger("ds_core")
 
 ParamGroups = list[dict[str, Any]]
+_ANY = "torch.optim:Optimizer"  # in an entry that only declares, and loads nothing
 
 
 def initialize(
@@ -93,9 +95,10 @@ def initialize(
 
     # What each rank can work out alone, before it talks.
     comm.configure(core.comms_logger)
+    asked = chosen.plugins.members()
     accelerator = get_accelerator(chosen.plugins)
+    check_rules(chosen.config, chosen.plugins, newer_than=asked)
     kernels = Kernels(chosen.plugins, core.kernels)
-    kernels.check_forced()
     rank, world_size = _place()
     if chosen.notes and rank == 0:
         log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
@@ -127,10 +130,7 @@ def initialize(
 
     # The model.
     accelerator.set_device(accelerator.local_index())
-    for transform in sorted(
-        (t for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value), key=lambda t: t.phase
-    ):
-        model = transform.apply(model)
+    model = _transformed(ctx, model)
     cast_module(model, precision)
     model.to(accelerator.current_device())
     ctx.module = model
@@ -140,8 +140,8 @@ def initialize(
     _check_vocabulary(core.vocabulary_size, ctx)
 
     # Who owns its states, who runs it, what updates it.
-    partitioner = _driver(ctx, "ds_partitioner", SelfReduced(ctx) if ctx.communicates else Replicated(ctx))
-    runner = _driver(ctx, "ds_runner", Sequential())
+    partitioner = _driver(ctx, "ds_partitioner") or (SelfReduced(ctx) if ctx.communicates else Replicated(ctx))
+    runner = _driver(ctx, "ds_runner") or Sequential()
     built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
     if (use_kernels := getattr(built, "use_kernels", None)) is not None:
         use_kernels(kernels)
@@ -309,8 +309,7 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
         "mesh": str(ctx.mesh.describe()),
     }
     dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
-    for op in ctx.kernels.ops():
-        ctx.kernels.get(op, ctx.accelerator.device_type, dtype)
+    ctx.kernels.settle(ctx.accelerator.device_type, dtype)
     ctx.kernels.get("collectives", "cpu")
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
@@ -327,22 +326,27 @@ def _tell_kernels(kernels: Kernels) -> None:
 def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
     """What is declared of the optimizer; also of an object or class of the user's that is torch's or a plugin's own."""
     if optimizer is None:
-        entry = chosen.optimizer.entry if chosen.optimizer is not None else OptimizerEntry("")
+        entry = chosen.optimizer.entry if chosen.optimizer is not None else OptimizerEntry(_ANY)
         assert isinstance(entry, OptimizerEntry)
         if entry.grain is not None:
             return entry
         optimizer = resolve(entry.load)  # by its dotted path
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    unknown = OptimizerEntry("", grain=None)
+    unknown = OptimizerEntry(_ANY, grain=None)
     if not issubclass(cls, Optimizer):
         return unknown
     if getattr(torch.optim, cls.__name__, None) is cls:
-        return OptimizerEntry("", grain=torch_grain(cls))
-    answer = chosen.plugins.named("ds_optimizers", "optimizer").get(cls.__name__.lower())
-    found = answer.value if answer is not None else None
-    # The name alone says little: anybody may call a class "Adam".
-    if isinstance(found, OptimizerEntry) and found.load.split(":")[0].split(".")[0] == cls.__module__.split(".")[0]:
-        return found
+        return OptimizerEntry(_ANY, grain=torch_grain(cls))
+    for answer in chosen.plugins.offers("ds_optimizers"):
+        for name, entry in answer.value.items():
+            # The name alone says little: anybody may call a class "Adam".
+            if (
+                name.lower() == cls.__name__.lower()
+                and entry.load.partition(".")[0] == cls.__module__.partition(".")[0]
+            ):
+                chosen.plugins.join(answer.plugin)
+                found: OptimizerEntry = entry
+                return found
     return unknown
 
 
@@ -355,16 +359,22 @@ def _check_vocabulary(size: int | None, ctx: Context) -> None:
         )
 
 
-def _driver(ctx: Context, hook: str, default: Any) -> Any:
+def _transformed(ctx: Context, model: nn.Module) -> nn.Module:
+    """The model after all transforms. What a transform raises is its plugin's error, but for errors of ours."""
+    rows = [(a.plugin, t) for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value]
+    for plugin, transform in sorted(rows, key=lambda row: row[1].phase):
+        what = f"failed in a transform of phase {transform.phase.name} (ds_transforms)"
+        with blaming(plugin, what, passing=(DSError,)):
+            changed = transform.apply(model)
+            if not isinstance(changed, nn.Module):
+                raise TypeError(f"it must return the model, a torch.nn.Module, not {changed!r}")
+            model = changed
+    return model
+
+
+def _driver(ctx: Context, hook: str) -> Any:
     answer = ctx.plugins.driver(hook, ctx=ctx)
-    if answer is None:
-        return default
-    wanted = Partitioner if hook == "ds_partitioner" else Runner
-    if not isinstance(answer.value, wanted):
-        raise UsageError(
-            f"plugin {answer.plugin}: {hook} must return a {wanted.__name__}, not {type(answer.value).__name__}"
-        )
-    return answer.value
+    return answer.value if answer is not None else None
 
 
 def _attach(
@@ -389,10 +399,7 @@ def _attach(
     wanted = _param_groups(model, model_parameters)
     _note_left_out(ctx, wanted)
     if optimizer is None and chosen.optimizer is not None:
-        entry = chosen.optimizer.entry
-        if isinstance(entry, OptimizerEntry) and entry.groups is not None:
-            names = {p: info.name for p, info in ctx.params.items()}
-            wanted = resolve(entry.groups)(wanted, names, **chosen.optimizer.params)
+        wanted = chosen.optimizer.groups(wanted, {p: info.name for p, info in ctx.params.items()})
     groups = partitioner.attach(model, wanted)
     make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
     if make is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
-from ds_core.errors import ConfigError, PluginError, Problem
+from ds_core.errors import ConfigError, Problem
+from ds_core.kernels import Kernels
 from ds_core.optim import Choice, choose
 from ds_core.plugins import Plugins
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from ds_core.config import ConfigSource, RunConfig
 
-__all__ = ["Composition", "compose", "section_models"]
+__all__ = ["Composition", "check_rules", "compose", "section_models"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,25 @@ def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -
     # Choosing by name brings in the plugins that offer names, which may have rules of their own.
     optimizer, unknown = choose("optimizer", config, plugins)
     scheduler, found = choose("scheduler", config, plugins)
-    problems: list[Problem] = []
-    for answer in plugins.ask("ds_check", config=config, plugins=plugins):
-        problems += answer.value
-    problems += unknown + found
-    if problems:
-        raise ConfigError(problems, config.origin)
+    Kernels(plugins, config.core.kernels).check_forced()
+    check_rules(config, plugins, more=unknown + found)
     return Composition(config, plugins, optimizer, scheduler)
+
+
+def check_rules(
+    config: RunConfig, plugins: Plugins, *, newer_than: frozenset[str] = frozenset(), more: Iterable[Problem] = ()
+) -> None:
+    """Ask `ds_check` of all that take part, until nobody new does: a rule may itself choose what a plugin offers.
+
+    newer_than: who has been asked already. more: problems that were found before. Raises ConfigError with them all.
+    """
+    problems: list[Problem] = []
+    while new := plugins.members() - newer_than:
+        for answer in plugins.ask("ds_check", newer_than=newer_than, config=config, plugins=plugins):
+            problems += answer.value
+        newer_than |= new
+    if problems := [*problems, *more]:
+        raise ConfigError(problems, config.origin)
 
 
 def _with_asked(read: ConfigSource, asked: Mapping[str, Mapping[str, Any]]) -> ConfigSource:
@@ -83,10 +96,5 @@ def _with_asked(read: ConfigSource, asked: Mapping[str, Mapping[str, Any]]) -> C
 
 def section_models(plugins: Plugins, names: list[str]) -> dict[str, tuple[type[BaseModel], str]]:
     """Load the owners of the sections `names`; per owned section its model and its owner's name and version."""
-    models = {}
-    for name, found in plugins.load_sections(names).items():
-        model = plugins.ask_one("ds_config", found)
-        if model is None:
-            raise PluginError(f"plugin {found} claims section {name!r} but has no ds_config hook to describe it")
-        models[name] = (model, f"{found.dist} {found.version}")
-    return models
+    owners = plugins.load_sections(names)
+    return {name: (plugins.model(found), f"{found.dist} {found.version}") for name, found in owners.items()}

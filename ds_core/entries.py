@@ -7,12 +7,13 @@ hundred installed plugins cost nothing until one is used.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ds_core.errors import PluginError
+from ds_core.errors import DSError, PluginError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,14 +49,16 @@ Grain = Literal["element", "tensor", "matrix"]
 def resolve(ref: Ref) -> Any:
     """Import what `ref` names.
 
-    Raises PluginError with the reference and the cause when the module or the attribute is not there.
+    Raises PluginError with the reference and the cause when the module cannot be imported or has no such attribute.
     """
     module_name, _, attribute = ref.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split(".") if attribute else ():
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except (DSError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a module may even call sys.exit
         raise PluginError(f"cannot load {ref!r}: {type(error).__name__}: {error}") from error
     return found
 
@@ -65,14 +68,58 @@ def ask(probe: Probe | None) -> str | None:
     if probe is None:
         return None
     try:
-        answer: str | None = (resolve(probe) if isinstance(probe, str) else probe)()
-    except Exception as error:  # any failure of a probe is an answer
+        answer: Any = (resolve(probe) if isinstance(probe, str) else probe)()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # any failure of a probe is an answer
         return f"{type(error).__name__}: {error}"
-    return answer
+    if answer is None or isinstance(answer, str):
+        return answer
+    return f"its probe answered {answer!r}, which is neither None nor a reason"
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value) is not None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
+
+
+_A_REF = "a reference 'package.module:attribute'"
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "Ref": (_is_reference, _A_REF),
+    "Ref | None": (lambda v: v is None or _is_reference(v), f"{_A_REF} or None"),
+    "Probe | None": (lambda v: v is None or _is_reference(v) or callable(v), f"{_A_REF}, a function or None"),
+    "Grain | None": (lambda v: v in (None, "element", "tensor", "matrix"), "'element', 'tensor', 'matrix' or None"),
+    "Phase": (lambda v: isinstance(v, Phase), "a ds_core.entries.Phase"),
+    "Callable[[nn.Module], nn.Module]": (callable, "a function of a module"),
+    "tuple[str, ...]": (_is_texts, "a tuple of strings"),
+    "str": (lambda v: isinstance(v, str), "a string"),
+    "str | None": (lambda v: v is None or isinstance(v, str), "a string or None"),
+    "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "an integer"),
+    "bool": (lambda v: type(v) is bool, "True or False"),
+}
+"""By a field's annotation: what its value must be, and how to say so."""
+
+
+class _Record:
+    """Checks its fields when it is made, so that the traceback ends in the line of the plugin that is wrong."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            fits, wanted = _RULES.get(str(field.type), (lambda v: True, ""))  # a subclass may have fields of its own
+            if not fits(value):
+                raise ValueError(f"{type(self).__name__}.{field.name} is {value!r}; it must be {wanted}")
+            if field.type == "str" and not value and field.default is MISSING:
+                raise ValueError(f"{type(self).__name__}.{field.name} is empty")
 
 
 @dataclass(frozen=True, slots=True)
-class AcceleratorEntry:
+class AcceleratorEntry(_Record):
     """A device kind. `load` gives a class or function without arguments that returns an `Accelerator`."""
 
     name: str
@@ -83,7 +130,7 @@ class AcceleratorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelEntry:
+class KernelEntry(_Record):
     """One provider of one named operation; the highest available `priority` serves.
 
     devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
@@ -104,7 +151,7 @@ class KernelEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerEntry:
+class OptimizerEntry(_Record):
     """A named optimizer. `load` is called as ``load(param_groups, **params)``.
 
     params: reference to a pydantic model of the keyword arguments, which is validated before anything starts.
@@ -123,7 +170,7 @@ class OptimizerEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerEntry:
+class SchedulerEntry(_Record):
     """A named learning-rate schedule. `load` is called as ``load(optimizer, **params)``."""
 
     load: Ref
@@ -131,7 +178,7 @@ class SchedulerEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class StateStoreEntry:
+class StateStoreEntry(_Record):
     """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a `ds_core.stores.StateStore`.
 
     options: the keys that stand beside ``device`` where the config chose it.
@@ -141,7 +188,7 @@ class StateStoreEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class LauncherEntry:
+class LauncherEntry(_Record):
     """A way to start processes for ``dscore run --launcher NAME``; `load` gives ``(LaunchRequest) -> exit code``."""
 
     load: Ref
@@ -149,7 +196,7 @@ class LauncherEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(_Record):
     """Something that ``dscore plan`` shows of a config. name: of its file; svg: a drawing that stands on its own."""
 
     name: str
@@ -159,7 +206,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandEntry:
+class CommandEntry(_Record):
     """A sub-command of ``dscore``: `load` gives a function (typer reads its signature) or a ``typer.Typer``."""
 
     load: Ref
@@ -167,7 +214,7 @@ class CommandEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(_Record):
     """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply the world.
 
     outermost: its ranks are as far apart as can be (little is sent along it), whatever other axes there are.
@@ -190,7 +237,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Transform:
+class Transform(_Record):
     """One step model -> model; transforms of one phase run in plugin-name order."""
 
     phase: Phase

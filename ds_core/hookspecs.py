@@ -3,6 +3,10 @@
 Each hook is either a *driver* (exactly one answer is chosen: by name, by probe or by section; two that cannot
 be told apart are an error naming both) or a *hook* (every answer is used). A plugin implements a hook by
 defining a function of that name in its declaration module; it may leave out arguments it does not need.
+
+Hooks without arguments say what a plugin *offers*; every installed plugin that is loaded is asked. Hooks with
+arguments take part in a run; they are called only for plugins that the config names, or that offer what was chosen.
+`gives` holds what a hook may return: anything else is an error that names the plugin and the hook.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
+
+from ds_core.answers import gives, many, model_class, named, nothing, one_or_none
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -36,7 +42,30 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_core.runner import Runner
 
-__all__ = ["hookimpl", "hookspec"]
+__all__ = [
+    "ds_accelerators",
+    "ds_charts",
+    "ds_check",
+    "ds_checkpointables",
+    "ds_close",
+    "ds_commands",
+    "ds_config",
+    "ds_kernels",
+    "ds_launchers",
+    "ds_mesh_axes",
+    "ds_monitors",
+    "ds_optimizers",
+    "ds_param_axes",
+    "ds_partitioner",
+    "ds_runner",
+    "ds_schedulers",
+    "ds_state_stores",
+    "ds_step_begin",
+    "ds_step_end",
+    "ds_transforms",
+    "hookimpl",
+    "hookspec",
+]
 
 hookspec = pluggy.HookspecMarker("ds_core")
 hookimpl = pluggy.HookimplMarker("ds_core")
@@ -44,6 +73,7 @@ hookimpl = pluggy.HookimplMarker("ds_core")
 
 
 @hookspec
+@gives(model_class)
 def ds_config() -> type[BaseModel]:  # type: ignore[empty-body]
     """Driver, by section: the pydantic model of the section whose name is this plugin's entry-point name.
 
@@ -53,6 +83,7 @@ def ds_config() -> type[BaseModel]:  # type: ignore[empty-body]
 
 
 @hookspec
+@gives(many("ds_core.errors:Problem"))
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type: ignore[empty-body]
     """Hook: rules that span sections, checked after all sections parsed and before processes talk.
 
@@ -62,46 +93,55 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type:
 
 
 @hookspec
+@gives(many("ds_core.entries:AcceleratorEntry"))
 def ds_accelerators() -> Iterable[AcceleratorEntry]:  # type: ignore[empty-body]
     """Driver, by `DS_ACCELERATOR` or by probe: the device kinds this plugin can drive."""
 
 
 @hookspec
+@gives(many("ds_core.entries:KernelEntry"))
 def ds_kernels() -> Iterable[KernelEntry]:  # type: ignore[empty-body]
     """Driver, by (op, device, dtype): the operations this plugin can serve."""
 
 
 @hookspec
+@gives(named("ds_core.entries:OptimizerEntry"))
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:  # type: ignore[empty-body]
     """Driver, by the name in ``optimizer.type`` (case-insensitive)."""
 
 
 @hookspec
+@gives(named("ds_core.entries:SchedulerEntry"))
 def ds_schedulers() -> Mapping[str, SchedulerEntry]:  # type: ignore[empty-body]
     """Driver, by the name in ``scheduler.type`` (case-insensitive)."""
 
 
 @hookspec
+@gives(named("ds_core.entries:StateStoreEntry"))
 def ds_state_stores() -> Mapping[str, StateStoreEntry]:  # type: ignore[empty-body]
     """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states can rest."""
 
 
 @hookspec
+@gives(many(("name", "write_events", "flush", "close")))
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:  # type: ignore[empty-body]
     """Hook: the monitors that receive metric events. Called on rank 0 only, once, when the engine is built."""
 
 
 @hookspec
+@gives(many("ds_core.entries:Axis"))
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:  # type: ignore[empty-body]
     """Hook: the mesh axes this plugin adds. Called on every rank before processes talk."""
 
 
 @hookspec
+@gives(many("ds_core.entries:Transform"))
 def ds_transforms(ctx: Context) -> Iterable[Transform]:  # type: ignore[empty-body]
     """Hook: model -> model steps, applied in order of phase, then of plugin name. Every rank."""
 
 
 @hookspec
+@gives(many("builtins:str", or_none=True))
 def ds_param_axes(name: str, param: nn.Parameter, ctx: Context) -> Collection[str] | None:
     """Hook, merged by union: the mesh axes on which ranks hold *different* parameters under this name.
 
@@ -112,16 +152,19 @@ def ds_param_axes(name: str, param: nn.Parameter, ctx: Context) -> Collection[st
 
 
 @hookspec
+@gives(one_or_none("ds_core.partition:Partitioner"))
 def ds_partitioner(ctx: Context) -> Partitioner | None:
     """Driver: who owns how model states lie over ranks. None: not this plugin. Nobody: `Replicated`."""
 
 
 @hookspec
+@gives(one_or_none("ds_core.runner:Runner"))
 def ds_runner(ctx: Context) -> Runner | None:
     """Driver: who turns micro-batches into forwards and backwards. None: not this plugin. Nobody: `Sequential`."""
 
 
 @hookspec
+@gives(nothing)
 def ds_step_begin(ctx: Context, step: int) -> None:
     """Hook (observer): an optimizer step is about to happen; `step` counts from 0. Every rank.
 
@@ -130,6 +173,7 @@ def ds_step_begin(ctx: Context, step: int) -> None:
 
 
 @hookspec
+@gives(nothing)
 def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
     """Hook (observer): an optimizer step is done (or was skipped: ``metrics["skipped"]`` is 1). Every rank.
 
@@ -138,11 +182,13 @@ def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
 
 
 @hookspec
+@gives(nothing)
 def ds_close(ctx: Context) -> None:
     """Hook (observer): the engine is being destroyed. Every rank."""
 
 
 @hookspec
+@gives(named(("state_dict", "load_state_dict")))
 def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:  # type: ignore[empty-body]
     """Hook: objects with ``state_dict()`` and ``load_state_dict()`` to keep in every checkpoint, by name.
 
@@ -151,15 +197,18 @@ def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:  # type: ignore[empty
 
 
 @hookspec
+@gives(named("ds_core.entries:LauncherEntry"))
 def ds_launchers() -> Mapping[str, LauncherEntry]:  # type: ignore[empty-body]
     """Driver, by name: ways to start processes for ``dscore run --launcher NAME``."""
 
 
 @hookspec
+@gives(named("ds_core.entries:CommandEntry"))
 def ds_commands() -> Mapping[str, CommandEntry]:  # type: ignore[empty-body]
     """Hook: sub-commands for ``dscore``, by name. Two plugins with one name are an error naming both."""
 
 
 @hookspec
+@gives(many("ds_core.entries:Chart"))
 def ds_charts(config: RunConfig) -> Iterable[Chart]:  # type: ignore[empty-body]
     """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs."""

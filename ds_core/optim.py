@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
@@ -18,12 +19,13 @@ from ds_core.config import Section
 from ds_core.config.known import BUILT_SCHEDULES
 from ds_core.entries import Grain, OptimizerEntry, SchedulerEntry, resolve
 from ds_core.errors import ConfigError, PluginError, Problem, nearest
+from ds_core.plugins import blaming
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.config import RunConfig
-    from ds_core.plugins import Plugins
+    from ds_core.plugins import Found, Plugins
 
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw", "torch_grain"]
 
@@ -101,14 +103,31 @@ class Choice:
     entry: OptimizerEntry | SchedulerEntry
     notes: tuple[Problem, ...] = ()
     """Parameters that were accepted and have no effect."""
+    plugin: Found | None = None
+    """Who offers it; None for what is torch's or named by its path."""
 
     def build(self, target: Any) -> Any:
         """Make it. `target`: parameter groups for an optimizer, the optimizer for a schedule."""
-        make: Callable[..., Any] = resolve(self.entry.load)
-        try:
-            return make(target, **self.params)
-        except (TypeError, ValueError) as error:
-            raise ConfigError([Problem(f"{self.name}.params", str(error))]) from error
+        with self.blaming():
+            make: Callable[..., Any] = resolve(self.entry.load)
+            try:
+                return make(target, **self.params)
+            except (TypeError, ValueError) as error:
+                raise ConfigError([Problem(f"{self.name}.params", str(error))]) from error
+
+    def groups(self, groups: Any, names: Mapping[Any, str]) -> Any:
+        """The parameter groups as the optimizer wants them split. names: of the parameters."""
+        split = self.entry.groups if isinstance(self.entry, OptimizerEntry) else None
+        if split is None:
+            return groups
+        with self.blaming():
+            return resolve(split)(groups, names, **self.params)
+
+    def blaming(self) -> AbstractContextManager[None]:
+        """What goes wrong inside is an error of the plugin that offers this; errors of ours are left as they are."""
+        if self.plugin is None:
+            return nullcontext()
+        return blaming(self.plugin, f"failed to make the {self.name} ({self.entry.load})", passing=(ConfigError,))
 
 
 def choose(
@@ -128,10 +147,16 @@ def choose(
     answer = offers.get(section.type.lower())
     if answer is None and "." in section.type:
         return _by_path(kind, section.type, dict(section.params))
-    entry = answer.value if answer is not None else _torch_class(kind, section.type)
-    if entry is None:
-        return None, [Problem(f"{kind}.type", *_unknown(kind, section.type, list(offers)))]
-    return _checked(kind, entry, dict(section.params))
+    if answer is None:
+        entry = _torch_class(kind, section.type)
+        if entry is None:
+            message, mend = _unknown(kind, section.type, list(offers))
+            return None, [Problem(f"{kind}.type", message, mend + plugins.quarantined())]
+        return _checked(kind, entry, dict(section.params))
+    plugins.join(answer.plugin)
+    with blaming(answer.plugin, f"cannot serve {kind} {section.type!r}, which it offers by {hook}"):
+        chosen, problems = _checked(kind, answer.value, dict(section.params))
+    return (replace(chosen, plugin=answer.plugin) if chosen is not None else None), problems
 
 
 def _by_path(kind: str, path: str, params: dict[str, Any]) -> tuple[Choice | None, list[Problem]]:

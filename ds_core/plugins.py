@@ -4,34 +4,64 @@ Entry-point *names* are read first and nothing is imported. A section's plugin i
 names the section; backends (things chosen by name or hardware) when a choice is to be made. Names are sorted,
 because file order differs between hosts and every rank must call hooks in one order.
 
-[Note: three tiers of failure] A broken plugin that nobody named is quarantined and shown by ``dscore doctor``.
-A broken plugin that the config names is fatal. At run time an observer or monitor that fails is switched off
-after one warning; anything on the data path is always fatal, since a silent fallback makes ranks diverge.
+[Note: who takes part] Being installed is not enough to change a run. A plugin *takes part* when the config names it
+(its section, ``plugins.load``, ``plugins.require``) or when something that it offers was chosen. Hooks with arguments
+are called only of those; what a plugin offers (hooks without arguments) is asked of all that are loaded.
+
+[Note: three tiers of failure] A broken plugin that does not take part is quarantined and shown by ``dscore doctor``.
+One that takes part is fatal. At run time an observer or monitor that fails is switched off after one warning; anything
+on the data path is always fatal, since a silent fallback makes ranks diverge.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-import importlib_metadata
 import pluggy
 
 from ds_core import hookspecs
-from ds_core.errors import PluginError, nearest
+from ds_core.answers import WrongAnswer, check_of
+from ds_core.discovery import (
+    BACKENDS,
+    HOOKS,
+    OFFERS,
+    SECTIONS,
+    Found,
+    check_required,
+    discover,
+    hooks_of,
+    reset_discovery,
+    unmet,
+)
+from ds_core.entries import Ref, resolve
+from ds_core.errors import PluginError
 
-__all__ = ["BACKENDS", "SECTIONS", "Answer", "Found", "PluginState", "Plugins", "Report", "discover", "reset_discovery"]
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
-SECTIONS = "ds_core.plugins"
-BACKENDS = "ds_core.backends"
+__all__ = [
+    "BACKENDS",
+    "SECTIONS",
+    "Answer",
+    "Found",
+    "Offers",
+    "PluginState",
+    "Plugins",
+    "Report",
+    "blaming",
+    "discover",
+    "reset_discovery",
+]
+
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"
 LOADED = "plugins.load"  # stands for the distribution of modules that the config loads by hand
@@ -39,18 +69,19 @@ LOADED = "plugins.load"  # stands for the distribution of modules that the confi
 log = logging.getLogger("ds_core.plugins")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Found:
-    """An entry point, not yet imported. `name` is the config section in group SECTIONS."""
+@contextlib.contextmanager
+def blaming(found: Found, what: str, *, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Whatever is raised inside, SystemExit included, becomes a PluginError ``plugin <found> <what>: <cause>``.
 
-    name: str
-    group: str
-    module: str
-    dist: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.name!r} ({self.dist} {self.version}, module {self.module})"
+    passing: errors that are left as they are.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, *passing)):
+            raise
+        kind = "" if isinstance(error, (WrongAnswer, PluginError)) else f"{type(error).__name__}: "
+        raise PluginError(f"plugin {found} {what}: {kind}{error}") from error
 
 
 class PluginState(Enum):
@@ -80,6 +111,30 @@ class Answer:
     plugin: Found
     value: Any
 
+    def resolve(self, ref: Ref, what: str) -> Any:
+        """Import what a reference of the plugin's names; a failure is an error of the plugin's. what: it is for."""
+        with blaming(self.plugin, f"cannot serve {what}"):
+            return resolve(ref)
+
+
+class Offers(Mapping[str, Answer]):
+    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it is looked up."""
+
+    def __init__(self, rows: Mapping[str, list[Answer]], pick: Callable[[str, list[Answer]], Answer]) -> None:
+        self._rows, self._pick = rows, pick
+
+    def __getitem__(self, name: str) -> Answer:
+        return self._pick(name, self._rows[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
@@ -89,25 +144,6 @@ class PluginSettings:
     disable: Sequence[str] = ()
     load: Sequence[str] = ()
     prefer: Mapping[str, str] = field(default_factory=dict)
-
-
-@functools.cache
-def discover() -> tuple[Found, ...]:
-    """Every entry point of both groups, sorted; reads metadata only and imports nothing."""
-    found = set()
-    for group in (SECTIONS, BACKENDS):
-        for point in importlib_metadata.entry_points(group=group):
-            dist = point.dist
-            name, version = (dist.name, dist.version) if dist is not None else ("unknown", "0")
-            found.add(Found(point.name, group, point.module, name, version))
-    return tuple(sorted(found))
-
-
-def reset_discovery() -> None:
-    """Forget what was discovered (after installing a distribution, and in tests)."""
-    discover.cache_clear()
-    importlib.invalidate_caches()
-    importlib_metadata.MetadataPathFinder.invalidate_caches()
 
 
 class _Manager(pluggy.PluginManager):
@@ -131,9 +167,10 @@ class Plugins:
         self.settings = settings or PluginSettings()
         self._manager = _Manager("ds_core")
         self._manager.add_hookspecs(hookspecs)
-        self._specs = {n for n in vars(hookspecs) if n.startswith("ds_")}
         self._reports: dict[Found, Report] = {}
         self._by_module: dict[str, Found] = {}
+        self._members: set[str] = set()
+        self._aside: set[str] = set()
         self._backends_loaded = False
         installed = discover() if found is None else tuple(sorted(found))
         autoload = found is not None or not os.environ.get(AUTOLOAD_OFF)
@@ -142,10 +179,11 @@ class Plugins:
             if item.name in self.settings.disable or item.dist in self.settings.disable:
                 off = "plugins.disable names it"
             self._reports[item] = Report(item, PluginState.DISABLED if off else PluginState.AVAILABLE, off)
-        self._check_required()
         core = Found("core", BACKENDS, BUILTIN, "ds-core", _core_version())
         self._reports[core] = Report(core, PluginState.AVAILABLE)
         self._load(core)
+        self.join(core)
+        self._load_required()
         self._load_named_modules()
 
     # -- loading ---------------------------------------------------------------------------------------------
@@ -155,12 +193,12 @@ class Plugins:
 
         Raises PluginError when two distributions claim it and ``plugins.prefer`` does not choose.
         """
-        return self._choose(name, [r.found for r in self._usable(SECTIONS) if r.found.name == name])
+        return self._choose(name, [r.found for r in self._claims() if r.found.name == name])
 
     def sections(self) -> dict[str, Found]:
         """Every section name that an installed and enabled plugin claims; of several owners the first."""
         owners: dict[str, Found] = {}
-        for report in self._usable(SECTIONS):
+        for report in self._claims():
             owners.setdefault(report.found.name, report.found)
         return owners
 
@@ -170,44 +208,73 @@ class Plugins:
         return next((r for r in rows if r.state is PluginState.DISABLED), None)
 
     def load_sections(self, names: Iterable[str]) -> dict[str, Found]:
-        """Import the owners of `names`; names that nobody claims are left out of the answer.
+        """Import the owners of `names`, which take part from now on; names that nobody claims are left out.
 
         Raises PluginError when a named plugin is broken: the config asked for it.
         """
         chosen = {name: owner for name in names if (owner := self.section(name)) is not None}
         for name in sorted(chosen, reverse=True):  # pluggy calls last-in first
             self._load(chosen[name])
+            self.join(chosen[name])
         return chosen
 
     def load_backends(self) -> None:
         """Import every backend, once. A broken one is quarantined: nobody has asked for it by name yet."""
-        if self._backends_loaded:
-            return
-        self._backends_loaded = True
-        for report in reversed(self._usable(BACKENDS)):
-            try:
-                self._load(report.found)
-            except PluginError as error:
-                report.state, report.why = PluginState.QUARANTINED, str(error)
-                log.info("plugin quarantined: %s", error)
+        if not self._backends_loaded:
+            self._backends_loaded = True
+            self._try_all(BACKENDS)
 
     def probe_all(self) -> list[Report]:
-        """Import everything installed, quarantining what breaks; for ``dscore plugins`` and ``doctor``."""
-        for report in reversed(self._usable(SECTIONS)):
-            try:
-                self._load(report.found)
-            except PluginError as error:
-                report.state, report.why = PluginState.QUARANTINED, str(error)
+        """Import everything installed, quarantining what breaks."""
+        self._try_all(SECTIONS)
         self.load_backends()
+        return self.reports()
+
+    def examine(self) -> list[Report]:
+        """`probe_all`, and ask everybody what they offer; for ``dscore plugins`` and ``doctor``."""
+        for report in self.probe_all():
+            if report.found.group == SECTIONS and report.state is PluginState.LOADED:
+                try:
+                    self.model(report.found)
+                except PluginError as error:
+                    self._set_aside(report.found, error)
+        for hook in OFFERS:
+            self.offers(hook)
         return self.reports()
 
     def reports(self) -> list[Report]:
         """Every known plugin in name order."""
         return [self._reports[f] for f in sorted(self._reports)]
 
-    def _usable(self, group: str) -> list[Report]:
+    def quarantined(self) -> str:
+        """What to add to "nobody offers this": who could not be asked, and why; "" when all could."""
+        rows = [r.why for r in self.reports() if r.state is PluginState.QUARANTINED]
+        return "".join(f"; quarantined: {why}" for why in rows)
+
+    def _claims(self) -> list[Report]:
+        """Who claims a section: also who is quarantined, so that naming it tells why; by hand wins over installed."""
+        rows = [r for f, r in sorted(self._reports.items()) if f.group == SECTIONS]
+        rows = [r for r in rows if r.state is not PluginState.DISABLED]
+        by_hand = {r.found.name for r in rows if r.found.dist == LOADED}
+        return [r for r in rows if r.found.dist == LOADED or r.found.name not in by_hand]
+
+    def _try_all(self, group: str) -> None:
         off = (PluginState.DISABLED, PluginState.QUARANTINED)
-        return [r for f, r in sorted(self._reports.items()) if f.group == group and r.state not in off]
+        for found in reversed([f for f, r in sorted(self._reports.items()) if f.group == group and r.state not in off]):
+            try:
+                self._load(found)
+            except PluginError as error:
+                self._set_aside(found, error)
+
+    def _set_aside(self, found: Found, error: PluginError, level: int = logging.INFO) -> None:
+        """Quarantine a plugin; one that takes part is fatal instead."""
+        if found.module in self._members:
+            raise error
+        for report in self._reports.values():
+            if report.found == found or (report.found.module == found.module and found.module in self._by_module):
+                report.state, report.why = PluginState.QUARANTINED, str(error)
+        self._aside.add(found.module)
+        log.log(level, "plugin quarantined: %s", error)
 
     def _choose(self, name: str, owners: list[Found]) -> Found | None:
         if len({o.dist for o in owners}) <= 1:
@@ -222,90 +289,125 @@ class Plugins:
             f'"plugins": {{"prefer": {{"{name}": "{owners[0].dist}"}}}} or uninstall the other'
         )
 
+    def _load_required(self) -> None:
+        """What ``plugins.require`` names must load; backends among it take part, sections when the config has them."""
+        if not self.settings.require:
+            return
+        from packaging.utils import canonicalize_name
+
+        wanted = set(check_required(self.settings.require))
+        for found, report in sorted(self._reports.items(), reverse=True):
+            if canonicalize_name(found.dist) not in wanted or found.module == BUILTIN:
+                continue
+            if report.state is PluginState.DISABLED and AUTOLOAD_OFF not in report.why:
+                raise PluginError(f"plugins.require names {found.dist}, but {report.why}; take it out of one of them")
+            if report.state is PluginState.AVAILABLE:
+                self._load(found)
+            if found.group == BACKENDS and report.state is PluginState.LOADED:
+                self.join(found)
+
     def _load_named_modules(self) -> None:
         for item in reversed(self.settings.load):  # pluggy calls last-in first
             name, _, module = item.rpartition("=")
             group = SECTIONS if name else BACKENDS
             found = Found((name or module).strip(), group, module.strip(), LOADED, "0")
+            if name and any(f.dist == LOADED and f.name == found.name and f.group == SECTIONS for f in self._reports):
+                raise PluginError(f"plugins.load names two modules for section {found.name!r}; leave one out")
             self._reports[found] = Report(found, PluginState.AVAILABLE)
             self._load(found)
+            self.join(found)
 
     def _load(self, found: Found) -> None:
         report = self._reports[found]
         if report.state is PluginState.LOADED:
             return
+        if report.state is PluginState.QUARANTINED:
+            raise PluginError(report.why)
         if found.module in self._by_module:  # one module may stand in both groups
-            report.state = PluginState.LOADED
+            report.state, report.hooks = PluginState.LOADED, self._reports[self._by_module[found.module]].hooks
             return
-        try:
+        if (lacking := unmet(found.dist)) != "":
+            raise PluginError(f"plugin {found} cannot be used: {lacking}")
+        if ":" in found.module:
+            raise PluginError(f"plugin {found} names an attribute; the value of its entry point must be a module alone")
+        stdout = _Heard(sys.stdout)
+        with blaming(found, "failed to import"), contextlib.redirect_stdout(cast(TextIO, stdout)):
             module = importlib.import_module(found.module)
-        except Exception as error:  # whatever a plugin raises at import, the message names it
-            raise PluginError(f"plugin {found} failed to import: {type(error).__name__}: {error}") from error
-        report.hooks = self._register(found, module)
-        report.state = PluginState.LOADED
-        self._by_module[found.module] = found
-
-    def _register(self, found: Found, module: ModuleType) -> tuple[str, ...]:
-        names = tuple(n for n in vars(module) if n.startswith("ds_") and inspect.isroutine(getattr(module, n)))
-        for name in names:
-            if name not in self._specs:
-                hint = nearest(name, self._specs)
-                mend = f"; did you mean {hint!r}?" if hint else f"; known hooks: {', '.join(sorted(self._specs))}"
-                raise PluginError(f"plugin {found} defines unknown hook {name!r}{mend}")
-            opts = self._manager.parse_hookimpl_opts(module, name)
-            if opts["wrapper"] or opts["hookwrapper"]:
-                raise PluginError(f"plugin {found}: {name} is a wrapper; ds_core hooks are called one by one")
         try:
+            report.hooks = hooks_of(module)
             self._manager.register(module, name=found.module)
+        except PluginError as error:
+            raise PluginError(f"plugin {found} {error}") from None
         except (pluggy.PluginValidationError, ValueError) as error:
             if self._manager.is_registered(module):
                 self._manager.unregister(module)
             raise PluginError(f"plugin {found} does not fit the hooks: {' '.join(str(error).split())}") from error
-        return names
+        if stdout.text.strip():
+            report.why = f"prints when it is imported: {stdout.text.strip()[:80]!r}"
+            log.warning("plugin %s %s", found, report.why)
+        report.state = PluginState.LOADED
+        self._by_module[found.module] = found
 
-    def _check_required(self) -> None:
-        if not self.settings.require:
-            return
-        from packaging.requirements import InvalidRequirement, Requirement
+    # -- taking part -------------------------------------------------------------------------------------------
 
-        for text in self.settings.require:
-            try:
-                need = Requirement(text)
-            except InvalidRequirement as error:
-                raise PluginError(
-                    f"plugins.require: {text!r} is not a requirement like 'ds-zero>=0.1': {error}"
-                ) from error
-            try:
-                have = importlib_metadata.version(need.name)
-            except importlib_metadata.PackageNotFoundError:
-                raise PluginError(f"plugins.require: {need.name} is not installed; pip install {text!r}") from None
-            if not need.specifier.contains(have, prereleases=True):
-                raise PluginError(
-                    f"plugins.require: {text!r}, but {need.name} {have} is installed; pip install {text!r}"
-                )
+    def join(self, found: Found) -> None:
+        """From now on this plugin takes part: something that it offers was chosen."""
+        self._members.add(found.module)
+
+    def members(self) -> frozenset[str]:
+        """The modules of the plugins that take part."""
+        return frozenset(self._members)
 
     # -- asking ----------------------------------------------------------------------------------------------
 
-    def ask(self, hook: str, **arguments: Any) -> list[Answer]:
-        """Call every implementation of `hook` in plugin order; None answers are left out. Errors are fatal."""
+    def ask(self, hook: str, *, newer_than: frozenset[str] = frozenset(), **arguments: Any) -> list[Answer]:
+        """What those who take part answer to `hook`, in plugin order; None is left out. Errors are fatal.
+
+        newer_than: leave out those who took part by then.
+        """
+        if hook in OFFERS:
+            return self.offers(hook)
+        rows = [i for i in self._impls(hook) if i.plugin_name in self._members and i.plugin_name not in newer_than]
+        answers = [Answer(self._by_module[i.plugin_name], self._call(hook, i, arguments)) for i in rows]
+        return [a for a in answers if a.value is not None]
+
+    def offers(self, hook: str) -> list[Answer]:
+        """What every loaded plugin offers through `hook`, in plugin order.
+
+        One whose answer fails is quarantined, or fatal when it takes part.
+        """
+        self.load_backends()
         answers = []
         for impl in self._impls(hook):
             found = self._by_module[impl.plugin_name]
             try:
-                value = impl.function(*[arguments[a] for a in impl.argnames])
-            except Exception as error:
-                raise PluginError(f"plugin {found} failed in {hook}: {type(error).__name__}: {error}") from error
-            if value is not None:
-                answers.append(Answer(found, value))
+                answers.append(Answer(found, self._call(hook, impl, {})))
+            except PluginError as error:
+                self._set_aside(found, error, logging.WARNING)
         return answers
+
+    def _call(self, hook: str, impl: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
+        found = self._by_module[impl.plugin_name]
+        check = check_of(HOOKS[hook])
+        with blaming(found, f"failed in {hook}"):
+            try:
+                return check(impl.function(*[arguments[a] for a in impl.argnames]))
+            except WrongAnswer as error:
+                raise WrongAnswer(f"it {error}") from None
 
     def ask_one(self, hook: str, plugin: Found, **arguments: Any) -> Any:
         """Call `hook` of one loaded plugin; None when the plugin does not implement it."""
-        module = self._by_module.get(plugin.module)
-        for impl in self._impls(hook) if module else ():
+        for impl in self._impls(hook):
             if impl.plugin_name == plugin.module:
-                return impl.function(*[arguments[a] for a in impl.argnames])
+                return self._call(hook, impl, arguments)
         return None
+
+    def model(self, owner: Found) -> type[BaseModel]:
+        """The model of the section that a loaded plugin owns; PluginError when it does not describe it."""
+        found: type[BaseModel] | None = self.ask_one("ds_config", owner)
+        if found is None:
+            raise PluginError(f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to describe it")
+        return found
 
     def driver(self, hook: str, **arguments: Any) -> Answer | None:
         """The one answer to a driver hook, or None. Two answers are an error that names both."""
@@ -315,18 +417,18 @@ class Plugins:
             raise PluginError(f"{hook} is answered by {both}; only one can drive: disable one with plugins.disable")
         return answers[0] if answers else None
 
-    def named(self, hook: str, kind: str) -> dict[str, Answer]:
+    def named(self, hook: str, kind: str) -> Offers:
         """Merge the name -> entry mappings of a by-name driver hook; keys are lower-case.
 
-        Two plugins that offer one name are an error unless ``plugins.prefer["<kind>/<name>"]`` chooses.
-        The core's own entries give way to a plugin's, and an installed plugin's to one that ``plugins.load`` names.
+        Two plugins that offer one name are an error when it is looked up, unless ``plugins.prefer["<kind>/<name>"]``
+        chooses. The core's own entries give way to a plugin's, and an installed plugin's to one that ``plugins.load``
+        names.
         """
-        self.load_backends()
         offers: dict[str, list[Answer]] = {}
-        for answer in self.ask(hook):
+        for answer in self.offers(hook):
             for name, entry in answer.value.items():
                 offers.setdefault(name.lower(), []).append(Answer(answer.plugin, entry))
-        return {name: self._pick(kind, name, rows) for name, rows in offers.items()}
+        return Offers(offers, lambda name, rows: self._pick(kind, name, rows))
 
     def _pick(self, kind: str, name: str, rows: list[Answer]) -> Answer:
         outside = [r for r in rows if r.plugin.module != BUILTIN]
@@ -334,7 +436,7 @@ class Plugins:
         if wanted is not None:
             chosen = [r for r in rows if r.plugin.dist == wanted]
             if not chosen:
-                raise PluginError(f"plugins.prefer: {wanted!r} does not offer {kind} {name!r}")
+                raise PluginError(f"plugins.prefer: {wanted!r} does not offer {kind} {name!r}{self.quarantined()}")
             return chosen[0]
         if by_hand := [r for r in outside if r.plugin.dist == LOADED]:
             outside = by_hand
@@ -347,8 +449,9 @@ class Plugins:
         return (outside or rows)[0]
 
     def observers(self, hook: str) -> list[Observer]:
-        """The implementations of an observer hook, each to be called through `Observer.__call__`."""
-        return [Observer(self, hook, impl, self._by_module[impl.plugin_name]) for impl in self._impls(hook)]
+        """The observers of those who take part, each to be called through `Observer.__call__`."""
+        rows = [i for i in self._impls(hook) if i.plugin_name in self._members]
+        return [Observer(self, hook, impl, self._by_module[impl.plugin_name]) for impl in rows]
 
     def switch_off(self, found: Found, why: str) -> None:
         """Mark a plugin that failed at run time; it is not called again."""
@@ -367,7 +470,7 @@ class Plugins:
 
     def _impls(self, hook: str) -> list[pluggy.HookImpl]:
         caller = cast(pluggy.HookCaller, getattr(self._manager.hook, hook))
-        return list(reversed(caller.get_hookimpls()))
+        return [i for i in reversed(caller.get_hookimpls()) if i.plugin_name not in self._aside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,11 +487,26 @@ class Observer:
             return
         function: Callable[..., Any] = self.impl.function
         try:
-            function(*[arguments[a] for a in self.impl.argnames])
-        except Exception as error:
-            self.plugins.switch_off(
-                self.found, f"plugin {self.found} failed in {self.hook}: {type(error).__name__}: {error}"
-            )
+            check_of(HOOKS[self.hook])(function(*[arguments[a] for a in self.impl.argnames]))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            kind = "it " if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
+            self.plugins.switch_off(self.found, f"plugin {self.found} failed in {self.hook}: {kind}{error}")
+
+
+class _Heard:
+    """A stream that remembers what is written, and is otherwise the one it was given."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.text = stream, ""
+
+    def write(self, text: str) -> Any:
+        self.text += text
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _core_version() -> str:

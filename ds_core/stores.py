@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_core.entries import StateStoreEntry, resolve
-from ds_core.errors import PluginError, Problem, UsageError, nearest
+from ds_core.entries import resolve
+from ds_core.errors import DSError, PluginError, Problem, UsageError, nearest
+from ds_core.plugins import blaming
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +127,7 @@ def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
     """What is wrong with naming store `device` under the config key `path`; None when somebody offers it."""
     offers = plugins.named("ds_state_stores", KIND)
     if device.lower() in offers:
+        plugins.join(offers[device.lower()].plugin)
         return None
     names = ["none", *sorted(offers)]
     if device.lower() in PLANNED:
@@ -134,7 +136,7 @@ def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
         return Problem(path, message, f"use {' or '.join(names)}")
     hint = nearest(device, names)
     mend = f"did you mean {hint!r}?" if hint else f"there are {', '.join(names)}"
-    return Problem(path, f"no state store is called {device!r}", mend)
+    return Problem(path, f"no state store is called {device!r}", mend + plugins.quarantined())
 
 
 def open_store(ctx: Context, device: str, options: Mapping[str, Any]) -> StateStore:
@@ -142,8 +144,8 @@ def open_store(ctx: Context, device: str, options: Mapping[str, Any]) -> StateSt
     if (problem := check_store(ctx.plugins, device, "device")) is not None:
         raise UsageError(str(problem))
     answer = ctx.plugins.named("ds_state_stores", KIND)[device.lower()]
-    entry = answer.value
-    store = resolve(entry.load)(ctx, options) if isinstance(entry, StateStoreEntry) else None
+    with blaming(answer.plugin, f"failed to make the state store {device!r} ({answer.value.load})", passing=(DSError,)):
+        store = resolve(answer.value.load)(ctx, options)
     if not isinstance(store, StateStore):
         raise PluginError(f"plugin {answer.plugin}: state store {device!r} must be a ds_core.stores.StateStore")
     return store

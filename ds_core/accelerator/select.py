@@ -100,37 +100,24 @@ def select_accelerator(plugins: Plugins) -> Accelerator:
     """
     registry = _registry(plugins)
     named = os.environ.get(VARIABLE, "").strip()
-    return _load(_named(named, registry) if named else _probed(registry.rows))
+    row = _named(named, registry) if named else _probed(registry.rows)
+    plugins.join(row.plugin)
+    return _load(row)
 
 
 def _registry(plugins: Plugins) -> _Registry:
     """Out-of-tree first, then by priority, then by name; the core's cpu has its lowest priority.
 
-    A plugin that fails to answer is set aside like one that fails to import: nobody may have asked for it.
+    A plugin that fails to answer is quarantined like one that fails to import: nobody may have asked for it.
     """
-    plugins.load_backends()
-    rows: list[_Row] = []
-    broken: list[tuple[Found, str]] = []
-    for report in plugins.reports():
-        if report.state is PluginState.QUARANTINED and report.found.group == BACKENDS:
-            broken.append((report.found, report.why))
-        elif "ds_accelerators" in report.hooks:
-            try:
-                rows += [_Row(entry, report.found) for entry in _entries(plugins, report.found)]
-            except Exception as error:  # whatever a plugin raises, the message names it
-                why = f"plugin {report.found} failed in ds_accelerators: {type(error).__name__}: {error}"
-                log.warning("%s; its accelerators cannot be used", why)
-                broken.append((report.found, why))
+    rows = [_Row(entry, answer.plugin) for answer in plugins.offers("ds_accelerators") for entry in answer.value]
+    broken = [
+        (report.found, report.why)
+        for report in plugins.reports()
+        if report.state is PluginState.QUARANTINED and report.found.group == BACKENDS
+    ]
     rows.sort(key=lambda r: (not r.outside, -r.entry.priority, r.entry.name, r.plugin.dist))
     return _Registry(rows, broken)
-
-
-def _entries(plugins: Plugins, found: Found) -> list[AcceleratorEntry]:
-    entries = list(plugins.ask_one("ds_accelerators", found) or ())
-    for entry in entries:
-        if not isinstance(entry, AcceleratorEntry):
-            raise TypeError(f"{entry!r} is not an AcceleratorEntry")
-    return entries
 
 
 def _probed(rows: list[_Row]) -> _Row:

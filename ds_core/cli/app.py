@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ds_core.cli.show import CommandError, say_error
+from ds_core.cli.show import CommandError, other_output_to_stderr, say_error
 from ds_core.errors import DSError
 
 if TYPE_CHECKING:
@@ -89,21 +89,15 @@ def _global_options(
 
 def _offers() -> dict[str, list[Answer]]:
     """Command name -> who offers it. A plugin that cannot say what it offers takes only itself down."""
-    from ds_core.plugins import Answer, Plugins, PluginState
+    from ds_core.plugins import Answer, Plugins
 
-    plugins = Plugins()
     offers: dict[str, list[Answer]] = {}
-    seen = set()
-    for report in plugins.probe_all():
-        if report.state is not PluginState.LOADED or report.found.module in seen:
-            continue
-        seen.add(report.found.module)
-        try:
-            entries = plugins.ask_one("ds_commands", report.found) or {}
-            for name, entry in entries.items():
-                offers.setdefault(name, []).append(Answer(report.found, entry))
-        except Exception:  # `dscore doctor` tells of it; here every other command must work
-            continue
+    with other_output_to_stderr():
+        plugins = Plugins()
+        plugins.probe_all()
+        for answer in plugins.offers("ds_commands"):  # `dscore doctor` tells of who cannot say; all others must work
+            for name, entry in answer.value.items():
+                offers.setdefault(name, []).append(Answer(answer.plugin, entry))
     return offers
 
 
@@ -120,16 +114,12 @@ def _stand_in(name: str, rows: list[Answer]) -> Any:
 
 
 def _load(name: str, rows: list[Answer]) -> Any:
-    from ds_core.entries import resolve
     from ds_core.errors import PluginError
 
     if len(rows) > 1:
         raise PluginError(f"the command {name!r} is offered by {_both(rows)}; uninstall one of them")
     entry: CommandEntry = rows[0].value
-    try:
-        found = resolve(entry.load)
-    except Exception as error:  # whatever a plugin raises at import, the message names it
-        raise PluginError(f"the command {name!r} of plugin {rows[0].plugin} is broken: {error}") from error
+    found = rows[0].resolve(entry.load, f"the command {name!r}, which it offers by ds_commands")
     if not isinstance(found, typer.Typer):
         if not callable(found):
             raise PluginError(f"the command {name!r} of plugin {rows[0].plugin}: {entry.load} is not a function")

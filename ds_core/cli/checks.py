@@ -5,6 +5,7 @@ Each yields `Finding`s: "ok", "note" (something is missing that a run can do wit
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -16,14 +17,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_core.errors import DSError, PluginError
-from ds_core.plugins import Plugins, PluginState
+from ds_core.plugins import Found, Plugins, PluginState
 
 __all__ = ["Finding", "examine"]
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = "2.6"
 MIN_SHM = 512 * 2**20
-BY_NAME = {"ds_optimizers": "optimizer", "ds_schedulers": "scheduler", "ds_launchers": "launcher"}
+BY_NAME = {
+    "ds_optimizers": "optimizer",
+    "ds_schedulers": "scheduler",
+    "ds_state_stores": "state_store",
+    "ds_launchers": "launcher",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +155,15 @@ def _kernels(plugins: Plugins) -> Iterator[Finding]:
 
 
 def _plugins(plugins: Plugins) -> Iterator[Finding]:
-    reports = plugins.probe_all()
+    reports = plugins.examine()
     for report in reports:
         if report.state is PluginState.QUARANTINED:
             mend = f"repair or uninstall {report.found.dist} (pip install --force-reinstall {report.found.dist})"
             yield Finding(f"plugin {report.found.name}", "fault", f"quarantined: {report.why}", mend)
         elif report.state is PluginState.DISABLED:
             yield Finding(f"plugin {report.found.name}", "note", f"disabled: {report.why}")
+        elif report.why:
+            yield Finding(f"plugin {report.found.name}", "note", report.why, f"tell the authors of {report.found.dist}")
     loaded = [r for r in reports if r.state is PluginState.LOADED]
     yield Finding("plugins", "ok", f"{len(loaded)} of {len(reports)} loaded; see `dscore plugins`")
     yield from _conflicts(plugins)
@@ -169,24 +177,35 @@ def _conflicts(plugins: Plugins) -> Iterator[Finding]:
         except PluginError as error:
             yield Finding(f"section {name}", "fault", str(error), "uninstall one, or choose with plugins.prefer")
     for hook, kind in BY_NAME.items():
-        try:
-            plugins.named(hook, kind)
-        except PluginError as error:
-            yield Finding(f"{kind}s", "fault", str(error), "uninstall one, or choose with plugins.prefer")
+        offers = plugins.named(hook, kind)
+        for name in offers:
+            try:
+                plugin, entry = offers[name].plugin, offers[name].value
+            except PluginError as error:
+                yield Finding(f"{kind} {name}", "fault", str(error), "uninstall one, or choose with plugins.prefer")
+                continue
+            if (why := _unreachable(plugin, entry.load)) is not None:
+                yield Finding(f"{kind} {name}", "fault", why, f"repair or uninstall {plugin.dist}")
     owners: dict[str, list[str]] = {name: ["ds-core"] for name in ("run", "plugins", "doctor", "config")}
-    for report in plugins.reports():
-        if report.state is not PluginState.LOADED or "ds_commands" not in report.hooks:
-            continue
-        try:
-            for name in plugins.ask_one("ds_commands", report.found) or {}:
-                owners.setdefault(name, []).append(f"{report.found.dist} {report.found.version}")
-        except Exception as error:  # its other hooks may be well, so it is not quarantined
-            why = f"ds_commands of {report.found} failed: {type(error).__name__}: {error}"
-            yield Finding(f"plugin {report.found.name}", "fault", why, f"repair or uninstall {report.found.dist}")
+    for answer in plugins.offers("ds_commands"):
+        for name in answer.value:
+            owners.setdefault(name, []).append(f"{answer.plugin.dist} {answer.plugin.version}")
     for name, dists in owners.items():
         if len(dists) > 1:
             why = f"the command {name!r} is offered by {' and '.join(dists)}"
             yield Finding(f"command {name}", "fault", why, "uninstall one of them")
+
+
+def _unreachable(plugin: Found, reference: str) -> str | None:
+    """Why a reference into the plugin's own package leads nowhere; None when its module is there. Imports no module."""
+    module = reference.partition(":")[0]
+    if module.partition(".")[0] != plugin.module.partition(".")[0]:
+        return None
+    try:
+        missing = importlib.util.find_spec(module) is None
+    except Exception as error:  # a package on the way to it fails
+        return f"plugin {plugin} offers {reference!r}: {type(error).__name__}: {error}"
+    return f"plugin {plugin} offers {reference!r}, and there is no such module" if missing else None
 
 
 def _shared_memory(plugins: Plugins) -> Iterator[Finding]:

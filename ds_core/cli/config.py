@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_core.cli.show import say_error, show_json
+from ds_core.cli.show import other_output_to_stderr, say_error, show_json
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -36,11 +36,9 @@ def check(
     """Check a config as training would, before any process starts; prints every problem."""
     from ds_core.compose import compose
     from ds_core.errors import ConfigError
-    from ds_core.kernels import Kernels
 
     try:
         chosen = compose(file)
-        Kernels(chosen.plugins, chosen.config.core.kernels).check_forced()
         batch = _batch(chosen, world) if world is not None else None
     except ConfigError as error:
         for problem in error.problems:
@@ -95,11 +93,12 @@ def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
     from ds_core.errors import PluginError
     from ds_core.plugins import Plugins
 
-    plugins = Plugins()
     models: dict[str, tuple[type[BaseModel], str]] = {}
-    for name in plugins.sections():
-        try:
-            models.update(section_models(plugins, [name]))
-        except PluginError as error:
-            say_error(f"left out: {error}")
+    with other_output_to_stderr():
+        plugins = Plugins()
+        for name in plugins.sections():
+            try:
+                models.update(section_models(plugins, [name]))
+            except PluginError as error:
+                say_error(f"left out: {error}")
     return models

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ds_core.cli.show import show_json, show_table
+from ds_core.cli.show import other_output_to_stderr, show_json, show_table
 
 __all__ = ["doctor"]
 
@@ -16,7 +16,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of
     """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run would fail."""
     from ds_core.cli.checks import examine
 
-    findings = examine()
+    with other_output_to_stderr():
+        findings = examine()
     broken = [f for f in findings if f.level == "fault"]
     if as_json:
         show_json([asdict(f) for f in findings])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_core.cli.show import CommandError
-from ds_core.entries import resolve
 from ds_core.errors import PluginError, nearest
 from ds_core.plugins import Plugins
 
@@ -82,13 +81,15 @@ def find_launcher(name: str) -> Launcher:
 
     Raises CommandError with what is installed, or PluginError when the plugin that offers it is broken.
     """
-    offers = Plugins().named("ds_launchers", "launcher")
+    plugins = Plugins()
+    offers = plugins.named("ds_launchers", "launcher")
     if name.lower() not in offers:
         hint = nearest(name, offers)
         mend = f"; did you mean {hint!r}?" if hint else ""
-        raise CommandError(f"no launcher is called {name!r}{mend} Installed: {', '.join(sorted(offers))}")
+        names = ", ".join(sorted(offers))
+        raise CommandError(f"no launcher is called {name!r}{mend} Installed: {names}{plugins.quarantined()}")
     chosen = offers[name.lower()]
-    function = resolve(chosen.value.load)
+    function = chosen.resolve(chosen.value.load, f"launcher {name!r}, which it offers by ds_launchers")
     if not callable(function):
         raise PluginError(f"launcher {name!r} of {chosen.plugin.dist}: {chosen.value.load} is not a function")
 

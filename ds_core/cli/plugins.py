@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_core.cli.show import show_json, show_table
+from ds_core.cli.show import other_output_to_stderr, show_json, show_table
 
 if TYPE_CHECKING:
     from ds_core.plugins import Report
@@ -39,7 +39,8 @@ def plugins(as_json: Annotated[bool, typer.Option("--json", help="JSON instead o
     """Show every installed plugin: what it provides, its state and why."""
     from ds_core.plugins import Plugins
 
-    rows = [_row(report) for report in Plugins().probe_all()]
+    with other_output_to_stderr():
+        rows = [_row(report) for report in Plugins().examine()]
     if as_json:
         show_json(rows)
         return

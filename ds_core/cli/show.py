@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import typer
 
 from ds_core.errors import DSError
 
-__all__ = ["CommandError", "say_error", "show_json", "show_table"]
+__all__ = ["CommandError", "other_output_to_stderr", "say_error", "show_json", "show_table"]
 
 
 class CommandError(DSError):
     """Something is wrong with how a command was called; `dscore` exits with 2."""
+
+
+@contextmanager
+def other_output_to_stderr() -> Iterator[None]:
+    """While plugins are loaded: what they, or libraries in C, write to stdout must not stand in a command's output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def say_error(text: str) -> None:

@@ -14,15 +14,15 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ds_core.entries import KernelEntry, ask, resolve
-from ds_core.errors import KernelError, nearest
+from ds_core.errors import KernelError, PluginError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_core.plugins import Plugins
+    from ds_core.plugins import Found, Plugins
 
 __all__ = ["Candidate", "Kernels", "portion_sizes"]
 
@@ -39,8 +39,13 @@ class Candidate:
     """A provider of an operation and, when it cannot serve here, the reason."""
 
     entry: KernelEntry
-    dist: str
+    plugin: Found
     reason: str | None
+
+    @property
+    def dist(self) -> str:
+        """The distribution that offers it."""
+        return self.plugin.dist
 
 
 class Kernels:
@@ -49,7 +54,8 @@ class Kernels:
     def __init__(self, plugins: Plugins, forced: Mapping[str, str] | None = None) -> None:
         self._plugins = plugins
         self._forced = dict(forced or {})
-        self._table: dict[str, list[tuple[KernelEntry, str]]] | None = None
+        self._table: dict[str, list[tuple[KernelEntry, Found]]] | None = None
+        self._broken: dict[KernelEntry, str] = {}
         self._served: dict[tuple[str, str, str], Callable[..., Any]] = {}
         self._names: dict[str, str] = {}
 
@@ -66,7 +72,18 @@ class Kernels:
                 f"no kernel is called {op!r}; " + (f"did you mean {hint!r}?" if hint else f"known: {self.ops()}")
             )
         ranked = sorted(rows, key=lambda r: (-r[0].priority, r[0].provider))
-        return [Candidate(e, dist, _reason(e, device, dtype)) for e, dist in ranked]
+        return [Candidate(e, found, self._broken.get(e) or _reason(e, device, dtype)) for e, found in ranked]
+
+    def settle(self, device: str, dtype: str) -> None:
+        """Resolve every operation for such tensors; one that nobody serves here is an error only when it is used."""
+        for op in self.ops():
+            try:
+                self.get(op, device, dtype)
+            except KernelError as error:
+                if op in self._forced:
+                    raise
+                log.debug("%s", error)
+                self._names[f"{op}/{device}/{dtype}"] = "nobody"
 
     def get(self, op: str, device: str = "cpu", dtype: str = "float32") -> Callable[..., Any]:
         """The function that serves `op` for tensors of `dtype` on `device` (names as torch prints them).
@@ -105,11 +122,14 @@ class Kernels:
         )
 
     def check_forced(self) -> None:
-        """Raise KernelError now for a ``kernels`` entry that names an unknown op or provider."""
+        """Raise KernelError now for a ``kernels`` entry of an unknown op or provider; a known one takes part."""
         for op, provider in self._forced.items():
-            offered = {c.entry.provider for c in self.candidates(op, "", "")}
+            offered = {c.entry.provider: c.plugin for c in self.candidates(op, "", "")}
             if provider not in offered:
-                raise KernelError(f"kernels.{op}: no provider {provider!r}; installed: {', '.join(sorted(offered))}")
+                names = ", ".join(sorted(offered))
+                broken = self._plugins.quarantined()
+                raise KernelError(f"kernels.{op}: no provider {provider!r}; installed: {names}{broken}")
+            self._plugins.join(offered[provider])
 
     def _resolve(self, op: str, device: str, dtype: str) -> Callable[..., Any]:
         rows = self.candidates(op, device, dtype)
@@ -122,35 +142,39 @@ class Kernels:
             head = f"kernels.{op} forces {forced!r}, but" if forced else f"no provider can serve {op!r}:"
             raise KernelError(f"{head} {why or 'nobody offers it'} on {device} {dtype}")
         best = usable[0]
-        function: Callable[..., Any] = resolve(best.entry.load)
+        twins = [c for c in usable if c is not best and _twins(c.entry, best.entry)]
+        if twins:
+            raise KernelError(
+                f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and {twins[0].dist}; "
+                "disable one with plugins.disable"
+            )
+        try:
+            function: Any = resolve(best.entry.load)
+            if not callable(function):
+                raise PluginError(f"{best.entry.load!r} is not a function")
+        except PluginError as error:
+            why = f"plugin {best.plugin} failed in ds_kernels: {error}"
+            if forced is not None:
+                raise KernelError(f"kernels.{op} forces {forced!r}, but {why}") from error
+            self._broken[best.entry] = why  # the next one serves; ranks compare who does
+            return self._resolve(op, device, dtype)
         self._names[f"{op}/{device}/{dtype}"] = f"{best.entry.provider} ({best.dist})"
         log.debug("kernel %s on %s %s is served by %s of %s", op, device, dtype, best.entry.provider, best.dist)
-        return function
+        return cast(Callable[..., Any], function)
 
-    def _entries(self) -> dict[str, list[tuple[KernelEntry, str]]]:
+    def _entries(self) -> dict[str, list[tuple[KernelEntry, Found]]]:
         if self._table is None:
-            self._plugins.load_backends()
-            table: dict[str, list[tuple[KernelEntry, str]]] = {}
-            for answer in self._plugins.ask("ds_kernels"):
+            table: dict[str, list[tuple[KernelEntry, Found]]] = {}
+            for answer in self._plugins.offers("ds_kernels"):
                 for entry in answer.value:
-                    rows = table.setdefault(entry.op, [])
-                    twin = next(
-                        (
-                            d
-                            for e, d in rows
-                            if e.provider == entry.provider and e.devices == entry.devices and e.dtypes == entry.dtypes
-                        ),
-                        None,
-                    )
-                    if twin is not None:
-                        raise KernelError(
-                            f"kernel {entry.op!r} provider {entry.provider!r} is offered by {twin} and "
-                            f"{answer.plugin.dist}; "
-                            "disable one with plugins.disable"
-                        )
-                    rows.append((entry, answer.plugin.dist))
+                    table.setdefault(entry.op, []).append((entry, answer.plugin))
             self._table = table
         return self._table
+
+
+def _twins(one: KernelEntry, other: KernelEntry) -> bool:
+    """Whether nothing tells two entries of one operation apart."""
+    return (one.provider, one.devices, one.dtypes) == (other.provider, other.devices, other.dtypes)
 
 
 def _reason(entry: KernelEntry, device: str, dtype: str) -> str | None:

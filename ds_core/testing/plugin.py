@@ -282,7 +282,8 @@ def _reason(where: str, entry: Any) -> str | None:
     for name in ("probe", "available"):
         probe = getattr(entry, name, None)
         first, second = ask(probe), ask(probe)
-        assert first is None or (isinstance(first, str) and first), f"{where}.{name} answers {first!r}, not a reason"
+        assert first != "", f"{where}.{name} answers '', not a reason"
+        assert "neither None nor a reason" not in (first or ""), f"{where}.{name}: {first}"
         assert first == second, f"{where}.{name} answered {first!r}, and then {second!r}"
         if first is not None:
             return first

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from ds_core import plugins as P
 from ds_core.cli.app import make_app
 from ds_core.cli.launch import LaunchRequest
-from ds_core.entries import CommandEntry, LauncherEntry
+from ds_core.config import Section
+from ds_core.entries import CommandEntry, LauncherEntry, OptimizerEntry, SchedulerEntry
 from ds_core.plugins import BACKENDS, SECTIONS, Found
 
 ROOT = Path(__file__).parents[2]
@@ -104,8 +105,15 @@ def test_the_help_names_every_command_and_python_m_works(building: ModuleType) -
 
 
 def test_plugins_shows_kinds_states_and_whole_reasons(install: Any, monkeypatch: Any) -> None:
-    install("zed", group=SECTIONS, ds_config=lambda: None, ds_monitors=lambda ctx: [], ds_mesh_axes=lambda config: [])
-    install("many", "ds-many", ds_optimizers=lambda: {"a": 1}, ds_schedulers=lambda: {"b": 2})
+    install(
+        "zed", group=SECTIONS, ds_config=lambda: Section, ds_monitors=lambda ctx: [], ds_mesh_axes=lambda config: []
+    )
+    install(
+        "many",
+        "ds-many",
+        ds_optimizers=lambda: {"a": OptimizerEntry("m:a")},
+        ds_schedulers=lambda: {"b": SchedulerEntry("m:b")},
+    )
     found = P.discover()
     monkeypatch.setattr(P, "discover", lambda: (*found, missing()))
     done = dscore("plugins")
@@ -264,7 +272,7 @@ def test_a_plugins_command_is_resolved_when_it_is_run(install: Any, monkeypatch:
     assert dscore("greet").exit_code == 2
     done = dscore("lost")
     assert (done.exit_code, done.exception.__class__) == (1, SystemExit)
-    assert "command 'lost' of plugin 'greeter' (ds-x 1.0" in done.stderr
+    assert "plugin 'greeter' (ds-x 1.0, module made_greeter_ds_x) cannot serve the command 'lost'" in done.stderr
     assert "no_such_module_lost" in done.stderr
     assert dscore("grete").exit_code == 2
 

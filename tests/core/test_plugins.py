@@ -8,9 +8,13 @@ import types
 import pytest
 
 from ds_core import plugins as P
+from ds_core.config import Section
 from ds_core.entries import OptimizerEntry
-from ds_core.errors import PluginError
+from ds_core.errors import PluginError, Problem
 from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins, PluginSettings, PluginState
+from ds_core.runner import Sequential
+
+ONE, TWO = Problem("a", "one"), Problem("a", "two")
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def test_a_broken_backend_is_quarantined(module):
 def test_hooks_are_called_in_name_order(module):
     seen = []
     names = ["b", "a", "c"]
-    found = [section(n, module(f"order_{n}", ds_mesh_axes=lambda n=n: seen.append(n))) for n in names]
+    found = [section(n, module(f"order_{n}", ds_mesh_axes=lambda n=n: seen.append(n) or ())) for n in names]
     plugins = Plugins(found=found)
     plugins.load_sections(names)
     plugins.ask("ds_mesh_axes", config=None)
@@ -85,13 +89,13 @@ def test_a_wrong_signature_is_an_error_at_load(module):
 
 
 def test_two_owners_of_a_section_are_named_and_prefer_chooses(module):
-    one, two = module("owner_one", ds_check=lambda: ["one"]), module("owner_two", ds_check=lambda: ["two"])
+    one, two = module("owner_one", ds_check=lambda: [ONE]), module("owner_two", ds_check=lambda: [TWO])
     found = [section("same", one, "ds-one"), section("same", two, "ds-two")]
     with pytest.raises(PluginError, match=r"ds-one 1.0 and ds-two 1.0.*prefer"):
         Plugins(found=found).load_sections(["same"])
     plugins = Plugins(PluginSettings(prefer={"same": "ds-two"}), found)
     plugins.load_sections(["same"])
-    assert [a.value for a in plugins.ask("ds_check", config=None)] == [["two"]]
+    assert [a.value for a in plugins.ask("ds_check", config=None)] == [(TWO,)]
 
 
 def test_two_offers_of_one_optimizer_are_named_and_prefer_chooses(module):
@@ -99,7 +103,8 @@ def test_two_offers_of_one_optimizer_are_named_and_prefer_chooses(module):
     two = module("opt_two", ds_optimizers=lambda: {"zap": OptimizerEntry("two:Zap")})
     found = [backend("one", one, "ds-one"), backend("two", two, "ds-two")]
     with pytest.raises(PluginError, match="'zap' is offered by ds-one 2.0 and ds-two 2.0"):
-        Plugins(found=found).named("ds_optimizers", "optimizer")
+        Plugins(found=found).named("ds_optimizers", "optimizer")["zap"]
+    assert "sgd" in Plugins(found=found).named("ds_optimizers", "optimizer")  # who uses no such name is not troubled
     chosen = Plugins(PluginSettings(prefer={"optimizer/Zap": "ds-two"}), found).named("ds_optimizers", "optimizer")
     assert chosen["zap"].value.load == "two:Zap"
 
@@ -120,7 +125,10 @@ def test_a_plugin_may_replace_a_name_of_the_core(module):
 
 
 def test_two_drivers_are_an_error_naming_both(module):
-    one, two = module("drive_one", ds_runner=lambda ctx: "r1"), module("drive_two", ds_runner=lambda ctx: "r2")
+    one, two = (
+        module("drive_one", ds_runner=lambda ctx: Sequential()),
+        module("drive_two", ds_runner=lambda ctx: Sequential()),
+    )
     plugins = Plugins(found=[section("a", one, "ds-one"), section("b", two, "ds-two")])
     plugins.load_sections(["a", "b"])
     with pytest.raises(PluginError, match=r"ds_runner is answered by 'a' \(ds-one .* and 'b' \(ds-two"):
@@ -136,14 +144,14 @@ def test_require_disable_load_and_autoload(module, monkeypatch):
         Plugins(PluginSettings(require=["=="]), [])
     Plugins(PluginSettings(require=["pluggy>=1"]), [])
 
-    name = module("free_module", ds_config=lambda: int)
+    name = module("free_module", ds_config=lambda: Section)
     by_dist = Plugins(PluginSettings(disable=["ds-x"]), [section("free", name)])
     assert by_dist.load_sections(["free"]) == {}
     assert by_dist.disabled("free").why == "plugins.disable names it"
 
     loaded = Plugins(PluginSettings(load=[f"mine={name}"]), [])
     assert loaded.section("mine").module == name
-    assert loaded.ask_one("ds_config", loaded.section("mine")) is int
+    assert loaded.ask_one("ds_config", loaded.section("mine")) is Section
 
     monkeypatch.setenv("DS_PLUGINS_DISABLE_AUTOLOAD", "1")
     off = Plugins()
@@ -192,7 +200,7 @@ def test_wrappers_are_refused(module):
 
 
 def test_one_module_in_both_groups_is_registered_once(module):
-    name = module("both_groups", ds_check=lambda: ["x"])
+    name = module("both_groups", ds_check=lambda: [ONE])
     plugins = Plugins(found=[section("s", name), backend("b", name)])
     plugins.load_sections(["s"])
     plugins.load_backends()

@@ -79,7 +79,7 @@ def test_the_config_forces(table: Make) -> None:
 
 def test_two_that_are_the_same_are_an_error(table: Make) -> None:
     with pytest.raises(KernelError, match="'fast' is offered by ds-tables and ds-tables"):
-        table(entry("fast"), entry("fast")).ops()
+        table(entry("fast"), entry("fast")).get("adam")
 
 
 def test_a_probe_that_fails_is_a_reason(table: Make) -> None:

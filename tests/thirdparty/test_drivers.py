@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ds_core
-from ds_core.errors import ConfigError, PluginError, UsageError
+from ds_core.errors import ConfigError, PluginError
 from ds_core.testing.pytest_plugin import Ranks
 
 PARTITIONER = """
@@ -53,7 +53,9 @@ def test_one_partitioner_drives_and_two_are_an_error_naming_both(
 
 @pytest.mark.usefixtures("clean_ds")
 def test_a_partitioner_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"drive_wrong.*must return a Partitioner, not int"):
+    with pytest.raises(
+        PluginError, match=r"drive_wrong.*ds_partitioner: it must return a Partitioner or None, not an int"
+    ):
         start(tmp_path, monkeypatch, drive_wrong=WRONG)
 
 

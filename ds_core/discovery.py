@@ -1,0 +1,155 @@
+"""What is installed, read from metadata alone: entry points, and whether a distribution's requirements are met
+(torch-free; imports no plugin)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import importlib_metadata
+
+from ds_core import hookspecs
+from ds_core.answers import nothing
+from ds_core.errors import PluginError, nearest
+
+__all__ = [
+    "BACKENDS",
+    "HOOKS",
+    "OFFERS",
+    "SECTIONS",
+    "Found",
+    "check_required",
+    "discover",
+    "hooks_of",
+    "reset_discovery",
+    "unmet",
+]
+
+SECTIONS = "ds_core.plugins"
+BACKENDS = "ds_core.backends"
+
+HOOKS: dict[str, Callable[..., Any]] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
+OFFERS = tuple(n for n, f in HOOKS.items() if not inspect.signature(f).parameters)
+"""Hooks without arguments: they say what a plugin offers. All others take part in a run."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Found:
+    """An entry point, not yet imported. `name` is the config section in group SECTIONS."""
+
+    name: str
+    group: str
+    module: str
+    dist: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.dist} {self.version}, module {self.module})"
+
+
+@functools.cache
+def discover() -> tuple[Found, ...]:
+    """Every entry point of both groups, sorted; reads metadata only and imports nothing."""
+    found = set()
+    for group in (SECTIONS, BACKENDS):
+        for point in importlib_metadata.entry_points(group=group):
+            dist = point.dist
+            name, version = (dist.name, dist.version) if dist is not None else ("unknown", "0")
+            # Not `point.module`, which raises for a value that names no module: that is one plugin's fault.
+            found.add(Found(point.name, group, point.value.partition("[")[0].strip(), name, version))
+    return tuple(sorted(found))
+
+
+def reset_discovery() -> None:
+    """Forget what was discovered (after installing a distribution, and in tests)."""
+    discover.cache_clear()
+    unmet.cache_clear()
+    importlib.invalidate_caches()
+    importlib_metadata.MetadataPathFinder.invalidate_caches()
+
+
+@functools.cache
+def unmet(dist: str) -> str:
+    """The first requirement of a distribution that is not met, in words; "" when all are, or nobody knows any."""
+    try:
+        texts = importlib_metadata.requires(dist) or ()
+    except importlib_metadata.PackageNotFoundError:
+        return ""
+    for text in texts:
+        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.version import InvalidVersion
+
+        try:
+            need = Requirement(text)
+            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+                continue
+            have = importlib_metadata.version(need.name)
+            if not need.specifier.contains(have, prereleases=True):
+                return f"{dist} needs {text}, but {need.name} {have} is installed"
+        except importlib_metadata.PackageNotFoundError:
+            return f"{dist} needs {text}, which is not installed"
+        except (InvalidRequirement, InvalidVersion):  # nothing that can be compared
+            continue
+    return ""
+
+
+def check_required(requirements: Sequence[str]) -> Iterator[str]:
+    """The canonical name of each distribution that ``plugins.require`` names, installed in a version that will do."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    for text in requirements:
+        try:
+            need = Requirement(text)
+        except InvalidRequirement as error:
+            raise PluginError(f"plugins.require: {text!r} is not a requirement like 'ds-zero>=0.1': {error}") from error
+        try:
+            have = importlib_metadata.version(need.name)
+        except importlib_metadata.PackageNotFoundError:
+            raise PluginError(f"plugins.require: {need.name} is not installed; pip install {text!r}") from None
+        if not need.specifier.contains(have, prereleases=True):
+            raise PluginError(f"plugins.require: {text!r}, but {need.name} {have} is installed; pip install {text!r}")
+        yield canonicalize_name(need.name)
+
+
+def hooks_of(module: ModuleType) -> tuple[str, ...]:
+    """The hooks that a declaration module implements.
+
+    Raises PluginError, to go after the plugin's name, for whatever would not work as a hook.
+    """
+    names = []
+    for name, value in vars(module).items():
+        if not name.startswith("ds_") or isinstance(value, ModuleType):
+            continue
+        if inspect.isfunction(value) or inspect.ismethod(value):
+            _check_function(name, value)
+            names.append(name)
+        elif name in HOOKS:
+            raise PluginError(f"defines {name} as a {type(value).__name__}; a hook must be a plain function (def)")
+    if not names:
+        raise PluginError(f"defines no hook; known hooks: {', '.join(sorted(HOOKS))}")
+    return tuple(names)
+
+
+def _check_function(name: str, function: Any) -> None:
+    if name not in HOOKS:
+        hint = nearest(name, HOOKS)
+        mend = f"; did you mean {hint!r}?" if hint else f"; known hooks: {', '.join(sorted(HOOKS))}"
+        raise PluginError(f"defines unknown hook {name!r}{mend}")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise PluginError(f"defines {name} with async def; hooks are plain functions (def)")
+    if inspect.isgeneratorfunction(function) and HOOKS[name].ds_answer is nothing:  # type: ignore[attr-defined]
+        raise PluginError(f"defines {name} with yield, so its body would never run")
+    options = getattr(function, "ds_core_impl", None) or {}
+    if options.get("wrapper") or options.get("hookwrapper"):
+        raise PluginError(f"{name} is a wrapper; ds_core hooks are called one by one")
+    for parameter in inspect.signature(function).parameters.values():
+        open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if open_ended or (parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty):
+            offered = ", ".join(inspect.signature(HOOKS[name]).parameters) or "nothing"
+            raise PluginError(f"defines {name} with {parameter}; a hook names the plain arguments it takes: {offered}")
