@@ -8,6 +8,7 @@ products with fake pp, ep and tp axes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
@@ -42,6 +43,14 @@ PRODUCTS: dict[str, dict[str, int]] = {
     "tp2-ep2": {"tp": 2, "ep": 2},
 }
 
+WAYS = [
+    *itertools.product(["manual", "train_batch", "direct"], [1, 2]),
+    ("manual", 4),
+    pytest.param("train_batch", 4, marks=pytest.mark.slow),
+    pytest.param("direct", 4, marks=pytest.mark.slow),
+]
+"""Who drives training, and on how many ranks."""
+
 
 class PartitionerConformance:
     """Subclass me; see the module's docstring."""
@@ -50,8 +59,7 @@ class PartitionerConformance:
     load: ClassVar[tuple[str, ...]] = ()
     timeout: ClassVar[float] = 120.0
 
-    @pytest.mark.parametrize("world", [1, 2, 4])
-    @pytest.mark.parametrize("how", ["manual", "train_batch", "direct"])
+    @pytest.mark.parametrize(("how", "world"), WAYS)
     @pytest.mark.parametrize("name", list(CASES))
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
         """Losses and weights equal plain torch, driven in all three ways."""

@@ -109,11 +109,16 @@ def sweep_large(dtype: torch.dtype, ops: list[str]) -> None:
         check_all(2 * gloo.CHUNK_BYTES // dtype.itemsize + 5, dtype, op, async_op=True)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("dtype", "ops"),
-    [(torch.float32, ["SUM", "MAX"]), (torch.bfloat16, ["AVG"]), (torch.float16, ["AVG"])],
-    ids=["fp32", "bf16", "fp16"],
+    ("size", "dtype", "ops"),
+    [
+        (2, torch.float32, ["SUM", "MAX"]),
+        (2, torch.bfloat16, ["AVG"]),
+        pytest.param(2, torch.float16, ["AVG"], marks=pytest.mark.slow),
+        (3, torch.float32, ["SUM", "MAX"]),
+        pytest.param(3, torch.bfloat16, ["AVG"], marks=pytest.mark.slow),
+        pytest.param(3, torch.float16, ["AVG"], marks=pytest.mark.slow),
+    ],
 )
 def test_sizes_around_the_thresholds_and_beyond(size: int, dtype: torch.dtype, ops: list[str]) -> None:
     run_ranks(size, sweep_large, dtype, ops, timeout=120.0)
@@ -218,7 +223,7 @@ def many_in_flight() -> None:
         assert torch.equal(scattered, whole_sum[rank * length : (rank + 1) * length])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_many_in_flight_waited_for_in_different_orders(size: int) -> None:
     run_ranks(size, many_in_flight, timeout=120.0)
 

@@ -57,7 +57,7 @@ def small_disk(folder: Path) -> list[str]:
     return ["unshare", *flags, "sh", "-c", inside, str(folder)]
 
 
-@pytest.mark.parametrize("how", ["foreground", "background"])
+@pytest.mark.parametrize("how", [pytest.param("foreground", marks=pytest.mark.slow), "background"])
 def test_a_full_disk(tmp_path: Path, how: str) -> None:
     disk = small_disk(tmp_path)
     if shutil.which("unshare") is None or subprocess.run([*disk, "true"], capture_output=True, check=False).returncode:

@@ -59,6 +59,7 @@ def run(folder: Path, dies: list[int], restarts: int) -> tuple[int, dict[int, fl
     return done.returncode, losses, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_rank_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
     code, whole, said = run(tmp_path / "whole", [], 0)

@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+from ds_core.kernels.build import cache_folder
+
 
 @pytest.fixture(scope="module")
 def wheels(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -73,7 +75,9 @@ def test_training_from_wheels_on_two_processes(building: ModuleType, place: Path
     shutil.copy(Path(__file__).with_name("train.py"), script)
 
     dscore = place / "venv" / "bin" / "dscore"
-    environment = building.clean_environment(HOME=str(empty), DS_CORE_CACHE=str(out / "cache"))  # for kernels
+    environment = building.clean_environment(
+        HOME=str(empty), DS_CORE_CACHE=str(cache_folder())
+    )  # kernels built already serve
     names = sorted(p.name for p in packages(building))
     command = [str(dscore), "run", "--nproc", "2", str(script), str(out), *names]
     building.run(command, cwd=empty, env=environment, timeout=150)

@@ -86,7 +86,7 @@ def at_borders() -> None:
     check(1_500_017, torch.float16, "AVG", True)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_sizes_at_the_borders_of_boxes_and_large_ones(size: int) -> None:
     run_ranks(size, at_borders, timeout=120.0)
 

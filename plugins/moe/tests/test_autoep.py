@@ -64,7 +64,7 @@ def check(kind: str, world: int, cases: list[tuple[int, int]]) -> None:
             assert all(off[what] <= within[what] for what in within), f"rank {rank}, {case}: {off}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_trains_as_plain_transformers(kind: str, world: int) -> None:
     check(kind, world, CASES[world])

@@ -61,7 +61,14 @@ def second_half(kind: str, world: int, runs: list[tuple[int, int]], folder: str)
     return found
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("mixtral", 0), ("deepseek_v3", 3), ("own", 1)])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        pytest.param("mixtral", 0, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 3, marks=pytest.mark.slow),
+        ("own", 1),
+    ],
+)
 def test_resumes_with_another_expert_parallel_size(kind: str, stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     truth = build(kind)

@@ -76,7 +76,9 @@ def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("world", "runs"), [(1, [(1, 0)]), (2, [(2, 0), (2, 3), (1, 1)]), (4, [(4, 2), (2, 3)])], ids=["1", "2", "4"]
+    ("world", "runs"),
+    [(1, [(1, 0)]), (2, [(2, 0), (2, 3), (1, 1)]), pytest.param(4, [(4, 2), (2, 3)], marks=pytest.mark.slow)],
+    ids=["1", "2", "4"],
 )
 def test_blocks_found_by_patterns_train_as_in_plain_torch(world: int, runs: list[tuple[int, int]]) -> None:
     names = list(CASES) if world < 4 else ["stacked", "listed", "listed, one by one"]

@@ -57,6 +57,7 @@ class TestEp2Top1Dropping(_Conformance):
     make_model, make_truth = staticmethod(m.two_top1_drop), staticmethod(m.plain_top1_drop)
 
 
+@pytest.mark.slow
 class TestEp1Top2Residual(_Conformance):
     worlds = (1, 4)
     make_model, make_truth = staticmethod(m.one_top2), staticmethod(m.plain_top2)
@@ -67,11 +68,13 @@ class TestEp2Top2Residual(_Conformance):
     make_model, make_truth = staticmethod(m.two_top2), staticmethod(m.plain_top2)
 
 
+@pytest.mark.slow
 class TestEp4Top2Residual(_Conformance):
     worlds = (4,)
     make_model, make_truth = staticmethod(m.four_top2), staticmethod(m.plain_top2)
 
 
+@pytest.mark.slow
 class TestEp2Top4(_Conformance):
     worlds = (2, 4)
     make_model, make_truth = staticmethod(m.two_top4), staticmethod(m.plain_top4)

@@ -21,6 +21,7 @@ def run(folder: Path, *words: str, nproc: int = 2) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_example_trains_and_shows_the_load(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

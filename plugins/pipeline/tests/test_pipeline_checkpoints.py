@@ -81,7 +81,15 @@ def truth() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize(("first", "zero"), [((4, 4, 1), 0), ((4, 4, 2), 1), ((4, 2, 1), 2), ((4, 2, 2), 3)])
+@pytest.mark.parametrize(
+    ("first", "zero"),
+    [
+        ((4, 4, 1), 0),
+        pytest.param((4, 4, 2), 1, marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), 2, marks=pytest.mark.slow),
+        ((4, 2, 2), 3),
+    ],
+)
 def test_a_checkpoint_goes_on_with_any_number_of_stages(first: tuple[int, int, int], zero: int, tmp_path: Path) -> None:
     losses, weights = truth()
     world, stages, chunks = first

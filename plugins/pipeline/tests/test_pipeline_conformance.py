@@ -62,6 +62,7 @@ class TestTwoStages(Pipeline):
     variants = variants("1f1b", "zero_bubble")
 
 
+@pytest.mark.slow
 class TestTwoStagesInterleaved(Pipeline):
     """Two chunks per stage."""
 
@@ -70,6 +71,7 @@ class TestTwoStagesInterleaved(Pipeline):
     variants = variants("interleaved")
 
 
+@pytest.mark.slow
 class TestFourStages(Pipeline):
     """On 4 ranks."""
 

@@ -30,6 +30,7 @@ def run(folder: Path, script: str, *words: str, nproc: int = 2) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_alexnet_trains_in_two_stages(tmp_path: Path) -> None:
     told = run(tmp_path, "alexnet.py", "--steps", "3", "--shrink", "16")
@@ -55,6 +56,7 @@ def gpt(folder: Path, steps: int, stages: int) -> tuple[str, float]:
     return told, float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_gpt_trains_in_two_stages(tmp_path: Path) -> None:
     assert 5.3 < gpt(tmp_path, 2, 2)[1] < 5.7  # ln 256 is 5.55

@@ -54,7 +54,7 @@ for _ in range(100):
     ("how", "nproc", "zero", "schedule"),
     [
         ("raise", 2, 3, "zero_bubble"),
-        ("kill", 2, 0, "zero_bubble"),
+        pytest.param("kill", 2, 0, "zero_bubble", marks=pytest.mark.slow),
         pytest.param("data", 2, 0, "1f1b", marks=pytest.mark.slow),
         pytest.param("raise", 4, 2, "1f1b", marks=pytest.mark.slow),
         pytest.param("kill", 4, 1, "1f1b", marks=pytest.mark.slow),

@@ -5,7 +5,9 @@ Each target loads and saves again; then the two checkpoints must not differ, wha
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +54,15 @@ def again(folder: Path, name: str, stage: int, tag: str) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", list(CASES))
+def product(few: Collection[tuple[Any, ...]], *columns: Iterable[Any]) -> list[Any]:
+    """Every combination; those that are not among the `few` are slow."""
+    return [c if c in few else pytest.param(*c, marks=pytest.mark.slow) for c in itertools.product(*columns)]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "world"),
+    product([("bf16", 0, 1), ("bf16", 1, 4), ("fp32", 2, 2), ("bf16", 3, 2), ("fp32", 3, 4)], CASES, STAGES, WORLDS),
+)
 def test_every_layout_loads_every_other(name: str, stage: int, world: int, tmp_path: Path) -> None:
     run_ranks(world, save, tmp_path, name, stage)
     with open_saved(tmp_path, "from") as first:
@@ -100,8 +108,10 @@ def axes_save(folder: Path, axes: dict[str, int], stage: int, others: list[int])
         engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", list(PRODUCTS))
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    product([("pp2", 0), ("tp2", 3), ("ep2", 1), ("ep4", 2), ("pp2-ep2", 3), ("tp2-ep2", 2)], PRODUCTS, STAGES),
+)
 def test_states_that_differ_over_axes(name: str, stage: int, tmp_path: Path) -> None:
     import json
 

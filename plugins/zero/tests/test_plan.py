@@ -222,9 +222,16 @@ def foretold(case: Case, world: int, rank: int) -> Need:
     return predict(model, section, Run(world, precision, 2, case.gas), case.offload, rank)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_what_is_held_and_sent(world: int) -> None:
-    numbers = list(range(len(CASES if world == 2 else FEW)))
+@pytest.mark.parametrize(
+    ("world", "count"),
+    [
+        (2, len(FEW)),
+        pytest.param(2, len(CASES), marks=pytest.mark.slow),
+        pytest.param(4, len(FEW), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_held_and_sent(world: int, count: int) -> None:
+    numbers = list(range(count))
     for rank, rows in enumerate(run_ranks(world, train_all, numbers, timeout=150)):
         for number, found in zip(numbers, rows, strict=True):
             case = CASES[number]

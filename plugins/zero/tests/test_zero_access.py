@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_core.testing import run_ranks
 from ds_core.testing.models import Case, build_model, make_optimizer, micro_batch, param_groups
 
-STAGES, WORLDS = [0, 1, 2, 3], [1, 2, 4]
+STAGES, WORLDS = [0, 1, 2, 3], [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 LOSS_SCALE = 128.0
 CASES = {
     "fp64": Case(gas=2, clip=0.5),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ds_core.testing.partitioner import CASES, PartitionerConformance
+from ds_core.testing.partitioner import CASES, WAYS, PartitionerConformance
 
 
 class TestStage1(PartitionerConformance):
@@ -26,8 +26,7 @@ STAGE3 = {"stage": 3, "reduce_bucket_size": 200, "param_persistence_threshold": 
 class TestStage3(PartitionerConformance):
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": STAGE3}
 
-    @pytest.mark.parametrize("world", [1, 2, 4])
-    @pytest.mark.parametrize("how", ["manual", "train_batch", "direct"])
+    @pytest.mark.parametrize(("how", "world"), WAYS)
     @pytest.mark.parametrize("name", list(CASES))
     def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
         """A module that only some ranks run must be below a leaf."""

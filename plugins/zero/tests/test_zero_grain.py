@@ -49,6 +49,7 @@ class TestWhole1(_Whole):
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, **SMALL}}
 
 
+@pytest.mark.slow
 class TestWhole2(_Whole):
     stage = 2
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 2, "overlap_comm": True, **SMALL}}
@@ -228,7 +229,7 @@ def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("kind", "dtype", "clip"),

@@ -365,7 +365,7 @@ def measure() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_peak_memory_is_near_one_module_and_the_parts(world: int) -> None:
     run_ranks(world, measure)
 

@@ -56,7 +56,7 @@ def measure(stage: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_per_parameter(stage: int, world: int) -> None:
     between = {1: 4 + 12 / world, 2: 2 + 14 / world, 3: 16 / world}[stage]

@@ -328,7 +328,7 @@ def measured(zero: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("zero", "device", "host"),
     [
@@ -382,6 +382,7 @@ def capped(zero: dict[str, Any], room: float, folder: Path | None = None) -> str
     return ""
 
 
+@pytest.mark.slow
 def test_a_model_whose_states_exceed_the_memory_of_a_process_trains(tmp_path: Path) -> None:
     """States are 16 bytes per parameter in all, and a process may take 12: on 4 ranks, or with masters on disk on 1."""
     offload = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}

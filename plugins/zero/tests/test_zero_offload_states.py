@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_core.testing import run_ranks
 from ds_core.testing.models import Case, build_model, micro_batch, param_groups
 
-WORLDS = [1, 2, 4]
+WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 ALL = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
