@@ -76,15 +76,18 @@ def schema() -> None:
 def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="A dotted path such as fp16.loss_scale.")],
 ) -> None:
-    """Say what a key does, its type, its default and who owns it."""
+    """Say what a key does, its type, its default and who owns it; of a section, its keys too."""
     from ds_core.config import explain as look_up
 
-    said = look_up(key, _installed_models())
+    said = look_up(key, _installed_models(), _named_models() if ".params." in key else None)
     typer.echo(said.path)
     if said.description:
         typer.echo(f"  {said.description}")
-    for label, value in (("type", said.type), ("default", said.default), ("owner", said.owner)):
+    default = "those of its keys" if said.keys and said.default.startswith("{") else said.default
+    for label, value in (("type", said.type), ("default", default), ("owner", said.owner)):
         typer.echo(f"  {label + ':':<9}{value}")
+    for name, about in said.keys:
+        typer.echo(f"    {name}: {about}" if about else f"    {name}")
 
 
 def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
@@ -102,3 +105,19 @@ def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
             except PluginError as error:
                 say_error(f"left out: {error}")
     return models
+
+
+def _named_models() -> dict[str, dict[str, tuple[type[BaseModel], str]]]:
+    """``optimizer`` and ``scheduler`` -> name -> the model of its parameters and its owner, as installed."""
+    from ds_core.entries import resolve
+    from ds_core.plugins import Plugins
+
+    plugins = Plugins()
+    found: dict[str, dict[str, tuple[type[BaseModel], str]]] = {}
+    for kind, hook in (("optimizer", "ds_optimizers"), ("scheduler", "ds_schedulers")):
+        found[kind] = {
+            name: (resolve(a.value.params), f"{a.plugin.dist} {a.plugin.version}")
+            for name, a in plugins.named(hook, kind).items()
+            if a.value.params is not None
+        }
+    return found

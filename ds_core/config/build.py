@@ -12,12 +12,12 @@ from ds_core.config.keys import Place, bare, iter_keys, reach
 from ds_core.config.known import BUILT, OWNERS, is_off
 from ds_core.config.notes import notes_on
 from ds_core.config.paths import join, path_text
-from ds_core.config.redaction import REDACTED, is_secret_name, scrub
+from ds_core.config.redaction import scrub
 from ds_core.config.rules import cross_problems
 from ds_core.config.run import RunConfig
 from ds_core.config.section import union_members
 from ds_core.config.source import ConfigSource, read_config
-from ds_core.config.translate import auto_problem, join_autos, secret_strings, show, translate_errors
+from ds_core.config.translate import auto_problem, join_autos, secret_strings, show_unknown, translate_errors
 from ds_core.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
@@ -116,15 +116,16 @@ class _Builder:
             why = f"the plugin that owns this section is disabled: {self.disabled[name]}"
             return [Problem(name, why, "enable it, or remove the section")]
         if name in OWNERS:
-            return [] if is_off(name, value) else [_not_there(name, OWNERS[name])]
+            if not is_off(name, value):
+                return [_not_there(name, OWNERS[name])]
+            return _misspelt(name, value) if value else []
         if name in self.installed:
             why = "the plugin that claims this section gives no model for it (ds_config)"
             return [Problem(name, why, "repair or uninstall the plugin")]
         return [self._unknown(name, value)]
 
     def _unknown(self, name: str, value: Any) -> Problem:
-        shown = REDACTED if is_secret_name(name) and value is not None else show(value)
-        message = f"unknown key {name!r} (its value is {shown})"
+        message = f"unknown key {name!r} (its value is {show_unknown(name, value)})"
         inside = _Elsewhere(self.models).get(name)
         if inside:
             return Problem(name, message, f"{name!r} belongs at {inside!r}")
@@ -147,6 +148,13 @@ class _Builder:
         for problem in self.problems:  # the first word on a key is the most exact one
             found.setdefault(problem.path, problem)
         return join_autos(found.values())
+
+
+def _misspelt(name: str, value: Any) -> list[Problem]:
+    """The misspelt keys in a documented section that is switched off."""
+    from ds_core.config.documented import misspelt_keys  # reads a file that most configs have no need of
+
+    return [*misspelt_keys(name, value, OWNERS[name])]
 
 
 def _not_there(name: str, owner: str) -> Problem:

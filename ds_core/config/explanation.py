@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from ds_core.config.core import CoreConfig
-from ds_core.config.keys import Key, iter_keys
+from ds_core.config.keys import Key, bare, iter_keys
 from ds_core.config.known import BUILT, OWNERS
 from ds_core.config.redaction import REDACTED
 from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, is_secret, marks, names_of, old_names
@@ -24,23 +24,36 @@ __all__ = ["Explanation", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """path: as asked. owner: distribution and version. type: in words. default: as JSON, or "required"."""
+    """path: of the key. owner: distribution and version. type: in words. default: as JSON, or "required".
+
+    keys: of a section, its keys with what each does; of a key in the parameters of optimizers or schedules, the names
+    that take it with its type and default.
+    """
 
     path: str
     owner: str
     type: str
     default: str
     description: str
+    keys: tuple[tuple[str, str], ...] = ()
 
 
-def explain(key: str, models: Mapping[str, tuple[type[BaseModel], str]]) -> Explanation:
-    """Explain a dotted path such as ``fp16.loss_scale`` or ``tensor_parallel.layer_specs[0].patterns``.
+Models = Mapping[str, tuple[type[BaseModel], str]]
 
-    Raises ConfigError that names the nearest known key when there is no such key.
+
+def explain(key: str, models: Models, named: Mapping[str, Models] | None = None) -> Explanation:
+    """Explain a dotted path such as ``fp16.loss_scale`` or ``tensor_parallel.layer_specs[0].patterns``, or its end.
+
+    models: section -> its model and owner. named: ``optimizer`` and ``scheduler`` -> name -> the model of the
+    ``params`` under that name, and its owner. Raises ConfigError that names the nearest known key when there is none
+    such.
     """
     if key in models:
         model, owner = models[key]
-        return Explanation(key, owner, "an object {...}", "absent", _about(model))
+        return Explanation(key, owner, "an object {...}", "absent", _about(model), _keys_of(model))
+    kind, _, param = key.partition(".params.")
+    if param and named and kind in named:
+        return _explain_param(key, param, named[kind])
     table: dict[str, Key] = {}
     trees: list[tuple[str, type[BaseModel], str]] = [("", CoreConfig, "ds-core")]
     trees += [(name, model, owner) for name, (model, owner) in models.items()]
@@ -50,9 +63,42 @@ def explain(key: str, models: Mapping[str, tuple[type[BaseModel], str]]) -> Expl
     found = table.get(re.sub(r"\[\d+\]", "[]", key)) or _open_key(key, table)
     if found is not None:
         return _explained(key, found)
-    if key.partition(".")[0] in OWNERS:
+    if key.partition(".")[0] in OWNERS and key.partition(".")[0] not in models:
         return _documented(key)
-    raise ConfigError([_miss(key, table, models)], "explain")
+    ends = [path for path in table if path.endswith(f".{key}")]
+    if len(ends) == 1:
+        return _explained(ends[0], table[ends[0]])
+    raise ConfigError([_miss(key, ends, table, models)], "explain")
+
+
+def _keys_of(hint: Any) -> tuple[tuple[str, str], ...]:
+    """The keys of the section that `hint` is, or whose items it holds; none for a value."""
+    hint = bare(hint)
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return tuple((name, field.description or "") for name, field in hint.model_fields.items())
+    return tuple(row for member in get_args(hint) for row in _keys_of(member))
+
+
+def _explain_param(key: str, param: str, models: Models) -> Explanation:
+    """A parameter of optimizers or schedules, with everybody who takes it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    about, owners = "", dict[str, None]()
+    for name, (model, owner) in models.items():
+        if param not in model.model_fields:
+            continue
+        said = _explained(key, next(k for k in iter_keys(model, "", owner) if k.path == param))
+        rows.setdefault((said.type, said.default), []).append(name)
+        about, owners[owner] = about or said.description, None
+    if not rows:
+        known = {n for model, _ in models.values() for n in model.model_fields}
+        close = nearest(param, known)
+        head = key.removesuffix(param)
+        mend = f"did you mean {head + close!r}?" if close else ""
+        raise ConfigError([Problem(key, "no installed name takes this parameter", mend)], "explain")
+    (kind, default), _ = next(iter(rows.items()))
+    taken = tuple((", ".join(names), f"{kind}, default {default}") for (kind, default), names in rows.items())
+    one = len(rows) == 1
+    return Explanation(key, ", ".join(owners), kind if one else "by name", default if one else "by name", about, taken)
 
 
 def _explained(key: str, row: Key) -> Explanation:
@@ -71,7 +117,14 @@ def _explained(key: str, row: Key) -> Explanation:
     annotation: Any = field.annotation
     for extra in field.metadata:
         annotation = Annotated[annotation, extra]
-    return Explanation(key, row.owner, describe(annotation) or "any value", _default(field, hidden), text.strip())
+    return Explanation(
+        key,
+        row.owner,
+        describe(annotation) or "any value",
+        _default(field, hidden),
+        text.strip(),
+        _keys_of(field.annotation),
+    )
 
 
 def _default(field: Any, hidden: bool) -> str:
@@ -104,15 +157,28 @@ def _documented(key: str) -> Explanation:
         if name in BUILT
         else f"documented but not built yet; it will come with {owner}"
     )
-    return Explanation(key, owner, "an object {...}", "absent", f"The section {name!r} is not installed here: {say}.")
+    from ds_core.config.documented import documented_keys
+
+    keys: Any = documented_keys()[name]
+    parts = re.sub(r"\[\d+\]", "", key).split(".")
+    for at, part in enumerate(parts[1:], 1):
+        if not keys or (part not in keys and "*" not in keys):
+            close = nearest(part, keys or ())
+            mend = f"did you mean {'.'.join((*parts[:at], close))!r}?" if close else f"{name} is a section"
+            raise ConfigError([Problem(key, "the documents have no such key", mend)], "explain")
+        keys = keys.get(part, keys.get("*"))
+    kind = "any value" if keys is None else "an object {...}"
+    about = f"The section {name!r} is not installed here: {say}."
+    return Explanation(key, owner, kind, "absent", about, tuple((k, "") for k in keys or () if k != "*"))
 
 
-def _miss(key: str, table: Mapping[str, Key], models: Mapping[str, Any]) -> Problem:
+def _miss(key: str, ends: list[str], table: Mapping[str, Key], models: Mapping[str, Any]) -> Problem:
     names = {*table, *models, *OWNERS}
     leaf = key.rpartition(".")[2]
-    same = sorted(n for n in table if n.rpartition(".")[2] == leaf)
-    close = same[0] if same else nearest(key, names)
-    mend = f"did you mean {close!r}?" if close else "`dscore config schema` lists every key"
+    same = ends or sorted(n for n in table if n.rpartition(".")[2] == leaf)
+    close = same or [c for c in [nearest(key, names)] if c]
+    shown = " or ".join(repr(c) for c in close[:4]) + (" or ..." if len(close) > 4 else "")
+    mend = f"did you mean {shown}?" if close else "`dscore config schema` lists every key"
     return Problem(key, "no such key in the core, an installed plugin or the documents", mend)
 
 

@@ -20,7 +20,16 @@ from ds_core.config.redaction import REDACTED, is_secret_name, redact, scrub
 from ds_core.config.section import Section, union_members
 from ds_core.errors import Problem, nearest
 
-__all__ = ["auto_problem", "describe", "join_autos", "secret_strings", "show", "translate_errors", "unknown_key"]
+__all__ = [
+    "auto_problem",
+    "describe",
+    "join_autos",
+    "secret_strings",
+    "show",
+    "show_unknown",
+    "translate_errors",
+    "unknown_key",
+]
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 _LENGTHS = {"min_length": "at least", "max_length": "at most"}
@@ -215,9 +224,7 @@ def unknown_key(
     names = list(known_names(parent))
     close = nearest(key, names)
     of_owner = f" ({owner})" if owner else ""
-    hidden = is_secret_name(key) or (close is not None and is_secret_name(close)) or nearest(key, _SECRETS) is not None
-    shown = REDACTED if hidden and value is not None else show(value)
-    message = f"unknown key {key!r} (its value is {shown})"
+    message = f"unknown key {key!r} (its value is {show_unknown(key, value, close)})"
     misplaced = parent.misplaced if inspect.isclass(parent) and issubclass(parent, Section) else {}
     if key in misplaced:
         return Problem(where, message, misplaced[key])
@@ -229,6 +236,12 @@ def unknown_key(
     return Problem(
         where, message, f"{section or 'the config'}{of_owner} takes {listed}" if names else "it takes no keys"
     )
+
+
+def show_unknown(key: str, value: Any, close: str | None = None) -> str:
+    """The value of an unknown key, unless the key looks like a secret's, or like the misspelt name of one."""
+    secret = is_secret_name(key) or (close is not None and is_secret_name(close)) or nearest(key, _SECRETS) is not None
+    return REDACTED if secret and value is not None else show(value)
 
 
 _SECRETS = ("api_key", "access_key", "private_key", "password", "secret", "authorization", "credential", "auth_token")

@@ -112,7 +112,7 @@ def test_every_core_key_is_described() -> None:
         ("fake.code", "ds-fake 1.0", "text or null", "***", "Code."),
         ("fake.needed", "ds-fake 1.0", "a whole number", "required", "Needed."),
         ("itself.inner.inner", "ds-itself 1.0", "an object {...} or null", "null", "The same again."),
-        ("tensor_parallel.size", "ds-tensor-parallel", None, "absent", "documented but not built yet"),
+        ("tensor_parallel.autotp_size", "ds-tensor-parallel", "any value", "absent", "documented but not built yet"),
         ("csv_monitor", "ds-monitor-csv", None, "absent", "pip install ds-monitor-csv"),
     ],
 )
@@ -124,11 +124,41 @@ def test_explanations(key: str, owner: str, kind: str | None, default: str | Non
     assert words in found.description
 
 
+class Slow(Section):
+    learning_rate: float = option(0.1, "Learning rate.", ge=0)
+
+
+class Fast(Section):
+    learning_rate: float = option(0.5, "Learning rate.", ge=0)
+    boost: int = option(2, "Boost.")
+
+
+NAMED = {"optimizer": {"slow": (Slow, "ds-slow 1"), "slower": (Slow, "ds-slow 1"), "fast": (Fast, "ds-fast 2")}}
+
+
+def test_a_section_lists_its_keys_and_the_end_of_a_path_is_enough() -> None:
+    assert ("auto_cast", "Cast floating-point inputs of the model to float16.") in explain("fp16", {}).keys
+    assert [k for k, _ in explain("fake", MODELS).keys][:2] == list(MODELS["fake"][0].model_fields)[:2]
+    assert "dim" in dict(explain("fake.rules", MODELS).keys)
+    assert "profile_step" in dict(explain("flops_profiler", {}).keys)
+    assert explain("loss_scale", MODELS).path == "fp16.loss_scale"
+    assert explain("throughput.synchronized", {}).path == "timers.throughput.synchronized"
+
+
+def test_a_parameter_is_explained_for_every_name_that_takes_it() -> None:
+    found = explain("optimizer.params.learning_rate", MODELS, NAMED)
+    assert found.owner == "ds-slow 1, ds-fast 2"
+    assert found.keys == (("slow, slower", "a number >= 0, default 0.1"), ("fast", "a number >= 0, default 0.5"))
+    assert explain("optimizer.params.boost", MODELS, NAMED).default == "2"
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
         ("fp16.loss_scal", "fp16.loss_scale"),
-        ("loss_scale", "fp16.loss_scale"),
+        ("enabled", "fp16.enabled"),
+        ("tensor_parallel.autotp_sizes", "tensor_parallel.autotp_size"),
+        ("optimizer.params.learning_rat", "optimizer.params.learning_rate"),
         ("fake.mod", "fake.mode"),
         ("zero_optimisation", "zero_optimization"),
         ("fake.rules[0].dimm", "fake.rules[].dim"),
@@ -136,7 +166,7 @@ def test_explanations(key: str, owner: str, kind: str | None, default: str | Non
 )
 def test_a_miss_names_the_nearest(key: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        explain(key, MODELS)
+        explain(key, MODELS, NAMED)
     (problem,) = caught.value.problems
     assert problem.path == key
     assert repr(meant) in problem.mend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -69,9 +69,7 @@ class _WarmupParams(_Params):
     """What the warm-up schedules share."""
 
     warmup_num_steps: int = option(1000, "Steps of the warm-up; at least 2 are used.", gt=0)
-    warmup_type: str = option(
-        "log", "Shape of the warm-up: log or linear. Another word is read as log, with a warning."
-    )
+    warmup_type: Literal["log", "linear"] = option("log", "Shape of the warm-up: log or linear.")
 
 
 class WarmupLRParams(_WarmupParams):

@@ -70,6 +70,8 @@ def test_the_core_builds_what_the_config_names() -> None:
         ("WarmupLR", {"warmup_max_lr": float("nan")}),
         ("WarmupLR", {"warmup_min_lr": "0"}),
         ("WarmupLR", {"warmup_type": 3}),
+        *((n, {"warmup_type": "cubic", "total_num_steps": 9}) for n in ("WarmupDecayLR", "WarmupCosineLR")),
+        ("WarmupLR", {"warmup_type": "cubic"}),
         ("WarmupDecayLR", {}),
         ("WarmupCosineLR", {"total_num_steps": 10, "cos_min_ratio": [0.1]}),
         ("OneCycle", {"cycle_min_lr": 0.1}),

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, not_built, option
+from ds_core.config import Section, option
 from ds_core.errors import PluginError, nearest
 
 __all__ = ["ExpertParallelConfig"]
@@ -33,8 +33,8 @@ class ExpertParallelConfig(Section):
         min_length=1,
     )
     use_grouped_mm: bool = option(True, "Run all local experts as one grouped product instead of one after the other.")
-    disable_triton_grouped_mm: bool = not_built(
-        False, "ds-moe has no Triton kernel, so none is ever taken", "Never a Triton kernel; there is none.", off=[True]
+    disable_triton_grouped_mm: bool = option(
+        False, "Never a Triton kernel.", without_effect="ds-moe has no Triton kernel, so none is ever taken"
     )
     moe_layer_pattern: str | None = option(None, "Regular expression that matches the whole name of a MoE block.")
     router_pattern: str | None = option(None, "Name of the block's child that is the router.")

@@ -16,6 +16,7 @@ from ds_moe import presets
 from ds_moe.config import ExpertParallelConfig
 
 import ds_core
+from ds_core.compose import compose
 from ds_core.errors import ConfigError, DSError, PluginError
 from ds_core.testing import run_ranks
 
@@ -87,6 +88,11 @@ def test_wrong_keys_are_refused_with_the_mend(keys: dict[str, Any], told: str) -
 def test_keys_that_do_not_go_together_are_warned_of(keys: dict[str, Any], told: str) -> None:
     with pytest.warns(UserWarning, match=told):
         ExpertParallelConfig(**keys)
+
+
+def test_the_switch_of_a_kernel_that_there_is_not_is_noted() -> None:
+    (note,) = compose({"expert_parallel": {"disable_triton_grouped_mm": True}}).notes
+    assert str(note).startswith("expert_parallel.disable_triton_grouped_mm: has no effect: ")
 
 
 def refused(listed: bool, keys: dict[str, Any], how: dict[str, Any], named: bool = True) -> str:

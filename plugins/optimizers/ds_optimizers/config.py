@@ -161,7 +161,7 @@ class _OneBitParams(_Moments):
     amsgrad: Literal[False] = option(False, _AMSGRAD)
     cuda_aware: Literal[False] = option(False, "For MPI, which is not used, so only false.")
     comm_backend_name: Literal["nccl", "hccl", "compressed"] = option(
-        "nccl", "Accepted for existing configs: messages go over the run's own process groups, whatever their backend."
+        "nccl", "DeepSpeed's transport.", without_effect="messages go over the run's own process groups"
     )
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from torch import nn
 
 import ds_core
+from ds_core.compose import compose
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, UsageError
 from ds_core.testing import PluginConformance
@@ -108,6 +109,12 @@ def test_each_trains_from_the_config_and_unknown_parameters_are_refused(name: st
 def test_what_cannot_be_meant_is_refused(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         start(name, params)
+
+
+def test_the_transport_of_the_1_bit_family_is_noted() -> None:
+    params = {"comm_backend_name": "compressed"}
+    (note,) = compose({"optimizer": {"type": "OneBitAdam", "params": params}}).notes
+    assert str(note).startswith("optimizer.params.comm_backend_name: has no effect: ")
 
 
 def test_torch_serves_where_it_is_asked_for() -> None:

@@ -21,7 +21,11 @@ class PipelineConfig(Section):
     chunks: int = option(
         1, "Parts of the model per stage; the PipelineModule says how many. A number must agree.", ge=1
     )
-    partition: str = option("best", "How layers were divided, for the reader: the PipelineModule decides.")
+    partition: str = option(
+        "best",
+        "How layers are divided, for the reader.",
+        without_effect="the partition_method of the PipelineModule divides the layers",
+    )
     seed_layers: bool = not_built(
         False, "layers are built before the config is read; give seed_layers=True to PipelineModule"
     )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.entries import Axis, Chart, CommandEntry, Phase, Transform
+from ds_core.errors import Problem
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.runner import Runner
 
-__all__ = ["ds_charts", "ds_commands", "ds_config", "ds_mesh_axes", "ds_param_axes", "ds_runner", "ds_transforms"]
+__all__ = [
+    "ds_charts",
+    "ds_check",
+    "ds_commands",
+    "ds_config",
+    "ds_mesh_axes",
+    "ds_param_axes",
+    "ds_runner",
+    "ds_transforms",
+]
 
 
 def ds_config() -> type[BaseModel]:
@@ -34,6 +44,16 @@ def ds_charts(config: RunConfig) -> Iterable[Chart]:
     from ds_pipeline.draw import timeline
 
     return timeline(config)
+
+
+def ds_check(config: RunConfig) -> Iterable[Problem]:
+    """A pipeline runs all micro-batches of a batch in one call, so the caller cannot place the boundaries."""
+    from ds_pipeline.config import PipelineConfig
+
+    if isinstance(config.section("pipeline"), PipelineConfig) and not config.core.managed_gradient_accumulation:
+        why = "false is not possible with a pipeline: train_batch runs every micro-batch of a batch and then steps"
+        return [Problem("managed_gradient_accumulation", why, "leave it out")]
+    return []
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from pipe_models import MICRO, Plain, batch, pipeline, specs
 
-from ds_core.errors import UsageError
+from ds_core.compose import compose
+from ds_core.errors import ConfigError, UsageError
 from ds_core.testing import run_ranks
 
 W = 6
@@ -499,3 +500,10 @@ def test_misuse_is_told_on_every_rank() -> None:
 def test_specs_say_what_they_build() -> None:
     assert repr(specs()[1]) == "Block(6)"
     assert repr(specs()[0]) == "Embedding(11, 6)"
+
+
+def test_keys_that_a_pipeline_has_no_use_for_are_told() -> None:
+    with pytest.raises(ConfigError, match="managed_gradient_accumulation: false is not possible with a pipeline"):
+        compose({"pipeline": {"stages": 2}, "managed_gradient_accumulation": False})
+    (note,) = compose({"pipeline": {"partition": "type:Block"}}).notes
+    assert str(note).startswith("pipeline.partition: has no effect: ")

@@ -1,0 +1,80 @@
+"""Sections that are switched off and have no plugin here: accepted without misspelt keys; the file of their keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ds_core.config import build_config
+from ds_core.config.documented import documented_keys
+from ds_core.config.keys import iter_keys
+from ds_core.config.known import BUILT, OWNERS
+from ds_core.errors import ConfigError
+
+MISSPELT: list[tuple[dict[str, Any], str, str]] = [
+    ({"flops_profiler": {"enabled": False, "profile_stpe": 3}}, "flops_profiler.profile_stpe", "profile_step"),
+    ({"flops_profiler": {"enabld": False}}, "flops_profiler.enabld", "enabled"),
+    ({"csv_monitor": {"enabled": False, "outputpath": "x"}}, "csv_monitor.outputpath", "output_path"),
+    ({"zero_optimization": {"stage": 0, "offload_param": {"devise": 1}}}, "zero_optimization.offload_param.devise", ""),
+    (
+        {"tensor_parallel": {"autotp_size": 0, "partition_config": {"layer_specs": [{}, {"patern": "x"}]}}},
+        "tensor_parallel.partition_config.layer_specs[1].patern",
+        "tensor_parallel.partition_config.layer_specs[1].patterns",
+    ),
+    ({"compile": {"deepcompile": False, "pases": ["z1"]}}, "compile.pases", "compile.passes"),
+    ({"elasticity": {"enabled": False, "min_gpu": 1}}, "elasticity.min_gpu", "elasticity.min_gpus"),
+]
+
+
+@pytest.mark.parametrize(("config", "path", "meant"), MISSPELT)
+def test_a_misspelt_key_of_a_section_that_is_off_is_named(config: dict[str, Any], path: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(config, {})
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert meant in problem.mend
+    assert OWNERS[next(iter(config))] in problem.mend
+
+
+def test_a_misspelt_secret_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"wandb.api_kye: unknown key 'api_kye' \(its value is \*\*\*\); wandb takes"):
+        build_config({"wandb": {"enabled": False, "api_kye": "hunter2"}}, {})
+
+
+@pytest.mark.parametrize("section", sorted(OWNERS))
+def test_every_documented_key_is_accepted_while_the_section_is_off(section: str) -> None:
+    def sample(keys: dict[str, Any] | None) -> Any:
+        return 1 if keys is None else {("any name" if k == "*" else k): sample(inner) for k, inner in keys.items()}
+
+    switch = {"zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": 0}}
+    off = {"compile": {"deepcompile": False}, **switch}.get(section, {"enabled": False})
+    keys = dict(documented_keys()[section])
+    assert build_config({section: {**sample(keys), **off} if set(off) <= set(keys) else {}}, {}).notes == ()
+
+
+@pytest.mark.parametrize("section", sorted(BUILT))
+def test_the_file_has_every_key_of_our_own_plugins(section: str) -> None:
+    from ds_core.compose import section_models
+    from ds_core.plugins import Plugins
+
+    model, owner = section_models(Plugins(), [section])[section]
+    for key in iter_keys(model, "", owner):
+        keys: Any = documented_keys()[section]
+        for name in key.path.split("."):
+            assert name in keys, f"{section}.{key.path} is missing in ds_core/config/documented.json"
+            keys = keys[name]
+
+
+def test_the_file_is_read_only_when_such_a_section_occurs() -> None:
+    code = (
+        "import sys\nfrom ds_core.compose import compose\n"
+        "compose({'fp16': {'enabled': False}, 'flops_profiler': {}})\n"
+        "print('ds_core.config.documented' in sys.modules)\n"
+        "compose({'flops_profiler': {'enabled': False}})\n"
+        "print('ds_core.config.documented' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.split() == ["False", "True"]
