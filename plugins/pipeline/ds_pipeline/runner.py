@@ -136,10 +136,10 @@ class PipelineRunner(Runner):
         """See `Runner.evaluate`; the outputs are on the last stage, the loss everywhere."""
         self._engine, self._count, self._train, self._with_loss = engine, count, False, compute_loss
         self._go(batches, return_logits=return_logits)
-        outputs: Any = self._logits if self._has_last else None
-        if outputs is not None and count == 1:
-            outputs = outputs[0]
-        return self._shared_loss() if compute_loss else None, outputs if return_logits else None
+        outputs: Any = None
+        if return_logits and self._has_last:
+            outputs = self._logits if count > 1 else self._logits[0]
+        return self._shared_loss() if compute_loss else None, outputs
 
     def _go(self, batches: Iterator[Any], *, return_logits: bool) -> None:
         commands, wants, most = self._plan(self._count, self._train)

@@ -66,6 +66,9 @@ def evaluates(chunks: int) -> None:
     unlabelled = iter([inputs for inputs, _ in batches(1)])
     outputs = engine.eval_batch(iter([(b, None) for b in unlabelled]), compute_loss=False, num_micro_batches=1)
     assert close(outputs, wanted[0]) if last else outputs is None
+    assert close(engine.eval_batch(batches(1), num_micro_batches=1), plain_loss(truth, 1))
+    kept = engine.eval_batch(batches(2), bcast_loss=False)
+    assert close(kept, plain_loss(truth, 2)) if last else kept is None
     with pytest.raises(StopIteration):
         engine.eval_batch(batches(1))
     assert close(engine.train_batch(batches(2)), plain_loss(truth, 2))
