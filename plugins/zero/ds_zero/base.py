@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,8 @@ from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, needs_whole
 from ds_zero.gathered import empty_partition_cache
 from ds_zero.holding import PieceHolding
-from ds_zero.manners import teach, unteach
-from ds_zero.moved import BACKWARD, Moved
+from ds_zero.manners import bare, teach, unteach
+from ds_zero.moved import BACKWARD, FORWARD, Moved
 from ds_zero.offload import Offload, tiled_step
 from ds_zero.offstates import offload_states, reload_states
 from ds_zero.parked import prepare, restore
@@ -100,8 +101,28 @@ class ZeroPartitioner(Partitioner):
         """Take over from `ds_zero.Init`, and let masters follow ``load_state_dict``."""
         for part in module.modules():
             teach(part, apply=self.section.stage == 3 and self.section.override_module_apply, engine=True)
+        self._follow_loads(module)
+
+    def _follow_loads(self, module: nn.Module) -> None:
+        for part in module.modules():
             if any(p in self.bucket_of for p in part._parameters.values() if p is not None):
                 self._load_hooks.append(part.register_load_state_dict_post_hook(self._follow))
+
+    def _unfollow(self) -> None:
+        for hook in self._load_hooks:
+            hook.remove()
+        self._load_hooks.clear()
+
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """Inside, the module has nothing of ours on it, so that it can be copied."""
+        self.moved.refuse("copying the module", FORWARD)
+        self._unfollow()
+        try:
+            with bare(self.module):
+                yield
+        finally:
+            self._follow_loads(self.module)
 
     def _follow(self, module: nn.Module, keys: Any) -> None:
         """Weights were loaded into `module`; the next step would publish the old ones otherwise."""
@@ -275,9 +296,7 @@ class ZeroPartitioner(Partitioner):
             self._reducer.detach()
         for part in self._module.modules() if self._module is not None else ():
             unteach(part)
-        for hook in self._load_hooks:
-            hook.remove()
-        self._load_hooks.clear()
+        self._unfollow()
 
 
 def _check_grain(ctx: Context) -> None:

@@ -5,6 +5,10 @@ autograd keeps for backward (the weight, or a transposed view of it) refers to t
 is right again once the unit is gathered. A released parameter itself is an empty tensor, so that using it by mistake
 is an error of shapes and not a read of freed memory.
 
+[Note: double backward] A backward with ``create_graph=True`` leaves a graph that refers to weights as well, and nothing
+tells when the next backward comes to those. So the weights that it used stay whole until the next one without
+``create_graph`` is over, or the step.
+
 [Note: same order] Gathers are collectives, so ranks must ask for the same units in the same order. Everything here
 follows from the order of modules, which must be the same on all ranks; below a leaf module it may differ.
 """
@@ -141,6 +145,7 @@ class Gathering:
         self.live = self.peak = 0
         self.passes = 0  # those that have ended
         self.in_backward = False
+        self.kept_graph = False  # by the backward under way, see [Note: double backward]
         self._traces = {True: Trace(), False: Trace()}  # by whether gradients are wanted
         self._trace = self._traces[True]
         self._opening = False
@@ -168,7 +173,12 @@ class Gathering:
         self.in_backward = False
         self.passes += 1
         self._traces[True].end()
-        self.release_all()
+        if self.kept_graph:
+            self.kept_graph = False
+            self._end_uses()
+            self.release_idle()
+        else:
+            self.release_all()
 
     def trail(self) -> tuple[str, ...]:
         """The modules (by a weight of theirs) that this pass has come to, in order."""
@@ -176,13 +186,15 @@ class Gathering:
 
     def release_all(self) -> None:
         """Release every unit but those that somebody keeps; nothing may be running."""
+        self._end_uses()
         for unit in self.units:
-            unit.holders = 0
-            if unit.kept:
-                unit.wanted = unit.pinned = False
-                unit.arrived.clear()
-            elif unit.state is not State.RELEASED:
-                self.release(unit)
+            unit.pinned = False
+        self.release_idle()
+
+    def _end_uses(self) -> None:
+        for unit in self.units:
+            unit.holders, unit.wanted = 0, False
+            unit.arrived.clear()
 
     # -- for callers -----------------------------------------------------------------------------------------
 

@@ -1,24 +1,29 @@
-"""How a module with partitioned weights answers torch's own calls: apply, load_state_dict, state_dict, forward.
+"""How a module with partitioned weights answers torch's own calls: apply, load_state_dict, state_dict, forward, and
+``copy.deepcopy``.
 
-Torch's hooks serve, and for `apply`, which has none, an attribute of each instance; `unteach` takes all away again.
+Torch's hooks serve, and for `apply` and ``__deepcopy__``, which have none, an attribute of each instance; `unteach`
+takes all away again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_core.errors import UsageError
+from ds_core.process import STATE
 from ds_zero.gathered import GatheredParameters
 from ds_zero.homes import home_of
 from ds_zero.parked import restore
 from ds_zero.touch import Touching, touching
 
-__all__ = ["settle", "teach", "unteach"]
+__all__ = ["bare", "settle", "teach", "unteach"]
 
 _HANDLES = "_ds_handles"
 
@@ -26,7 +31,7 @@ _HANDLES = "_ds_handles"
 def teach(module: nn.Module, *, apply: bool, engine: bool) -> None:
     """Let `module`, which may hold partitioned weights of its own, behave.
 
-    apply: ``module.apply(fn)`` gathers. engine: there is an engine, so forward may be called.
+    apply: ``module.apply(fn)`` gathers. engine: there is an engine, so forward may be called, and copies are plain.
     """
     if engine:
         unteach(module)
@@ -41,15 +46,18 @@ def teach(module: nn.Module, *, apply: bool, engine: bool) -> None:
     module.__dict__[_HANDLES] = handles
     if apply and type(module).apply is nn.Module.apply:
         module.__dict__["apply"] = types.MethodType(_apply, module)
+    if engine:
+        module.__dict__["__deepcopy__"] = types.MethodType(_deepcopy, module)
 
 
 def unteach(module: nn.Module) -> None:
     """The reverse of `teach`."""
     for handle in module.__dict__.pop(_HANDLES, ()):
         handle.remove()
-    method = module.__dict__.get("apply")
-    if isinstance(method, types.MethodType) and method.__func__ is _apply:
-        del module.__dict__["apply"]
+    for name, function in (("apply", _apply), ("__deepcopy__", _deepcopy)):
+        method = module.__dict__.get(name)
+        if isinstance(method, types.MethodType) and method.__func__ is function:
+            del module.__dict__[name]
 
 
 def settle(module: nn.Module) -> None:
@@ -70,6 +78,35 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     with GatheredParameters(own, modifier_rank=0), Touching():
         fn(self)
     return self
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """``copy.deepcopy`` of (a part of) an engine's module: an ordinary module, which has the whole weights.
+
+    Collective at stage 3: every rank copies. Hooks of the user's are copied, as torch does; those of ZeRO are not.
+    """
+    mine = set(self.modules())
+    engines = [e for e in STATE.engines if not mine.isdisjoint(e.module.modules())]
+    with contextlib.ExitStack() as stack:
+        for engine in sorted(engines, key=lambda e: e.serial):
+            if (bare := getattr(engine.partitioner, "bare", None)) is not None:
+                stack.enter_context(bare())
+        inside = [p for p in self.parameters() if (home := home_of(p)) is not None and not home.entered]
+        stack.enter_context(GatheredParameters(inside))
+        return copy.deepcopy(self, memo)
+
+
+@contextlib.contextmanager
+def bare(module: nn.Module) -> Iterator[None]:
+    """Inside, the modules below `module`, which an engine has, answer as torch's own do."""
+    taught = {part: "apply" in part.__dict__ for part in module.modules() if _HANDLES in part.__dict__}
+    for part in taught:
+        unteach(part)
+    try:
+        yield
+    finally:
+        for part, apply in taught.items():
+            teach(part, apply=apply, engine=True)
 
 
 def _refuse_empty(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -152,6 +152,12 @@ class Stage3(ZeroPartitioner):
         finally:
             self.watch.install()
 
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[None]:
+        """See `ZeroPartitioner.bare`."""
+        with super().bare(), self.without_hooks():
+            yield
+
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`; what is gathered now is old then."""
         self.gathering.release_all()

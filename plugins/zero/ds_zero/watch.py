@@ -4,6 +4,9 @@
 (``self.emb.weight`` in the forward of a parent) is gathered on the spot, for the module that runs; from then on that
 module gathers it with its own. For this the modules' parameter dicts are replaced by dicts that see reads,
 until `Watch.remove`.
+
+[Note: compiled modules] The hooks wait for collectives and change what parameters hold, so torch.compile must not look
+into them: a graph ends at each module that gathers, and the next begins with whole weights.
 """
 
 from __future__ import annotations
@@ -75,6 +78,9 @@ class Watch:
         self._names = {g.module: g.name for g in modules}
         self._behind: nn.Module | None = None  # the last module that backward came to
         comm.watch_place(self.place)
+        # See [Note: compiled modules].
+        self._entered, self._left = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        self._begun, self._lent = torch.compiler.disable(self._look_again), torch.compiler.disable(self._use_elsewhere)
         self._hooks: list[Any] = []
         self._owners: list[nn.Module] = []
         self.install()
@@ -88,11 +94,11 @@ class Watch:
         if self._unit_of:
             self._hooks.append(register_module_module_registration_hook(self._note_change))
             self._hooks.append(register_module_parameter_registration_hook(self._note_change))
-            self._hooks.append(self._root.register_forward_pre_hook(self._look_again, prepend=True))
+            self._hooks.append(self._root.register_forward_pre_hook(self._begun, prepend=True))
 
     def _watch(self, module: nn.Module) -> None:
-        self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+        self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=True, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(self._left, with_kwargs=True, always_call=True))
 
     def _see(self, module: nn.Module) -> None:
         mine = any(p in self._unit_of for p in module._parameters.values() if p is not None)
@@ -213,7 +219,7 @@ class Watch:
     def _on_read(self, param: nn.Parameter) -> None:
         unit = self._unit_of.get(param)
         if unit is not None and self._stack and unit.holders == 0:
-            self._use_elsewhere(unit)
+            self._lent(unit)
 
     def _use_elsewhere(self, unit: Unit) -> None:
         """The running module uses a unit of another: gather it with its own, from now on."""
@@ -251,8 +257,11 @@ class Watch:
             gathering.in_backward = True
             self._backward_began()
         self._behind = module
+        again = torch.is_grad_enabled()  # with create_graph: what this backward computes may be differentiated, too
+        gathering.kept_graph |= again
         for unit in self._units[module]:
             unit.wanted = True
+            unit.pinned |= again
             gathering.fetch(unit)
 
     def _after_backward(self, module: nn.Module, grads: Any) -> None:

@@ -1,0 +1,214 @@
+"""What users do to a model under ZeRO besides training it: copies of it, torch.compile, gradients of gradients.
+
+The truth is plain torch in one process on the data of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_core.errors import UsageError
+from ds_core.testing import run_ranks
+
+D, STEPS, DECAY = 6, 3, 0.9
+SGD = {"lr": 0.1, "momentum": 0.9}
+DROP = {"max_reuse_distance": 0, "prefetch_bucket_size": 0}
+
+
+class Net(nn.Module):
+    """A weight used in the forward of another module, and one that comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.lin, self.norm = nn.Linear(D, D), nn.Linear(D, D), nn.LayerNorm(D)
+        self.register_buffer("shift", torch.full((D,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.lin(torch.tanh(self.emb(x)))))
+        return nn.functional.linear(torch.tanh(self.lin(hidden)), self.emb.weight) + self.shift
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def data(step: int, rank: int) -> Tensor:
+    seed = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, D, dtype=torch.float64, generator=seed, requires_grad=True)
+
+
+def start(model: nn.Module, stage: int, **section: Any) -> Any:
+    import ds_core
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": SGD},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, **section},
+    }
+    return ds_core.initialize(model=model, config=config)[0]
+
+
+def world() -> tuple[int, int]:
+    from ds_core import comm
+
+    comm.init_distributed("gloo")
+    return comm.rank(), comm.world_size()
+
+
+def squares(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = model(x).square().mean()
+    return out
+
+
+def plain(loss_of: Any = squares, after: Any = None) -> Net:
+    """Plain torch on the data of all ranks; `after` is called with the model before the first and after each step."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    for step in range(STEPS):
+        for rank in range(world()[1]):
+            (loss_of(model, data(step, rank)) / world()[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if after is not None:
+            after(model)
+    return model
+
+
+def off(ours: nn.Module, theirs: nn.Module) -> float:
+    pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
+    return max(float((a - b).abs().max()) if n == m else torch.inf for (n, a), (m, b) in pairs)
+
+
+# -- copies --------------------------------------------------------------------------------------------------------
+
+
+def lerp(ema: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(ema.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 1 - DECAY)
+
+
+def check_copies(stage: int) -> None:
+    from ds_zero import GatheredParameters
+
+    import ds_core
+
+    rank, _ = world()
+    truth_ema = net()
+    truth = plain(after=lambda model: lerp(truth_ema, model))
+    model, seen = net(), []
+    model.lin.register_forward_hook(lambda *_: seen.append(1))
+    engine = start(model, stage)
+    ema = copy.deepcopy(engine.module)
+    assert off(ema, net()) == 0 and all(p.requires_grad and p.is_leaf for p in ema.parameters())
+    for step in range(STEPS):
+        engine.backward(squares(engine, data(step, rank)))
+        engine.step()
+        with GatheredParameters(engine.module):
+            lerp(ema, engine.module)
+    assert off(ema, truth_ema) < 1e-12
+
+    inner = copy.deepcopy({"part": engine.module.lin, "whole": engine.module})  # a part, and inside of other things
+    assert inner["part"] is inner["whole"].lin
+    with GatheredParameters(engine.module):
+        copied = copy.deepcopy(engine.module)
+        assert off(copied, engine.module) == 0
+    assert off(copied, truth) < 1e-12 and off(inner["whole"], truth) < 1e-12
+
+    # An ordinary module: hooks of the user's came along, none of ours; it runs, trains and is given to initialize.
+    before = len(seen)
+    loss = squares(copied, data(0, rank))
+    loss.backward()
+    assert len(seen) == before + 2 and copied.emb.weight.grad is not None
+    assert not [n for part in copied.modules() for n in part.__dict__ if n.startswith("_ds") or n == "__deepcopy__"]
+    copied.zero_grad()
+    copied.load_state_dict(net().state_dict())
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    frozen = ds_core.initialize(model=copied, config=config)[0]
+    with torch.no_grad():
+        assert abs(squares(frozen, data(0, rank)) - squares(net(), data(0, rank))) < 1e-12
+
+    # And the engine goes on, as if nobody had copied.
+    engine.module.load_state_dict(truth.state_dict())
+    engine.backward(squares(engine, data(9, rank)))
+    engine.step()
+    with GatheredParameters(engine.module):
+        assert off(engine.module, truth) > 1e-6
+    if stage == 3:
+        engine.offload_states()
+        with pytest.raises(UsageError, match=r"copying the module needs .*reload_states"):
+            copy.deepcopy(engine.module)
+        engine.reload_states()
+    frozen.destroy()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_copies_are_ordinary_modules(stage: int, ranks: int) -> None:
+    run_ranks(ranks, check_copies, stage)
+
+
+# -- torch.compile -------------------------------------------------------------------------------------------------
+
+
+def check_compiled(how: str, section: dict[str, Any]) -> None:
+    rank, _ = world()
+    torch._dynamo.reset()
+    model = net()
+    if how == "before":
+        model.compile(backend="aot_eager")
+    engine = start(model, 3, **section)
+    if how == "engine":
+        engine.compile(backend="aot_eager")
+    run = torch.compile(engine.module, backend="aot_eager") if how == "around" else engine
+    for step in range(STEPS):
+        engine.backward(squares(run, data(step, rank)))
+        engine.step()
+    engine.destroy()
+    assert off(engine.module, plain()) < 1e-12
+
+
+@pytest.mark.parametrize("how", ["engine", "before", "around"])
+def test_compiled(how: str) -> None:
+    run_ranks(2, check_compiled, how, DROP if how == "engine" else {})
+
+
+# -- gradients of gradients ----------------------------------------------------------------------------------------
+
+
+def penalty(model: Any, x: Tensor) -> Tensor:
+    """A gradient penalty on the inputs, and one on the weights."""
+    out = model(x)
+    params = list(getattr(model, "module", model).parameters())
+    (inputs,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    weights = torch.autograd.grad(out.square().mean(), params, create_graph=True)
+    return out.square().mean() + inputs.square().mean() + torch.stack([w.square().sum() for w in weights]).sum() / 10
+
+
+def check_double(stage: int, section: dict[str, Any]) -> None:
+    rank, _ = world()
+    engine = start(net(), stage, **section)
+    for step in range(STEPS):
+        loss = penalty(engine, data(step, rank))
+        if step == 1:  # a penalty that is given up, of which nobody takes a backward
+            penalty(engine, data(step, rank))
+        engine.backward(loss)
+        assert stage < 3 or step == 1 or engine.partitioner.gathering.live == 0
+        engine.step()
+        assert stage < 3 or engine.partitioner.gathering.live == 0
+    engine.destroy()
+    assert off(engine.module, plain(penalty)) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_gradients(ranks: int) -> None:
+    for stage, section in ((1, {}), (2, {}), (3, {}), (3, DROP), (3, {"max_live_parameters": 1})):
+        run_ranks(ranks, check_double, stage, section)
