@@ -43,6 +43,7 @@ class Reporter:
         )
         # Breakdowns are asked for to be read, so they are printed even when no period is given.
         self._every = core.steps_per_print or (BREAKDOWN_EVERY if measured else 0)
+        self._print_first = measured and not core.steps_per_print
         self._begin = ctx.plugins.observers("ds_step_begin")
         self._end = ctx.plugins.observers("ds_step_end")
         self._close = ctx.plugins.observers("ds_close")
@@ -95,7 +96,8 @@ class Reporter:
         timings = timings if self._timed else None
         if not self._keep_loss:
             return
-        printing = self._every and engine.global_steps % self._every == 0
+        first = engine.global_steps == 1 and self._print_first
+        printing = first or (self._every and engine.global_steps % self._every == 0)
         if self._end or printing or self.monitor.enabled:
             metrics = self._metrics(engine)
             for observer in self._end:

@@ -295,7 +295,11 @@ class CoreConfig(Section):
     # -- logging and diagnostics
     steps_per_print: int | None = option(None, "Print progress every so many updates; null: never.", gt=0)
     wall_clock_breakdown: bool = option(False, "Time forward, backward, reduction and step; adds synchronisation.")
-    memory_breakdown: bool = option(False, "Log memory use around the phases of a step.")
+    memory_breakdown: bool = option(
+        False,
+        "Log memory use around the phases of a step, whenever progress is printed; without steps_per_print that is at "
+        "the first step and at every tenth.",
+    )
     dump_state: bool = option(False, "Print the state of the engine once, when it is built.")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], _word(str.lower)] | None = option(
         None, "Level of the ds_core loggers; null leaves it."

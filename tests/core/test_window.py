@@ -282,6 +282,12 @@ def test_a_parameter_that_is_thawed_without_the_optimizer_is_told(caplog: pytest
     assert caplog.text.count("'0.weight', '0.bias' (2 in all) will not be trained") == 1
 
 
+def test_a_memory_breakdown_is_shown_from_the_first_step_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ds_core"):
+        run(start(memory_breakdown=True), data(3))
+    assert caplog.text.count("memory after step") == 1
+
+
 def test_names_that_are_documented_for_every_engine() -> None:
     engine = start()
     assert engine.zero_optimization_partition_gradients() is False

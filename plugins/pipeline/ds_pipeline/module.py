@@ -60,7 +60,8 @@ class TiedLayerSpec(LayerSpec):
     """A layer that shares its module with all others of the same `key`, on any stages.
 
     forward_fn: ``(module, inputs) -> outputs`` instead of the module's own call (an embedding reused as projection).
-    tied_weight_attr: the parameters that the layers share, for the reader: all of the module's are kept equal.
+    tied_weight_attr: the parameters that the layers must have. All others of the module are kept equal too, since the
+    layers of one key are one module; the log says so once.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class PipelineModule(nn.Module):
         self._check_shared(specs)
         self.layers, self.tied = nn.ModuleDict(), nn.ModuleDict()
         self._chunks = [self._build(specs, c * self.num_stages + self.stage_id) for c in range(chunks)]
+        self.tied_attrs: dict[str, set[str]] = {}
         self.tied_stages = self._find_ties(specs)
         self.loss_fn = loss_fn if self.is_last_stage() else None
         self.has_loss = loss_fn is not None
@@ -229,6 +231,7 @@ class PipelineModule(nn.Module):
         for index, spec in enumerate(specs):
             if isinstance(spec, TiedLayerSpec):
                 found.setdefault(spec.key, set()).add(self.stage_owner(index))
+                self.tied_attrs.setdefault(spec.key, set()).update(spec.tied_weight_attr)
         return {key: sorted(stages) for key, stages in sorted(found.items()) if len(stages) > 1}
 
     def bind(self, mesh: Mesh) -> None:

@@ -7,12 +7,14 @@ know of ties, and a partitioner that reduces after each micro-batch stays right.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.process import tell_once
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from ds_pipeline.module import PipelineModule
 
 __all__ = ["Ties", "copies_elsewhere"]
+
+log = logging.getLogger("ds_pipeline")
+WHOLE = "layers of one key are one module, so that results do not depend on the stages that they fall on"
 
 
 def copies_elsewhere(module: PipelineModule) -> set[str]:
@@ -51,6 +56,9 @@ class Ties:
             for param in self._members[key]:
                 self._shapes[param] = param.shape
                 param.register_hook(lambda grad, p=param: self._divert(p, grad))
+            more = [n for n, _ in module.tied[key].named_parameters() if n not in module.tied_attrs[key]]
+            if more and module.stage_id == stages[0] and ctx.mesh.index("dp") == 0:
+                tell_once(log, logging.INFO, f"TiedLayerSpec {key!r}: {', '.join(more)} are tied too; {WHOLE}")
 
     def __contains__(self, param: object) -> bool:
         return param in self._shapes

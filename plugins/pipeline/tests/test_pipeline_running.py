@@ -59,6 +59,11 @@ def evaluates(chunks: int) -> None:
     last = engine.is_last_stage()
     assert close(engine.eval_batch(batches(2)), plain_loss(truth, 2))
     assert close(engine.eval_batch(batches(5), num_micro_batches=5, reduce_output=None), plain_loss(truth, 5))
+    alone = engine.eval_batch(batches(2), bcast_loss=False)
+    assert close(alone, plain_loss(truth, 2)) if last else alone is None
+    for block in (engine.no_sync, engine.coalesce_grad_reduction):
+        with pytest.raises(UsageError, match=r"cannot be called by hand: .* use engine\.train_batch"), block():
+            pass
     loss, logits = engine.eval_batch(batches(3), return_logits=True, num_micro_batches=3)
     assert close(loss, plain_loss(truth, 3))
     wanted = [truth.outputs(inputs).detach() for inputs, _ in batches(3)]
@@ -365,6 +370,51 @@ def test_activations_are_shared_out_over_tensor_parallel_ranks() -> None:
     whole = run_ranks(4, trains_beside_tp, False)
     shares = run_ranks(4, trains_beside_tp, True)
     assert all(a < 0.75 * b for a, b in zip(shares, whole, strict=True)), (shares, whole)
+
+
+class Seeded(nn.Linear):
+    def __init__(self, width: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(width, width)
+
+
+def ties_all() -> tuple[list[Tensor], list[str]]:
+    """Weights of a tied layer with a bias after two steps, on one stage and over two; and what the log says."""
+    import logging
+
+    from ds_pipeline import PipelineModule, TiedLayerSpec
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ds_pipeline")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    layers = [TiedLayerSpec("t", Seeded, 4), nn.Tanh(), TiedLayerSpec("t", Seeded, 4)]
+    net = PipelineModule(layers, num_stages=2, loss_fn=lambda out, y: (out - y).square().mean())
+    engine = start(net, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    x = torch.linspace(-1, 1, 4 * MICRO).view(MICRO, 4)
+    for _ in range(2):
+        engine.train_batch(iter([(x, x)] * 2))
+    engine.destroy()
+    log.removeHandler(handler)
+    return [p.detach() for p in net.tied["t"].parameters()], told
+
+
+def test_ties_are_of_whole_modules_and_the_log_says_so() -> None:
+    plain = Seeded(4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 4 * MICRO).view(MICRO, 4)
+    for _ in range(2):
+        (plain(torch.tanh(plain(x))) - x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.4)
+        optimizer.step()
+        optimizer.zero_grad()
+    (first, told), (second, _) = run_ranks(2, ties_all)
+    for a, b, c in zip(first, second, plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.allclose(a, c, atol=1e-5)
+    assert [t for t in told if t.startswith("TiedLayerSpec 't': bias are tied too")]
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
