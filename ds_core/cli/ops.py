@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_core.cli.show import CommandError, say_error, show_json, show_table
-from ds_core.errors import KernelError, PluginError
+from ds_core.errors import KernelError, PluginError, nearest
 
 if TYPE_CHECKING:
     from ds_core.kernels import Candidate, Kernels
     from ds_core.kernels.build import Extension
 
 __all__ = ["make_app"]
+
+DTYPES = (
+    *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+)
+"""Dtypes of tensors, as torch names them; written here, since listing kernels need not load torch."""
+_SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 Device = Annotated[str, typer.Option(help="A device type, as torch names it.")]
 Dtype = Annotated[str, typer.Option(help="A dtype, as torch names it.")]
@@ -38,6 +45,11 @@ def make_app() -> typer.Typer:
 def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = False) -> None:
     """Show every operation: its providers, best first, and why one cannot serve."""
     table = _kernels()
+    offered = {d for op in table.ops() for c in table.candidates(op, device, dtype) for d in c.entry.dtypes}
+    if dtype not in (known := {*DTYPES, *offered}):
+        close = nearest(_SHORT.get(dtype, dtype), known)
+        meant = f"did you mean {close}? " if close else ""
+        raise CommandError(f"--dtype {dtype}: no such dtype; {meant}known: {', '.join(sorted(known))}")
     rows = []
     for op in table.ops():
         serving = True

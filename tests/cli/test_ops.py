@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_core.cli import ops
+from ds_core.cli.show import CommandError
 from ds_core.entries import KernelEntry
 from ds_core.kernels import Kernels, references
 from ds_core.kernels.build import Extension, Unit
@@ -46,6 +47,14 @@ def dscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return CliRunner().invoke(ops.make_app(), list(words))
 
     return run
+
+
+@pytest.mark.parametrize(("dtype", "meant"), [("int99", "int"), ("bf16", "did you mean bfloat16?"), ("", "float32")])
+def test_list_knows_dtypes(dscore: Any, dtype: str, meant: str) -> None:
+    done = dscore("list", "--dtype", dtype)
+    assert isinstance(done.exception, CommandError)
+    assert f"--dtype {dtype}: no such dtype; " in str(done.exception) and meant in str(done.exception)
+    assert dscore("list", "--dtype", "float8_e5m2").exit_code == 0
 
 
 def test_list_says_who_serves_and_why_not(dscore: Any) -> None:
