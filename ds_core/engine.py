@@ -644,8 +644,10 @@ class Engine:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole model's 16-bit weights as one safetensors file on rank 0. Every rank calls it."""
+        """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did. Collective."""
         return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model  # its old name
 
     def run_state(self) -> dict[str, Any]:
         """All that is not a tensor of the model: counters, scaler, hyperparameters, schedule, data position."""

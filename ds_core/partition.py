@@ -106,6 +106,9 @@ class Partitioner(ABC):
     releases_weights = False
     """True when weights may be away between a forward and its backward."""
 
+    not_exported = ""
+    """Why `save_16bit_model` writes nothing, where the config says so; it is told to the user."""
+
     sync = True
     """Whether the backward that comes next may reduce gradients as they become ready."""
 

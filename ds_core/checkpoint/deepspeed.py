@@ -35,7 +35,7 @@ _OWN_KEYS = {
     *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     *("checkpoint_parallel_dimensions", "csr_tensor_module_names", "ds_checkpoint_info", "universal_checkpoint_info"),
 }
-_GROUP_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+_GROUP_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad")
 
 
 @dataclass(frozen=True, slots=True)

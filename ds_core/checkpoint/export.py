@@ -37,6 +37,7 @@ def save_16bit_model(
 ) -> bool:
     """Write all weights and buffers to one safetensors file, by rank 0, atomically; True. Collective.
 
+    False, with a warning, where the config says that the partitioner's weights are not to be gathered.
     Floating-point tensors wider than 16 bits become the run's 16-bit dtype (bfloat16 when it has none). Other names
     of shared tensors are in the metadata, where `safetensors.torch.load_model` looks for them. A name that ends in
     ``.bin`` becomes ``.safetensors``, with a warning: nothing is ever pickled.
@@ -44,6 +45,10 @@ def save_16bit_model(
     """
     action = f"cannot save the 16-bit model to {save_dir!s:.200}"
     path = _path(action, save_dir, save_filename)
+    if why := engine.partitioner.not_exported:
+        if comm.rank() == 0:
+            log.warning("save_16bit_model has written nothing to %s: %s; set it to true", save_dir, why)
+        return False
     (pieces, _), reports = on_every_rank(
         action, lambda: _pieces(engine, exclude_frozen_parameters), lambda prepared: prepared[1]
     )

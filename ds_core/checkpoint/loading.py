@@ -238,6 +238,11 @@ def _check_run(engine: Checkpointed, manifest: Manifest, run: Any, want: _Want) 
             f"the checkpoint has {saved} optimizer groups, this run {here}; use the same groups, or "
             "load_optimizer_states=False"
         )
+    elif differs := _state_switch(run["optimizer_groups"], optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer had {differs}: their states are not the same. Set it as it was, or start the "
+            "optimizer afresh with load_optimizer_states=False"
+        )
     elif manifest.optimizer.startswith("deepspeed:"):
         log.info("the optimizer's states are those of DeepSpeed's %s", manifest.optimizer.partition(":")[2])
     elif manifest.optimizer != class_name(optimizer):
@@ -246,6 +251,20 @@ def _check_run(engine: Checkpointed, manifest: Manifest, run: Any, want: _Want) 
             manifest.optimizer,
             class_name(optimizer),
         )
+
+
+def _state_switch(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
+    """How groups differ in a hyperparameter that adds a state to each parameter; empty where they do not.
+
+    An optimizer whose class has no such hyperparameter keeps no such state.
+    """
+    words = {True: "on", False: "off"}
+    for name in ("amsgrad", "centered"):  # of Adam's kind; of RMSprop
+        for old, new in zip(saved, here, strict=True):
+            was, is_now = bool(old.get(name)), bool(new.get(name))
+            if was != is_now:
+                return f"{name} {words[was]}, and this run has it {words[is_now]}"
+    return ""
 
 
 def _local(source: SavedStates, rank: int) -> dict[str, Any]:

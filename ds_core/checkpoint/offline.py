@@ -28,6 +28,7 @@ __all__ = [
     "Difference",
     "LazyTensor",
     "Saved",
+    "check_output",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "differences",
     "export_weights",
@@ -40,6 +41,8 @@ __all__ = [
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
 _BLOCK = 1 << 24
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}IB": 1 << (10 * power) for power, letter in enumerate("KMGT", 1)
 }
@@ -152,13 +155,17 @@ def export_weights(
     dtype: str = "fp32",
     max_shard_size: int | str = "5GB",
     exclude_frozen_parameters: bool = False,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Write the weights as safetensors in the layout of Hugging Face's `save_pretrained`; the files written.
 
     One ``model.safetensors``, or with more than `max_shard_size` bytes ``model-00001-of-0000N.safetensors`` and an
     index. dtype: "fp32", "bf16", "fp16" (for floating-point tensors), or "saved" to leave them. Shared tensors are
-    stored once; their other names are in the metadata. CheckpointError when a weight is cut along mesh axes.
+    stored once; their other names are in the metadata. overwrite: replace weights that are in the folder, all of them;
+    else they are an error. Other files there are left alone. CheckpointError when a weight is cut along mesh axes.
     """
+    folder = Path(output_dir)
+    check_output(folder, overwrite)
     if dtype not in EXPORT_DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(EXPORT_DTYPES)}")
     _refuse_split(saved)
@@ -174,7 +181,25 @@ def export_weights(
             filled = 0
         shards[-1].append(item)
         filled += size
-    return _write_shards(Path(output_dir), shards or [[]], saved, left_out)
+    return _write_shards(folder, shards or [[]], saved, left_out)
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """The files of weights in a folder that this or another program exported to."""
+    return sorted(path for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def check_output(folder: Path, overwrite: bool) -> None:
+    """CheckpointError before anything is read when the weights cannot go to `folder`."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name a folder for the weights")
+    if os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(f"{folder} is a checkpoint; name another folder for the weights")
+    if not overwrite and (found := _weights_in(folder)):
+        raise CheckpointError(
+            f"{folder} holds weights already ({found[0].name}); name another folder, or replace them "
+            "with overwrite=True (dscore checkpoint export --overwrite)"
+        )
 
 
 def _write_shards(folder: Path, shards: list[list[Item]], saved: Saved, left_out: set[str]) -> list[Path]:
@@ -188,9 +213,11 @@ def _write_shards(folder: Path, shards: list[list[Item]], saved: Saved, left_out
         metadata = {a: n for a, n in shared.items() if n in here} | {"format": "pt"}
         files.replace_with(folder / name, lambda path, i=items, m=metadata: write_tensors(path, i, m))  # type: ignore[misc]
     paths = [folder / name for name in names]
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
+    for old in _weights_in(folder):  # of an earlier export; readers would take them for a part of this one
+        if old.name not in (*names, index.name) or (old == index and len(shards) == 1):
+            old.unlink()
     if len(shards) == 1:
-        index.unlink(missing_ok=True)  # of an earlier export; readers would look there first
         return paths
     where = {item[0]: name for name, items in zip(names, shards, strict=True) for item in items}
     where |= {alias: where[name] for alias, name in shared.items() if name in where}
@@ -305,6 +332,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> list[Path]:
     """Write a checkpoint's fp32 weights to safetensors files, with an index when there are several; the files.
 
+    Weights that are in `output_dir` are replaced.
     safe_serialization=False, which would pickle, is an error.
     """
     if not safe_serialization:
@@ -317,4 +345,5 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             output_dir,
             max_shard_size=max_shard_size,
             exclude_frozen_parameters=exclude_frozen_parameters,
+            overwrite=True,
         )

@@ -89,14 +89,21 @@ def export(
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or saved: as the model had it.")] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Most bytes per file, such as 5GB.")] = "5GB",
     exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave out what was not trained.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the weights that are in OUTPUT.")] = False,
 ) -> None:
     """Write the whole model's weights as safetensors, in Hugging Face's layout, one weight at a time in memory."""
-    from ds_core.checkpoint.offline import export_weights, open_saved
+    from ds_core.checkpoint.offline import check_output, export_weights, open_saved
 
     with open_saved(folder, tag) as saved:
+        check_output(output, overwrite)
         saved.source.verify(0, 1)
         paths = export_weights(
-            saved, output, dtype=dtype, max_shard_size=max_shard_size, exclude_frozen_parameters=exclude_frozen
+            saved,
+            output,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            exclude_frozen_parameters=exclude_frozen,
+            overwrite=overwrite,
         )
     for path in paths:
         typer.echo(str(path))

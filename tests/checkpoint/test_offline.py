@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,24 @@ def test_export(folder: Path, tmp_path: Path, dtype: str) -> None:
     assert weights["mid.weight"].dtype == wanted and weights["count"].dtype == torch.int64
     truth = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)
     assert torch.equal(weights["mid.weight"], truth["mid.weight"].to(wanted))
-    again = dscore("export", folder, tmp_path / "out", "--dtype", dtype, "--exclude-frozen")
-    assert again.exit_code == 0 and not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    (tmp_path / "out" / "config.json").write_text("the user's")
+    again = ["export", folder, tmp_path / "out", "--dtype", dtype, "--exclude-frozen"]
+    refused = dscore(*again)
+    assert refused.exit_code == 1 and "holds weights already" in refused.output and "--overwrite" in refused.output
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*files, "model.safetensors.index.json", "config.json"}
+    assert dscore(*again, "--overwrite").exit_code == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     net = Net().to(wanted)
     missing, _ = safetensors.torch.load_model(net, tmp_path / "out" / "model.safetensors", strict=False)
     assert set(missing) == {"mid.bias"}
+
+
+def test_export_to_what_is_no_folder_for_weights(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("the user's")
+    for output, word in ((tmp_path / "file", "is a file"), (folder / "a", "is a checkpoint")):
+        done = dscore("export", folder, output, "--overwrite")
+        assert done.exit_code == 1 and word in done.output and "Traceback" not in done.output
+    assert (tmp_path / "file").read_text() == "the user's"
 
 
 def test_fp32_weights_are_the_masters(ranks: Any, folder: Path, tmp_path: Path) -> None:
@@ -133,8 +147,28 @@ def test_fp32_weights_are_the_masters(ranks: Any, folder: Path, tmp_path: Path) 
         checkpoint.load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), folder, "a")
     with pytest.raises(CheckpointError, match="pickle"):
         checkpoint.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "x", safe_serialization=False)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier export, which is replaced")
     [path] = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "x", tag="a")
+    assert list((tmp_path / "x").iterdir()) == [path]
     assert torch.equal(safetensors.torch.load_file(path)["mid.weight"], state["mid.weight"])
+
+
+def test_importing_an_index_and_what_is_no_weights(folder: Path, tmp_path: Path) -> None:
+    assert dscore("export", folder, tmp_path / "out", "--max-shard-size", "3KB").exit_code == 0
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    assert dscore("import", index, tmp_path / "from_index").exit_code == 0
+    weights = checkpoint.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "from_index")
+    assert torch.equal(weights["mid.weight"], checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)["mid.weight"])
+    (tmp_path / "some.json").write_text("{}")
+    os.mkfifo(tmp_path / "fifo")
+    for name, word in (
+        ("some.json", "neither a safetensors file nor one that torch.save wrote"),
+        ("fifo", "regular file"),
+    ):
+        done = dscore("import", tmp_path / name, tmp_path / "to")
+        assert done.exit_code == 1 and word in done.output and "running code" not in done.output
+    assert not (tmp_path / "to").exists()
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, folder: Path) -> None:

@@ -346,6 +346,39 @@ def save_without_frozen(folder: str) -> Any:
     return kept, torch.equal(other.module.head.weight, engine.module.head.weight)
 
 
+def with_amsgrad(folder: str, saved: bool, here: bool) -> Any:
+    def start(amsgrad: bool) -> Any:
+        return make(optimizer={"type": "AdamW", "params": {"lr": 0.01, "amsgrad": amsgrad}})
+
+    engine = start(saved)
+    engine.train_batch()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = start(here)
+    before = engine.head.weight.clone()
+    told = None
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        told = str(error)
+        assert torch.equal(engine.head.weight, before)
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+    engine.train_batch()
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("saved, here", [(False, True), (True, False), (True, True)])
+def test_a_hyperparameter_that_adds_a_state(ranks: Any, tmp_path: Path, saved: bool, here: bool) -> None:
+    [message] = ranks(1, with_amsgrad, str(tmp_path), saved, here)
+    if saved == here:
+        assert message is None
+        return
+    words = ("on", "off") if saved else ("off", "on")
+    assert f"had amsgrad {words[0]}, and this run has it {words[1]}" in message
+    assert "load_optimizer_states=False" in message
+
+
 def test_exclude_frozen_parameters(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1, save_without_frozen, str(tmp_path)) == [(True, True)]
     names = {s.name for s in parse_manifest(tmp_path / "t" / "manifest.json").states}

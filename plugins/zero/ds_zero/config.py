@@ -172,9 +172,9 @@ class ZeroConfig(Section):
         ge=0,
         alias="stage3_max_reuse_distance",
     )
-    gather_16bit_weights_on_model_save: bool = option(
-        False,
-        "Allow save_16bit_model in stage 3; it is always allowed.",
+    gather_16bit_weights_on_model_save: bool | None = option(
+        None,
+        "False: save_16bit_model in stage 3 writes nothing and returns False; null: it writes.",
         old=("stage3_gather_fp16_weights_on_model_save",),
         alias="stage3_gather_16bit_weights_on_model_save",
     )
@@ -268,9 +268,6 @@ class ZeroConfig(Section):
         if unused:
             have = "has" if len(unused) == 1 else "have"
             yield "", f"{', '.join(unused)} {have} no effect at stage {self.stage}: only stage 3 gathers parameters"
-        gathers = [k for k in given if names.get(k) == "gather_16bit_weights_on_model_save"]
-        if gathers and self.stage == 3:
-            yield gathers[0], "has no effect: save_16bit_model is always allowed in stage 3"
 
     @field_validator("leaf_module", mode="before")
     @classmethod

@@ -43,6 +43,8 @@ class Stage3(ZeroPartitioner):
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         super().__init__(ctx, section)
+        if section.gather_16bit_weights_on_model_save is False:
+            self.not_exported = "zero_optimization.gather_16bit_weights_on_model_save is false"
         self.units: list[Unit] = []
         self._gatherers: list[Gatherer] = []
         self._untrained: set[FlatBucket] = set()

@@ -122,19 +122,28 @@ def test_load_from_fp32_weights(tmp_path: Path) -> None:
         assert far["True"] > 0.0
 
 
-def save_16bit(folder: Path, allowed: bool) -> dict[str, Tensor]:
-    engine = start("plain", 3, gather_16bit_weights_on_model_save=allowed)
-    engine.save_16bit_model(str(folder))
+def save_16bit(folder: Path, stage: int, section: dict[str, Any]) -> tuple[bool, dict[str, Tensor]]:
+    engine = start("plain", stage, **section)
+    written = engine.save_fp16_model(str(folder))  # the old name of save_16bit_model
     found = whole(engine)
     engine.destroy()
-    return found
+    return written, found
 
 
-@pytest.mark.parametrize("allowed", [False, True])
-def test_the_16bit_model_of_stage_3_is_always_savable(allowed: bool, tmp_path: Path) -> None:
+KEY = "stage3_gather_16bit_weights_on_model_save"
+
+
+def test_the_16bit_model_of_stage_3_is_not_written_where_the_config_says_so(tmp_path: Path) -> None:
+    assert [written for written, _ in run_ranks(2, save_16bit, tmp_path, 3, {KEY: False})] == [False, False]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage, section", [(3, {}), (3, {KEY: True}), (2, {KEY: False})], ids=str)
+def test_the_16bit_model_is_written(stage: int, section: dict[str, Any], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    weights = run_ranks(2, save_16bit, tmp_path, allowed)[0]
+    written, weights = run_ranks(2, save_16bit, tmp_path, stage, section)[0]
+    assert written is True
     saved = load_file(tmp_path / "model.safetensors")
     for name, value in weights.items():
         assert torch.equal(saved[name], value.to(torch.bfloat16)), name

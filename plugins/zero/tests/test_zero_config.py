@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "model_persistence_threshold": sys.maxsize,
     "max_live_parameters": 1_000_000_000,
     "max_reuse_distance": 1_000_000_000,
-    "gather_16bit_weights_on_model_save": False,
+    "gather_16bit_weights_on_model_save": None,
     "module_granularity_threshold": 0,
     "use_all_reduce_for_fetch_params": False,
     "allgather_sequential": False,
@@ -172,10 +172,7 @@ NOTED: list[tuple[Any, list[str]]] = [
     ({"stage": 1, "legacy_stage1": True}, [f"{Z}.legacy_stage1: has no effect"]),
     ({"stage": 3, "elastic_checkpoint": True}, [f"{Z}.elastic_checkpoint: has no effect"]),
     ({"stage": 3, "pipeline_loading_checkpoint": True}, [f"{Z}.pipeline_loading_checkpoint: has no effect"]),
-    (
-        {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False},
-        [f"{Z}.stage3_gather_16bit_weights_on_model_save: has no effect"],
-    ),
+    ({"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}, []),
     (
         {"stage": 2, "stage3_max_live_parameters": 5, "leaf_module": {}},
         [f"{Z}: stage3_max_live_parameters, leaf_module have no effect at stage 2"],
