@@ -79,6 +79,68 @@ def test_zero_grad_of_optimizer_and_module_drops_gradients(world: int, bf16: boo
     assert run_ranks(world, dropped, bf16) == [[]] * world
 
 
+def read_and_set(stage: int) -> list[Tensor]:
+    """What the access functions give after each kind of backward in the middle of a window, and the weights then."""
+    from ds_core.access import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+
+    found = []
+    for how in ("engine", "plain"):
+        engine = start(stage, 2)
+        weight, bias, other = engine.module[0].weight, engine.module[0].bias, engine.module[2].weight
+        for x in data(2):
+            loss = engine(x).square().mean()
+            engine.backward(loss) if how == "engine" else loss.backward()
+            grad = safe_get_full_grad(weight)
+            assert grad is not None
+            found.append(grad)
+            safe_set_full_grad(bias, torch.ones(16))
+            held = safe_get_local_grad(other) if stage == 3 else None
+            if held is not None:
+                found.append(held)
+                safe_set_local_grad(other, held * 2)
+            engine.step()
+        found += weights(engine)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_both_kinds_of_backward_give_the_same_gradients(world: int) -> None:
+    for stage in STAGES:
+        for found in run_ranks(world, read_and_set, stage):
+            half = len(found) // 2
+            for a, b in zip(found[:half], found[half:], strict=True):
+                assert torch.equal(a, b), stage  # a division by 2 is exact
+
+
+def ends(stage: int) -> list[str]:
+    import ds_core
+    from ds_core.errors import UsageError
+
+    engine = start(stage)
+    net, before = engine.module, [x.shape for x in model().parameters()]
+    engine.backward(engine(data(1)[0]).square().mean())
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    second = ds_core.initialize(model=net, config={**config, "zero_optimization": {"stage": stage}})[0]
+    told = []
+    for use in (lambda: engine(data(1)[0]), lambda: engine.step(), lambda: engine.backward(second(data(1)[0]).sum())):
+        with pytest.raises(UsageError) as caught:
+            use()
+        told.append(str(caught.value))
+    second.backward(second(data(1)[0]).square().mean())
+    second.step()
+    second.destroy()
+    assert [p.shape for p in net.parameters()] == before
+    told.append(str(float(sum(p.double().sum() for p in net.parameters()))))
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_was_replaced_neither_drifts_nor_loses_weights(stage: int) -> None:
+    first, second = run_ranks(2, ends, stage)
+    assert first == second
+    assert all("this engine was destroyed" in text for text in first[:-1])
+
+
 def coalesced(world: int) -> list[str]:
     """Stages at which one reduction of several backwards is not that of stage 1's window, bit for bit."""
     found = []
