@@ -263,7 +263,7 @@ def _place() -> tuple[int, int]:
     """(rank, world size) of a running process group, else as the environment tells; (0, 1) when it tells nothing."""
     if comm.is_initialized():
         return comm.rank(), comm.world_size()
-    where = comm.find_rendezvous(os.environ)
+    where = comm.find_own()
     return (where.rank, where.world_size) if where is not None else (0, 1)
 
 

@@ -62,7 +62,9 @@ def make_app() -> typer.Typer:
     from ds_core.cli import checkpoint, config, doctor, ops, plugins, run
 
     app.callback()(_global_options)
-    app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+    # Options may be spelt with underscores too, as in the documents.
+    either = {"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
+    app.command("run", context_settings=either)(run.run)
     app.command("plugins")(plugins.plugins)
     app.command("doctor")(doctor.doctor)
     app.add_typer(config.make_app(), name="config")

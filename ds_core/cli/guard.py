@@ -7,22 +7,26 @@ what gets ended here.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ds_core.cli import watcher
 from ds_core.cli.show import say_error
+from ds_core.cli.watcher import kill_session, starts
 
-__all__ = ["Ending", "Guard", "Started", "Stopped", "members"]
+__all__ = ["Ending", "Guard", "Started", "Stopped"]
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
@@ -59,17 +63,24 @@ class Guard:
     """While entered: notes how processes end and ends what does not end by itself. Use it in the main thread.
 
     folder: where the processes leave word. grace: seconds between the first failure, or the signal to stop, and
-    the end by force.
+    the end by force. files: to be removed, as `folder`, by the `watcher` when this process is killed.
     """
 
-    def __init__(self, folder: Path, grace: float) -> None:
-        self.folder, self.grace = folder, grace
+    def __init__(self, folder: Path, grace: float, files: Sequence[str] = ()) -> None:
+        self.folder, self.grace, self.files = folder, grace, files
         self.endings: dict[Started, Ending] = {}
         self._timers: dict[int | None, threading.Timer] = {}
         self._handlers: dict[int, Any] = {}
         self._left = threading.Event()
 
     def __enter__(self) -> Guard:
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", watcher.__file__, str(self.folder), str(self.grace), *self.files],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what kills the launcher's group must not kill it
+        )
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for number in (*STOPS, signal.SIGCHLD):
@@ -92,12 +103,17 @@ class Guard:
         os.close(self._read)
         for timer in self._timers.values():
             timer.cancel()
+        self._dismiss_watcher()
+
+    def _dismiss_watcher(self) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # somebody has killed it
+            self._watcher.communicate(b".", timeout=10)
 
     def started(self) -> Iterator[Started]:
         """The processes that have begun, by attempt and rank."""
-        for path in sorted(self.folder.glob("*.start")):
+        for path, note in starts(self.folder):
             attempt, _, local_rank = path.stem.partition("-")
-            yield Started(int(attempt), int(local_rank), **json.loads(path.read_text()))
+            yield Started(int(attempt), int(local_rank), **note)
 
     def end(self, attempt: int | None = None) -> None:
         """Kill everything in the sessions of `attempt`, or of all attempts, and return when it is gone."""
@@ -106,7 +122,7 @@ class Guard:
                 signal.signal(number, signal.SIG_IGN)
         for one in self.started():
             if attempt in (None, one.attempt):
-                _kill_session(one.session)
+                kill_session(one.session)
 
     def _child_ended(self, number: int, frame: FrameType | None) -> None:
         """On SIGCHLD, before torch collects the child: note how and when it ended, and leave it collectable."""
@@ -142,6 +158,7 @@ class Guard:
         """End all, and this process too if its main thread waits inside torch for machines that do not come."""
         self.end()
         if not self._left.wait(DEAF_SECONDS):
+            self._dismiss_watcher()
             shutil.rmtree(self.folder, ignore_errors=True)
             say_error(f"stopped by {signal.Signals(number).name}; all processes were ended")
             os._exit(128 + number)
@@ -149,40 +166,3 @@ class Guard:
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
-
-
-def _kill_session(session: int) -> None:
-    """Kill every process of `session`, which one of our processes leads; again until none is left (forks race)."""
-    if session in (os.getsid(0), 0):
-        return
-    for _ in range(50):
-        pids = members(session)
-        for pid in pids:
-            _quietly(os.kill, pid)
-        if not pids:
-            return
-        time.sleep(0.02)
-
-
-def _quietly(kill: Callable[[int, int], None], target: int) -> None:
-    try:
-        kill(target, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # gone, or become somebody else's
-        pass
-
-
-def members(session: int) -> list[int]:
-    """The living processes of `session`; without /proc the group of its leader is all that can be reached."""
-    found = []
-    if not os.path.exists("/proc/self/stat"):
-        _quietly(os.killpg, session)
-        return []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            # "pid (name) state ppid pgrp session ...": the name may hold anything, also parentheses
-            state, _, _, owner = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):  # ended while we looked
-            continue
-        if int(owner) == session and state not in "ZX":
-            found.append(int(name))
-    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ from ds_core.cli.show import CommandError
 from ds_core.errors import PluginError, nearest
 from ds_core.plugins import Plugins
 
-__all__ = ["Launcher", "LaunchRequest", "check_script", "find_launcher", "parse_nodes", "parse_nproc"]
+__all__ = ["Launcher", "LaunchRequest", "check_program", "check_script", "find_launcher", "parse_nodes", "parse_nproc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,10 @@ class LaunchRequest:
     rdzv_endpoint: ``host[:port]`` where machines meet, "" for none. rdzv_id: names the run among several that
     meet there. master_addr, master_port: of rank 0's store; "" and None let the launcher choose.
     tag: put the rank before every line of output. grace: seconds that processes get to end by themselves.
+    local_rank: pass ``--local_rank=i`` as the script's first argument. is_command: `script` is a program that is run
+    as it is. log_folder: each rank's output goes to a file there, "" for none. bind, cores: tie each process to its
+    share of these cores, or of all when empty. venv_script: is sourced first, "" for none. save_pid: leave this
+    process's id in a file while it runs. level: of `logging`; what the launcher itself says.
     """
 
     script: str
@@ -41,6 +47,14 @@ class LaunchRequest:
     master_port: int | None = None
     tag: bool = False
     grace: float = 5.0
+    local_rank: bool = False
+    is_command: bool = False
+    log_folder: str = ""
+    bind: bool = False
+    cores: tuple[int, ...] = ()
+    venv_script: str = ""
+    save_pid: bool = False
+    level: int = logging.WARNING
 
 
 Launcher = Callable[[LaunchRequest], int]
@@ -48,7 +62,7 @@ Launcher = Callable[[LaunchRequest], int]
 
 def parse_nproc(text: str) -> int | None:
     """``"auto"`` -> None, ``"4"`` -> 4. Raises CommandError for anything else."""
-    if text == "auto":
+    if text in ("auto", "-1"):  # -1 is the documents' word for all
         return None
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise CommandError(f"--nproc {text!r} must be a whole number > 0 or 'auto' (one per accelerator)")
@@ -74,6 +88,13 @@ def check_script(script: str) -> None:
         raise CommandError(f"no such script: {script!r}{where}{module}")
     if not os.access(script, os.R_OK):
         raise CommandError(f"the script {script!r} cannot be read: permission denied")
+
+
+def check_program(name: str) -> None:
+    """Raises CommandError unless `name` is a program that can be run."""
+    if shutil.which(name) is None:
+        where = " on the PATH" if os.sep not in name else ", or it cannot be executed"
+        raise CommandError(f"--no-python: no such program: {name!r}{where}")
 
 
 def find_launcher(name: str) -> Launcher:

@@ -1,26 +1,37 @@
 """The built-in launcher: processes on this machine through torch's own elastic launcher.
 
-torch is imported inside `launch` only. torch does the rendezvous, the variables and the restarts; the `Guard` sees
-to it that all end, and `failure` says what happened in our words instead of torch's.
+torch is imported inside `launch` only. torch does the variables and the restarts, `rendezvous` lets machines meet, the
+`Guard` sees to it that all end, and `failure` says what happened in our words instead of torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import os
+import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_core.cli.failure import describe, exit_code, first, gather, signal_name
 from ds_core.cli.guard import Guard, Stopped
 from ds_core.cli.show import say_error
+from ds_core.cli.surroundings import (
+    activated,
+    cores_of_ranks,
+    environment,
+    log_prefix,
+    pid_file,
+    threads_per_rank,
+)
+from ds_core.comm.meeting import is_loopback
 from ds_core.errors import CommError
 
 if TYPE_CHECKING:
@@ -37,23 +48,41 @@ WORKER = str(Path(__file__).with_name("worker.py"))
 
 def launch(request: LaunchRequest) -> int:
     """Start the processes, wait for all of them, and return the exit code of the first that failed, or 0."""
-    nproc = request.nproc or _accelerators()
-    with _threads_shared(nproc), _quiet_torch(), tempfile.TemporaryDirectory(prefix="dscore-") as name:
-        folder = Path(name)
-        with Guard(folder, request.grace) as guard:
-            run = _Run(request, nproc, folder, guard)
-            try:
-                return run()
-            finally:
-                if run.failed:  # after a good end, what the script left running on purpose stays
-                    guard.end()
+    with contextlib.ExitStack() as stack:
+        python = sys.executable
+        if request.venv_script:
+            stack.enter_context(environment(activated(request.venv_script)))
+            python = shutil.which("python") or python
+        nproc = request.nproc or _accelerators()
+        cores = cores_of_ranks(nproc, request.cores) if request.bind or request.cores else []
+        stack.enter_context(environment(_defaults(request, nproc, cores)))
+        files = stack.enter_context(pid_file(request.save_pid))
+        stack.enter_context(_quiet_torch())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dscore-")))
+        logs = log_prefix(request.log_folder) if request.log_folder else ""
+        (folder / "settings").write_text(json.dumps({"local_rank": request.local_rank, "cores": cores, "logs": logs}))
+        guard = stack.enter_context(Guard(folder, request.grace, files))
+        run = _Run(request, nproc, folder, guard, python)
+        try:
+            return run()
+        finally:
+            if run.failed:  # after a good end, what the script left running on purpose stays
+                guard.end()
+
+
+def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dict[str, str | None]:
+    """Variables that the processes get unless the user has set them."""
+    wanted = {"OMP_NUM_THREADS": str(threads_per_rank(nproc, cores))}
+    if request.max_nodes == 1 and is_loopback(request.master_addr or LOOPBACK) and sys.platform.startswith("linux"):
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen at the address of this host's name
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 class _Run:
     """One launch: holds what must be known when an attempt fails."""
 
-    def __init__(self, request: LaunchRequest, nproc: int, folder: Path, guard: Guard) -> None:
-        self.request, self.nproc, self.folder, self.guard = request, nproc, folder, guard
+    def __init__(self, request: LaunchRequest, nproc: int, folder: Path, guard: Guard, python: str) -> None:
+        self.request, self.nproc, self.folder, self.guard, self.python = request, nproc, folder, guard, python
         self.attempt, self.world_size, self.failed = 0, nproc, True
 
     def __call__(self) -> int:
@@ -61,10 +90,12 @@ class _Run:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
-        kind = "module" if self.request.is_module else "script"
-        arguments = (WORKER, str(self.folder), kind, self.request.script, *self.request.arguments)
+        request = self.request
+        kind = "module" if request.is_module else "command" if request.is_command else "script"
+        arguments = (WORKER, str(self.folder), kind, request.script, *request.arguments)
+        self._say(logging.DEBUG, f"each process runs the {kind} {request.script!r} with {self.python}")
         try:
-            elastic_launch(_launch_config(self.request, self.nproc, self._logs()), sys.executable)(*arguments)
+            elastic_launch(_launch_config(request, self.nproc, self._logs()), self.python)(*arguments)
         except ChildFailedError as error:
             known = [(rank, f.local_rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
             return self._say_failure(known)
@@ -74,7 +105,7 @@ class _Run:
             say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number
         except Exception as error:  # of the rendezvous: a port in use, an address that nobody answers
-            raise CommError(_no_start(error, self.request)) from error
+            raise CommError(_no_start(error)) from error
         self.failed = False
         return 0
 
@@ -89,11 +120,21 @@ class _Run:
         attempt, self.world_size = int(some["TORCHELASTIC_RESTART_COUNT"]), int(some["WORLD_SIZE"])
         if attempt > self.attempt:
             failures, ended = gather(self.folder, self.attempt, self.guard.endings, grace=self.request.grace)
-            if failures:
+            if failures and self.request.level <= logging.WARNING:
                 sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
             self.guard.end(self.attempt)
-            say_error(f"restart {attempt} of {self.request.max_restarts}")
+            self._say(logging.WARNING, f"restart {attempt} of {self.request.max_restarts}")
         self.attempt = attempt
+        ranks = sorted(int(env["RANK"]) for env in envs.values())
+        self._say(
+            logging.INFO,
+            f"starting ranks {ranks[0]} to {ranks[-1]} of {self.world_size}; they meet at "
+            f"{some['MASTER_ADDR']}:{some['MASTER_PORT']}",
+        )
+
+    def _say(self, level: int, text: str) -> None:
+        if level >= self.request.level:
+            say_error(text)
 
     def _logs(self) -> LogsSpecs:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
@@ -131,28 +172,27 @@ def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs) -> Launc
 
 def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
     """Where the machines meet, as torch's launcher wants it said."""
+    from ds_core.cli import rendezvous
+
+    rendezvous.register()
     if request.rdzv_endpoint:
+        host, colon, number = request.rdzv_endpoint.rpartition(":")
+        endpoint = f"{host}:{number}" if colon else f"{number}:29400"
         configs = {} if request.node_rank is None else {"is_host": str(request.node_rank == 0).lower()}
         return {
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": request.rdzv_endpoint,
+            "rdzv_backend": rendezvous.ELASTIC,
+            "rdzv_endpoint": endpoint,
             "run_id": request.rdzv_id,
             "rdzv_configs": configs,
         }
-    if request.max_nodes > 1 or request.master_port is not None:
-        address = request.master_addr or LOOPBACK
-        return {
-            "rdzv_backend": "static",
-            "rdzv_endpoint": f"{address}:{request.master_port or 29500}",
-            "run_id": request.rdzv_id,
-            "rdzv_configs": {"rank": request.node_rank or 0},
-        }
-    # One machine: any free port, so that runs beside each other do not meet; no look-up of this host's name.
+    alone = request.max_nodes == 1
+    # On one machine any free port, so that runs beside each other do not meet; no look-up of this host's name.
+    port = request.master_port or (0 if alone else 29500)
     return {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0",
-        "run_id": uuid.uuid4().hex,
-        "local_addr": LOOPBACK,
+        "rdzv_backend": rendezvous.FIXED,
+        "rdzv_endpoint": f"{request.master_addr or LOOPBACK}:{port}",
+        "run_id": uuid.uuid4().hex if alone else request.rdzv_id,
+        "rdzv_configs": {"rank": request.node_rank or 0},
     }
 
 
@@ -164,27 +204,12 @@ def _accelerators() -> int:
     return 1 if accelerator.device_type == "cpu" else max(1, accelerator.device_count())
 
 
-def _no_start(error: Exception, request: LaunchRequest) -> str:
-    text = f"{type(error).__name__}: {error}"
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        port = request.master_port or request.rdzv_endpoint or 29500
-        return f"port {port} is already in use; choose another with --master-port, or leave it out on one machine"
+def _no_start(error: Exception) -> str:
+    """Of our own errors their text, of torch's the innermost cause, which says more than those around it."""
+    while not isinstance(error, CommError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    text = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
     return f"the processes could not be started: {text.splitlines()[0]}"
-
-
-@contextlib.contextmanager
-def _threads_shared(nproc: int) -> Iterator[None]:
-    """Share the cores between the processes unless the user has said how many threads each may have."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
 
 
 @contextlib.contextmanager

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from enum import Enum
 from typing import Annotated
 
 import typer
 
-from ds_core.cli.launch import LaunchRequest, check_script, find_launcher, parse_nodes, parse_nproc
+from ds_core.cli.launch import LaunchRequest, check_program, check_script, find_launcher, parse_nodes, parse_nproc
 from ds_core.cli.show import CommandError
+from ds_core.cli.surroundings import parse_cores
 
-__all__ = ["run"]
+__all__ = ["Level", "run"]
+
+
+class Level(str, Enum):
+    """What ``--log-level`` takes."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+    CRITICAL = "critical"
 
 
 def run(
@@ -20,7 +33,13 @@ def run(
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments, untouched.")
     ] = None,
     nproc: Annotated[
-        str, typer.Option(help="Processes per machine; 'auto' is one per accelerator, or 1 without any.")
+        str,
+        typer.Option(
+            "--nproc",
+            "--num-gpus",
+            "--num-accelerators",
+            help="Processes per machine; 'auto' is one per accelerator, or 1 without any.",
+        ),
     ] = "auto",
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often to start all processes again after one fails.")
@@ -45,6 +64,33 @@ def run(
     grace: Annotated[
         float, typer.Option(min=0, max=30, help="Seconds that processes get to end by themselves before a kill.")
     ] = 5.0,
+    local_rank: Annotated[
+        bool,
+        typer.Option(
+            "--local-rank/--no-local-rank",
+            help="Pass --local_rank=i to the script, for scripts that do not read LOCAL_RANK.",
+        ),
+    ] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program, run as it is.")] = False,
+    save_pid: Annotated[
+        bool, typer.Option("--save-pid", help="Keep this process's id in <temporary folder>/<id>.dscore.")
+    ] = False,
+    each_rank_log: Annotated[
+        str, typer.Option("--enable-each-rank-log", metavar="DIR", help="Write each rank's output to a file in DIR.")
+    ] = "",
+    bind_cores: Annotated[
+        bool, typer.Option("--bind-cores-to-rank", help="Tie each process to its share of the cores.")
+    ] = False,
+    core_list: Annotated[
+        str, typer.Option("--bind-core-list", metavar="0-7,16", help="The cores to share; implies binding.")
+    ] = "",
+    venv_script: Annotated[
+        str, typer.Option(metavar="FILE", help="Source FILE (activate of an environment) first, in bash.")
+    ] = "",
+    log_level: Annotated[
+        Level, typer.Option(help="How much the launcher itself says.", case_sensitive=False)
+    ] = Level.WARNING,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="As --log-level error.")] = False,
 ) -> None:
     """Run a script on all accelerators of this machine, or on several machines.
 
@@ -63,8 +109,14 @@ def run(
         raise CommandError(f"--node-rank {node_rank} with --nnodes {nnodes}; use 0 to {max_nodes - 1}")
     if master_addr and max_nodes == 1 and master_port is None:
         raise CommandError("--master-addr on one machine needs --master-port too; leave both out for a free port")
+    if no_python and module:
+        raise CommandError("--no-python and --module say different things of SCRIPT; give one of them")
+    if tag and each_rank_log:
+        raise CommandError("--tag and --enable-each-rank-log are two ways to tell ranks apart; give one of them")
     count = parse_nproc(nproc)
-    if not module:
+    if no_python:
+        check_program(script)
+    elif not module:
         check_script(script)
     request = LaunchRequest(
         script=script,
@@ -81,6 +133,14 @@ def run(
         master_port=master_port,
         tag=tag,
         grace=grace,
+        local_rank=local_rank,
+        is_command=no_python,
+        log_folder=each_rank_log,
+        bind=bind_cores,
+        cores=tuple(parse_cores(core_list)) if core_list else (),
+        venv_script=venv_script,
+        save_pid=save_pid,
+        level=max(logging.ERROR if quiet else logging.NOTSET, getattr(logging, log_level.name)),
     )
     code = find_launcher(launcher)(request)
     raise typer.Exit(code)

@@ -1,7 +1,7 @@
 """What every launched process starts with: run the user's script and leave word of how it ended.
 
-Run by its path, as ``python worker.py FOLDER (script | module) NAME [ARGS...]``; standard library only, so that
-it costs nothing and reads nothing of ours.
+Run by its path, as ``python worker.py FOLDER (script | module | command) NAME [ARGS...]``; standard library only, so
+that it costs nothing and reads nothing of ours. ``FOLDER/settings`` says what else was asked for.
 
 [Note: inside the process, not around it] A parent that reads the script's stderr would take its terminal away (no
 live progress bar) and could only guess where a traceback begins. So the script runs in this very process; its
@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # spelt like this, it needs no import of typing
 
 __all__: list[str] = []
 
+# What the documents call torch's variables: machines are CROSS, processes of one machine LOCAL.
+_ALSO_NAMED = {"LOCAL_SIZE": "LOCAL_WORLD_SIZE", "CROSS_RANK": "GROUP_RANK", "CROSS_SIZE": "GROUP_WORLD_SIZE"}
+
 
 def main() -> None:
     """Prepare the process as ``python SCRIPT ARGS`` would and run the script."""
@@ -34,6 +37,11 @@ def main() -> None:
     _end_with(os.getppid())
     start = {"pid": os.getpid(), "session": os.getsid(0), "rank": int(os.environ["RANK"])}
     _write(os.path.join(folder, f"{prefix}.start"), start)
+    for documented, own in _ALSO_NAMED.items():
+        os.environ[documented] = os.environ[own]
+    arguments = _settle(os.path.join(folder, "settings"), arguments)
+    if kind == "command":
+        _become(name, arguments)
     faulthandler.enable()  # a crash in compiled code shows its Python stack
     # Whole lines at once: where processes share a pipe, `python -u` (PYTHONUNBUFFERED) would mix their words.
     options = {"write_through": False} if os.environ["LOCAL_WORLD_SIZE"] != "1" else {}
@@ -55,6 +63,34 @@ def main() -> None:
         if os.getpid() == start["pid"]:  # not a child that the script forked
             _leave_word(os.path.join(folder, f"{prefix}.error"), error, name if kind == "script" else None)
         raise
+
+
+def _settle(path: str, arguments: list[str]) -> list[str]:
+    """Do what the launcher wants of each process besides the script; returns the script's arguments."""
+    import json
+    import os
+
+    with open(path, encoding="utf-8") as stream:
+        settings = json.load(stream)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if settings["logs"]:
+        log = os.open(f"{settings['logs']}_rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+    if settings["cores"]:
+        os.sched_setaffinity(0, settings["cores"][local_rank])
+    return [f"--local_rank={local_rank}", *arguments] if settings["local_rank"] else arguments
+
+
+def _become(name: str, arguments: list[str]) -> None:
+    """Run a program that is not Python's in place of this process."""
+    import os
+
+    try:
+        os.execvp(name, [name, *arguments])
+    except OSError as error:
+        sys.exit(f"{name}: {error.strerror}")
 
 
 def _leave_word(path: str, error: BaseException, script: str | None) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ds_core.comm.guard import label, watch_place
     from ds_core.comm.log import CommsLog, CommsRow, configure, log_summary, reset
     from ds_core.comm.objects import all_gather_json, broadcast_json
-    from ds_core.comm.start import find_rendezvous, init_distributed, is_initialized, local_rank
+    from ds_core.comm.start import find_own, find_rendezvous, init_distributed, is_initialized, local_rank
 
 __all__ = [
     "CommsLog",
@@ -52,6 +52,7 @@ __all__ = [
     "broadcast_json",
     "check_ranks_agree",
     "configure",
+    "find_own",
     "find_rendezvous",
     "gather",
     "init_distributed",
@@ -85,6 +86,6 @@ __getattr__, __dir__ = names_on_first_use(
         "guard": "label watch_place",
         "log": "CommsLog CommsRow configure log_summary reset",
         "objects": "all_gather_json broadcast_json",
-        "start": "find_rendezvous init_distributed is_initialized local_rank",
+        "start": "find_own find_rendezvous init_distributed is_initialized local_rank",
     },
 )

@@ -6,25 +6,26 @@ environment that returns a `Rendezvous` or None; the environment itself is never
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import json
 import logging
 import os
 import re
-import secrets
-import time
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ds_core.comm.meeting import Place, host_store, meet, reach_store
 from ds_core.errors import CommError, ConfigError, Problem
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
     "DEFAULT_PORT",
     "Rendezvous",
+    "find_own",
     "find_rendezvous",
     "init_distributed",
     "is_initialized",
@@ -70,6 +71,7 @@ _SCHEDULERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...],
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
     ),
 )
+_MPI = tuple(f"{name}'s variables" for name in ("Open MPI", "MVAPICH", "MPICH"))
 _LOCAL_RANKS = ("LOCAL_RANK", *(name for scheduler in _SCHEDULERS for name in scheduler[3]))
 
 
@@ -125,10 +127,11 @@ def init_distributed(
     dist_backend: None takes the accelerator's. auto_mpi_discovery: look at MPI, Slurm, SageMaker and AzureML
     variables when the launcher's are missing. distributed_port: of rank 0, where no MASTER_PORT says otherwise.
     timeout: of collectives; None means DEEPSPEED_TIMEOUT minutes, or 30. init_method: torch's, with `rank` and
-    `world_size`; None finds them. dist_init_required: False never starts. config: the run's; its `comms_logger`
-    section is put into effect. A process that no launcher started becomes a group of one, without any address.
+    `world_size`; None finds them. dist_init_required: False means that a process group must be running already.
+    config: the run's; its `comms_logger` section is put into effect. A process that no launcher started becomes a
+    group of one, without any address.
 
-    Raises CommError, naming each variable that is missing or wrong.
+    Raises CommError, naming each variable that is missing or wrong, or who was expected where, within `timeout`.
     """
     if config is not None:
         _configure_log(config)
@@ -136,7 +139,10 @@ def init_distributed(
         log.debug("process group already runs; init_distributed leaves it as it is")
         return
     if dist_init_required is False:
-        return
+        raise CommError(
+            "dist_init_required is False, but no process group is running; call torch.distributed.init_process_group "
+            "first, or leave dist_init_required out"
+        )
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -146,7 +152,7 @@ def init_distributed(
     if init_method is not None and init_method != "env://":
         _start_by_method(init_method, backend, limit, rank, world_size)
     else:
-        where = find_rendezvous(os.environ, auto_mpi_discovery, distributed_port, rank, world_size)
+        where = find_own(auto_mpi_discovery, distributed_port, rank, world_size)
         _start_found(where, backend, limit)
     if verbose and dist.get_rank() == 0:
         log.info("process group started: %d ranks over %s", dist.get_world_size(), dist.get_backend())
@@ -154,11 +160,50 @@ def init_distributed(
 
 def stop_lone() -> None:
     """Destroy a process group of one that no launcher asked for, so that the process is as before (tests)."""
-    if is_initialized() and find_rendezvous(os.environ) is None:
+    if is_initialized() and find_own() is None:
         import torch.distributed as dist
 
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
+
+
+def find_own(
+    discover: bool = True, port: int = DEFAULT_PORT, rank: int = -1, world_size: int = -1
+) -> Rendezvous | None:
+    """`find_rendezvous` for this process. Collective the first time, in an MPI job over several hosts."""
+    installed = importlib.util.find_spec("mpi4py") is not None
+    return find_rendezvous(os.environ, discover, port, rank, world_size, address_by_mpi if installed else None)
+
+
+@functools.cache
+def address_by_mpi(rank: int, world_size: int) -> str:
+    """Rank 0's address, which it broadcasts as plain bytes. Collective; importing mpi4py starts MPI.
+
+    Raises CommError when mpi4py does not see the job.
+    """
+    MPI = importlib.import_module("mpi4py.MPI")
+    job = MPI.COMM_WORLD
+    if (job.Get_rank(), job.Get_size()) != (rank, world_size):
+        raise CommError(
+            f"mpi4py sees rank {job.Get_rank()} of {job.Get_size()}, but the job's variables say {rank} of "
+            f"{world_size}; mpi4py was built for another MPI than the one that started the job: install it for this "
+            "one, or set MASTER_ADDR to rank 0's host on all ranks"
+        )
+    text = bytearray(_own_address().encode().ljust(256, b"\0") if rank == 0 else 256)
+    job.Bcast([text, MPI.BYTE], root=0)
+    return text.rstrip(b"\0").decode()
+
+
+def _own_address() -> str:
+    """The address of this machine that others reach, or its name where it has no route to them."""
+    for family, far in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing; the system chooses the interface
+                probe.connect((far, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return socket.gethostname()
 
 
 def find_rendezvous(
@@ -167,10 +212,12 @@ def find_rendezvous(
     port: int = DEFAULT_PORT,
     rank: int = -1,
     world_size: int = -1,
+    ask: Callable[[int, int], str] | None = None,
 ) -> Rendezvous | None:
     """What the environment says; None when nothing in it speaks of several processes.
 
-    rank, world_size: given values take precedence (-1: not given). Raises CommError for an incomplete answer.
+    rank, world_size: given values take precedence (-1: not given). ask: ``(rank, world size) -> rank 0's address``,
+    for MPI jobs over several hosts, whose variables do not tell it. Raises CommError for an incomplete answer.
     """
     given = {"RANK": rank, "WORLD_SIZE": world_size}
     facts = {name: str(value) for name, value in given.items() if value >= 0}
@@ -191,11 +238,17 @@ def find_rendezvous(
         facts.setdefault("MASTER_ADDR", "127.0.0.1")
         facts.setdefault("LOCAL_RANK", "0")
     missing = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if n not in facts]
+    if missing == ["MASTER_ADDR"] and ask is not None and source in _MPI:
+        facts["MASTER_ADDR"] = ask(_integer(facts, "RANK"), _integer(facts, "WORLD_SIZE"))
+        missing = []
     if missing:
         known = ", ".join(f"{n}={v}" for n, v in sorted(facts.items()))
         hint = "" if discover else " (auto_mpi_discovery is off)"
         if missing == ["MASTER_ADDR"]:
-            hint += ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on all of them"
+            hint += (
+                ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on all of them, or install "
+                "mpi4py, by which rank 0 tells it to the others"
+            )
         raise CommError(
             f"{', '.join(missing)} missing from the environment, which has {known} from {source}{hint}; {MEND}"
         )
@@ -329,52 +382,27 @@ def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: i
 
 def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
+    from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-    if where is None:
-        from torch.distributed import HashStore  # type: ignore[attr-defined]
-
+    if where is None or where.world_size == 1:  # nobody to meet, so nothing listens
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    host = f"[{where.address}]" if ":" in where.address else where.address
-    place: dict[str, Any] = {"rank": where.rank, "world_size": where.world_size, "timeout": timeout}
+    place = Place(where.rank, where.world_size, where.address, where.port)
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-            store = TCPStore(where.address, where.port, is_master=False, timeout=timeout)
-            prefix = _unused_prefix(store, where.rank, where.world_size, timeout)
-            dist.init_process_group(backend, store=PrefixStore(prefix, store), **place)
-        else:
-            dist.init_process_group(backend, init_method=f"tcp://{host}:{where.port}", **place)
+        store = host_store(place, timeout) if where.rank == 0 and not kept else reach_store(place, timeout)
+        prefix = meet(store, place, timeout, kept=kept)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(prefix, store),
+            rank=where.rank,
+            world_size=where.world_size,
+            timeout=timeout,
+        )
+    except CommError as error:
+        raise CommError(f"{error} (the place is from {where.source})") from error
     except (OSError, RuntimeError) as error:
         raise CommError(
             f"rank {where.rank} of {where.world_size} could not start {backend} at {where.address}:{where.port} "
             f"(from {where.source}): {error}; are all ranks started, and is the port reachable and free?"
         ) from error
-
-
-def _unused_prefix(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A prefix for keys that no earlier attempt has used, the same on all ranks.
-
-    A launcher that restarts processes may keep its store, where a rank would find the addresses of processes that are
-    gone. Attempts cannot be told apart by their number: nodes that joined later count from 0. So rank 0 draws a number,
-    and each rank asks for it under a name that only this process knows.
-    """
-    if rank:
-        mine = secrets.token_hex(8)
-        store.set(f"ds_core/asks/{rank}", mine)
-        number = store.get(f"ds_core/answer/{mine}").decode()
-        store.set(f"ds_core/heard/{number}/{rank}", "yes")
-        return f"ds_core/start{number}"
-    number = str(store.add("ds_core/starts", 1))
-    missing, end = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"ds_core/asks/{other}"]):
-                store.set(f"ds_core/answer/{store.get(f'ds_core/asks/{other}').decode()}", number)
-            if store.check([f"ds_core/heard/{number}/{other}"]):
-                missing.discard(other)
-        if time.monotonic() > end:
-            raise RuntimeError(f"ranks {sorted(missing)[:8]} have not come within {timeout.total_seconds():g} s")
-        time.sleep(0.005)
-    return f"ds_core/start{number}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from ds_core.cli import main
 from ds_core.cli.launch import LaunchRequest
 from ds_core.cli.local import launch
+from ds_core.cli.show import CommandError
+from ds_core.cli.surroundings import cores_of_ranks, parse_cores
 
 ROOT = Path(__file__).parents[2]
 LEAVE_PID = """
@@ -212,11 +216,18 @@ def test_a_stopped_launcher_ends_everything(
     wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
 
 
-def test_a_killed_launcher_takes_its_processes_along(building: ModuleType, script: Any, tmp_path: Path) -> None:
-    running = command(building, tmp_path, "--nproc", "2", script("time.sleep(600)"))
-    wait_until(lambda: {"rank0", "rank1"} <= set(pids(tmp_path)))
+def test_a_killed_launcher_takes_all_along_and_leaves_nothing(
+    building: ModuleType, script: Any, tmp_path: Path
+) -> None:
+    """Deaf ranks, their own children, the folder and the file with its id."""
+    file = script(STUBBORN + "time.sleep(600)")
+    running = command(building, tmp_path, "--nproc", "2", "--grace", "0.3", "--save_pid", file)
+    wait_until(lambda: {"child0", "child1"} <= set(pids(tmp_path)))
+    assert (tmp_path / f"{running.pid}.dscore").read_text() == f"{running.pid}\n"
+    assert list(tmp_path.glob("dscore-*"))
     running.kill()
     wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
+    wait_until(lambda: not [*tmp_path.glob("dscore-*"), *tmp_path.glob("*.dscore")])
     running.communicate(timeout=60)
 
 
@@ -357,6 +368,168 @@ def test_the_launcher_leaves_the_process_as_it_was(script: Any) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_the_documented_variables_and_the_argument(script: Any, capfd: Any) -> None:
+    """`--local_rank=i` comes first and only when asked for: a script that does not know it would fail."""
+    names = ["LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"]
+    file = script(f"print(*[os.environ[name] for name in {names}], *sys.argv[1:])")
+    launch(LaunchRequest(file, ("--x",), nproc=2, local_rank=True))
+    assert sorted(capfd.readouterr().out.splitlines()) == ["2 0 1 --local_rank=0 --x", "2 0 1 --local_rank=1 --x"]
+
+
+def test_each_rank_has_a_log(script: Any, tmp_path: Path, capfd: Any) -> None:
+    file = script("print('out', RANK, flush=True)\nprint('err', RANK, file=sys.stderr)")
+    launch(LaunchRequest(file, nproc=2, log_folder=str(tmp_path / "logs")))
+    assert capfd.readouterr() == ("", "")
+    logs = sorted((tmp_path / "logs").iterdir())
+    assert [log.name.partition("_")[2] for log in logs] == ["rank0.log", "rank1.log"]
+    assert [log.read_text() for log in logs] == ["out 0\nerr 0\n", "out 1\nerr 1\n"]
+
+
+def test_a_program_that_is_not_pythons(tmp_path: Path, capfd: Any) -> None:
+    words = ("-c", "echo $RANK $1; exit $((3 * LOCAL_RANK))", "sh", "a b")
+    assert launch(LaunchRequest("/bin/sh", words, nproc=2, is_command=True)) == 3
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 a b", "1 a b"]
+
+
+def test_cores_are_bound(script: Any, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    file = script('print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"])')
+    one = min(os.sched_getaffinity(0))
+    launch(LaunchRequest(file, nproc=1, cores=(one,)))
+    assert capfd.readouterr().out == f"[{one}] 1\n"
+    shares = cores_of_ranks(1)
+    assert [sorted(share) for share in shares] == [sorted(os.sched_getaffinity(0))]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "listed", "words"),
+    [(1, [99999], "core 99999 cannot be used here"), (100_000, [], "cannot be divided among 100000 processes")],
+)
+def test_cores_that_cannot_be_shared(nproc: int, listed: list[int], words: str) -> None:
+    with pytest.raises(CommandError, match=words):
+        cores_of_ranks(nproc, listed)
+
+
+def test_core_lists() -> None:
+    assert parse_cores("0,2-4, 7") == [0, 2, 3, 4, 7]
+    for bad in ("", "a", "3-1", "1,,2", "1,1", "-1", "0-2,1", "1-2-3"):
+        with pytest.raises(CommandError, match="--bind-core-list"):
+            parse_cores(bad)
+
+
+def test_an_environment_is_activated_first(script: Any, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    activate = tmp_path / "activate"
+    activate.write_text(f'echo hello; export MARK="two\nlines" PATH="{tmp_path}/bin:$PATH"; unset GONE\n')
+    file = script('print(sys.executable, repr(os.environ["MARK"]), "GONE" in os.environ)')
+    os.environ["GONE"] = "here"
+    try:
+        assert launch(LaunchRequest(file, venv_script=str(activate))) == 0
+        assert os.environ["GONE"] == "here"
+    finally:
+        del os.environ["GONE"]
+    assert capfd.readouterr().out == f"{tmp_path}/bin/python 'two\\nlines' False\n"
+    assert "MARK" not in os.environ
+    activate.write_text("echo no such thing >&2; false\n")
+    with pytest.raises(CommandError, match="failed with exit code 1: no such thing"):
+        launch(LaunchRequest(file, venv_script=str(activate)))
+
+
+def test_how_much_the_launcher_says(script: Any, capfd: Any) -> None:
+    file = script('sys.exit(10 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]))')
+    assert launch(LaunchRequest(file, max_restarts=1, level=logging.INFO)) == 11
+    said = capfd.readouterr().err
+    assert "dscore: starting ranks 0 to 0 of 1; they meet at 127.0.0.1:" in said
+    assert "restart 1 of 1" in said
+    assert launch(LaunchRequest(file, max_restarts=1, level=logging.ERROR)) == 11
+    (last,) = capfd.readouterr().err.splitlines()
+    assert "failed with exit code 11" in last
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("--num_gpus 3 --local_rank --save_pid -q", {"nproc": 3, "local_rank": True, "save_pid": True, "level": 40}),
+        ("--num_accelerators -1 --no_local_rank", {"nproc": None, "local_rank": False, "level": logging.WARNING}),
+        ("--nnodes 2 --node_rank 1 --master_addr h --master_port 7", {"node_rank": 1, "master_addr": "h"}),
+        ("--enable_each_rank_log d --bind_cores_to_rank --bind_core_list 0-1", {"bind": True, "cores": (0, 1)}),
+        ("--venv_script v --log_level debug", {"venv_script": "v", "level": logging.DEBUG}),
+        ("--no_python", {"is_command": True}),
+    ],
+)
+def test_flags_have_their_documented_names(words: str, given: dict[str, Any], monkeypatch: Any) -> None:
+    seen: list[LaunchRequest] = []
+    monkeypatch.setattr("ds_core.cli.run.find_launcher", lambda name: lambda request: seen.append(request) or 0)
+    monkeypatch.setattr(sys, "argv", ["dscore", "run", *words.split(), sys.executable, "--node_rank", "x"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert {name: getattr(seen[0], name) for name in given} == given
+    assert seen[0].arguments == ("--node_rank", "x")
+
+
+@pytest.mark.parametrize(
+    "words", ["--no-python --module x", "--tag --enable-each-rank-log d x", "--no-python no-such-x"]
+)
+def test_flags_that_do_not_fit_are_refused(words: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["dscore", "run", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("dscore: --")
+
+
+# -- who can reach it ----------------------------------------------------------------------------------------------
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses, in hexadecimal as the kernel writes them, at which a process listens."""
+    links = [os.readlink(f) for f in Path(f"/proc/{pid}/fd").iterdir() if os.path.islink(f)]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="Linux tells who listens where")
+def test_on_one_machine_nothing_listens_beyond_it(building: ModuleType, script: Any, tmp_path: Path) -> None:
+    """The launcher's store and what the ranks talk over, in a script that uses torch alone."""
+    body = "import torch.distributed as dist\ndist.init_process_group('gloo')\nleave('ready', 1)\ntime.sleep(600)"
+    running = command(building, tmp_path, "--nproc", "2", script(body))
+    wait_until(lambda: {"ready0", "ready1"} <= set(pids(tmp_path)), 100)
+    seen = pids(tmp_path)
+    addresses = [listening(pid) for pid in (running.pid, seen["rank0"], seen["rank1"])]
+    running.terminate()
+    running.communicate(timeout=60)
+    assert addresses == [{"0100007F"}] * 3
+
+
+def test_what_strangers_write_where_machines_meet_is_not_unpickled(
+    building: ModuleType, script: Any, tmp_path: Path
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+    mark = tmp_path / "ran"
+    port = free_port()
+    words = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", script("")]
+    running = command(building, tmp_path, *words)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    backend = C10dRendezvousBackend(store, "dscore")
+    harmful = f"cposix\nsystem\n(Vtouch {mark}\ntR.".encode()
+
+    def write() -> bool:
+        found = backend.get_state()
+        answer = found and backend.set_state(harmful, found[1])
+        return bool(answer and answer[2])
+
+    wait_until(write)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "what lies at the --rdzv-endpoint is not the state of a dscore run" in err
+    assert not mark.exists()
+
+
 # -- machines ------------------------------------------------------------------------------------------------------
 
 
@@ -377,7 +550,8 @@ def test_a_port_can_be_chosen_and_one_in_use_is_named(
         running = command(building, tmp_path, "--master-port", str(taken), str(tmp_path / "script.py"))
         _, err = running.communicate(timeout=60)
     assert running.returncode == 1
-    assert err.startswith(f"dscore: port {taken} is already in use; choose another with --master-port")
+    assert f"port {taken} of 127.0.0.1 is already in use" in err
+    assert "choose another one with MASTER_PORT or --master-port" in err
 
 
 @pytest.mark.parametrize("meet", ["--node-rank 0 --master-addr 127.0.0.1 --master-port", "--rdzv-endpoint"])

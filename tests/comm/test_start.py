@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -104,6 +106,24 @@ def test_what_is_missing_or_wrong_is_named(env: dict[str, str], named: list[str]
     assert all(part in str(caught.value) for part in named), str(caught.value)
 
 
+def test_an_mpi_job_over_hosts_asks_rank_0() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def ask(rank: int, world_size: int) -> str:
+        asked.append((rank, world_size))
+        return "10.0.0.9"
+
+    for env in (OMPI, {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1"}):
+        found = find_rendezvous(env, ask=ask)
+        assert found is not None
+        assert (found.rank, found.address) == (3, "10.0.0.9")
+    find_rendezvous({**OMPI, "MASTER_ADDR": "h"}, ask=ask)
+    find_rendezvous({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, ask=ask)  # one host
+    with pytest.raises(CommError):  # Slurm without a node list: there may be no MPI
+        find_rendezvous(SLURM, ask=ask)
+    assert asked == [(3, 8)] * 2
+
+
 def test_discovery_can_be_switched_off() -> None:
     assert find_rendezvous({**OMPI, "MASTER_ADDR": "h"}, discover=False) is None
     with pytest.raises(CommError, match="WORLD_SIZE, LOCAL_RANK missing.*auto_mpi_discovery is off"):
@@ -146,9 +166,13 @@ def output(process: subprocess.Popen[str]) -> str:
 ALONE = """
 import os, sys
 from ds_core import comm
+from ds_core.errors import DSError
 assert "torch" not in sys.modules
 before = dict(os.environ)
-comm.init_distributed("gloo", dist_init_required=False)
+try:
+    comm.init_distributed("gloo", dist_init_required=False)
+except DSError as error:
+    assert "dist_init_required is False, but no process group is running" in str(error)
 assert not comm.is_initialized()
 comm.init_distributed("gloo", config={"comms_logger": {"enabled": True}})
 comm.init_distributed("gloo", dist_init_required=True)
@@ -201,6 +225,77 @@ def test_two_processes_under_open_mpi_variables() -> None:
     assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 1 3.0"]
 
 
+MPI4PY = """
+import os, time
+from pathlib import Path
+BYTE = "byte"
+class COMM_WORLD:
+    Get_rank = staticmethod(lambda: int(os.environ["OMPI_COMM_WORLD_RANK"]))
+    Get_size = staticmethod(lambda: int(os.environ["FAKE_SIZE"]))
+    def Bcast(buffer, root):
+        data, kind = buffer
+        told = Path(__file__).with_name("told")
+        assert (kind, root, len(data)) == (BYTE, 0, 256)
+        if COMM_WORLD.Get_rank() == 0:
+            told.with_suffix(".new").write_bytes(bytes(data))
+            told.with_suffix(".new").rename(told)
+        while not told.exists():
+            time.sleep(0.01)
+        data[:] = told.read_bytes()
+"""
+
+
+def over_two_hosts(folder: Path, size: str) -> list[str]:
+    (folder / "mpi4py").mkdir()
+    (folder / "mpi4py" / "__init__.py").touch()
+    (folder / "mpi4py" / "MPI.py").write_text(MPI4PY)
+    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+    code += SAYS.format(port=free_port())
+    envs = [{**OMPI, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2", "FAKE_SIZE": size} for r in range(2)]
+    envs = [{**env, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"} for env in envs]
+    return [output(p) for p in [python(code, env) for env in envs]]
+
+
+SAYS = """
+import torch
+from ds_core import comm
+from ds_core.errors import CommError
+try:
+    comm.init_distributed("gloo", distributed_port={port}, verbose=False)
+    tensor = torch.tensor([comm.rank() + 1.0])
+    comm.all_reduce(tensor)
+    print(comm.find_own().address == comm.start._own_address(), tensor.item())
+    torch.distributed.destroy_process_group()
+except CommError as error:
+    print(error)
+"""
+
+
+def test_rank_0_broadcasts_its_address_by_mpi4py(tmp_path: Path) -> None:
+    """Two processes that look to Open MPI as if each had a host of its own; the address is this machine's real one."""
+    assert over_two_hosts(tmp_path, "2") == ["True 3.0", "True 3.0"]
+
+
+def test_an_mpi4py_of_another_mpi_is_told(tmp_path: Path) -> None:
+    for rank, said in enumerate(over_two_hosts(tmp_path, "1")):
+        assert f"mpi4py sees rank {rank} of 1, but the job's variables say {rank} of 2" in said
+        assert "set MASTER_ADDR" in said
+
+
+@pytest.mark.skipif(
+    not shutil.which("mpirun") or not importlib.util.find_spec("mpi4py"), reason="needs mpirun and mpi4py"
+)
+def test_under_mpirun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAYS.format(port=free_port()))
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]
+    clean = {k: v for k, v in os.environ.items() if k not in ENV and not k.startswith(("OMPI_", "SLURM_", "PMI"))}
+    ended = subprocess.run(
+        [*words, sys.executable, str(script)], env=clean, capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.splitlines() == ["True 3.0"] * 2, ended.stderr
+
+
 def test_two_processes_by_a_file(tmp_path: Path) -> None:
     method = f"file://{tmp_path / 'store'}"
     both = [
@@ -228,7 +323,9 @@ def test_nobody_there_is_a_clear_error() -> None:
     port = free_port()
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = FAILS.format(kwargs="dict(timeout=timedelta(seconds=1))")
-    assert f"rank 1 of 2 could not start gloo at 127.0.0.1:{port}" in output(python(code, env))
+    said = output(python(code, env))
+    assert f"rank 1 of 2 expected the store of rank 0 at 127.0.0.1:{port}, but nothing can be reached there" in said
+    assert "(the place is from the launcher's variables)" in said
 
 
 def test_bad_arguments_are_errors() -> None:

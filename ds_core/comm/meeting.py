@@ -1,0 +1,386 @@
+"""Where ranks meet: rank 0's store, who may listen for it, and making sure that those who come belong together.
+
+torch's store takes whoever connects, and what does not fit (a job on the same port, a rank too many) shows up later
+as a connection that is reset. So the ranks compare notes first, as JSON, and rank 0 says go or what is wrong.
+`dscore run` lets the machines of a run meet in the same way. Nothing that comes from a store is unpickled.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from ds_core.errors import CommError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["Place", "host_store", "is_loopback", "listen", "meet", "reach_store", "within"]
+
+T = TypeVar("T")
+LATE_SECONDS = 20.0  # how long a rank that comes after the start waits for a start of its own
+TELL_SECONDS = 5.0  # how long rank 0 keeps its store for ranks that have yet to read why it gives up
+LONGEST_NOTE = 4096  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Who meets where. what: ``"rank"``, or ``"machine"`` for launchers; size: how many of them there are.
+
+    address, port: of the store of number 0. setting: the name under which users give `size`.
+    """
+
+    number: int
+    size: int
+    address: str
+    port: int
+    what: str = "rank"
+    setting: str = "WORLD_SIZE"
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.number} of {self.size}"
+
+    @property
+    def where(self) -> str:
+        """``address:port``."""
+        return f"{self.address}:{self.port}"
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this machine can reach `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at `port` (0: any free one) of `address` and nowhere else.
+
+    A name, which may mean another interface to other machines, and an address that this machine does not have (it is
+    translated on the way) listen on every interface. Raises OSError, for example for a port in use.
+    """
+    host = "127.0.0.1" if address == "localhost" else address
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):
+        both = socket.has_dualstack_ipv6()
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=4096, dualstack_ipv6=both
+        )
+    return socket.create_server((host, port), family=family, backlog=4096)
+
+
+def host_store(place: Place, timeout: timedelta) -> TCPStore:
+    """Number 0's store, listening no wider than `listen` does. Raises CommError when the port is taken."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    taken: OSError | None = None
+    descriptor: dict[str, Any] = {}
+    try:
+        descriptor["master_listen_fd"] = listen(place.address, place.port).detach()
+    except OSError as error:  # perhaps by our own store of an earlier process group, which torch then shares
+        taken = error
+    try:
+        return TCPStore(
+            place.address,
+            place.port,
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            wait_for_workers=False,
+            **descriptor,
+        )
+    except (OSError, RuntimeError) as error:
+        if taken is None:
+            raise
+        raise CommError(
+            f"{place} cannot open the job's store: port {place.port} of {place.address} is already in use or not "
+            f"allowed ({os.strerror(taken.errno or 0)}); choose another one with MASTER_PORT or --master-port, "
+            "the same for all"
+        ) from error
+
+
+def reach_store(place: Place, timeout: timedelta) -> TCPStore:
+    """A connection to number 0's store. Raises CommError within `timeout`, saying what is there instead of it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    start, seconds = time.monotonic(), timeout.total_seconds()
+    expected = f"{place} expected the store of {place.what} 0 at {place.where}"
+    advice = f"see that {place.what} 0 is started and that all were given the same address and port"
+    if refused := _wait_for_listener(place, seconds):
+        raise CommError(f"{expected}, but nothing can be reached there ({refused}); {advice}")
+    left = max(1.0, seconds - (time.monotonic() - start))
+
+    def connect() -> TCPStore:
+        # Half, since torch tries for as long again after the first try has failed.
+        half = timedelta(seconds=left / 2)
+        return TCPStore(place.address, place.port, is_master=False, timeout=half, wait_for_workers=False)
+
+    try:
+        store = within(left, connect)
+    except (OSError, RuntimeError) as error:
+        raise CommError(
+            f"{expected}, but what listens there does not answer as one, so another program has the port; {advice}"
+        ) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _wait_for_listener(place: Place, seconds: float) -> str:
+    """Return "" as soon as somebody listens at the place, or after `seconds` why nobody could be reached."""
+    end, pause = time.monotonic() + seconds, 0.01
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), max(0.1, min(10.0, end - time.monotonic()))).close()
+            return ""
+        except OSError as error:
+            if time.monotonic() + pause > end:
+                return error.strerror or str(error)
+        time.sleep(pause)
+        pause = min(0.5, pause * 1.5)
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """What `function` returns or raises, or TimeoutError: torch's store waits without limit for some answers."""
+    done: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            done.append((function(), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=run, name="ds_core.comm meeting", daemon=True)
+    thread.start()
+    thread.join(seconds + 1.0)  # torch's own message, if there is one, is the better
+    if not done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    value, fault = done[0]
+    if fault is not None:
+        raise fault
+    return value  # type: ignore[return-value]
+
+
+# -- the meeting -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Note:
+    """What one process says of itself. job: which run it belongs to, as far as the environment tells."""
+
+    number: int
+    size: int
+    job: str
+    who: str
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def text(self) -> str:
+        return json.dumps([self.number, self.size, self.job, self.who, self.token])
+
+    @classmethod
+    def read(cls, text: bytes) -> _Note | None:
+        """None for what no rank wrote: strangers may write to the store too."""
+        try:
+            number, size, job, who, token = json.loads(text[:LONGEST_NOTE])
+        except (ValueError, TypeError):
+            return None
+        note = cls(number, size, job, who, token)
+        if type(number) is int and type(size) is int and all(isinstance(x, str) for x in (job, who, token)):
+            return note
+        return None
+
+
+def meet(store: Store, place: Place, timeout: timedelta, *, kept: bool = False, job: str | None = None) -> str:
+    """Wait until all have come, and return a prefix for keys that is the same on all and that nobody used before.
+
+    kept: the store outlives the processes that meet at it, since a launcher keeps it over restarts. job: names the run;
+    None takes what the environment tells.
+
+    [Note: who is alive] In such a store a rank would also find notes of processes that are gone. Attempts cannot be
+    told apart by their number: machines that joined later count from 0. So number 0 draws a number, answers every
+    note, and only who has heard the answer counts.
+
+    Raises CommError within `timeout`: on every process when some do not belong together, on the stranger alone when
+    it is known to be of another job.
+    """
+    note = _Note(
+        place.number,
+        place.size,
+        _job(os.environ) if job is None else job,
+        f"pid {os.getpid()} on {socket.gethostname()}",
+    )
+    seconds = timeout.total_seconds()
+    try:
+        if place.number == 0:
+            return within(seconds + TELL_SECONDS, lambda: _Host(store, place, note, seconds).run())
+        return within(seconds, lambda: _join(store, place, note, seconds, kept))
+    except TimeoutError as error:
+        raise CommError(f"{place}: the store at {place.where} stopped answering; {_START_AGAIN}") from error
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, CommError):
+            raise
+        raise CommError(
+            f"{place} lost the store of {place.what} 0 at {place.where} before all had come; {place.what} 0 has "
+            f"probably failed, and its own message says why ({str(error).splitlines()[0]})"
+        ) from error
+
+
+_START_AGAIN = "is the port free for this job alone? Start all again, with another port if not"
+
+
+def _job(env: Mapping[str, str]) -> str:
+    """Which run this process belongs to, in the words of whoever started it; "" when nobody says."""
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    if run not in ("", "none"):
+        return run
+    if env.get("SLURM_JOB_ID"):
+        return f"Slurm {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '')}"
+    return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+
+
+class _Host:
+    """Number 0's side of a meeting."""
+
+    def __init__(self, store: Store, place: Place, note: _Note, seconds: float) -> None:
+        self.store, self.place, self.note, self.seconds = store, place, note, seconds
+        self.prefix = f"ds_core/start{store.add('ds_core/starts', 1)}"
+        self.unread = 0  # notes up to this number have been answered
+        self.answered: dict[str, tuple[_Note, str]] = {}  # by token; with what is wrong with it
+        self.here: dict[int, _Note] = {}
+
+    def run(self) -> str:
+        """The prefix, when all have heard it."""
+        end, pause = time.monotonic() + self.seconds, 0.002
+        while len(self.here) < self.place.size - 1:
+            if wrong := self._look():
+                self._give_up(wrong)
+            if time.monotonic() > end:
+                missing = [n for n in range(1, self.place.size) if n not in self.here]
+                self._give_up(
+                    f"{self.place.what} {', '.join(map(str, missing[:8]))}{' ...' if len(missing) > 8 else ''} of "
+                    f"{self.place.size} did not come to {self.place.where} within {self.seconds:g} s; see that all "
+                    f"are started, with the same address and port, or wait longer (DEEPSPEED_TIMEOUT, in minutes)"
+                )
+            time.sleep(pause)
+            pause = min(0.05, pause * 1.2)
+        self.store.set("ds_core/begun", json.dumps([self.place.size, self.note.who]))
+        self.store.set(f"{self.prefix}/go", "")
+        return self.prefix
+
+    def _look(self) -> str:
+        """Answer new notes and see who has heard; what is wrong, or ""."""
+        for note in self._new_notes():
+            self._answer(note, self._wrong(note))
+        for token, (note, wrong) in list(self.answered.items()):
+            if not self.store.check([f"{self.prefix}/heard/{token}"]):
+                continue
+            del self.answered[token]
+            if wrong and note.job == self.note.job:
+                return wrong
+            if not wrong and (other := self.here.setdefault(note.number, note)) is not note:
+                return (
+                    f"two processes are {self.place.what} {note.number}: {other.who} and {note.who}; there is one "
+                    f"too many, or two jobs use {self.place.where}"
+                )
+        return ""
+
+    def _new_notes(self) -> Iterator[_Note]:
+        arrived = self.store.add("ds_core/notes", 0)
+        while self.unread < arrived and self.store.check([f"ds_core/note/{self.unread + 1}"]):
+            self.unread += 1
+            note = _Note.read(self.store.get(f"ds_core/note/{self.unread}"))
+            if note is not None:
+                yield note
+
+    def _answer(self, note: _Note, wrong: str) -> None:
+        self.answered[note.token] = (note, wrong)
+        self.store.set(f"ds_core/answer/{note.token}", json.dumps([self.prefix, wrong]))
+
+    def _wrong(self, note: _Note) -> str:
+        what, mine = self.place.what, f"{self.place.what} 0 ({self.note.who})"
+        if note.job != self.note.job and note.job and self.note.job:
+            return f"another job is at {self.place.where}: that of {mine}; choose another port for this one"
+        if note.size != self.place.size:
+            return (
+                f"{what} {note.number} ({note.who}) was started with {self.place.setting} {note.size}, but {mine} "
+                f"with {self.place.size}; start all with the same, and each job on a port of its own"
+            )
+        if not 0 < note.number < self.place.size:
+            return f"{note.who} says that it is {what} {note.number}, besides {mine}; one of {self.place.size} is meant"
+        return ""
+
+    def _give_up(self, wrong: str) -> NoReturn:
+        """Raise what is wrong here and on all that have come, who must read it before this store closes."""
+        self.store.set(f"{self.prefix}/go", wrong)
+        end = time.monotonic() + TELL_SECONDS
+        while time.monotonic() < end:
+            for note in self._new_notes():
+                self._answer(note, wrong)
+            tokens = {note.token for note in self.here.values()} | self.answered.keys()
+            if not tokens or self.store.check([f"ds_core/told/{token}" for token in tokens]):
+                break
+            time.sleep(0.01)
+        raise CommError(wrong)
+
+
+def _join(store: Store, place: Place, note: _Note, seconds: float, kept: bool) -> str:
+    """The side of everybody else."""
+    start = time.monotonic()
+    store.set(f"ds_core/note/{store.add('ds_core/notes', 1)}", note.text())
+    answer = f"ds_core/answer/{note.token}"
+
+    def come(key: str) -> bool:
+        pause = 0.002
+        while not store.check([key]):
+            waited = time.monotonic() - start
+            begun = key == answer and waited > min(LATE_SECONDS, seconds / 2) and store.check(["ds_core/begun"])
+            if waited > seconds or (begun and not kept):
+                return False
+            time.sleep(pause)
+            pause = min(0.25, pause * 1.2)
+        return True
+
+    if not come(answer):
+        raise CommError(_not_answered(store, place, seconds))
+    prefix, wrong = json.loads(store.get(answer))
+    store.set(f"{prefix}/heard/{note.token}", "")
+    if wrong:
+        store.set(f"ds_core/told/{note.token}", "")
+        raise CommError(wrong)
+    if not come(f"{prefix}/go"):
+        raise CommError(
+            f"{place}: others did not come to {place.where} within {seconds:g} s; see that all {place.size} are started"
+        )
+    wrong = store.get(f"{prefix}/go").decode()
+    if wrong:
+        store.set(f"ds_core/told/{note.token}", "")
+        raise CommError(wrong)
+    return str(prefix)
+
+
+def _not_answered(store: Store, place: Place, seconds: float) -> str:
+    if store.check(["ds_core/begun"]):
+        size, who = json.loads(store.get("ds_core/begun"))
+        return (
+            f"the job at {place.where} ({size} {place.what}s, {place.what} 0 is {who}) has begun with all its "
+            f"{place.what}s; this process, {place}, is one too many or belongs to another job, which needs another port"
+        )
+    return (
+        f"{place} reached the store at {place.where}, but {place.what} 0 did not answer within {seconds:g} s; is "
+        f"{place.what} 0 started, and does it call init_distributed (or initialize) too?"
+    )

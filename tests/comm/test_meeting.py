@@ -1,0 +1,253 @@
+"""Ranks that meet at a store: who belongs together, who does not, and what else may be at the port."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ds_core.comm import meeting
+from ds_core.comm.meeting import Place, host_store, is_loopback, listen, meet, reach_store, within
+from ds_core.errors import CommError
+
+LOOPBACK = "127.0.0.1"
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
+
+
+@pytest.fixture(autouse=True)
+def no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def store() -> Any:
+    return host_store(Place(0, 1, LOOPBACK, 0), LONG)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        yield server
+
+
+def come(store: Any, *processes: tuple[int, int], limit: timedelta = LONG, **options: Any) -> list[str]:
+    """What becomes of processes (rank, world size), each on a thread of its own with a connection of its own."""
+    said = [""] * len(processes)
+
+    def one(at: int) -> None:
+        place = Place(*processes[at], LOOPBACK, store.port)
+        try:
+            said[at] = meet(reach_store(place, LONG), place, limit, **options)
+        except CommError as error:
+            said[at] = str(error)
+
+    threads = [threading.Thread(target=one, args=(at,)) for at in range(len(processes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said
+
+
+# -- who belongs together ------------------------------------------------------------------------------------------
+
+
+def test_all_come_and_agree_on_a_prefix_that_is_new_each_time(store: Any) -> None:
+    assert come(store, (2, 3), (0, 3), (1, 3)) == ["ds_core/start1"] * 3
+    assert come(store, (0, 2), (1, 2)) == ["ds_core/start2"] * 2
+
+
+def test_a_restart_is_not_disturbed_by_notes_of_processes_that_are_gone(store: Any) -> None:
+    (gone,) = come(store, (1, 3), limit=SHORT, kept=True)
+    assert gone.startswith("rank 1 of 3 reached the store")
+    assert "rank 0 did not answer within 1 s" in gone
+    assert come(store, (0, 2), (1, 2), kept=True) == ["ds_core/start1"] * 2
+
+
+def test_different_world_sizes(store: Any) -> None:
+    for said in come(store, (0, 2), (1, 3), (2, 3)):
+        assert "was started with WORLD_SIZE 3, but rank 0 (pid" in said
+        assert "with 2; start all with the same" in said
+
+
+def test_a_rank_too_many(store: Any) -> None:
+    for said in come(store, (0, 3), (1, 3), (1, 3)):
+        assert said.startswith("two processes are rank 1: pid")
+
+
+def test_a_rank_that_comes_when_all_are_there(store: Any) -> None:
+    come(store, (0, 2), (1, 2))
+    (said,) = come(store, (1, 2), limit=SHORT)
+    assert "has begun with all its ranks; this process, rank 1 of 2, is one too many or belongs to another job" in said
+
+
+def test_a_rank_that_does_not_come_is_named_on_all(store: Any) -> None:
+    for said in come(store, (0, 4), (2, 4), limit=SHORT):
+        assert said.startswith(f"rank 1, 3 of 4 did not come to 127.0.0.1:{store.port} within 1 s")
+
+
+def test_another_job_is_refused_and_this_one_goes_on(store: Any) -> None:
+    answers: dict[str, list[str]] = {}
+    threads = [
+        threading.Thread(target=lambda p=p, job=job: answers.update({job + str(p): come(store, p, job=job)}))
+        for p, job in (((1, 2), "theirs"), ((0, 2), "ours"), ((1, 2), "ours"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers["ours(0, 2)"] == answers["ours(1, 2)"] == ["ds_core/start1"]
+    assert f"another job is at 127.0.0.1:{store.port}" in answers["theirs(1, 2)"][0]
+
+
+def test_what_strangers_write_is_no_note(store: Any) -> None:
+    for junk in (b"\x80\x04.", b"[", b"{}", b"[1, 2, 3]", b'[true, 2, "", "", "x"]', b"9" * 10_000, b"\xff"):
+        store.set(f"ds_core/note/{store.add('ds_core/notes', 1)}", junk)
+    assert come(store, (0, 2), (1, 2)) == ["ds_core/start1"] * 2
+
+
+def test_launchers_meet_in_their_own_words(store: Any) -> None:
+    places = [Place(0, 2, LOOPBACK, store.port, "machine", "--nnodes"), Place(1, 3, LOOPBACK, store.port, "machine")]
+    said: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(CommError) as caught:
+            meet(reach_store(places[1], LONG), places[1], LONG)
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(CommError, match=r"machine 1 \(pid .* was started with --nnodes 3, but machine 0 .* with 2"):
+        meet(store, places[0], LONG)
+    thread.join()
+    assert len(said) == 1
+
+
+# -- what may be at the port ---------------------------------------------------------------------------------------
+
+MAGIC = b"\x00" + struct.pack("<I", 0x3C85F7CE)
+GARBAGE = [
+    b"",
+    b"\x00",
+    b"GET / HTTP/1.1\r\n\r\n",
+    bytes(range(256)) * 64,
+    MAGIC + b"\x01" + b"\xff" * 64,
+    MAGIC + b"\x01" + struct.pack("<Q", 1 << 40) + b"abc",
+    MAGIC + bytes(range(20)),
+]
+
+
+def test_garbage_on_the_port_does_not_stop_the_start(store: Any) -> None:
+    held = [socket.create_connection((LOOPBACK, store.port)) for _ in GARBAGE]
+    for client, data in zip(held, GARBAGE, strict=True):
+        client.sendall(data)
+    assert come(store, (0, 2), (1, 2)) == ["ds_core/start1"] * 2
+    for client in held:
+        client.close()
+
+
+def test_a_silent_listener(listener: socket.socket) -> None:
+    place = Place(1, 2, LOOPBACK, listener.getsockname()[1])
+    with pytest.raises(CommError, match="rank 1 of 2 expected the store of rank 0 at .* does not answer as one"):
+        reach_store(place, SHORT)
+
+
+def test_a_listener_that_says_something_else(listener: socket.socket) -> None:
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            client.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    with pytest.raises(CommError, match="does not answer as one, so another program has the port"):
+        reach_store(Place(1, 2, LOOPBACK, listener.getsockname()[1]), SHORT)
+
+
+def test_nobody_listens(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    listener.close()
+    with pytest.raises(CommError, match=r"but nothing can be reached there \(Connection refused\)"):
+        reach_store(Place(1, 2, LOOPBACK, port), SHORT)
+    with pytest.raises(CommError, match="expected the store of rank 0 at no.such.host.invalid:1, but nothing"):
+        reach_store(Place(1, 2, "no.such.host.invalid", 1), SHORT)
+
+
+def test_a_port_that_is_taken(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    with pytest.raises(CommError, match=rf"rank 0 of 2 cannot open the job's store: port {port} of 127.0.0.1 is al"):
+        host_store(Place(0, 2, LOOPBACK, port), SHORT)
+
+
+def test_a_store_that_stops_answering() -> None:
+    class Stuck:
+        def add(self, *_: Any) -> int:
+            threading.Event().wait()
+            return 0
+
+    meeting_place = Place(0, 2, LOOPBACK, 1)
+    old = meeting.TELL_SECONDS
+    meeting.TELL_SECONDS = 0.0
+    try:
+        with pytest.raises(CommError, match="the store at 127.0.0.1:1 stopped answering"):
+            meet(Stuck(), meeting_place, timedelta(seconds=0.1))  # type: ignore[arg-type]
+    finally:
+        meeting.TELL_SECONDS = old
+
+
+def test_a_store_that_closes_meanwhile() -> None:
+    class Closed:
+        def add(self, *_: Any) -> int:
+            raise RuntimeError("Connection reset by peer\nand a stack")
+
+        set = add
+
+    with pytest.raises(
+        CommError, match=r"lost the store of rank 0 .* has probably failed,.*\(Connection reset by peer\)"
+    ):
+        meet(Closed(), Place(1, 2, LOOPBACK, 1), SHORT)  # type: ignore[arg-type]
+
+
+def test_within_passes_on_what_comes() -> None:
+    assert within(1, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(1, lambda: 1 // 0)
+
+
+# -- who can reach it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "at"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("::1", "::1")],
+)
+def test_a_loopback_address_listens_on_the_loopback_alone(address: str, at: str) -> None:
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with listen(address, 0) as server:
+        assert server.getsockname()[0] == at
+    assert is_loopback(address)
+
+
+@pytest.mark.parametrize("address", ["some-host", "203.0.113.7"])
+def test_names_and_foreign_addresses_listen_everywhere(address: str) -> None:
+    with listen(address, 0) as server:
+        assert server.getsockname()[0] in ("::", "0.0.0.0")
+    assert not is_loopback(address)
+
+
+def test_the_store_is_where_it_should_be() -> None:
+    """A second address of this machine is refused."""
+    store = host_store(Place(0, 2, LOOPBACK, 0), LONG)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.3", store.port), 5)
+    assert reach_store(Place(1, 2, LOOPBACK, store.port), LONG).port == store.port
