@@ -7,6 +7,7 @@
 #   make wheels       a wheel of every distribution in dist/
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
+#   make catalogue    ds_core/catalogue.json, from the packages' entry points
 #   make clean        remove everything that these made, .venv too
 
 SHELL := /bin/bash
@@ -39,7 +40,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all lint pytest wheels bench docs clean help
+.PHONY: setup quickstart test test-all lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -85,6 +86,9 @@ wheels: $(STAMP)
 bench: $(STAMP)
 	@for bench in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do echo "== $$bench"; $(PY) $$bench; done
 
+catalogue: $(STAMP)
+	$(PY) tests/architecture/catalogue.py
+
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
@@ -93,4 +97,4 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,10s/^# *//p' Makefile
+	@sed -n '3,11s/^# *//p' Makefile

@@ -15,6 +15,7 @@ import importlib_metadata
 
 from ds_core import hookspecs
 from ds_core.answers import nothing
+from ds_core.catalogue import install
 from ds_core.errors import PluginError, nearest
 
 __all__ = [
@@ -111,9 +112,9 @@ def check_required(requirements: Sequence[str]) -> Iterator[str]:
         try:
             have = importlib_metadata.version(need.name)
         except importlib_metadata.PackageNotFoundError:
-            raise PluginError(f"plugins.require: {need.name} is not installed; pip install {text!r}") from None
+            raise PluginError(f"plugins.require: {need.name} is not installed; {install(need.name)}") from None
         if not need.specifier.contains(have, prereleases=True):
-            raise PluginError(f"plugins.require: {text!r}, but {need.name} {have} is installed; pip install {text!r}")
+            raise PluginError(f"plugins.require: {text!r}, but {need.name} {have} is installed; {install(need.name)}")
         yield canonicalize_name(need.name)
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from ds_core.catalogue import install, known, offered_by
 from ds_core.config import Section
-from ds_core.config.known import BUILT_SCHEDULES
 from ds_core.entries import Grain, OptimizerEntry, SchedulerEntry, resolve
 from ds_core.errors import ConfigError, PluginError, Problem, nearest
 from ds_core.plugins import blaming
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw", "torch_grain"]
 
-PLANNED_OPTIMIZERS = ("MuAdam", "MuAdamW", "MuSGD")
-BUILT_OPTIMIZERS = (
-    *("FusedAdam", "CPUAdam", "DeepSpeedCPUAdam", "CPUAdagrad", "DeepSpeedCPUAdagrad", "Lion", "CPULion"),
-    *("DeepSpeedCPULion", "FusedLion", "Lamb", "FusedLamb", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
-)
-"""What ds-optimizers offers under names that are not torch's (or not torch's alone)."""
 UNUSABLE = {
     "lbfgs": "needs a closure that runs the model again, which the engine's step cannot give",
     "sparseadam": "takes sparse gradients only, and the engine makes them dense",
@@ -173,16 +167,15 @@ def _by_path(kind: str, path: str, params: dict[str, Any]) -> tuple[Choice | Non
 
 
 def _unknown(kind: str, name: str, offers: list[str]) -> tuple[str, str]:
-    if kind == "optimizer" and name.lower() in {p.lower() for p in PLANNED_OPTIMIZERS}:
+    documented = known(f"{kind}s")
+    if (dist := offered_by(f"{kind}s", name)) is not None:
+        return f"{kind} {name!r} is served by {dist}, which is not installed", f"install it with {install(dist)}"
+    if name.lower() in {n.lower() for n in documented}:
         return (
-            f"optimizer {name!r} is documented but not built yet",
+            f"{kind} {name!r} is documented but not built yet",
             f"installed: {', '.join(sorted(offers))}, or any torch.optim class",
         )
-    if kind == "optimizer" and name.lower() in {p.lower() for p in BUILT_OPTIMIZERS}:
-        return f"optimizer {name!r} is served by ds-optimizers, which is not installed", "pip install ds-optimizers"
-    if kind == "scheduler" and name.lower() in {s.lower() for s in BUILT_SCHEDULES}:
-        return f"schedule {name!r} is served by ds-lr-schedules, which is not installed", "pip install ds-lr-schedules"
-    pool = {*offers, *(p.lower() for p in (*PLANNED_OPTIMIZERS, *BUILT_OPTIMIZERS) if kind == "optimizer")}
+    pool = {*offers, *(n.lower() for n in documented)}
     hint = nearest(name, pool)
     where = "torch.optim" if kind == "optimizer" else "torch.optim.lr_scheduler"
     return f"no {kind} is called {name!r}", (
@@ -196,7 +189,7 @@ def _torch_class(kind: str, name: str) -> OptimizerEntry | SchedulerEntry | None
 
     module = torch.optim if kind == "optimizer" else torch.optim.lr_scheduler
     base = torch.optim.Optimizer if kind == "optimizer" else torch.optim.lr_scheduler.LRScheduler
-    if kind == "optimizer" and name.lower() in {p.lower() for p in (*PLANNED_OPTIMIZERS, *BUILT_OPTIMIZERS)}:
+    if name.lower() in {n.lower() for n in known(f"{kind}s")}:
         return None  # the documents give these names their own meaning
     for attribute, value in vars(module).items():
         if (

@@ -21,7 +21,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -42,8 +42,8 @@ from ds_core.discovery import (
     reset_discovery,
     unmet,
 )
-from ds_core.entries import Ref, resolve
 from ds_core.errors import PluginError
+from ds_core.offers import Answer, Heard, Offers, blaming
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -69,21 +69,6 @@ LOADED = "plugins.load"  # stands for the distribution of modules that the confi
 log = logging.getLogger("ds_core.plugins")
 
 
-@contextlib.contextmanager
-def blaming(found: Found, what: str, *, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Whatever is raised inside, SystemExit included, becomes a PluginError ``plugin <found> <what>: <cause>``.
-
-    passing: errors that are left as they are.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, *passing)):
-            raise
-        kind = "" if isinstance(error, (WrongAnswer, PluginError)) else f"{type(error).__name__}: "
-        raise PluginError(f"plugin {found} {what}: {kind}{error}") from error
-
-
 class PluginState(Enum):
     """Where a plugin stands in this process."""
 
@@ -102,38 +87,6 @@ class Report:
     state: PluginState
     why: str = ""
     hooks: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one plugin answered to one hook."""
-
-    plugin: Found
-    value: Any
-
-    def resolve(self, ref: Ref, what: str) -> Any:
-        """Import what a reference of the plugin's names; a failure is an error of the plugin's. what: it is for."""
-        with blaming(self.plugin, f"cannot serve {what}"):
-            return resolve(ref)
-
-
-class Offers(Mapping[str, Answer]):
-    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it is looked up."""
-
-    def __init__(self, rows: Mapping[str, list[Answer]], pick: Callable[[str, list[Answer]], Answer]) -> None:
-        self._rows, self._pick = rows, pick
-
-    def __getitem__(self, name: str) -> Answer:
-        return self._pick(name, self._rows[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +283,7 @@ class Plugins:
             raise PluginError(f"plugin {found} cannot be used: {lacking}")
         if ":" in found.module:
             raise PluginError(f"plugin {found} names an attribute; the value of its entry point must be a module alone")
-        stdout = _Heard(sys.stdout)
+        stdout = Heard(sys.stdout)
         with blaming(found, "failed to import"), contextlib.redirect_stdout(cast(TextIO, stdout)):
             module = importlib.import_module(found.module)
         try:
@@ -493,20 +446,6 @@ class Observer:
         except BaseException as error:
             kind = "it " if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
             self.plugins.switch_off(self.found, f"plugin {self.found} failed in {self.hook}: {kind}{error}")
-
-
-class _Heard:
-    """A stream that remembers what is written, and is otherwise the one it was given."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.text = stream, ""
-
-    def write(self, text: str) -> Any:
-        self.text += text
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _core_version() -> str:

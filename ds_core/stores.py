@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ds_core.catalogue import PLANNED, install, offered_by
 from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError, Problem, UsageError, nearest
 from ds_core.plugins import blaming
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["HostStore", "StateStore", "away", "check_store", "open_store", "owns_storage"]
 
 KIND = "state_store"
-PLANNED = {"nvme": "ds-offload"}
-"""Documented stores that no distribution offers yet, and which one will."""
 
 
 class StateStore(ABC):
@@ -130,8 +129,10 @@ def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
         plugins.join(offers[device.lower()].plugin)
         return None
     names = ["none", *sorted(offers)]
-    if device.lower() in PLANNED:
-        dist = PLANNED[device.lower()]
+    if (dist := offered_by("state_stores", device)) is not None:
+        message = f"the state store {device!r} is served by {dist}, which is not installed"
+        return Problem(path, message, f"install it with {install(dist)}, or use {' or '.join(names)}")
+    if (dist := PLANNED["state_stores"].get(device.lower())) is not None:
         message = f"the state store {device!r} will come with {dist}, which is not built yet"
         return Problem(path, message, f"use {' or '.join(names)}")
     hint = nearest(device, names)

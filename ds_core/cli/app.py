@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "make_app"]
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of the copy which newer typers bring
+
 
 class Group(TyperGroup):
     """The core's commands, then those of plugins; a plugin's command is imported only when it is run."""
@@ -35,7 +37,11 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find what is to be run and, if a plugin offers it, import it now."""
-        name, command, rest = super().resolve_command(ctx, args)
+        try:
+            name, command, rest = super().resolve_command(ctx, args)
+        except _UsageError as error:
+            error.message += _why_not(args[0])  # type: ignore[attr-defined]
+            raise
         if name is not None and name not in self.commands:
             command = _load(name, _offers()[name])
         return name, command, rest
@@ -101,6 +107,20 @@ def _offers() -> dict[str, list[Answer]]:
             for name, entry in answer.value.items():
                 offers.setdefault(name, []).append(Answer(answer.plugin, entry))
     return offers
+
+
+def _why_not(name: str) -> str:
+    """What to add to "no such command": who offers it, or whose commands could not be asked for."""
+    from ds_core.catalogue import install, offered_by
+    from ds_core.plugins import Plugins
+
+    if (dist := offered_by("commands", name)) is not None:
+        return f" It comes with {dist}, which is not installed: {install(dist)}."
+    with other_output_to_stderr():
+        plugins = Plugins()
+        plugins.probe_all()
+        plugins.offers("ds_commands")
+    return plugins.quarantined()
 
 
 def _stand_in(name: str, rows: list[Answer]) -> Any:

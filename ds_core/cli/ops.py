@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ds_core.catalogue import install
 from ds_core.cli.show import CommandError, say_error, show_json, show_table
 from ds_core.errors import KernelError, PluginError, nearest
 
@@ -116,7 +117,7 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
                 failed = True
                 rows.append([*name, f"differs: {error}" if isinstance(error, AssertionError) else str(error)])
     if not rows:
-        typer.echo(f"only references serve {device}: nothing to compare; pip install ds-ops-cpu")
+        typer.echo(f"only references serve {device}: nothing to compare; {install('ds-ops-cpu')}")
         return
     show_table(("operation", "provider", "distribution", "result"), rows)
     if failed:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from ds_core.catalogue import install, offered_by
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig
 from ds_core.config.keys import Place, bare, iter_keys, reach
-from ds_core.config.known import BUILT, OWNERS, is_off
+from ds_core.config.known import OWNERS, is_off
 from ds_core.config.notes import notes_on
 from ds_core.config.paths import join, path_text
 from ds_core.config.redaction import scrub
@@ -141,7 +142,8 @@ class _Builder:
             return self.models[name][1]
         if name in self.installed:
             return OWNERS.get(name, "an installed plugin")
-        return f"{OWNERS[name]}, not installed" if name in BUILT else f"{OWNERS[name]}, not built yet"
+        state = "not built yet" if offered_by("sections", name) is None else "not installed"
+        return f"{OWNERS[name]}, {state}"
 
     def _unique(self) -> list[Problem]:
         found: dict[str, Problem] = {}
@@ -159,9 +161,9 @@ def _misspelt(name: str, value: Any) -> list[Problem]:
 
 def _not_there(name: str, owner: str) -> Problem:
     """The problem of a documented section whose plugin is not installed."""
-    if name in BUILT:
+    if offered_by("sections", name) is not None:
         why = f"this section is served by {owner}, which is not installed"
-        return Problem(name, why, f"install it with `pip install {owner}`")
+        return Problem(name, why, f"install it with {install(owner)}")
     why = f"this section is documented but not built yet (it will come with {owner})"
     return Problem(name, why, "remove it, or switch it off")
 

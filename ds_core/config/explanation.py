@@ -11,9 +11,10 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from ds_core.catalogue import install, offered_by
 from ds_core.config.core import CoreConfig
 from ds_core.config.keys import Key, bare, iter_keys
-from ds_core.config.known import BUILT, OWNERS
+from ds_core.config.known import OWNERS
 from ds_core.config.redaction import REDACTED
 from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, is_secret, marks, names_of, old_names
 from ds_core.config.translate import describe
@@ -153,8 +154,8 @@ def _documented(key: str) -> Explanation:
     name = key.partition(".")[0]
     owner = OWNERS[name]
     say = (
-        f"install it with `pip install {owner}`"
-        if name in BUILT
+        f"install it with {install(owner)}"
+        if offered_by("sections", name) is not None
         else f"documented but not built yet; it will come with {owner}"
     )
     from ds_core.config.documented import documented_keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BUILT", "BUILT_SCHEDULES", "OWNERS", "SCHEDULE_OWNER", "SWITCHES", "is_off"]
+__all__ = ["OWNERS", "SWITCHES", "is_off"]
 
 OWNERS: Mapping[str, str] = {
     "zero_optimization": "ds-zero",
@@ -37,14 +37,7 @@ OWNERS: Mapping[str, str] = {
     "progressive_layer_drop": "ds-compression",
     "eigenvalue": "ds-compression",
 }
-"""Documented section -> the distribution that serves it, now or later."""
-
-BUILT = frozenset({"csv_monitor", "expert_parallel", "pipeline", "tensorboard", "zero_optimization"})
-"""The documented sections whose distribution exists today."""
-
-BUILT_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-SCHEDULE_OWNER = "ds-lr-schedules"
-"""Serves the `scheduler.type` names of the documents."""
+"""Documented section -> the distribution that serves it, now or later; `ds_core.catalogue` has those that exist."""
 
 SWITCHES: Mapping[str, str] = {"zero_optimization": "stage", "tensor_parallel": "autotp_size", "compile": "deepcompile"}
 """The key that turns a section on, where it is not ``enabled``."""

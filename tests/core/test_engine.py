@@ -594,7 +594,7 @@ def test_deprecated_flags_warn(caplog):
     [
         ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'adam'"]),
         ({"type": "MuAdam"}, ["documented but not built yet"]),
-        ({"type": "Lamb"}, ["served by ds-optimizers", "pip install ds-optimizers"]),
+        ({"type": "Lamb"}, ["served by ds-optimizers", "pip install ./plugins/optimizers"]),
         ({"type": "no_such_package.Adam"}, ["optimizer.type", "No module named 'no_such_package'"]),
         ({"type": "AdamW", "params": {"lrr": 1}}, ["optimizer.params.lrr", "did you mean 'optimizer.params.lr'"]),
         ({"type": "AdamW", "params": {"lr": "fast"}}, ["optimizer.params.lr"]),

@@ -447,3 +447,16 @@ def test_output_at_import_is_told_and_does_not_stand_in_json(write: Write, capfd
     assert "prints when it is imported: 'hi there'" in row["why"]
     out, err = capfd.readouterr()
     assert "from below" in err and "from below" not in out
+
+
+def test_a_command_that_is_not_there_is_answered_with_why(write: Write) -> None:
+    from typer.testing import CliRunner
+
+    from ds_core.cli.app import make_app
+
+    write("def ds_commands(): return ['mine']\n")
+    said = {word: CliRunner().invoke(make_app(), [word], prog_name="dscore") for word in ("plan", "mine")}
+    texts = {word: " ".join(done.stderr.replace("\u2502", " ").split()) for word, done in said.items()}
+    assert {done.exit_code for done in said.values()} == {2}
+    assert "comes with ds-zero, which is not installed" in texts["plan"] and "./plugins/zero" in texts["plan"]
+    assert "quarantined: plugin 'odd' (ds-odd 1.0" in texts["mine"]

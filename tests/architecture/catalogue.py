@@ -1,0 +1,60 @@
+"""Writes ``ds_core/catalogue.json`` from the entry points of every distribution in this repository.
+
+Run by ``make catalogue``. Declaration modules are imported from their folders; nothing needs to be installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "ds_core" / "catalogue.json"
+HOOKS = {
+    "ds_optimizers": "optimizers",
+    "ds_schedulers": "schedulers",
+    "ds_state_stores": "state_stores",
+    "ds_launchers": "launchers",
+    "ds_commands": "commands",
+}
+
+
+def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Distribution -> its folder and its table ``project``, by name."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    files = [f for kind in ("plugins", "ops", "monitors", "kits") for f in ROOT.glob(f"{kind}/*/pyproject.toml")]
+    read = [(f.parent, tomllib.loads(f.read_text())["project"]) for f in files]
+    return {project["name"]: (folder, project) for folder, project in sorted(read, key=lambda row: row[1]["name"])}
+
+
+def made() -> str:
+    """The file as it should be."""
+    from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins
+
+    found, folders, sections = [], {}, {}
+    for dist, (folder, project) in projects().items():
+        folders[dist] = folder.relative_to(ROOT).as_posix()
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+        for group in (SECTIONS, BACKENDS):
+            for name, module in project.get("entry-points", {}).get(group, {}).items():
+                found.append(Found(name, group, module, dist, project["version"]))
+                if group == SECTIONS:
+                    sections[name] = dist
+    plugins = Plugins(found=found)
+    broken = [r.why for r in plugins.examine() if r.why]
+    assert not broken, broken
+    catalogue: dict[str, dict[str, str]] = {"folders": folders, "sections": sections}
+    for hook, kind in HOOKS.items():
+        answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
+        catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
+    return json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(made())
