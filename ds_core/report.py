@@ -26,6 +26,8 @@ LEFT_OUT: StashKey[dict[nn.Parameter, str]] = StashKey("frozen parameters that t
 _NOTHING = contextlib.nullcontext()
 BREAKDOWN_EVERY = 10
 """Steps between breakdowns when ``steps_per_print`` is not set."""
+LOOK_EVERY = 10
+"""Steps between looks for parameters that were thawed: there can be thousands that are frozen."""
 
 
 class Reporter:
@@ -72,7 +74,7 @@ class Reporter:
 
     def step_begin(self, step: int) -> None:
         """An optimizer step is about to happen."""
-        if self._left_out and any(p.requires_grad for p in self._left_out):
+        if self._left_out and step % LOOK_EVERY == 0 and any(p.requires_grad for p in self._left_out):
             self._tell_thawed()
         if self._begin:
             for observer in self._begin:

@@ -7,14 +7,13 @@ would be wrong by a factor, so the checks here refuse it.
 
 from __future__ import annotations
 
-import enum
 import math
 
 import torch
 
 from ds_core.errors import UsageError
 
-__all__ = ["Origin", "Window"]
+__all__ = ["Window"]
 
 MIXED = (
     "gradients of one accumulation window came both from engine.backward(loss), which divides by "
@@ -35,13 +34,9 @@ UNSCALED = (
 )
 
 
-class Origin(enum.Flag):
-    """Which backwards gradients came from. JOINT: another engine's, of a loss that both share."""
-
-    NONE = 0
-    ENGINE = enum.auto()
-    PLAIN = enum.auto()
-    JOINT = enum.auto()
+ENGINE, PLAIN, JOINT = 1, 2, 4
+"""Which backwards gradients came from: bits of `Window.seen` and `Window.micro`. JOINT: another engine's, of a loss
+that both share. (Plain integers, since an operation on `enum.Flag` costs a microsecond, and every step has several.)"""
 
 
 class Window:
@@ -64,7 +59,7 @@ class Window:
 
     def drop(self) -> None:
         """The gradients so far are dropped, and with them how they came about."""
-        self.seen = self.micro = Origin.NONE
+        self.seen = self.micro = 0
         self.scaled = self._inside = False
         self.backwards = 0
         self._joint_factor: float | None = None
@@ -82,13 +77,13 @@ class Window:
     @property
     def divisor(self) -> int:
         """What the step still divides the gradients by; 1 where losses were divided before backward."""
-        return 1 if self.seen & (Origin.ENGINE | Origin.JOINT) else self.gas
+        return 1 if self.seen & (ENGINE | JOINT) else self.gas
 
     def drive(self) -> None:
         """``engine.backward`` begins."""
-        if Origin.PLAIN in self.seen and self.gas > 1:
-            raise UsageError(MIXED if Origin.PLAIN in self.micro else BEGAN_PLAIN)
-        self._add(Origin.ENGINE)
+        if self.seen & PLAIN and self.gas > 1:
+            raise UsageError(MIXED if self.micro & PLAIN else BEGAN_PLAIN)
+        self._add(ENGINE)
         self.backwards += 1
 
     def note(self, factor: float | None) -> None:
@@ -96,7 +91,7 @@ class Window:
 
         factor: what the engine that runs it multiplied the loss by; None in a plain backward.
         """
-        self._add(Origin.PLAIN if factor is None else Origin.JOINT)
+        self._add(PLAIN if factor is None else JOINT)
         if factor is not None and factor != self._joint_factor:
             self._joint_factor = factor if self._joint_factor is None else math.nan
         if self.counts and not self._inside:
@@ -108,21 +103,21 @@ class Window:
     def _over(self) -> None:
         self._inside = False
 
-    def _add(self, origin: Origin) -> None:
+    def _add(self, origin: int) -> None:
         self.seen |= origin
         self.micro |= origin
 
     def take_batch(self) -> None:
         """A runner has run the whole window, with losses divided beforehand."""
-        self.seen, self.micro, self.backwards = Origin.ENGINE, Origin.NONE, self.gas
+        self.seen, self.micro, self.backwards = ENGINE, 0, self.gas
 
     def check(self, factor: float, *, scales: bool) -> None:
         """``engine.step`` was called: refuse gradients that cannot be right.
 
         factor: what this engine multiplies losses by. scales: whether it has a loss scaler.
         """
-        several, driven, joint = self.gas > 1, Origin.ENGINE in self.micro, Origin.JOINT in self.seen
-        if several and Origin.PLAIN in self.seen and (driven or joint):
+        several, driven, joint = self.gas > 1, self.micro & ENGINE, self.seen & JOINT
+        if several and self.seen & PLAIN and (driven or joint):
             raise UsageError(MIXED)
         if joint and self._joint_factor != factor:
             raise UsageError(
@@ -131,14 +126,14 @@ class Window:
                 "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
                 "and bf16 or fp32, or the same fp16.loss_scale"
             )
-        if scales and not self.scaled and (Origin.PLAIN in self.seen or not (driven or joint)):
+        if scales and not self.scaled and (self.seen & PLAIN or not (driven or joint)):
             raise UsageError(UNSCALED)
-        if several and not driven and not joint and Origin.ENGINE in self.seen:
+        if several and not driven and not joint and self.seen & ENGINE:
             raise UsageError(NO_BACKWARD)
         if not driven and not joint:  # hooks may not watch plain backwards, and there may have been none
-            self.seen |= Origin.PLAIN
+            self.seen |= PLAIN
 
     def next_micro(self) -> None:
         """A micro-batch is over, and it was not the last."""
         self.micros += 1
-        self.micro, self.scaled = Origin.NONE, False
+        self.micro, self.scaled = 0, False

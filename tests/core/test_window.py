@@ -278,7 +278,7 @@ def test_a_parameter_that_is_thawed_without_the_optimizer_is_told(caplog: pytest
         run(engine, data(1))
         assert not caplog.text
         net[0].requires_grad_(True)
-        run(engine, data(2))
+        run(engine, data(20))
     assert caplog.text.count("'0.weight', '0.bias' (2 in all) will not be trained") == 1
 
 

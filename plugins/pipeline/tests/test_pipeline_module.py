@@ -392,7 +392,7 @@ def test_other_axes() -> None:
 
 
 def reports(folder: Path) -> None:
-    """Additional losses, monitors, no_sync, compile: what the engine has runs with pipelines as well."""
+    """Additional losses, monitors, compile: what the engine has runs with pipelines as well."""
     from ds_pipeline import PipelineModule
 
     class Tells(PipelineModule):
@@ -407,8 +407,7 @@ def reports(folder: Path) -> None:
         model, gas=3, config={"csv_monitor": monitor, "steps_per_print": 1, "comms_guard": {"enabled": True}}
     )
     engine.compile(backend="eager")
-    with engine.no_sync():  # a batch is whole: it reduces and steps by itself
-        assert engine.train_batch(iter(rows(3, 9))).item() == pytest.approx(plain_step(truth, rows(3, 9)), rel=1e-12)
+    assert engine.train_batch(iter(rows(3, 9))).item() == pytest.approx(plain_step(truth, rows(3, 9)), rel=1e-12)
     trains_like(engine, truth)
     assert engine.runner.additional_losses == ({"micro": 8.0} if engine.is_last_stage() else {})
     assert engine.was_step_applied()
