@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ class MoE(nn.Module):
     enable_expert_tensor_parallelism: `expert` is itself cut over the mesh axis ``tp``. A parameter's attribute
     ``partition_dim`` says along which dimension, evenly and in one piece (-1: not at all), as Megatron-LM's layers have
     it; without one (or with a ``partition_stride``) it can be saved, but not loaded with another size of ``tp``. A
-    weight of which ranks hold a piece of each half, gate and up, must not have one. use_tutel: accepted; the layer
-    needs no such library.
+    weight of which ranks hold a piece of each half, gate and up, must not have one. use_tutel: without effect, which a
+    warning says.
 
     Raises UsageError for numbers that do not fit.
     """
@@ -67,6 +68,8 @@ class MoE(nn.Module):
         if ep_size < 1 or num_experts % ep_size:
             good = ", ".join(str(d) for d in range(1, num_experts + 1) if num_experts % d == 0)
             raise UsageError(f"ep_size {ep_size} does not divide num_experts {num_experts}; use {good}")
+        if use_tutel and comm.rank() == 0:
+            warnings.warn("MoE: use_tutel has no effect: the layer dispatches tokens by itself", stacklevel=2)
         self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
         self.num_local_experts = num_experts // ep_size
         self.use_residual, self.expert_tensor_parallel = use_residual, enable_expert_tensor_parallelism

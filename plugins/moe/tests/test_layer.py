@@ -281,3 +281,8 @@ def test_memory_is_linear_in_tokens() -> None:
         kept[tokens, num] = total / tokens
     assert kept[1024, 4] <= kept[256, 4] * 1.02
     assert kept[1024, 16] <= kept[1024, 4] + 12 * 4 * 6  # a few [tokens, experts] tensors of the gate
+
+
+def test_tutel_is_told_to_have_no_effect() -> None:
+    with pytest.warns(UserWarning, match="use_tutel has no effect"):
+        MoE(HIDDEN, _mlp(), 2, use_tutel=True)

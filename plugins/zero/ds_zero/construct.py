@@ -53,7 +53,7 @@ class Init:
     the parts in the host's memory, in page-locked memory with `pin_memory`. config_dict_or_path: the run's config, for
     dtype, offload_param and override_module_apply; with a stage below 3 nothing is partitioned, and `config` is its
     deprecated name. dtype: of floating-point weights (float16, bfloat16, float32); None: the config's, or as built.
-    mem_efficient_linear: holds for every module, see the README. enabled=False does nothing.
+    mem_efficient_linear: without effect, which the log says where it is False. enabled=False does nothing.
 
     Weights are those of plain construction with the first rank's random state, to the last bit. Modules on the meta
     device get values by their ``reset_parameters``; what has none must be loaded or written before `initialize`.
@@ -90,6 +90,8 @@ class Init:
             log.warning("ds_zero.Init: config= is deprecated; use config_dict_or_path=")
             if config_dict_or_path is not None:
                 raise UsageError("ds_zero.Init: config and config_dict_or_path are both given; give one")
+        if not mem_efficient_linear and comm.rank() == 0:
+            log.warning("ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered weight")
         run = _read(config if config_dict_or_path is None else config_dict_or_path)
         section = _section(run)
         if run is not None and (section is None or section.stage != 3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -582,6 +583,12 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, ValueError), match=message):
         ds_zero.Init(**arguments)
     ds_zero.Init(enabled=False, **arguments)
+
+
+def test_an_argument_without_effect_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ds_zero"):
+        ds_zero.Init(mem_efficient_linear=False)
+    assert "mem_efficient_linear has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
