@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
     from ds_zero.flat import FlatBucket
 
-__all__ = ["Gathering", "State", "Unit", "tensors_in"]
+__all__ = ["Gathering", "State", "Unit", "rounded_dtype", "tensors_in"]
 
 log = logging.getLogger("ds_zero")
 
@@ -291,6 +291,15 @@ class Gathering:
         """Release `unit`, whatever the trace says."""
         unit.release()
         self.live -= unit.size
+
+
+def rounded_dtype(
+    params: Sequence[nn.Parameter], own: torch.dtype, listed: Mapping[nn.Parameter, torch.dtype]
+) -> torch.dtype | None:
+    """The dtype in which `listed` lets all of `params` travel, where it is narrower than their own; else None."""
+    wanted = {listed.get(p) for p in params}
+    dtype = wanted.pop() if len(wanted) == 1 else None
+    return dtype if dtype is not None and dtype.itemsize < own.itemsize else None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

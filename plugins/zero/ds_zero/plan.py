@@ -17,6 +17,7 @@ from torch import nn
 from ds_core.precision import Precision, wire_dtypes
 from ds_zero.config import ZeroConfig
 from ds_zero.dry import DryBucket, DryUnit, Wires, gather_passes, reduction
+from ds_zero.gather import rounded_dtype
 from ds_zero.layout import Layout, arrange
 from ds_zero.units import Gatherer, gatherers, members, persistent
 
@@ -160,7 +161,13 @@ def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload =
         host = _join(host, states, Kinds(gradients=_on_host(trained, run.precision), buckets=through))
     else:
         device = _join(device, states)
-    return Need(section.stage, offload, device, host, *_traffic(laid, section, run, offload, wires.wire))
+    return Need(
+        section.stage,
+        offload,
+        device,
+        host,
+        *_traffic(laid, section, run, offload, wires.wire, _special(module, run.precision)),
+    )
 
 
 def _optimized(trained: Sequence[DryBucket], run: Run, offload: Offload, rank: int) -> Kinds:
@@ -249,7 +256,12 @@ def _gathered_bytes(units: Sequence[DryUnit], peak: int) -> int:
 
 
 def _traffic(
-    laid: Laid, section: ZeroConfig, run: Run, offload: Offload, wire: Callable[[DryBucket], torch.dtype]
+    laid: Laid,
+    section: ZeroConfig,
+    run: Run,
+    offload: Offload,
+    wire: Callable[[DryBucket], torch.dtype],
+    special: Mapping[nn.Parameter, torch.dtype],
 ) -> tuple[int, int, int, int]:
     """(elements of gradients, elements of weights, bytes of both, bytes between device and host), sent per step."""
     others, times = run.world - 1, run.gas if section.stage > 1 else 1
@@ -271,7 +283,8 @@ def _traffic(
     for unit in laid.units:
         part, count = unit.dry.layout.part, unit.gathers
         gathered += part * others * count * factor
-        sent += part * others * count * factor * unit.dry.dtype.itemsize
+        travels = rounded_dtype(unit.dry.params, unit.dry.dtype, special) or unit.dry.dtype
+        sent += part * others * count * factor * travels.itemsize
         if offload is Offload.ALL:
             link += part * count * run.gas * unit.dry.dtype.itemsize
     return reduced, gathered, sent, link

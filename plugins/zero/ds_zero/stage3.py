@@ -20,7 +20,7 @@ from ds_zero.base import ZeroPartitioner
 from ds_zero.direct import make_reducer
 from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
-from ds_zero.gather import Gathering, State, Unit
+from ds_zero.gather import Gathering, State, Unit, rounded_dtype
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.moved import BACKWARD
 from ds_zero.parked import unpark
@@ -109,10 +109,8 @@ class Stage3(ZeroPartitioner):
 
     def _autocast_dtype(self, unit: Unit) -> torch.dtype | None:
         """In which the weights of `unit` travel: autocast rounds those of the listed modules to it anyway."""
-        listed = self.ctx.stash.get(WIRE_DTYPES) or {}
-        wanted = {listed.get(p) for p in unit.bucket.params}
-        dtype = wanted.pop() if len(wanted) == 1 else None
-        return dtype if dtype is not None and dtype.itemsize < unit.bucket.dtype.itemsize else None
+        listed = self.ctx.stash.get(WIRE_DTYPES)
+        return rounded_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
 
     # -- weights whole for a while, see `homes` ----------------------------------------------------------------
 

@@ -143,6 +143,7 @@ CASES = [
     *(Case(s, "bf16", 2, {"contiguous_gradients": False, "allgather_bucket_size": 4000}) for s in (2, 3)),
     *(Case(s, "bf16", 2, extra={"data_types": {"grad_accum_dtype": "fp32"}}) for s in (0, 1, 3)),
     *(Case(s, "bf16", extra={"communication_data_type": "fp32"}) for s in (0, 2)),
+    *(Case(s, "fp32", extra={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}) for s in (2, 3)),
     Case(2, section={"reduce_scatter": False, "allgather_partitions": False}),
     Case(2, section={"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False}),
     Case(3, section={"max_reuse_distance": 7000, "prefetch_bucket_size": 3500}),
