@@ -24,12 +24,27 @@ from ds_core.errors import CommError
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["Place", "host_store", "is_loopback", "listen", "meet", "reach_store", "within"]
+__all__ = [
+    "Place",
+    "StoreLostError",
+    "host_store",
+    "is_loopback",
+    "listen",
+    "meet",
+    "meet_at_store",
+    "reach_store",
+    "within",
+]
 
 T = TypeVar("T")
-LATE_SECONDS = 20.0  # how long a rank that comes after the start waits for a start of its own
+LATE_SECONDS = 60.0  # how long a rank that comes after the start waits for a start of its own
 TELL_SECONDS = 5.0  # how long rank 0 keeps its store for ranks that have yet to read why it gives up
+AGAIN_SECONDS = 10.0  # how long who has lost number 0's store looks for another one there
 LONGEST_NOTE = 4096  # characters
+
+
+class StoreLostError(CommError):
+    """Number 0's store has closed while others were waiting at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +191,32 @@ def within(seconds: float, function: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def meet_at_store(place: Place, timeout: timedelta, *, kept: bool = False) -> Store:
+    """Open or reach the store of number 0 (kept: reach it, a launcher has it), `meet` there, and give our part of it.
+
+    A process group that starts right after another one may reach the old one's store, which closes then; so who loses
+    a store looks once more. Raises CommError within `timeout`.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    end = time.monotonic() + timeout.total_seconds()
+    hosts = place.number == 0 and not kept
+    store = host_store(place, timeout) if hosts else reach_store(place, timeout)
+    while True:
+        left = timedelta(seconds=max(0.1, end - time.monotonic()))
+        try:
+            return PrefixStore(meet(store, place, left, kept=kept), store)
+        except StoreLostError as lost:
+            again = min(left, timedelta(seconds=AGAIN_SECONDS))
+            if hosts or kept or time.monotonic() > end or _wait_for_listener(place, again.total_seconds()):
+                raise
+            try:
+                store = reach_store(place, again)
+            except CommError:
+                raise lost from None
+            store.set_timeout(timeout)
+
+
 # -- the meeting -------------------------------------------------------------------------------------------------------
 
 
@@ -225,19 +266,19 @@ def meet(store: Store, place: Place, timeout: timedelta, *, kept: bool = False, 
         f"pid {os.getpid()} on {socket.gethostname()}",
     )
     seconds = timeout.total_seconds()
+    guest = _Guest(store, place, note, seconds, kept)
     try:
         if place.number == 0:
             return within(seconds + TELL_SECONDS, lambda: _Host(store, place, note, seconds).run())
-        return within(seconds, lambda: _join(store, place, note, seconds, kept))
+        return within(seconds, guest.run)
+    except CommError:
+        raise
     except TimeoutError as error:
         raise CommError(f"{place}: the store at {place.where} stopped answering; {_START_AGAIN}") from error
     except (OSError, RuntimeError) as error:
-        if isinstance(error, CommError):
-            raise
-        raise CommError(
-            f"{place} lost the store of {place.what} 0 at {place.where} before all had come; {place.what} 0 has "
-            f"probably failed, and its own message says why ({str(error).splitlines()[0]})"
-        ) from error
+        raise StoreLostError(guest.lost(error)) from error
+    except (ValueError, TypeError) as error:
+        raise CommError(f"{place}: another program writes to the store at {place.where}; {_START_AGAIN}") from error
 
 
 _START_AGAIN = "is the port free for this job alone? Start all again, with another port if not"
@@ -278,7 +319,8 @@ class _Host:
                 )
             time.sleep(pause)
             pause = min(0.05, pause * 1.2)
-        self.store.set("ds_core/begun", json.dumps([self.place.size, self.note.who]))
+        what = self.place.what
+        self.store.set("ds_core/begun", f"{self.place.size} {what}s, {what} 0 is {self.note.who}")
         self.store.set(f"{self.prefix}/go", "")
         return self.prefix
 
@@ -338,49 +380,68 @@ class _Host:
         raise CommError(wrong)
 
 
-def _join(store: Store, place: Place, note: _Note, seconds: float, kept: bool) -> str:
-    """The side of everybody else."""
-    start = time.monotonic()
-    store.set(f"ds_core/note/{store.add('ds_core/notes', 1)}", note.text())
-    answer = f"ds_core/answer/{note.token}"
+class _Guest:
+    """Everybody else's side."""
 
-    def come(key: str) -> bool:
+    def __init__(self, store: Store, place: Place, note: _Note, seconds: float, kept: bool) -> None:
+        self.store, self.place, self.note, self.seconds, self.kept = store, place, note, seconds, kept
+        self.begun = ""  # what number 0 said when it began without us, if it has
+        self.start = time.monotonic()
+
+    def run(self) -> str:
+        """The prefix, when all have come."""
+        store, note, place = self.store, self.note, self.place
+        store.set(f"ds_core/note/{store.add('ds_core/notes', 1)}", note.text())
+        answer = f"ds_core/answer/{note.token}"
+        if not self._comes(answer, None if self.kept else "ds_core/begun"):
+            raise CommError(self._too_late() if self.begun else self._not_answered())
+        prefix, wrong = json.loads(store.get(answer))
+        store.set(f"{prefix}/heard/{note.token}", "")
+        if not wrong:
+            if not self._comes(f"{prefix}/go"):
+                raise CommError(
+                    f"{place}: others did not come to {place.where} within {self.seconds:g} s; see that all "
+                    f"{place.size} are started"
+                )
+            wrong = store.get(f"{prefix}/go").decode()
+        if wrong:
+            store.set(f"ds_core/told/{note.token}", "")
+            raise CommError(wrong)
+        return str(prefix)
+
+    def _comes(self, key: str, instead: str | None = None) -> bool:
+        """Wait for `key`; False when it is too late, which is sooner where there is `instead`."""
         pause = 0.002
-        while not store.check([key]):
-            waited = time.monotonic() - start
-            begun = key == answer and waited > min(LATE_SECONDS, seconds / 2) and store.check(["ds_core/begun"])
-            if waited > seconds or (begun and not kept):
+        while not self.store.check([key]):
+            waited = time.monotonic() - self.start
+            if not self.begun and instead and self.store.check([instead]):
+                self.begun = self.store.get(instead).decode(errors="replace")
+            if waited > (min(LATE_SECONDS, self.seconds / 2) if self.begun else self.seconds):
                 return False
             time.sleep(pause)
             pause = min(0.25, pause * 1.2)
         return True
 
-    if not come(answer):
-        raise CommError(_not_answered(store, place, seconds))
-    prefix, wrong = json.loads(store.get(answer))
-    store.set(f"{prefix}/heard/{note.token}", "")
-    if wrong:
-        store.set(f"ds_core/told/{note.token}", "")
-        raise CommError(wrong)
-    if not come(f"{prefix}/go"):
-        raise CommError(
-            f"{place}: others did not come to {place.where} within {seconds:g} s; see that all {place.size} are started"
-        )
-    wrong = store.get(f"{prefix}/go").decode()
-    if wrong:
-        store.set(f"ds_core/told/{note.token}", "")
-        raise CommError(wrong)
-    return str(prefix)
-
-
-def _not_answered(store: Store, place: Place, seconds: float) -> str:
-    if store.check(["ds_core/begun"]):
-        size, who = json.loads(store.get("ds_core/begun"))
+    def _too_late(self) -> str:
+        what = self.place.what
         return (
-            f"the job at {place.where} ({size} {place.what}s, {place.what} 0 is {who}) has begun with all its "
-            f"{place.what}s; this process, {place}, is one too many or belongs to another job, which needs another port"
+            f"the job at {self.place.where} ({self.begun}) has begun with all its {what}s; this process, {self.place}, "
+            "is one too many or belongs to another job, which needs another port"
         )
-    return (
-        f"{place} reached the store at {place.where}, but {place.what} 0 did not answer within {seconds:g} s; is "
-        f"{place.what} 0 started, and does it call init_distributed (or initialize) too?"
-    )
+
+    def _not_answered(self) -> str:
+        place = self.place
+        return (
+            f"{place} reached the store at {place.where}, but {place.what} 0 did not answer within {self.seconds:g} s; "
+            f"is {place.what} 0 started, and does it call init_distributed (or initialize) too?"
+        )
+
+    def lost(self, error: Exception) -> str:
+        """What to say when the store has closed."""
+        if self.begun:
+            return self._too_late()
+        place = self.place
+        return (
+            f"{place} lost the store of {place.what} 0 at {place.where} before all had come; {place.what} 0 has "
+            f"probably failed, and its own message says why ({str(error).splitlines()[0]})"
+        )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ds_core.comm.meeting import Place, host_store, meet, reach_store
+from ds_core.comm.meeting import Place, meet_at_store
 from ds_core.errors import CommError, ConfigError, Problem
 
 __all__ = [
@@ -382,7 +382,7 @@ def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: i
 
 def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
-    from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     if where is None or where.world_size == 1:  # nobody to meet, so nothing listens
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -390,15 +390,8 @@ def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> 
     place = Place(where.rank, where.world_size, where.address, where.port)
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = host_store(place, timeout) if where.rank == 0 and not kept else reach_store(place, timeout)
-        prefix = meet(store, place, timeout, kept=kept)
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(prefix, store),
-            rank=where.rank,
-            world_size=where.world_size,
-            timeout=timeout,
-        )
+        store = meet_at_store(place, timeout, kept=kept)
+        dist.init_process_group(backend, store=store, rank=where.rank, world_size=where.world_size, timeout=timeout)
     except CommError as error:
         raise CommError(f"{error} (the place is from {where.source})") from error
     except (OSError, RuntimeError) as error:

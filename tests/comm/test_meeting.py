@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_core.comm import meeting
-from ds_core.comm.meeting import Place, host_store, is_loopback, listen, meet, reach_store, within
+from ds_core.comm.meeting import Place, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
 from ds_core.errors import CommError
 
 LOOPBACK = "127.0.0.1"
@@ -84,7 +85,34 @@ def test_a_rank_too_many(store: Any) -> None:
 def test_a_rank_that_comes_when_all_are_there(store: Any) -> None:
     come(store, (0, 2), (1, 2))
     (said,) = come(store, (1, 2), limit=SHORT)
+    assert f"the job at 127.0.0.1:{store.port} (2 ranks, rank 0 is pid " in said
     assert "has begun with all its ranks; this process, rank 1 of 2, is one too many or belongs to another job" in said
+
+
+def test_a_rank_that_comes_when_all_are_there_and_stays_till_they_end() -> None:
+    class Ending:
+        """A store at which the job has begun, and which closes while the rank waits."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def add(self, *_: Any) -> int:
+            return 3
+
+        def set(self, *_: Any) -> None:
+            return
+
+        def get(self, _: str) -> bytes:
+            return b"2 ranks"
+
+        def check(self, keys: list[str]) -> bool:
+            self.asked += 1
+            if self.asked > 4:
+                raise RuntimeError("Connection reset by peer")
+            return keys == ["ds_core/begun"]
+
+    with pytest.raises(CommError, match="has begun with all its ranks; this process, rank 1 of 2, is one too many"):
+        meet(Ending(), Place(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_does_not_come_is_named_on_all(store: Any) -> None:
@@ -127,6 +155,22 @@ def test_launchers_meet_in_their_own_words(store: Any) -> None:
         meet(store, places[0], LONG)
     thread.join()
     assert len(said) == 1
+
+
+def test_who_reaches_the_store_of_an_earlier_group_finds_the_new_one() -> None:
+    """Process groups one after the other on one port: torch alone fails there now and then."""
+    old = host_store(Place(0, 2, LOOPBACK, 0), LONG)
+    port = old.port
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(meet_at_store(Place(1, 2, LOOPBACK, port), LONG)))
+    other.start()
+    while not old.add("ds_core/notes", 0):
+        time.sleep(0.01)
+    del old
+    ours = meet_at_store(Place(0, 2, LOOPBACK, port), LONG)
+    other.join()
+    ours.set("key", "value")
+    assert found[0].get("key") == b"value"
 
 
 # -- what may be at the port ---------------------------------------------------------------------------------------
@@ -215,6 +259,20 @@ def test_a_store_that_closes_meanwhile() -> None:
         CommError, match=r"lost the store of rank 0 .* has probably failed,.*\(Connection reset by peer\)"
     ):
         meet(Closed(), Place(1, 2, LOOPBACK, 1), SHORT)  # type: ignore[arg-type]
+
+
+def test_a_store_to_which_others_write() -> None:
+    class Foreign:
+        set = check = lambda self, *_: True
+
+        def add(self, *_: Any) -> int:
+            return 1
+
+        def get(self, _: str) -> bytes:
+            return b"\x80\x04K\x01."
+
+    with pytest.raises(CommError, match="another program writes to the store at 127.0.0.1:1"):
+        meet(Foreign(), Place(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
 
 
 def test_within_passes_on_what_comes() -> None:
