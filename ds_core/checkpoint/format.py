@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from ds_core.boxes import Box, form_grid
-from ds_core.checkpoint.opening import read_small, read_start
+from ds_core.checkpoint.opening import parse_json, read_small, read_start
 from ds_core.errors import CheckpointError
 
 __all__ = [
@@ -55,7 +55,8 @@ README = "README.md"
 
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _FILE = re.compile(r"(rank(?P<rank>\d{5}|[1-9]\d{5,8})(-local)?|common)\.safetensors", re.ASCII)
-_MAX_MANIFEST = 1 << 29
+_MAX_MANIFEST = 1 << 28
+_MAX_VALUES = 1 << 24
 _MAX_LATEST = 1 << 10
 _MAX_DIMS = 64
 _MAX_COUNT = 1 << 63
@@ -185,7 +186,7 @@ def render_manifest(manifest: Manifest) -> bytes:
     return body + _SEAL + checksum(body).encode() + b'"\n}\n'
 
 
-_NEWER = re.compile(rb'\{\s*"format":\s*"ds_core\.checkpoint",\s*"version":\s*(\d{1,9})\b', re.ASCII)
+_BEGIN = re.compile(rb'\s*\{\s*"format":\s*"ds_core\.checkpoint",(?:\s*"version":\s*(\d{1,9})\b)?', re.ASCII)
 _HEAD = re.compile(
     rb'\{\n "format": "ds_core\.checkpoint",'
     rb'(?:\n "version": \d+,\n "save_id": "[^"\n]*",\n "tag": "[\w.-]*",\n "step": (\d{1,18}),'
@@ -227,18 +228,20 @@ def parse_manifest(path: Path) -> Manifest:
         text = read_small(path, _MAX_MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is not a whole checkpoint; load another tag") from None
-    if (said := _NEWER.match(text)) is not None and int(said[1]) > VERSION:
+    if (said := _BEGIN.match(text)) is None:
+        raise CheckpointError(f"{path} does not say it is a {FORMAT!r}; was it written by another program?")
+    if int(said[1] or 0) > VERSION:
         raise _other_version(path, int(said[1]))  # whose checksum may be another
     body, seal, rest = text.rpartition(_SEAL)
     sealed = bool(seal) and rest == checksum(body).encode() + b'"\n}\n'
     if seal and not sealed:
         raise CheckpointError(f"{path} is not as it was written: its checksum is wrong; {DAMAGED}")
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text, _MAX_VALUES)
+    except ValueError as error:
         raise CheckpointError(f"{path} is not JSON ({error}); {DAMAGED}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise CheckpointError(f"{path} does not say it is a {FORMAT!r}; was it written by another program?")
+    if data.get("format") != FORMAT:
+        raise CheckpointError(f"{path} says twice what it is; {DAMAGED}")
     if data.get("version") not in range(1, VERSION + 1):
         raise _other_version(path, data.get("version"))
     if data["version"] > 1 and not sealed:
@@ -364,9 +367,9 @@ class _Fields:
         self.data, self.what = data, what
 
     def get(self, key: str, kind: Any) -> Any:
-        """The field; `kind` is what isinstance takes, and a bool is never an int."""
+        """The field; `kind` is what isinstance takes."""
         value = self.data.get(key)
-        if key not in self.data or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        if key not in self.data or not _is_a(value, kind):
             raise CheckpointError(f"field {key!r} of {self.what} is missing or of a wrong type")
         return value
 
@@ -388,9 +391,18 @@ class _Fields:
     def items(self, key: str, kind: type) -> Sequence[Any]:
         """A field that is a list of `kind`."""
         values: list[Any] = self.get(key, list)
-        return [_Fields({key: v}, f"the items of {self.what}").get(key, kind) for v in values]
+        if not all(_is_a(v, kind) for v in values):
+            raise CheckpointError(f"an item of field {key!r} of {self.what} is of a wrong type")
+        return values
 
     def mapping(self, key: str, kind: type) -> dict[str, Any]:
         """A field that is an object whose values are all `kind`."""
         values: dict[str, Any] = self.get(key, dict)
-        return {k: _Fields(values, f"{key!r} of {self.what}").get(k, kind) for k in values}
+        if (wrong := next((k for k, v in values.items() if not _is_a(v, kind)), None)) is not None:
+            raise CheckpointError(f"field {wrong!r} of {key!r} of {self.what} is of a wrong type")
+        return values
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether `value` is one; a bool is never an int."""
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))

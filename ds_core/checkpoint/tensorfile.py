@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ds_core.boxes import Move
 from ds_core.checkpoint.format import DAMAGED, Mark
-from ds_core.checkpoint.opening import open_plain
+from ds_core.checkpoint.opening import open_plain, parse_json
 from ds_core.errors import CheckpointError
 
 __all__ = ["DTYPES", "Item", "TensorFile", "as_bytes", "carry", "check_tensor", "dtype_name", "write_tensors"]
@@ -50,6 +50,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # what the safetensors library accepts
+_MAX_VALUES = 1 << 22
 _MAX_TENSORS = 1 << 19  # of one file; to read a header of more would take seconds
 
 _BLOCK = 1 << 20
@@ -191,7 +192,7 @@ class TensorFile:
         if (count := text.count(b'"data_offsets"')) > _MAX_TENSORS:
             raise self._damaged(f"its header tells of {count} tensors; {_MAX_TENSORS} are the most of one file")
         try:
-            header = json.loads(text)
+            header = parse_json(text, _MAX_VALUES)
             metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
             tensors = {}
             for key, entry in header.items():
@@ -202,7 +203,7 @@ class TensorFile:
                 if stop - begin != math.prod(shape) * dtype.itemsize:
                     raise ValueError(f"offsets of {key!r}")
                 tensors[key] = (dtype, shape, 8 + length + begin, 8 + length + stop)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(f"its header is wrong: {error}") from error
         place = 8 + length
         for begin, stop, key in sorted((begin, stop, key) for key, (_, _, begin, stop) in tensors.items()):

@@ -405,6 +405,19 @@ def test_what_is_no_file_or_too_large_is_refused_unread(tmp_path: Path, name: st
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
+@pytest.mark.parametrize(
+    "begin", [b"", b'{"format": "ds_core.checkpoint", "version": 1, "a": '], ids=["foreign", "ours"]
+)
+def test_a_manifest_of_very_many_values_is_not_parsed(
+    tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_bytes(begin + b"[" + b"[]," * (1 << 24) + b"[]]")
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("parsed"))
+    with pytest.raises(CheckpointError, match=r"where 16777216 are the most" if begin else "does not say it is"):
+        parse_manifest(path)
+
+
 def header_file(path: Path, header: bytes, data: int) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
 
