@@ -1,0 +1,112 @@
+"""How a partitioner's step reaches the optimizer: one pass over gradients, masters and weights where that is possible.
+
+Gradients arrive in 16 bits, are to be multiplied by one factor (unscaling and clipping), and the new masters are to be
+written as 16-bit weights. An optimizer that can do all of it while it updates says so (`takes_inputs`) and gets
+`StepInputs`; the optimizers of ds-optimizers do. For any other, torch's too, `Stepper` casts and multiplies before its
+``step()``, and writes the weights after it. Both give the same numbers but for the kernels' own rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_core.stores import away
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["StepInputs", "Stepper"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What ``optimizer.step(inputs=...)`` is given. Lists are in the order of the parameters of all groups.
+
+    scale: gradients are multiplied by it as they are read. grads: of the parameters' shapes, in the dtypes in which
+    they arrived; None for a parameter that has none; the list itself None: in ``.grad``. copies: get the new values,
+    cast to their dtypes, in the parameters' shapes; None for a parameter that has none (the list itself: none has).
+    """
+
+    scale: float = 1.0
+    grads: Sequence[Tensor | None] | None = None
+    copies: Sequence[Tensor | None] | None = None
+
+
+class Stepper:
+    """Carries out `Partitioner.step` for tensors that are in memory.
+
+    masters: what the optimizer updates. copies: at each place, where the new value is written in another dtype (the
+    weight of which this is the master); None: nowhere. Of the same shapes.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+        self.masters = list(masters)
+        self._copies = list(copies)
+        self._any_copy = any(c is not None for c in copies)
+        self._cast: dict[int, Tensor] = {}
+        self._order: list[Tensor] = []
+        self._places: list[int | None] = []
+
+    def step(self, optimizer: Optimizer, grads: Sequence[Tensor | None] | None, factor: float) -> None:
+        """Update masters from `grads` times `factor`, and write their copies.
+
+        grads: one per master, of its shape and of any floating dtype; it may be overwritten. None at a place: that
+        master is left as it is. None altogether: each master has its own, in its dtype, in ``.grad``.
+        """
+        if not getattr(optimizer, "takes_inputs", False):
+            self._step_plainly(optimizer, grads, factor)
+            return
+        if grads is None and not self._any_copy:
+            inputs = StepInputs(factor)
+        else:
+            places = self._places_in(optimizer)
+            given = grads if grads is not None else [m.grad for m in self.masters]
+            copies = [None if i is None else self._copies[i] for i in places] if self._any_copy else None
+            inputs = StepInputs(factor, [None if i is None else given[i] for i in places], copies)
+        optimizer.step(inputs=inputs)  # type: ignore[call-arg]
+
+    def _places_in(self, optimizer: Optimizer) -> list[int | None]:
+        """Where each parameter of the optimizer stands among the masters."""
+        order = [p for g in optimizer.param_groups for p in g["params"]]
+        if len(order) != len(self._order) or not all(map(is_, order, self._order)):
+            known = {id(m): i for i, m in enumerate(self.masters)}
+            self._order, self._places = order, [known.get(id(p)) for p in order]
+        return self._places
+
+    @torch.no_grad()
+    def _step_plainly(self, optimizer: Any, grads: Sequence[Tensor | None] | None, factor: float) -> None:
+        """For an optimizer that knows of ``.grad`` in its tensors' dtype alone."""
+        if grads is not None:
+            self._give(grads)
+        if factor != 1.0 and (given := [m.grad for m in self.masters if m.grad is not None]):
+            torch._foreach_mul_(given, factor)
+        with torch.enable_grad():
+            optimizer.step()
+        if self._any_copy:
+            pairs = [(c, m) for c, m in zip(self._copies, self.masters, strict=True) if c is not None and not away(m)]
+            torch._foreach_copy_([c for c, _ in pairs], [m for _, m in pairs])
+
+    def _give(self, grads: Sequence[Tensor | None]) -> None:
+        """Set every master's ``.grad``, in buffers that live until `release` where it must be cast."""
+        cast, arrived = [], []
+        for place, (master, grad) in enumerate(zip(self.masters, grads, strict=True)):
+            if grad is None or grad.dtype == master.dtype:
+                master.grad = grad
+                continue
+            if place not in self._cast:
+                self._cast[place] = torch.empty_like(master)
+            master.grad = self._cast[place]
+            cast.append(master.grad)
+            arrived.append(grad)
+        if cast:
+            torch._foreach_copy_(cast, arrived)
+
+    def release(self) -> None:
+        """Give back the memory for gradients that were cast; the next step that needs it takes new memory."""
+        self._cast.clear()
