@@ -6,12 +6,12 @@ and writes and no arithmetic (`limit_mixed` in cpu_limit.cpp), timed in turns wi
 median. `copy` is ``Tensor.copy_`` of fp32 tensors of that many bytes together. Only `engine.step()` is timed; forward
 and backward of a batch of one come before each.
 
-    python benchmarks/mixed_step.py [--threads 1 2] [--cases "stage 2" ...] [--clip 0 1] [--deepspeed PYTHON] [--profile]
+    python benchmarks/mixed_step.py [--threads 1 2] [--cases "stage 2" ...] [--clip 0 1] [--deepspeed PYTHON]
 
-20 Linear layers of 1024 x 1024 (21 M parameters), one process. Clipping: 0: it never takes effect, 1: always; fp16 has a
-loss scale of 1024, so that gradients are always scaled. ``--deepspeed PYTHON`` names an interpreter that has deepspeed,
-which gets a process of its own; build its CPU Adam before, and set TORCH_EXTENSIONS_DIR. ``--profile``: where the time
-goes, by torch's profiler.
+20 Linear layers of 1024 x 1024 (21 M parameters), one process. Clipping: 0: it never takes effect, 1: always; fp16 has
+a loss scale of 1024, so that gradients are always scaled. ``--deepspeed PYTHON`` names an interpreter that has
+deepspeed, which gets a process of its own; build its CPU Adam before, and set TORCH_EXTENSIONS_DIR. ``--profile``:
+where the time goes, by torch's profiler.
 """
 
 from __future__ import annotations

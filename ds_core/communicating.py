@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
@@ -76,14 +75,13 @@ class SelfReduced(Replicated):
         if self.averages or world == 1:
             return groups
         by_place: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
-        for slot in self._slots:
-            if (grad := slot.master.grad) is not None:
+        for place, (slot, grad) in enumerate(zip(self._slots, self._given, strict=True)):
+            if grad is not None:
                 axes = self._replicas(slot)
                 copies = len(self.ctx.mesh.ranks(*axes))
+                if 1 < copies < world:  # the mean over fewer ranks than dp has, as its average would have counted it
+                    grad = self._given[place] = self.weighted(slot.master, grad, copies / world)
                 by_place.setdefault(((*slot.held, *axes), copies), []).append(grad)
-        for (_, copies), tensors in by_place.items():
-            if 1 < copies < world:  # the mean over fewer ranks than dp has, as its average would have counted it
-                torch._foreach_mul_(tensors, copies / world)
         return [GradGroup(axes, t, 1.0 / n) for (axes, n), t in by_place.items()] or [GradGroup((), [])]
 
     def axes(self) -> Iterable[tuple[str, ...]]:

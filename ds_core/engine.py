@@ -314,9 +314,7 @@ class Engine:
                 report.nonfinite(self.partitioner, self.ctx, self.scaler)
             if self._applied:
                 clip = self._clip / (self._norm + 1e-6) if self._clip and not overflow else 1.0
-                if (factor := unscale * min(1.0, clip)) != 1.0:
-                    self.partitioner.scale(factor)
-                self.partitioner.step(self.optimizer)  # type: ignore[arg-type]
+                self.partitioner.step(self.optimizer, unscale * min(1.0, clip))  # type: ignore[arg-type]
                 self.partitioner.publish()
             else:
                 self.skipped_steps += 1

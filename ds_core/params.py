@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "squared_norm",
 ]
 
+_dtype = attrgetter("dtype")
 COUNTED_ELSEWHERE: StashKey[Collection[str]] = StashKey("counted elsewhere")
 """Names of parameters and buffers of which this rank has a copy that is kept equal to the one of a rank along an axis
 in `held` (weights tied over pipeline stages). This rank updates its copy, but the global norm and checkpoints take the
@@ -58,7 +60,7 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class GradGroup:
-    """Gradients as the optimizer will see them, whose elements are disjoint over the ranks along `axes`.
+    """Gradients of which the optimizer will see just these elements, disjoint over the ranks along `axes`.
 
     weight: of their squares in the global norm; less than 1 where ranks have gradients of their own for one parameter.
     """
@@ -132,8 +134,8 @@ class GradNorm:
 
     Sums of squares are added over each group's axes, so each element of the model counts once. Which sets of axes
     occur is agreed once, when it is built (a stage without experts still takes part in the experts' sum).
-    kernel_for: device type, dtype -> kernel ``squared_norm``. like: what the gradients are of, so that the kernels are
-    found at once; gradients are of the same dtypes and on the same devices.
+    kernel_for: device type, dtype -> kernel ``squared_norm``. like: tensors on the devices and of the dtypes that
+    gradients will mostly have, so that the kernels are found at once.
     """
 
     def __init__(
@@ -146,7 +148,9 @@ class GradNorm:
         self._mesh = mesh
         self._kernel_for = kernel_for
         self._kernels = {kind: kernel_for(*kind) for kind in {(t.device.type, t.dtype) for t in like}}
-        self._only = next(iter(self._kernels.values())) if len(self._kernels) == 1 else None
+        self._only: Callable[[list[Tensor]], Tensor] | None = None
+        self._dtypes: set[torch.dtype] = set()  # of the tensors that `_only` serves
+        self._settle()
         mine = sorted({mesh.expand(k) for k in keys})
         everyone = comm.all_gather_json([list(k) for k in mine]) if mesh.world_size > 1 else [[list(k) for k in mine]]
         self._keys = sorted({tuple(k) for keys in everyone for k in keys})
@@ -175,7 +179,7 @@ class GradNorm:
 
     def _squares(self, tensors: list[Tensor], device: torch.device) -> Tensor:
         """Their sum of squares; where offload leaves some gradients on the device, those and the host's apart."""
-        if self._only is not None:
+        if self._only is not None and self._dtypes.issuperset(map(_dtype, tensors)):
             return self._only(tensors)
         kinds: dict[tuple[str, torch.dtype], list[Tensor]] = {}
         for tensor in tensors:
@@ -184,8 +188,15 @@ class GradNorm:
         for kind, members in kinds.items():
             if kind not in self._kernels:
                 self._kernels[kind] = self._kernel_for(*kind)
+                self._settle()
             total += self._kernels[kind](members).to(device, torch.float64)
         return total
+
+    def _settle(self) -> None:
+        """One call for all tensors, where one function serves all of their dtypes, and they are on one device."""
+        alike = len(set(self._kernels.values())) == 1 and len({device for device, _ in self._kernels}) == 1
+        self._only = next(iter(self._kernels.values())) if alike else None
+        self._dtypes = {dtype for _, dtype in self._kernels}
 
     def _finite(self, norm: float, groups: Sequence[GradGroup]) -> float:
         """Tell a sum of squares that overflowed fp32 from a gradient that is not finite."""

@@ -97,7 +97,7 @@ class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
     The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
-    boundary's backward; then `gradients`, `scale`, `step`, `publish`, `zero_grad`.
+    boundary's backward; then `gradients`, `step`, `publish`, `zero_grad`.
     """
 
     partitions_gradients = False
@@ -174,19 +174,21 @@ class Partitioner(ABC):
 
     @abstractmethod
     def gradients(self) -> Sequence[GradGroup]:
-        """The reduced gradients as the optimizer will see them (in its dtype), once per step, after `finish`."""
+        """The reduced gradients, in the dtypes in which they arrived, for the global norm.
+
+        Called once per step, after `finish`; the optimizer then sees the same elements.
+        """
 
     @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiply what `gradients` gave by `factor`, in place."""
+    def step(self, optimizer: Optimizer, factor: float) -> None:
+        """Let `optimizer` update its tensors from what `gradients` gave, times `factor` (unscaling and clipping).
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Let `optimizer` update its tensors from their gradients; in several steps where not all are in memory."""
-        optimizer.step()
+        This rank's weights are written as well: `ds_core.stepping.Stepper` has all of it done in one pass where the
+        optimizer can, and does it beside the optimizer's step where not.
+        """
 
-    @abstractmethod
-    def publish(self) -> None:
-        """Make the module's weights those that the optimizer has just written. May be collective."""
+    def publish(self) -> None:  # noqa: B027
+        """Give other ranks the weights that `step` has just written here, where they need them. May be collective."""
 
     @abstractmethod
     def zero_grad(self) -> None:

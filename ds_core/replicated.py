@@ -32,6 +32,7 @@ from ds_core.partition import (
     set_optimizer_state,
 )
 from ds_core.process import STATE
+from ds_core.stepping import Stepper
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,15 +48,21 @@ class _Slot:
     """A trainable parameter, what the optimizer updates for it, and where its gradient accumulates.
 
     master: the parameter itself when no other dtype is wanted. total: the accumulator when gradients accumulate
-    in another dtype than the parameter's, else None (then ``param.grad`` accumulates).
+    in another dtype than the parameter's, else None (then ``param.grad`` accumulates). alone: the parameter is on this
+    rank only, though dp has others.
     """
 
     name: str
     param: nn.Parameter
     master: nn.Parameter
     held: tuple[str, ...]
+    alone: bool = False
     total: Tensor | None = None
-    master_grad: Tensor | None = None
+
+    @property
+    def copy(self) -> Tensor | None:
+        """Where the master's new value is written in the parameter's dtype."""
+        return None if self.master is self.param else self.param
 
 
 class Replicated(Partitioner):
@@ -75,8 +82,9 @@ class Replicated(Partitioner):
         self._hooks: list[Any] = []
         self._refresh: Any = None
         self._module: nn.Module | None = None
-        self._alone: list[_Slot] = []  # on this rank only, though dp has others
         self._plain = True  # the optimizer updates the module's own parameters
+        self._given: list[Tensor | None] = []  # of each slot, from `gradients` to the step; none where it is plain
+        self._stepper = Stepper([], [])
 
     @property
     def averages(self) -> bool:
@@ -96,10 +104,9 @@ class Replicated(Partitioner):
             out.append({**group, "params": [s.master for s in slots]})
         self._by_param = {s.param: s for s in self._slots}
         self._plain = all(s.master is s.param for s in self._slots)
+        self._stepper = Stepper([s.master for s in self._slots], [s.copy for s in self._slots])
         if not any(self._replicas(s) for s in self._slots):
             self._buckets = []
-        if self.ctx.mesh.size("dp") > 1:
-            self._alone = [s for s in self._slots if not self._replicas(s)]
         self._install_hooks()
         if not self._plain:
             self._refresh = module.register_load_state_dict_post_hook(lambda *_: self._masters_from_weights())
@@ -139,7 +146,8 @@ class Replicated(Partitioner):
         master = param
         if master_dtype is not None and param.is_floating_point() and param.dtype != master_dtype:
             master = nn.Parameter(param.detach().to(master_dtype, copy=True), requires_grad=param.requires_grad)
-        return _Slot(info.name, param, master, info.held)
+        alone = self.ctx.mesh.size("dp") > 1 and not info.replicas
+        return _Slot(info.name, param, master, info.held, alone)
 
     def _accumulates(self, slot: _Slot) -> bool:
         wanted = self.ctx.precision.accumulate
@@ -168,7 +176,7 @@ class Replicated(Partitioner):
             assert param.grad is not None
             if slot.total is None:
                 slot.total = torch.zeros_like(param, dtype=self.ctx.precision.accumulate)
-            slot.total += param.grad
+            self.ctx.kernels.accumulate(slot.total, param.grad)
             param.grad = None
         self._reduced = False
         if not self.sync or self._buckets == [] or not self.averages:
@@ -243,54 +251,35 @@ class Replicated(Partitioner):
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
-        if not self._plain or self.ctx.precision.accumulate is not None:
-            self._cast_gradients()
-        if self._alone:
-            # Nothing to reduce, but the average is over all of dp. Not before the step: a later backward adds to it.
-            lone = [s.master.grad for s in self._alone if s.master.grad is not None]
-            if lone:
-                torch._foreach_mul_(lone, 1.0 / self.ctx.mesh.size("dp"))
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        self._given = []
         for slot in self._slots:
-            if (grad := slot.master.grad) is not None:
-                if grad.is_sparse:  # of nn.Embedding(sparse=True); what follows is for dense ones
-                    grad = slot.master.grad = grad.to_dense()
+            grad = slot.param.grad if slot.total is None else slot.total
+            if grad is not None:
+                if slot.total is not None and slot.master is slot.param:
+                    grad = slot.param.grad = grad.to(slot.param.dtype)
+                elif grad.is_sparse:  # of nn.Embedding(sparse=True); what follows is for dense ones
+                    grad = slot.param.grad = grad.to_dense()
+                if slot.alone:
+                    # Nothing to reduce, but the average is over all of dp. Not before the step: a later backward adds.
+                    grad = self.weighted(slot.master, grad, 1.0 / self.ctx.mesh.size("dp"))
                 if self.ctx.params[slot.param].counted:
                     by_axes.setdefault(slot.held, []).append(grad)
+            self._given.append(grad)
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
-    def _cast_gradients(self) -> None:
-        """Give each master weight its gradient, in buffers that live as long as the run."""
-        for slot in self._slots:
-            grad = self._gradient(slot.param)
-            if slot.master is slot.param:
-                if slot.total is not None:
-                    slot.param.grad = slot.total.to(slot.param.dtype)
-                continue
-            if grad is None:
-                slot.master.grad = None
-                continue
-            if slot.master_grad is None:
-                slot.master_grad = torch.empty_like(slot.master)
-            slot.master_grad.copy_(grad.to_dense() if grad.is_sparse else grad)
-            slot.master.grad = slot.master_grad
+    def weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
+        """The gradient times `weight`: a new tensor where 16 bits would round the product."""
+        return grad.mul_(weight) if grad.dtype == master.dtype else grad.to(master.dtype).mul_(weight)
 
-    def scale(self, factor: float) -> None:
-        """See `Partitioner.scale`."""
-        grads = [s.master.grad for s in self._slots if s.master.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """See `Partitioner.publish`."""
-        if not self._plain:
-            pairs = [(s.param, s.master) for s in self._slots if s.master is not s.param]
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+    def step(self, optimizer: Optimizer, factor: float) -> None:
+        """See `Partitioner.step`."""
+        self._stepper.step(optimizer, None if self._plain else self._given, factor)
 
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
         self._reduced = False
+        self._given = []
         if self._running:  # a backward broke off
             self._running = False
             for bucket in self._buckets or ():
@@ -360,8 +349,9 @@ class Replicated(Partitioner):
         self._hooks.clear()
         if self._refresh is not None:
             self._refresh.remove()
+        self._stepper.release()
         for slot in self._slots:
-            slot.total = slot.master_grad = None
+            slot.total = None
         self._buckets, self._place = [], {}
 
 

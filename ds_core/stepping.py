@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.stores import away
-
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -42,18 +40,19 @@ class Stepper:
     """Carries out `Partitioner.step` for tensors that are in memory.
 
     masters: what the optimizer updates. copies: at each place, where the new value is written in another dtype (the
-    weight of which this is the master); None: nowhere. Of the same shapes.
+    weight of which this is the master); None: nowhere. Of the same shapes. every: whether copies are written of masters
+    without a gradient too, since an optimizer that takes no inputs may have changed them.
     """
 
-    def __init__(self, masters: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
-        self.masters = list(masters)
+    def __init__(self, masters: Sequence[Tensor], copies: Sequence[Tensor | None], *, every: bool = True) -> None:
+        self.masters, self._every = list(masters), every
         self._copies = list(copies)
         self._any_copy = any(c is not None for c in copies)
         self._cast: dict[int, Tensor] = {}
         self._order: list[Tensor] = []
         self._places: list[int | None] = []
 
-    def step(self, optimizer: Optimizer, grads: Sequence[Tensor | None] | None, factor: float) -> None:
+    def step(self, optimizer: Any, grads: Sequence[Tensor | None] | None, factor: float) -> None:
         """Update masters from `grads` times `factor`, and write their copies.
 
         grads: one per master, of its shape and of any floating dtype; it may be overwritten. None at a place: that
@@ -69,7 +68,7 @@ class Stepper:
             given = grads if grads is not None else [m.grad for m in self.masters]
             copies = [None if i is None else self._copies[i] for i in places] if self._any_copy else None
             inputs = StepInputs(factor, [None if i is None else given[i] for i in places], copies)
-        optimizer.step(inputs=inputs)  # type: ignore[call-arg]
+        optimizer.step(inputs=inputs)
 
     def _places_in(self, optimizer: Optimizer) -> list[int | None]:
         """Where each parameter of the optimizer stands among the masters."""
@@ -79,19 +78,24 @@ class Stepper:
             self._order, self._places = order, [known.get(id(p)) for p in order]
         return self._places
 
-    @torch.no_grad()
     def _step_plainly(self, optimizer: Any, grads: Sequence[Tensor | None] | None, factor: float) -> None:
         """For an optimizer that knows of ``.grad`` in its tensors' dtype alone."""
         if grads is not None:
             self._give(grads)
         if factor != 1.0 and (given := [m.grad for m in self.masters if m.grad is not None]):
             torch._foreach_mul_(given, factor)
-        with torch.enable_grad():
-            optimizer.step()
+        optimizer.step()
         if self._any_copy:
-            pairs = [(c, m) for c, m in zip(self._copies, self.masters, strict=True) if c is not None and not away(m)]
+            self._write_copies()
+
+    @torch.no_grad()
+    def _write_copies(self) -> None:
+        pairs = [(c, m) for c, m in zip(self._copies, self.masters, strict=True) if c is not None]
+        pairs = [(c, m) for c, m in pairs if self._every or m.grad is not None]
+        if pairs:
             torch._foreach_copy_([c for c, _ in pairs], [m for _, m in pairs])
 
+    @torch.no_grad()
     def _give(self, grads: Sequence[Tensor | None]) -> None:
         """Set every master's ``.grad``, in buffers that live until `release` where it must be cast."""
         cast, arrived = [], []

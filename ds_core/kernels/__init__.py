@@ -28,6 +28,9 @@ __all__ = ["Candidate", "Kernels", "portion_sizes"]
 
 log = logging.getLogger("ds_core.kernels")
 
+MANY = 1 << 14
+"""From so many elements on a call of a kernel takes less than torch's own sum of two dtypes."""
+
 
 def portion_sizes() -> Iterator[int]:
     """How many tensors to hand out at a time: few at first, so that work begins soon. See [Note: portions]."""
@@ -98,6 +101,14 @@ class Kernels:
     def serving(self, op: str, like: Tensor) -> Callable[..., Any]:
         """`get` for tensors of the device and dtype of `like`."""
         return self.get(op, like.device.type, str(like.dtype).removeprefix("torch."))
+
+    def accumulate(self, into: Tensor, added: Tensor) -> None:
+        """``into += added``: by kernel ``accumulate`` where fp32 takes in many 16-bit elements, else by torch."""
+        widens = into.dtype.itemsize == 4 and added.dtype.itemsize == 2 and added.is_floating_point()
+        if widens and into.is_floating_point() and added.numel() >= MANY and added.layout == into.layout:
+            self.serving("accumulate", into)([into], [added])
+        else:
+            into.add_(added)
 
     def resolved(self) -> dict[str, str]:
         """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank fingerprint."""

@@ -42,11 +42,11 @@ def adam(
     """Adam, or AdamW when `decoupled`. step: the number of this update, from 1."""
     if not params:
         return
-    if bias_correction and scale == 1 and _alike(params, grads, exp_avgs, exp_avg_sqs):
+    if bias_correction and _alike(params, exp_avgs, exp_avg_sqs) and (given := _fitting(params, grads, scale)):
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(params)
         fused(
-            list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), [], steps,
+            list(params), given, list(exp_avgs), list(exp_avg_sqs), [], steps,
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
         _cast_out(params, copies)
@@ -80,10 +80,10 @@ def adagrad(
     """Adagrad; `lr` after any decay of it."""
     if not params:
         return
-    if scale == 1 and _alike(params, grads, sums):
+    if _alike(params, sums) and (given := _fitting(params, grads, scale)):
         steps = [torch.ones((), dtype=torch.float32, device=params[0].device)] * len(params)
         torch._fused_adagrad_(
-            list(params), list(grads), list(sums), steps,
+            list(params), given, list(sums), steps,
             lr=lr, lr_decay=0.0, weight_decay=weight_decay, eps=eps, maximize=False,
         )  # fmt: skip
         _cast_out(params, copies)
@@ -138,9 +138,9 @@ def sgd(
         return
     # torch 2.13 leaves most elements of 16-bit parameters as they were in a first step on the CPU.
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in params)
-    if scale == 1 and not half and _alike(params, grads, momenta or ()):
+    if not half and _alike(params, momenta or ()) and (given := _fitting(params, grads, scale)):
         torch._fused_sgd_(
-            list(params), list(grads), list(momenta or ()),
+            list(params), given, list(momenta or ()),
             weight_decay=weight_decay, momentum=momentum, lr=lr, dampening=dampening, nesterov=nesterov,
             maximize=False, is_first_step=first,
         )  # fmt: skip
@@ -205,7 +205,7 @@ def lamb(
 def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
     """``into[i] += scale * added[i]``; `into` is fp32, `added` of one dtype."""
     for total, more in zip(into, added, strict=True):
-        total.add_(more.to(total.dtype), alpha=scale)
+        total.add_(more, alpha=scale)
 
 
 def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -270,6 +270,30 @@ def _alike(params: Tensors, *others: Tensors) -> bool:
         for tensors in others
         for p, t in zip(params, tensors, strict=bool(tensors))
     )
+
+
+def _fitting(params: Tensors, grads: Tensors, scale: float) -> list[Tensor] | None:
+    """Gradients times `scale` as torch's fused functions take them: in the parameters' dtype, at their strides.
+
+    None where they are not, or where 16 bits would round the product.
+    """
+    if not all(g.stride() == p.stride() and is_dense(p) for p, g in zip(params, grads, strict=True)):
+        return None
+    given = list(grads)
+    if all(g.dtype == p.dtype for p, g in zip(params, grads, strict=True)):
+        if scale == 1:
+            return given
+        return list(torch._foreach_mul(given, scale)) if _wide(params) else None
+    if not _wide(params):
+        return None
+    given = [g.to(p.dtype, copy=True) for p, g in zip(params, grads, strict=True)]
+    if scale != 1:
+        torch._foreach_mul_(given, scale)
+    return given
+
+
+def _wide(params: Tensors) -> bool:
+    return all(p.dtype in (torch.float32, torch.float64) for p in params)
 
 
 def is_dense(tensor: Tensor) -> bool:

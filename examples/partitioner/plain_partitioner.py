@@ -15,6 +15,7 @@ from ds_core import comm
 from ds_core.config import Section
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
+from ds_core.stepping import Stepper
 
 
 class Plain(Section):
@@ -35,6 +36,8 @@ class PlainPartitioner(Partitioner):
         weights = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
         broadcast_from_first(mesh, weights + [(mesh.replicas(()), b) for b in module.buffers()])
         self.masters = {p: self._master(p) for group in groups for p in group["params"]}
+        weights_of = [None if p is m else p for p, m in self.masters.items()]
+        self.stepper = Stepper(list(self.masters.values()), weights_of)
         return [{**group, "params": [self.masters[p] for p in group["params"]]} for group in groups]
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
@@ -58,26 +61,16 @@ class PlainPartitioner(Partitioner):
             param.grad /= self.ctx.mesh.size("dp")
 
     def gradients(self) -> list[GradGroup]:
-        """Gradients in the masters' dtype, by the axes on which ranks hold different ones."""
+        """Gradients as they are, by the axes on which ranks hold different ones."""
         groups: dict[tuple[str, ...], list[torch.Tensor]] = {(): []}
-        for param, master in self.masters.items():
+        for param in self.masters:
             if param.grad is not None:
-                master.grad = param.grad.to(master.dtype)
-                groups.setdefault(self.ctx.params[param].held, []).append(master.grad)
+                groups.setdefault(self.ctx.params[param].held, []).append(param.grad)
         return [GradGroup(axes, tensors) for axes, tensors in groups.items()]
 
-    def scale(self, factor: float) -> None:
-        """Unscale and clip."""
-        for master in self.masters.values():
-            if master.grad is not None:
-                master.grad *= factor
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Masters to weights."""
-        for param, master in self.masters.items():
-            if master is not param:
-                param.copy_(master)
+    def step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """The gradients times `factor` update the masters, which are written to the weights."""
+        self.stepper.step(optimizer, [param.grad for param in self.masters], factor)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

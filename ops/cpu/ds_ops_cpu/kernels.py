@@ -87,6 +87,8 @@ def _step(
     if _takes([ts[0].dtype for ts in everything if ts], has_copies):
         given = _plain(everything)
     torch.autograd.graph.increment_version(params)  # now that they are in the cache
+    if copies is not None:
+        torch.autograd.graph.increment_version(copies)
     if given is not None:
         if portions is not None:
             portions.kept.append((given, everything))

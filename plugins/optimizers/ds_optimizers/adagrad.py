@@ -21,6 +21,7 @@ class Adagrad(KernelOptimizer):
 
     op: ClassVar[str] = "adagrad"
     in_portions: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("sum",)
     counts: ClassVar[bool] = True
 
@@ -51,7 +52,8 @@ class Adagrad(KernelOptimizer):
         """See `KernelOptimizer.update`."""
         run = self.kernel(batch.params[0])
         lr = group["lr"] / (1 + (batch.step - 1) * group["lr_decay"])
-        run(batch.params, batch.grads, *batch.states, lr=lr, eps=group["eps"], weight_decay=group["weight_decay"])
+        options = {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]}
+        run(batch.params, batch.grads, *batch.states, **options, scale=batch.scale, copies=batch.copies)
 
 
 class CPUAdagrad(Adagrad):

@@ -20,6 +20,7 @@ class FusedAdam(KernelOptimizer):
 
     op: ClassVar[str] = "adam"
     in_portions: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counts: ClassVar[bool] = True
 
@@ -64,6 +65,8 @@ class FusedAdam(KernelOptimizer):
             weight_decay=group["weight_decay"],
             decoupled=group["adam_w_mode"],
             bias_correction=group["bias_correction"],
+            scale=batch.scale,
+            copies=batch.copies,
         )
 
 

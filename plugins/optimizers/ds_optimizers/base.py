@@ -8,6 +8,7 @@ by one operation and read by another. A counter that a checkpoint has put in a v
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 from abc import abstractmethod
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ds_core.errors import UsageError
 from ds_core.kernels import Kernels, portion_sizes
 from ds_core.plugins import Plugins
+from ds_core.stepping import StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,6 +44,7 @@ class Batch:
     """Parameters of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`.
 
     owners: the parameters; params: what is updated of them: for complex ones real views, as are grads and states then.
+    scale, copies: as in `ds_core.stepping.StepInputs`, for the kernel; copies None: there are none.
     """
 
     owners: list[Tensor] = field(default_factory=list)
@@ -48,6 +52,8 @@ class Batch:
     grads: list[Tensor] = field(default_factory=list)
     states: list[list[Tensor]] = field(default_factory=list)
     step: int = 0
+    scale: float = 1.0
+    copies: list[Tensor] | None = None
 
 
 @functools.cache
@@ -62,7 +68,8 @@ class KernelOptimizer(Optimizer):
     states: names of those that are shaped like the parameter. They have the parameter's dtype, but are fp32 for 16-bit
     parameters unless `fp32_states` is false. counts: whether the update depends on its number. kept: attributes of its
     own that a copy (`copy.deepcopy`) is to have; all else is found anew. in_portions: whether `update` of this very
-    class is nothing but calls of the kernel, so that they may overlap (see `_together`).
+    class is nothing but calls of the kernel, so that they may overlap (see `_together`). scales: whether it heeds the
+    batch's `scale` and `copies`.
     """
 
     op: ClassVar[str]
@@ -70,6 +77,7 @@ class KernelOptimizer(Optimizer):
     counts: ClassVar[bool] = False
     kept: ClassVar[tuple[str, ...]] = ("_fp32_states",)
     in_portions: ClassVar[bool] = False
+    scales: ClassVar[bool] = False
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, fp32_states: bool = True) -> None:
         self._fp32_states = fp32_states
@@ -100,31 +108,46 @@ class KernelOptimizer(Optimizer):
         """Who serves `op` for tensors like this (`ds_core.kernels.references` says what it does)."""
         return (self._table or _installed()).serving(self.op, like)
 
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether `step` can be given `inputs`: not where a subclass or a hook would miss gradients in ``.grad``."""
+        hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        hooked = hooked or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        return not hooked and self._says("scales") and inspect.unwrap(self.step) is _STEP
+
+    def _says(self, flag: str) -> bool:
+        """What the class says that has this object's `update`: a subclass may do more there."""
+        return bool(vars(next(cls for cls in type(self).__mro__ if "update" in vars(cls))).get(flag))
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; `closure` as in torch."""
+    def step(self, closure: Callable[[], Any] | None = None, *, inputs: StepInputs | None = None) -> Any:
+        """One update of every parameter that has a gradient; `closure` as in torch.
+
+        inputs: gradients in other dtypes than their parameters', what to multiply them by, and what gets the new
+        values in 16 bits; all in the same pass. See `ds_core.stepping`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        inputs = _PLAIN if inputs is None else inputs
         together = self._together()
         if together is None:
-            self._update_all(itertools.repeat(sys.maxsize))
+            self._update_all(itertools.repeat(sys.maxsize), inputs)
         else:
-            together(functools.partial(self._update_all, portion_sizes()))
+            together(functools.partial(self._update_all, portion_sizes(), inputs))
         return loss
 
     def _together(self) -> Callable[[Callable[[], None]], None] | None:
         """What lets the kernel begin before all tensors are prepared; None where it has none, or it would not pay."""
         lists = [g["params"] for g in self.param_groups if g["params"]]
-        knows = next(cls for cls in type(self).__mro__ if "update" in vars(cls))  # a subclass may do more
-        if not vars(knows).get("in_portions") or sum(map(len, lists)) < MANY or torch.get_num_threads() == 1:
+        if not self._says("in_portions") or sum(map(len, lists)) < MANY or torch.get_num_threads() == 1:
             return None
         if not self.state:  # the first step makes them, which torch does on all threads
             return None
         return getattr(self.kernel(lists[0][0]), "together", None)
 
-    def _update_all(self, sizes: Iterator[int]) -> None:
+    def _update_all(self, sizes: Iterator[int], inputs: StepInputs) -> None:
         """sizes: how many parameters, at most, to prepare for each call of the kernel."""
         everything = [p for g in self.param_groups for p in g["params"]]
         states: list[dict[str, Tensor]] | None = None
@@ -138,7 +161,8 @@ class KernelOptimizer(Optimizer):
             while place < end:
                 stop = min(place + next(sizes), end)
                 known = None if states is None else states[place:stop]
-                for batch in self._batches(group, everything[place:stop], known, place):
+                for batch in self._batches(group, everything[place:stop], known, place, inputs):
+                    batch.scale = inputs.scale
                     self.update(group, batch)
                 place = stop
 
@@ -158,7 +182,12 @@ class KernelOptimizer(Optimizer):
         return {n: torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for n in names}
 
     def _batches(
-        self, group: dict[str, Any], params: list[Tensor], known: list[dict[str, Tensor]] | None, place: int
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        known: list[dict[str, Tensor]] | None,
+        place: int,
+        inputs: StepInputs,
     ) -> Iterator[Batch]:
         """Those of `params` that have gradients, by what one kernel call can take. See [Note: the clock].
 
@@ -166,12 +195,15 @@ class KernelOptimizer(Optimizer):
         """
         names = self.states_of(group)
         # A thousand tensors pass here in every step, most of them no longer in any cache: each question costs.
-        found = [p.grad for p in params]
         places: Sequence[int] = range(place, place + len(params))
+        some = slice(place, place + len(params))
+        found = [p.grad for p in params] if inputs.grads is None else inputs.grads[some]
+        copies = None if inputs.copies is None else inputs.copies[some]
         live, grads = params, cast("list[Tensor]", found)
         if any(map(is_, found, itertools.repeat(None))):
             places = [i for i, grad in zip(places, found, strict=True) if grad is not None]
             live, grads = [params[i - place] for i in places], [grads[i - place] for i in places]
+            copies = None if copies is None else [copies[i - place] for i in places]
             known = None
         if not live:
             return iter(())
@@ -193,10 +225,13 @@ class KernelOptimizer(Optimizer):
         layouts = set(map(_layout, grads))
         if layouts != {torch.strided}:
             self._refuse_sparse(live, grads)
-        if self._alike(live, place) and len(set(steps)) == 1:
-            return iter([Batch(live, live, grads, rows, int(steps[0]))])
+        lacking = 0 if copies is None else sum(map(is_, copies, itertools.repeat(None)))
+        if lacking in (0, len(live)) and self._alike(live, place) and len(set(steps)) == 1:
+            full = None if lacking else cast("list[Tensor] | None", copies)
+            return iter([Batch(live, live, grads, rows, int(steps[0]), copies=full)])
         columns = zip(*rows, strict=True) if rows else ([] for _ in live)
-        return self._sorted_out(live, grads, columns, steps if self.counts else [0] * len(live))
+        copies = [None] * len(live) if copies is None else copies
+        return self._sorted_out(live, grads, columns, steps if self.counts else [0] * len(live), copies)
 
     def _alike(self, live: list[Tensor], place: int) -> bool:
         """Whether all have one dtype and device, and are real; not asked again of the same tensors.
@@ -212,11 +247,16 @@ class KernelOptimizer(Optimizer):
         return alike
 
     def _sorted_out(
-        self, live: list[Tensor], grads: list[Tensor], states: Iterable[Sequence[Tensor]], steps: Sequence[float]
+        self,
+        live: list[Tensor],
+        grads: list[Tensor],
+        states: Iterable[Sequence[Tensor]],
+        steps: Sequence[float],
+        copies: Sequence[Tensor | None],
     ) -> Iterator[Batch]:
         batches: dict[Any, Batch] = {}
-        for param, grad, row, step in zip(live, grads, states, steps, strict=True):
-            key = (param.dtype, param.device, grad.dtype, step)
+        for param, grad, row, step, copy in zip(live, grads, states, steps, copies, strict=True):
+            key = (param.dtype, param.device, grad.dtype, step, None if copy is None else copy.dtype)
             if key not in batches:
                 batches[key] = Batch(states=[[] for _ in row], step=int(step))
             batch = batches[key]
@@ -226,6 +266,9 @@ class KernelOptimizer(Optimizer):
             batch.grads.append(real(grad))
             for tensor, into in zip(row, batch.states, strict=True):
                 into.append(real(tensor))
+            if copy is not None:
+                batch.copies = [] if batch.copies is None else batch.copies
+                batch.copies.append(real(copy))
         return iter(batches.values())
 
     def _refuse_sparse(self, live: list[Tensor], grads: list[Tensor]) -> None:
@@ -257,6 +300,10 @@ class KernelOptimizer(Optimizer):
         index = torch.tensor(places, dtype=torch.long)
         self._clock[index] += 1
         return self._clock[index].tolist()
+
+
+_PLAIN = StepInputs()
+_STEP = inspect.unwrap(KernelOptimizer.step)
 
 
 def _itself(tensor: Tensor) -> Tensor:

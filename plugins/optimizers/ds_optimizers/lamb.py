@@ -21,6 +21,7 @@ class FusedLamb(KernelOptimizer):
     op: ClassVar[str] = "lamb"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counts: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
     kept: ClassVar[tuple[str, ...]] = (*KernelOptimizer.kept, "_coeffs")
 
     def __init__(
@@ -66,6 +67,8 @@ class FusedLamb(KernelOptimizer):
             beta1=beta1,
             beta2=beta2,
             **{k: group[k] for k in same},
+            scale=batch.scale,
+            copies=batch.copies,
         )
         self._coeffs.update(zip(batch.owners, coeffs, strict=True))
 

@@ -14,6 +14,7 @@ class Lion(KernelOptimizer):
 
     op: ClassVar[str] = "lion"
     in_portions: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def __init__(
@@ -39,7 +40,7 @@ class Lion(KernelOptimizer):
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])
         options = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
-        run(batch.params, batch.grads, *batch.states, **options)
+        run(batch.params, batch.grads, *batch.states, **options, scale=batch.scale, copies=batch.copies)
 
 
 class FusedLion(Lion):

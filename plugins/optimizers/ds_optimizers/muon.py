@@ -37,6 +37,7 @@ class Muon(KernelOptimizer):
     op: ClassVar[str] = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counts: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -81,17 +82,20 @@ class Muon(KernelOptimizer):
                         "in a use_muon group"
                     )
             for param, grad, momentum in zip(batch.params, batch.grads, batch.states[0], strict=True):
-                _step(param, grad, momentum, group)
+                _step(param, grad, momentum, group, batch.scale)
+            if batch.copies is not None:
+                torch._foreach_copy_(batch.copies, batch.params)
             return
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])
         options = {k: group[k] for k in ("lr", "eps", "weight_decay")}
-        run(batch.params, batch.grads, *batch.states, step=batch.step, beta1=beta1, beta2=beta2, **options)
+        options |= {"beta1": beta1, "beta2": beta2, "scale": batch.scale, "copies": batch.copies}
+        run(batch.params, batch.grads, *batch.states, step=batch.step, **options)
 
 
-def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
+def _step(param: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any], scale: float) -> None:
     mu, lr = group["momentum"], group["lr"]
-    grad = grad.to(momentum.dtype)
+    grad = grad.to(momentum.dtype) if scale == 1 else grad.to(momentum.dtype) * scale
     momentum.lerp_(grad, 1 - mu)
     ahead = grad.lerp(momentum, mu).flatten(1)
     found = orthogonalize(ahead, group["ns_method"])

@@ -16,6 +16,7 @@ class SGD(KernelOptimizer):
 
     op: ClassVar[str] = "sgd"
     in_portions: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
     states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     kept: ClassVar[tuple[str, ...]] = (*KernelOptimizer.kept, "_fresh")
 
@@ -50,12 +51,16 @@ class SGD(KernelOptimizer):
         """See `KernelOptimizer.update`."""
         run = self.kernel(batch.params[0])
         options = {k: group[k] for k in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
+        options["scale"] = batch.scale
         if not group["momentum"]:
-            run(batch.params, batch.grads, None, first=False, **options)
+            run(batch.params, batch.grads, None, first=False, **options, copies=batch.copies)
             return
-        rows = list(zip(batch.owners, batch.params, batch.grads, batch.states[0], strict=True))
+        lists = [batch.params, batch.grads, batch.states[0], *([] if batch.copies is None else [batch.copies])]
+        rows = list(zip(batch.owners, *lists, strict=True))
         for first in (True, False):
             chosen = [row[1:] for row in rows if (row[0] in self._fresh) is first]
             if chosen:
-                run(*map(list, zip(*chosen, strict=True)), first=first, **options)
+                columns = list(map(list, zip(*chosen, strict=True)))
+                copies = columns.pop() if batch.copies is not None else None
+                run(*columns, first=first, **options, copies=copies)
         self._fresh.difference_update(batch.owners)

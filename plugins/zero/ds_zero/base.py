@@ -14,6 +14,7 @@ from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
+from ds_core.stepping import Stepper
 from ds_zero import states
 from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, needs_whole
@@ -65,6 +66,7 @@ class ZeroPartitioner(Partitioner):
         self._module: nn.Module | None = None
         self._load_hooks: list[Any] = []
         self._reducer: Reducer | None = None
+        self._stepper: Stepper | None = None
 
     # -- set-up ----------------------------------------------------------------------------------------------
 
@@ -202,31 +204,40 @@ class ZeroPartitioner(Partitioner):
         self.moved.refuse("step")
         return self.reducer.gradients()
 
-    def scale(self, factor: float) -> None:
-        """See `Partitioner.scale`."""
-        self.reducer.scale(factor)
-
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
         self.reducer.zero_grad()
+        if self._stepper is not None:
+            self._stepper.release()
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`."""
-        if any(b.away for b in self.buckets):
-            tiled_step(optimizer, self.buckets)
+        stepper, reducer = self.stepper, self.reducer
+        if any(b.away for b in reducer.buckets):
+            tiled_step(optimizer, reducer.buckets, stepper, reducer.given, factor)
         else:
-            optimizer.step()
+            stepper.step(optimizer, reducer.given, factor)
+
+    @property
+    def stepper(self) -> Stepper:
+        """Over what this rank updates of the buckets that the reducer has, in their order."""
+        if self._stepper is None:
+            buckets = self.reducer.buckets
+            copies = [copy for b in buckets for copy in b.copies()]
+            masters = [p.master for b in buckets for p in b.optimized]
+            self._stepper = Stepper(masters, copies, every=not any(b.away for b in buckets))
+        return self._stepper
 
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
         return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
 
-    def _round(self, buckets: Iterable[FlatBucket]) -> None:
-        """Write masters into parts; those that are away were written when they were updated."""
+    def _send(self, buckets: Iterable[FlatBucket]) -> None:
+        """Have parts hold what the step has made; of masters that are away they do since they were updated."""
         self.offload.settle()
         for bucket in buckets:
             if not bucket.away:
-                bucket.round()
+                bucket.send()
         self.offload.settle()
 
     def _spread(self, buckets: Iterable[FlatBucket]) -> None:

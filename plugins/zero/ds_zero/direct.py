@@ -51,10 +51,6 @@ class DirectReducer(Reducer):
 
     def __init__(self, ctx: Context, section: ZeroConfig, buckets: Sequence[FlatBucket], *rest: Any) -> None:
         super().__init__(ctx, section, buckets, *rest)
-        self._given: list[Tensor] = []
-        self._pairs: dict[FlatBucket, list[tuple[nn.Parameter, nn.Parameter]]] = {
-            b: [(p.param, p.master) for p in b.pieces] for b in buckets
-        }
         self._axes = {b: ctx.mesh.expand((*b.held, *b.axes)) for b in buckets}
 
     def _install_hooks(self) -> None:
@@ -101,58 +97,22 @@ class DirectReducer(Reducer):
                 grads.used = [p.grad is not None for p in bucket.params]
             self._refuse_unused()
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        self._given = []
-        for bucket, pairs in self._pairs.items():
-            found = by_axes.setdefault(self._axes[bucket], [])
-            give = _cast if bucket.master.dtype != bucket.dtype else _flat
-            given = give(bucket, pairs)
-            self._given += given
+        self.given = []
+        for bucket, axes in self._axes.items():
+            mine = [_flat(param.grad) for param in bucket.params]
+            self.given += mine
+            found = by_axes.setdefault(axes, [])
             if bucket.counted:
-                found += given
+                found += [g for g in mine if g is not None]
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
-
-    def scale(self, factor: float) -> None:
-        """See `Reducer.scale`."""
-        if self._given:
-            torch._foreach_mul_(self._given, factor)
 
     def used(self, bucket: FlatBucket) -> bool:
         """See `Reducer.used`; asked between `gradients` and `zero_grad`."""
-        return any(p.master.grad is not None for p in bucket.pieces)
-
-    def zero_grad(self) -> None:
-        """See `Reducer.zero_grad`."""
-        self._given = []
-        super().zero_grad()
+        return any(p.grad is not None for p in bucket.params)
 
 
-_Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
-
-
-def _flat(bucket: FlatBucket, pairs: _Pairs) -> list[Tensor]:
-    """Give every master its parameter's gradient, as a view where strides allow."""
-    found = []
-    for param, master in pairs:
-        grad = param.grad
-        if grad is None or not grad.numel():
-            master.grad = None
-            continue
-        master.grad = flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-        found.append(flat)
-    return found
-
-
-def _cast(bucket: FlatBucket, pairs: _Pairs) -> list[Tensor]:
-    """The same in the masters' dtype, in one new buffer."""
-    into, grads = [], []
-    for (param, master), view in zip(pairs, torch.empty_like(bucket.master).split(bucket.layout.sizes), strict=True):
-        grad = param.grad
-        if grad is None or not grad.numel():
-            master.grad = None
-            continue
-        grads.append((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
-        into.append(view)
-        master.grad = view
-    if into:
-        torch._foreach_copy_(into, grads)
-    return into
+def _flat(grad: Tensor | None) -> Tensor | None:
+    """The gradient as the optimizer gets it, flat: a view where strides allow."""
+    if grad is None or not grad.numel():
+        return None
+    return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)

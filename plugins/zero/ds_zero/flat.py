@@ -112,6 +112,7 @@ class FlatBucket:
             self.part = self.part.clone() if home.part is None else home.part.place(self.part)
         self.part_rests = share is Share.PART and home.part is not None
         self.master_rests = False
+        self._staged: Tensor | None = None
         self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.part
         self.pieces = [self._piece(i) for i in range(len(self.params))]
         self.whole: WholeTensors | None = None
@@ -219,18 +220,42 @@ class FlatBucket:
         """This rank's part of such a buffer."""
         return flat.narrow(0, self.rank * self.layout.part, self.layout.part)
 
-    @torch.no_grad()
-    def round(self) -> None:
-        """Write the master weights, which are in memory, into the part; see `Transfers.to_device`.
+    @property
+    def staged(self) -> Tensor | None:
+        """Where a step writes this rank's part: the part itself, or host memory from which it goes to the device.
 
-        Collective where the optimizer updates whole tensors.
+        None where it cannot, or masters are of the weights' dtype: then `send` copies them.
         """
+        if not self.upcast:
+            return None
+        if _together(self.part, self.master):
+            return self.part
+        if self._staged is None and self.home.masters is not None:
+            self._staged = self.home.masters.buffer(self.layout.part, self.dtype)
+        return self._staged
+
+    def copies(self) -> list[Tensor | None]:
+        """For each of `optimized`, where its new value is written in the weights' dtype; None: see `send`."""
         if self.whole is not None:
-            self.whole.round()
+            return self.whole.copies()
+        staged = self.staged
+        return [staged[p.within] if staged is not None and p.stop > p.start else None for p in self.pieces]
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """After a step, which has written `copies`: have the part hold the new weights; see `Transfers.to_device`.
+
+        Masters are in memory. Collective where the optimizer updates whole tensors.
+        """
+        staged = self.staged
+        if self.whole is not None:
+            self.whole.send()
+        elif staged is self.part or self.master is self.part:
+            return
         elif self.master_rests and not self.part_rests:
             assert self.home.transfers is not None
-            self.home.transfers.to_device(self.part, self.master)
-        elif self.master is not self.part:
+            self.home.transfers.to_device(self.part, self.master if staged is None else staged)
+        else:
             self.part.copy_(self.master)
 
     @torch.no_grad()
@@ -302,6 +327,11 @@ class FlatBucket:
         ranks = torch.distributed.get_process_group_ranks(group)
         parts = self.parts(self.full)
         return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
+
+
+def _together(part: Tensor, master: Tensor) -> bool:
+    """Whether who updates the master can write the part."""
+    return part.device == master.device
 
 
 def needs_whole(ctx: Context) -> bool:

@@ -67,7 +67,7 @@ class _Grads:
 
     local: this rank's, not reduced yet, laid out as the bucket; filled: which of them it holds. part: what this rank
     owns of the reduced ones; None: nothing was reduced yet. whole: the buffer that `part` lies in, if any.
-    cast: the part in the dtype of the masters. host: memory for the part where the optimizer's step is the host's.
+    host: memory for the part where the optimizer's step is the host's.
     used: parameters that had a gradient since the last step.
     """
 
@@ -79,31 +79,40 @@ class _Grads:
         self.used = [False] * count
         self.part: Tensor | None = None
         self.whole: Tensor | None = None
-        self.cast: Tensor | None = None
         self.host: Tensor | None = None
         self.arrived: set[int] = set()
         self.awaited = count
 
-    def land(self, out: Tensor, accumulate: torch.dtype | None) -> None:
-        """Start adding the device's `out` to the part, which is on the host; in the masters' dtype, if any will do."""
+    def land(self, out: Tensor, accumulate: torch.dtype | None, *, once: bool) -> None:
+        """Start adding the device's `out` to the part, which is on the host.
+
+        accumulate: its dtype; None: the masters', but where `once` nothing else should come, and `out` stays as it is.
+        """
         home, first = self.bucket.home, self.part is None
         assert home.masters is not None and home.transfers is not None
+        wide = accumulate or self.bucket.master.dtype
         if first:
-            self._take_host(accumulate)
+            self._take_host(out.dtype if once and accumulate is None else wide)
+        elif self.part is not None and self.part.dtype != wide:
+            home.transfers.settle()
+            narrow = self.part
+            self._take_host(wide)
+            self.part.copy_(narrow)
         assert self.part is not None
         home.transfers.to_host(self.part, out, add=not first)
 
-    def _take_host(self, accumulate: torch.dtype | None) -> None:
+    def _take_host(self, dtype: torch.dtype) -> None:
+        """Memory that is there and of no smaller dtype serves."""
         store = self.bucket.home.masters
         assert store is not None
-        if self.host is None:
-            self.host = store.buffer(self.bucket.layout.part, accumulate or self.bucket.master.dtype)
+        if self.host is None or self.host.dtype.itemsize < dtype.itemsize:
+            self.host = store.buffer(self.bucket.layout.part, dtype)
         self.part = self.host
 
     def begin_part(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
         """Begin the part with zeros, before anything was reduced; what will be is added to it."""
         if self.bucket.host_steps:
-            self._take_host(accumulate)
+            self._take_host(accumulate or self.bucket.master.dtype)
             assert self.part is not None
             self.part.zero_()
         else:
@@ -111,7 +120,7 @@ class _Grads:
 
     def drop(self) -> None:
         """Forget all gradients."""
-        self.local = self.part = self.whole = self.cast = None
+        self.local = self.part = self.whole = None
 
 
 @dataclass(slots=True)
@@ -129,6 +138,7 @@ class Reducer:
 
     groups: per replica axes the process group that reductions use.
     order: which buckets travel after which, asked at the start of each backward; equal on all ranks.
+    given: between `gradients` and the end of the step, the gradient of each of what is `optimized` of all buckets.
     direct: what is in ``param.grad`` is reduced as it is.
     """
 
@@ -152,6 +162,7 @@ class Reducer:
         self._wires: dict[FlatBucket, torch.dtype] = {}
         self._trainable: list[bool] = []
         self._hooks: list[Any] = []
+        self.given: list[Tensor | None] = []
         self.running = False  # a backward that reduces is under way, and somebody will call `finish`
         self._reduced = False
         core, world = ctx.config.core, ctx.mesh.size("dp")
@@ -221,7 +232,10 @@ class Reducer:
         view = bucket.view(grads.local, index)
         if grad.is_sparse:  # of nn.Embedding(sparse=True)
             grad = grad.to_dense()
-        view.add_(grad) if grads.filled[index] else view.copy_(grad)
+        if grads.filled[index]:
+            self.ctx.kernels.accumulate(view, grad)
+        else:
+            view.copy_(grad)
         grads.filled[index] = True
         if not given:
             param.grad = None
@@ -327,13 +341,13 @@ class Reducer:
         inside = out.data_ptr() == bucket.own(done.source).data_ptr()
         dtype = self._dtype(bucket)
         if bucket.host_steps:
-            grads.land(out, self.ctx.precision.accumulate)
+            grads.land(out, self.ctx.precision.accumulate, once=self.ctx.batch.gas == 1)
         elif grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
             grads.part, grads.whole = out, done.source if inside else None
         elif grads.part is None:
             grads.part = self._pool.take(out.numel(), dtype, out.device).copy_(out)
         else:
-            grads.part.add_(out)
+            self.ctx.kernels.accumulate(grads.part, out)
         if grads.whole is not done.source:
             self._pool.give(done.source)
         if not inside and grads.part is not out:
@@ -389,31 +403,26 @@ class Reducer:
 
     @torch.no_grad()
     def gradients(self) -> list[GradGroup]:
-        """Give every piece its gradient, in the optimizer's dtype, and return them all."""
+        """All gradients that this rank's optimizer gets, in the dtypes in which they arrived; and `given`."""
         if not self.section.ignore_unused_parameters:
             self._refuse_unused()
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        self.given = []
         for bucket, grads in self._all.items():
             part = grads.part
-            if bucket.whole is not None:
-                if part is not None and any(grads.used):
-                    whole = bucket.whole.gradients(part, grads.used)
-                    if bucket.counted:
-                        by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), []).extend(whole)
-                if not self._keeps:
-                    grads.part = None  # whatever of it the optimizer needs, its gradients refer to
-                continue
-            if part is not None and part.dtype != bucket.master.dtype:
-                if grads.cast is None:
-                    grads.cast = torch.empty_like(bucket.master)
-                part = grads.cast.copy_(part)
+            if part is None or not any(grads.used):
+                mine: list[Tensor | None] = [None] * len(bucket.pieces)
+            elif bucket.whole is not None:
+                mine = bucket.whole.gradients(part, grads.used)
+            else:
+                used = (grads.used[p.index] and p.stop > p.start for p in bucket.pieces)
+                mine = [part[p.within] if u else None for p, u in zip(bucket.pieces, used, strict=True)]
+            if bucket.whole is not None and not self._keeps:
+                grads.part = None  # whatever of it the optimizer needs, its gradients refer to
+            self.given += mine
             found = by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), [])
-            for piece in bucket.pieces:
-                piece.master.grad = None
-                if part is not None and grads.used[piece.index] and piece.stop > piece.start:
-                    piece.master.grad = part[piece.within]
-                    if bucket.counted:
-                        found.append(piece.master.grad)
+            if bucket.counted:
+                found += [g for g in mine if g is not None]
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
     def _refuse_unused(self) -> None:
@@ -430,11 +439,10 @@ class Reducer:
                 "ignore_unused_parameters is false; freeze them, use them, or set it to true"
             )
 
-    def scale(self, factor: float) -> None:
-        """Multiply what `gradients` gave by `factor`."""
-        grads = [p.master.grad for b in self._all for p in b.optimized if p.master.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        """Those whose gradients it takes."""
+        return list(self._all)
 
     def grads(self, bucket: FlatBucket) -> _Grads | None:
         """The gradients of `bucket`; None where its elements cannot have any."""
@@ -460,6 +468,7 @@ class Reducer:
         self._drain(0)
         self._settle()
         self.running = self._reduced = False
+        self.given = []
         for bucket, grads in self._all.items():
             for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
                 if tensor is not None and tensor is not grads.host and self._keeps:

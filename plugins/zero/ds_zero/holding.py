@@ -95,7 +95,8 @@ class PieceHolding(Holding):
         """See `Holding.grad_dtype`."""
         accumulate = self._partitioner.ctx.precision.accumulate
         if self._bucket.host_steps:
-            return accumulate or self._bucket.master.dtype
+            part = self._grads.part if self._grads is not None else None
+            return part.dtype if part is not None else accumulate or self._bucket.master.dtype
         return accumulate if accumulate is not None and self._bucket.full.is_floating_point() else self._bucket.dtype
 
     def reduced(self) -> Tensor | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.stepping import Stepper
     from ds_zero.config import ZeroConfig
     from ds_zero.flat import FlatBucket
 
@@ -131,7 +132,7 @@ class Transfers:
     """The copies of one partitioner, in order, through two slots in turn. See [Note: copies]."""
 
     def __init__(self, ctx: Context, store: StateStore) -> None:
-        self._new_event, self._store = ctx.accelerator.new_event, store
+        self._new_event, self._store, self._kernels = ctx.accelerator.new_event, store, ctx.kernels
         self._slots: deque[_Slot] = deque([_Slot(), _Slot()])  # the oldest copy's first
         self._direct: deque[Any] = deque()
 
@@ -140,10 +141,13 @@ class Transfers:
 
         `source` may be written to by later work of the device. Done after `settle`.
         """
+        if not add and source.dtype == target.dtype:
+            self._straight(target, source)
+            return
         slot, memory = self._next(source)
         memory.copy_(source, non_blocking=True)
         slot.event = self._mark()
-        slot.then = (lambda: target.add_(memory)) if add else (lambda: target.copy_(memory))
+        slot.then = (lambda: self._kernels.accumulate(target, memory)) if add else (lambda: target.copy_(memory))
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Start giving device tensor `target` the values of host tensor `source`, cast on the host.
@@ -151,14 +155,18 @@ class Transfers:
         Later work of the device sees them; the host may change `source` after `settle`.
         """
         if source.dtype == target.dtype:
-            target.copy_(source, non_blocking=True)
-            while self._direct and self._direct[0].query():
-                self._direct.popleft()
-            self._direct.append(self._mark())
+            self._straight(target, source)
             return
         slot, memory = self._next(target)
         target.copy_(memory.copy_(source), non_blocking=True)
         slot.event = self._mark()
+
+    def _straight(self, target: Tensor, source: Tensor) -> None:
+        """Start a copy that needs no memory in between."""
+        target.copy_(source, non_blocking=True)
+        while self._direct and self._direct[0].query():
+            self._direct.popleft()
+        self._direct.append(self._mark())
 
     def settle(self) -> None:
         """Wait until all is where it was to go."""
@@ -183,20 +191,23 @@ class Transfers:
 
 
 @torch.no_grad()
-def tiled_step(optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
-    """The optimizer's step where some buckets' states are not in memory: these one after the other.
+def tiled_step(
+    optimizer: Optimizer,
+    buckets: Sequence[FlatBucket],
+    stepper: Stepper,
+    grads: Sequence[Tensor | None],
+    factor: float,
+) -> None:
+    """`Stepper.step` where some buckets' states are not in memory: these one after the other.
 
-    While one bucket is updated the next one is fetched; weights are rounded while their masters are present.
+    grads: of the masters of all buckets, in order. While one bucket is updated the next one is fetched; weights are
+    written while their masters are present.
     """
-    grads = {p.master: p.master.grad for b in buckets if b.away for p in b.pieces if p.master.grad is not None}
-    for master in grads:
-        master.grad = None
-    here = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    if here or not grads:
-        optimizer.step()
-    for master in here:
-        master.grad = None
-    tiles = [b for b in buckets if any(p.master in grads for p in b.pieces)]
+    owners = [b for b in buckets for _ in b.optimized]
+    present = [None if b.away else g for b, g in zip(owners, grads, strict=True)]
+    tiles = [b for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None) if b.away]
+    if not tiles or any(g is not None for g in present):
+        stepper.step(optimizer, present, factor)
     kept = _settings(optimizer)
     for index, tile in enumerate(tiles):
         store = tile.home.masters
@@ -206,15 +217,11 @@ def tiled_step(optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
         store.ready(_states(tile, optimizer))
         if index + 1 < len(tiles):
             store.fetch(_states(tiles[index + 1], optimizer))
-        for piece in tile.pieces:
-            piece.master.grad = grads.get(piece.master)
-        optimizer.step()
-        tile.round()
+        stepper.step(optimizer, [g if b is tile else None for b, g in zip(owners, grads, strict=True)], factor)
+        tile.send()
         if tile.home.transfers is not None:
             tile.home.transfers.settle()
         store.stow(_states(tile, optimizer))
-        for piece in tile.pieces:
-            piece.master.grad = None
         if _settings(optimizer) != kept:
             raise UsageError(
                 f"{type(optimizer).__name__} changes its parameter groups in each step, and states that rest outside "

@@ -37,13 +37,15 @@ class Run:
     """What decides besides the model and the section.
 
     states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2).
-    gas: micro-batches per step.
+    gas: micro-batches per step. casts: whether the optimizer needs gradients in its tensors' dtype; see
+    `ds_core.stepping`.
     """
 
     world: int
     precision: Precision = field(default_factory=Precision)
     states: int = 2
     gas: int = 1
+    casts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class Kinds:
     """Bytes of one rank, by kind.
 
     gradients: reduced, from backward to the step. masters: what the optimizer updates, where it is a copy.
-    cast: gradients in the masters' dtype, during the step. buckets: what gradients fill and travel in, in backward.
+    cast: gradients in the masters' dtype, during a step of an optimizer that needs it. buckets: what gradients fill and
+    travel in, in backward.
     gathered: weights of stage 3 that are gathered at a time.
     """
 
@@ -154,11 +157,12 @@ def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload =
         gathered=_gathered_bytes(laid.units, gathered),
     )
     host = Kinds(parameters=parts if weights_away else 0)
-    states = _optimized(trained, run, offload, rank)
+    states = _optimized(trained, run, offload, wires.wire, rank)
     if away:
-        # Two buffers that copies between device and host go through in turn.
+        # Two buffers that copies between device and host go through in turn, and the weights that a step has written.
         through = 2 * max((b.layout.part * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0)
-        host = _join(host, states, Kinds(gradients=_on_host(trained, run.precision), buckets=through))
+        through += sum(b.layout.part * b.dtype.itemsize for b in trained if _staged(run, b, offload))
+        host = _join(host, states, Kinds(gradients=_on_host(trained, run, wires.wire), buckets=through))
     else:
         device = _join(device, states)
     return Need(
@@ -170,7 +174,9 @@ def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload =
     )
 
 
-def _optimized(trained: Sequence[DryBucket], run: Run, offload: Offload, rank: int) -> Kinds:
+def _optimized(
+    trained: Sequence[DryBucket], run: Run, offload: Offload, wire: Callable[[DryBucket], torch.dtype], rank: int
+) -> Kinds:
     """Masters, the optimizer's states, and gradients in the masters' dtype."""
     masters = states = cast = 0
     for bucket in trained:
@@ -179,18 +185,23 @@ def _optimized(trained: Sequence[DryBucket], run: Run, offload: Offload, rank: i
         beside = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.whole)
         masters += size * own.itemsize if beside or own != bucket.dtype else 0
         states += run.states * _owned(bucket.layout, rank) * own.itemsize
-        grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run.precision, bucket)
-        cast += size * own.itemsize if grad != own else 0
+        grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run, bucket, wire)
+        cast += size * own.itemsize if run.casts and grad != own else 0
     return Kinds(masters=masters, states=states, cast=cast)
 
 
-def _host_grad(precision: Precision, bucket: DryBucket) -> torch.dtype:
-    """The dtype in which gradients are added on the host."""
-    return precision.accumulate or _master(precision, bucket)
+def _host_grad(run: Run, bucket: DryBucket, wire: Callable[[DryBucket], torch.dtype]) -> torch.dtype:
+    """The dtype of gradients on the host: that of masters, in which they are added, or that in which they come."""
+    return run.precision.accumulate or (wire(bucket) if run.gas == 1 else _master(run.precision, bucket))
 
 
-def _on_host(trained: Sequence[DryBucket], precision: Precision) -> int:
-    return sum(b.layout.part * _host_grad(precision, b).itemsize for b in trained)
+def _staged(run: Run, bucket: DryBucket, offload: Offload) -> bool:
+    """Whether a step on the host leaves 16-bit weights there, to be copied to the device."""
+    return _master(run.precision, bucket) != bucket.dtype and (offload is Offload.OPTIMIZER or bucket.whole)
+
+
+def _on_host(trained: Sequence[DryBucket], run: Run, wire: Callable[[DryBucket], torch.dtype]) -> int:
+    return sum(b.layout.part * _host_grad(run, b, wire).itemsize for b in trained)
 
 
 def _join(*kinds: Kinds) -> Kinds:
@@ -308,7 +319,7 @@ def _replicated(module: nn.Module, run: Run) -> Need:
             gradients += travelling + size * grad.itemsize
         if master != own:
             masters += size * master.itemsize
-            gradients += size * master.itemsize
+            gradients += size * master.itemsize if run.casts else 0
         elif grad != own:
             cast += size * own.itemsize
         states += run.states * size * master.itemsize

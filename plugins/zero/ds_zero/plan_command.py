@@ -62,8 +62,9 @@ def plan(
     assert isinstance(section, ZeroConfig)
     precision, _ = make_precision(chosen.config)
     cast_module(module, precision)
-    states = optimizer_states if optimizer_states is not None else _states(chosen)
-    run = planning.Run(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1)
+    states, casts = _optimizer(chosen)
+    states = states if optimizer_states is None else optimizer_states
+    run = planning.Run(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1, casts)
     needs = planning.plan(module, section, run)
     grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
     if grain != "element":
@@ -114,18 +115,19 @@ def _config(path: Path | None, dtype: str | None, gas: int | None) -> Compositio
     return compose({**raw, "zero_optimization": zero})
 
 
-def _states(chosen: Composition) -> int:
-    """How many elements the config's optimizer keeps per element: seen in a step over a few."""
+def _optimizer(chosen: Composition) -> tuple[int, bool]:
+    """How many elements the config's optimizer keeps per element, seen in a step over a few; and `Run.casts`."""
     import torch
 
     if chosen.optimizer is None:
-        return 2
+        return 2, True
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     weight.grad = torch.ones_like(weight)
     optimizer = chosen.optimizer.build([weight])
     optimizer.step()
     kept = optimizer.state.get(weight, {}).values()
-    return round(sum(v.numel() for v in kept if isinstance(v, torch.Tensor)) / weight.numel())
+    states = round(sum(v.numel() for v in kept if isinstance(v, torch.Tensor)) / weight.numel())
+    return states, not getattr(optimizer, "takes_inputs", False)
 
 
 def _show(

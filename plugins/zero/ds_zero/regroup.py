@@ -149,12 +149,23 @@ class WholeTensors:
         sizes = [self.bucket.layout.sizes[i] for i in self._arriving]
         return dict(zip(self._arriving, out.split(sizes), strict=True))
 
-    @torch.no_grad()
-    def round(self) -> None:
-        """Write the owners' masters into the parts of all ranks. Collective."""
+    def _local(self, index: int) -> bool:
+        """Whether the weight of an owned parameter lies in this rank's part, apart from its master."""
+        return index not in self._views and index not in self._arriving
+
+    def copies(self) -> list[Tensor | None]:
+        """See `FlatBucket.copies`."""
         part = self.bucket.part
-        for piece in self._owned:
-            if piece.index not in self._views and piece.index not in self._arriving:
+        here = [p.stop > p.start and self._local(p.index) and p.master.device == part.device for p in self.pieces]
+        here = [h and p.master.dtype != part.dtype for h, p in zip(here, self.pieces, strict=True)]
+        return [self._in_part(part, p.index) if h else None for h, p in zip(here, self.pieces, strict=True)]
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Write the owners' masters into the parts of all ranks, but for `copies`. Collective."""
+        part = self.bucket.part
+        for piece, copy in zip(self.pieces, self.copies(), strict=True):
+            if piece.stop > piece.start and copy is None and self._local(piece.index):
                 self._in_part(part, piece.index).copy_(piece.master)
         if not self._moves:
             return
@@ -183,18 +194,18 @@ class WholeTensors:
             piece.master.copy_(weight)
 
     @torch.no_grad()
-    def gradients(self, part: Tensor, used: Sequence[bool]) -> list[Tensor]:
-        """Give masters whole gradients, in their dtype, out of each rank's reduced `part`, and return them. Collective.
+    def gradients(self, part: Tensor, used: Sequence[bool]) -> list[Tensor | None]:
+        """The whole gradient of each piece, on its master's device, out of each rank's reduced `part`. Collective.
 
         used: per parameter, whether any rank had a gradient for it (without, the master gets none either).
         """
         found = self._collect(part)
-        grads = []
+        grads: list[Tensor | None] = []
         for piece in self.pieces:
-            piece.master.grad = None
+            grad = None
             if piece.stop > piece.start and used[piece.index]:
                 flat = found.get(piece.index)
                 grad = self._in_part(part, piece.index) if flat is None else flat.view(piece.shape)
-                piece.master.grad = grad.to(piece.master)
-                grads.append(piece.master.grad)
+                grad = grad.to(piece.master.device)
+            grads.append(grad)
         return grads

@@ -22,7 +22,7 @@ class Stage12(ZeroPartitioner):
     def publish(self) -> None:
         """See `Partitioner.publish`; buckets that nobody used have not changed."""
         changed = [b for b in self.buckets if self.reducer.used(b)]
-        self._round(changed)
+        self._send(changed)
         self._spread(changed)
         if self.section.enable_sanity_checks:
             self._check_equal(changed)

@@ -195,10 +195,10 @@ class Stage3(ZeroPartitioner):
         self.watch.end()
         self.gathering.end_pass()
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`; it may write weights, which no gather may be reading."""
         self.gathering.release_all()
-        super().step(optimizer)
+        super().step(optimizer, factor)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -206,7 +206,7 @@ class Stage3(ZeroPartitioner):
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.reducer.used(b)]
         whole = [b for b in changed if b.share is Share.WHOLE]
-        self._round(changed)
+        self._send(changed)
         self._spread(whole)
         self.gathering.refresh()
         if self.section.enable_sanity_checks:
