@@ -80,7 +80,7 @@ class Engine:
         self._forced_boundary: bool | None = None
         self._managed = ctx.config.core.managed_gradient_accumulation
         self._quiet = self._coalescing = False  # inside no_sync, coalesce_grad_reduction
-        self.window = partitioner.window = Window(self._batch.gas, counts=not self._managed)
+        self._window = partitioner.window = Window(self._batch.gas, counts=not self._managed)
         self._coming: Batch | None = None  # set in the middle of a window, for the next one
         self._train_iterator: Iterator[Any] | None = None
         self._given_iterator: Iterator[Any] | None = None
@@ -138,7 +138,7 @@ class Engine:
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
         self._check_loss(loss)
-        self.window.scaled = True
+        self._window.scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def backward(
@@ -176,7 +176,7 @@ class Engine:
         self._backward(loss, self._batch.gas, False)
 
     def _backward(self, loss: Tensor, gas: int, retain_graph: bool) -> None:
-        self.window.drive()
+        self._window.drive()
         factor = self._factor(gas)
         root = loss * factor if factor != 1.0 else loss
         self._report.loss(loss if gas == self._batch.gas else loss.detach() * self._batch.gas)
@@ -217,7 +217,7 @@ class Engine:
         """Whether the coming `step` updates the weights."""
         if self._forced_boundary is not None:
             return self._forced_boundary
-        return not self._managed or self.window.at_boundary
+        return not self._managed or self._window.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next `step` updates; None goes back to counting."""
@@ -278,12 +278,12 @@ class Engine:
                 "step() inside no_sync() or coalesce_grad_reduction(): gradients are not reduced yet; call "
                 "it after the block"
             )
-        self.window.check(self._factor(), scales=self.scaler is not None)
+        self._window.check(self._factor(), scales=self.scaler is not None)
         if self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs)
         else:
             self._applied = False
-            self.window.next_micro()
+            self._window.next_micro()
         self.micro_steps += 1
         self._update_sync()
 
@@ -305,7 +305,7 @@ class Engine:
         with report.phase("step"):
             self.partitioner.sync = True
             self.partitioner.finish()
-            unscale = self._sum / self.loss_scale / self.window.divisor
+            unscale = self._sum / self.loss_scale / self._window.divisor
             raw = self._global_norm(self.partitioner.gradients(), self.ctx.accelerator.current_device())
             self._norm = raw * unscale
             overflow = not math.isfinite(raw)
@@ -325,7 +325,7 @@ class Engine:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         batch = self._batch
-        self.global_samples += batch.train if self._managed else batch.train // batch.gas * self.window.backwards
+        self.global_samples += batch.train if self._managed else batch.train // batch.gas * self._window.backwards
         report.step_end(self)
         self._begin_window()
 
@@ -344,7 +344,7 @@ class Engine:
     def drop_gradients(self) -> None:
         """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
         self.partitioner.zero_grad()
-        self.window.drop()
+        self._window.drop()
         if STATE.joint is not None:
             STATE.joint.forget()
         self._report.drop_loss()
@@ -357,7 +357,7 @@ class Engine:
                 self._train_iterator = None
             self._batch, self.ctx.batch, self._coming = batch, batch, None
             self.partitioner.rewatch()
-        self.window.restart(self._batch.gas)
+        self._window.restart(self._batch.gas)
         if STATE.joint is not None:
             STATE.joint.forget()
 
@@ -384,7 +384,7 @@ class Engine:
             raise
         loss = self._mean_over_dp(loss)
         self._report.set_loss(loss)
-        self.window.take_batch()
+        self._window.take_batch()
         self._update(None)
         self.micro_steps += self._batch.gas
         self._update_sync()
@@ -515,7 +515,7 @@ class Engine:
 
     def _set_batch(self, change: Callable[[Batch, int, int], Batch], size: int) -> None:
         self._coming = change(self._coming or self._batch, size, self.ctx.mesh.size("dp"))
-        if not self.window.open:
+        if not self._window.open:
             self._begin_window()
             self._update_sync()
 

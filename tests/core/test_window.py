@@ -311,3 +311,10 @@ def drift() -> str:
 
 def test_gradients_that_are_not_averaged_are_refused() -> None:
     assert all("weights would drift apart" in text for text in run_ranks(2, drift))
+
+
+def test_the_engine_hides_no_attribute_of_the_model() -> None:
+    net = model()
+    net.window, net.accumulation, net.open = 1, 2, 3  # type: ignore[assignment]
+    engine = start(net=net)
+    assert (engine.window, engine.accumulation, engine.open) == (1, 2, 3)
