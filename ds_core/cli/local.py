@@ -172,19 +172,22 @@ def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs) -> Launc
 
 def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
     """Where the machines meet, as torch's launcher wants it said."""
-    from ds_core.cli import rendezvous
-
-    rendezvous.register()
     if request.rdzv_endpoint:
+        from ds_core.cli import elastic
+
+        elastic.register()
         host, colon, number = request.rdzv_endpoint.rpartition(":")
         endpoint = f"{host}:{number}" if colon else f"{number}:29400"
         configs = {} if request.node_rank is None else {"is_host": str(request.node_rank == 0).lower()}
         return {
-            "rdzv_backend": rendezvous.ELASTIC,
+            "rdzv_backend": elastic.ELASTIC,
             "rdzv_endpoint": endpoint,
             "run_id": request.rdzv_id,
             "rdzv_configs": configs,
         }
+    from ds_core.cli import rendezvous
+
+    rendezvous.register()
     alone = request.max_nodes == 1
     # On one machine any free port, so that runs beside each other do not meet; no look-up of this host's name.
     port = request.master_port or (0 if alone else 29500)

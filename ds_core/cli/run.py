@@ -115,7 +115,8 @@ def run(
         raise CommandError("--tag and --enable-each-rank-log are two ways to tell ranks apart; give one of them")
     count = parse_nproc(nproc)
     if no_python:
-        check_program(script)
+        if not venv_script:  # which may bring it
+            check_program(script)
     elif not module:
         check_script(script)
     request = LaunchRequest(

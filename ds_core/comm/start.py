@@ -377,6 +377,11 @@ def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: i
             f"init_method {init_method!r} needs rank and world_size as well; got {rank} and {world_size}",
             "init_distributed",
         )
+    address = re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/?]+):(\d{1,5})/?", init_method)
+    if address is not None:
+        place = Rendezvous(rank, world_size, 0, address[1].strip("[]"), int(address[2]), "init_method")
+        _start_found(place, backend, timeout)
+        return
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 

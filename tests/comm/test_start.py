@@ -308,6 +308,15 @@ def test_two_processes_by_a_file(tmp_path: Path) -> None:
     assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 0 3.0"]
 
 
+def test_a_tcp_address_is_met_at_in_our_way() -> None:
+    """A port that is taken is told as elsewhere, instead of torch's words."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        method = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        said = output(python(FAILS.format(kwargs=f"dict(init_method='{method}', rank=0, world_size=2)"), {}))
+    assert "rank 0 of 2 cannot open the job's store: port" in said
+    assert "(the place is from init_method)" in said
+
+
 FAILS = """
 from datetime import timedelta
 from ds_core import comm
