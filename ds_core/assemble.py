@@ -25,7 +25,7 @@ from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
 from ds_core.data import DistributedLoader
-from ds_core.engine import Engine
+from ds_core.engine import Engine, required
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import ConfigError, DSError, UsageError
 from ds_core.kernels import Kernels
@@ -252,10 +252,21 @@ def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
         raise UsageError(
             f"optimizer must be a torch.optim.Optimizer or a function of the parameters, not {type(optimizer).__name__}"
         )
+    if isinstance(optimizer, Optimizer):
+        _check_step(optimizer)
     if optimizer is None and chosen.optimizer is None and chosen.scheduler is not None:
         raise ConfigError(
             "scheduler: a schedule needs an optimizer; add an optimizer section or pass optimizer=",
             chosen.config.origin,
+        )
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    if needs := required(optimizer.step):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step needs {', '.join(needs)}, and engine.step() has nothing to give: an "
+            "optimizer that computes the loss again by itself (LBFGS) cannot be driven by forward, backward and step; "
+            "use one whose step() goes without arguments"
         )
 
 
@@ -411,6 +422,7 @@ def _attach(
     built = make(groups)
     if not isinstance(built, Optimizer):
         raise UsageError(f"the optimizer function returned {type(built).__name__}, not a torch.optim.Optimizer")
+    _check_step(built)
     given = {id(p) for g in groups for p in g["params"]}
     if any(id(p) not in given for g in built.param_groups for p in g["params"]):
         raise UsageError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import checkpoint, comm, joint
+from ds_core.absent import no_attribute
 from ds_core.config.batch import Batch, with_micro_batch_size, with_train_batch_size
 from ds_core.data import DistributedLoader
 from ds_core.ended import end
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.runner import Runner
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "required"]
 
 log = logging.getLogger("ds_core.engine")
 
@@ -96,7 +97,7 @@ class Engine:
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
         self._distributed = ctx.mesh.size("dp") > 1 or partitioner.partitions_gradients
-        self._schedule_needs = _required(lr_scheduler.step) if lr_scheduler is not None else ()
+        self._schedule_needs = required(lr_scheduler.step) if lr_scheduler is not None else ()
         self._num_optimized = sum(len(g["params"]) for g in self._groups())
         self.serial = STATE.next_serial()
         self._update_sync()
@@ -110,7 +111,10 @@ class Engine:
             raise AttributeError(name)
         if (method := self.partitioner.methods.get(name)) is not None:
             return functools.partial(method, self)
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            raise no_attribute(self, name, error) from None
 
     # -- forward and backward --------------------------------------------------------------------------------
 
@@ -676,7 +680,7 @@ class Engine:
             end(self)
 
 
-def _required(function: Callable[..., Any]) -> tuple[str, ...]:
+def required(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the arguments that `function` cannot be called without."""
     try:
         parameters = inspect.signature(function).parameters.values()

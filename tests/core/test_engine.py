@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -652,8 +654,51 @@ def test_several_engines_share_one_loss():
 def test_unknown_attributes_are_the_modules():
     engine, *_ = start()
     assert [n for n, _ in engine.named_parameters()] == [n for n, _ in model().named_parameters()]
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="neither the engine nor its module, a Sequential, has .*'no_such_thing'$"):
         _ = engine.no_such_thing
+    with pytest.raises(AttributeError, match=r"'save_fp16_model': use engine.save_16bit_model$"):
+        _ = engine.save_fp16_model
+    with pytest.raises(AttributeError, match=r"'steps_per_print': it is engine.config.core.steps_per_print$"):
+        _ = engine.steps_per_print
+
+
+class Failing(nn.Linear):
+    @property
+    def broken(self):
+        return self.inner
+
+    def __getattr__(self, name):
+        if name == "mine":
+            raise AttributeError("words of the model's own")
+        return super().__getattr__(name)
+
+
+def test_errors_of_the_module_s_own_attributes_stay_its_own():
+    engine, *_ = start(net=Failing(4, 2))
+    with pytest.raises(AttributeError, match="^words of the model's own$"):
+        _ = engine.mine
+    with pytest.raises(AttributeError, match="^'Failing' object has no attribute"):
+        _ = engine.broken
+
+
+def test_what_replaces_deepspeed_s_names_is_there():
+    from ds_core.absent import INSTEAD
+
+    engine, *_ = start({"scheduler": {"type": "WarmupLR"}})
+    for name, instead in INSTEAD.items():
+        with pytest.raises(AttributeError, match=f"'{name}': "):
+            getattr(engine, name)
+        for path in re.findall(r"\bengine\.([\w.]*\w)", instead):
+            functools.reduce(getattr, path.split("."), engine)
+
+
+@pytest.mark.parametrize("how", ["object", "function", "config"])
+def test_an_optimizer_whose_step_needs_a_closure_is_refused(how):
+    net = model()
+    given = {"object": torch.optim.LBFGS(net.parameters()), "function": torch.optim.LBFGS, "config": None}[how]
+    config = {"optimizer": {"type": "torch.optim.LBFGS"}} if how == "config" else {}
+    with pytest.raises((UsageError, ConfigError), match="LBFGS.* needs a? ?closure.*, (and|which) .* give"):
+        start(config, net, optimizer=given)
 
 
 def test_vocabulary_log_level_dump_and_progress(caplog):

@@ -156,7 +156,9 @@ class SGDParams(_Params):
 class _OneBitParams(_Moments):
     """What the 1-bit family shares."""
 
-    bias_correction: Literal[False] = option(False, "The 1-bit family corrects no bias, so only false.")
+    bias_correction: bool = option(
+        True, "As in DeepSpeed.", without_effect="the 1-bit family corrects no bias, whatever this says"
+    )
     eps_inside_sqrt: bool = option(False, "Divide by the root of (v + eps) instead of the root of v, plus eps.")
     amsgrad: Literal[False] = option(False, _AMSGRAD)
     cuda_aware: Literal[False] = option(False, "For MPI, which is not used, so only false.")

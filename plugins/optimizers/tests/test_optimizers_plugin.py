@@ -97,7 +97,6 @@ def test_each_trains_from_the_config_and_unknown_parameters_are_refused(name: st
         ("Lamb", {"min_coeff": 3, "max_coeff": 2}, "min_coeff 3"),
         ("Muon", {"ns_method": "cubic"}, "ns_method"),
         ("SGD", {"nesterov": True}, "nesterov needs momentum"),
-        ("OneBitAdam", {"bias_correction": True}, "bias_correction"),
         ("OneBitAdam", {"comm_backend_name": "mpi"}, "comm_backend_name"),
         ("OneBitLamb", {"cuda_aware": True}, "cuda_aware"),
         ("ZeroOneAdam", {"amsgrad": True}, "amsgrad"),
@@ -115,6 +114,19 @@ def test_the_transport_of_the_1_bit_family_is_noted() -> None:
     params = {"comm_backend_name": "compressed"}
     (note,) = compose({"optimizer": {"type": "OneBitAdam", "params": params}}).notes
     assert str(note).startswith("optimizer.params.comm_backend_name: has no effect: ")
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_arguments_of_deepspeed_s_without_effect(name: str, caplog: pytest.LogCaptureFixture, clean_ds: None) -> None:
+    assert not compose({"optimizer": {"type": name, "params": {"bias_correction": True}}}).notes
+    (note,) = compose({"optimizer": {"type": name, "params": {"bias_correction": False}}}).notes
+    assert str(note).startswith("optimizer.params.bias_correction: has no effect: ")
+    given = [nn.Parameter(torch.zeros(2))]
+    with caplog.at_level("INFO", "ds_optimizers"):
+        for _ in range(2):
+            optimizer = getattr(ds_optimizers, name)(given, object(), 0.5)
+    assert caplog.messages == ["deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself"]
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_torch_serves_where_it_is_asked_for() -> None:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from ds_zero.moved import OffloadDeviceEnum, OffloadStateTypeEnum
     from ds_zero.offstates import get_state_devices
+    from ds_zero.status import ZeroParamStatus
     from ds_zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "OffloadStateTypeEnum",
     "TiledLinear",
     "TiledLinearReturnBias",
+    "ZeroParamStatus",
     "empty_partition_cache",
     "get_state_devices",
     "get_z3_leaf_modules",
@@ -102,6 +104,7 @@ __getattr__, __dir__ = names_on_first_use(
         ),
         "moved": "OffloadDeviceEnum OffloadStateTypeEnum",
         "offstates": "get_state_devices",
+        "status": "ZeroParamStatus",
         "tiling": "TiledLinear TiledLinearReturnBias",
     },
 )

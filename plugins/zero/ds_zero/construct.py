@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import AcceleratorError, ConfigError, UsageError
+from ds_core.process import tell_once
 from ds_zero.homes import engine_of
 from ds_zero.manners import teach
 from ds_zero.parked import Place, cast, fill_alias, park, parked
@@ -42,7 +43,7 @@ __all__ = ["Init"]
 log = logging.getLogger("ds_zero")
 
 _INNERMOST: contextvars.ContextVar[Init | None] = contextvars.ContextVar("ds_zero.Init", default=None)
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Init:
@@ -52,8 +53,8 @@ class Init:
     ranks to partition over, whose first rank's weights count; None: all, or those of `mpu`. remote_device: "cpu" keeps
     the parts in the host's memory, in page-locked memory with `pin_memory`. config_dict_or_path: the run's config, for
     dtype, offload_param and override_module_apply; with a stage below 3 nothing is partitioned, and `config` is its
-    deprecated name. dtype: of floating-point weights (float16, bfloat16, float32); None: the config's, or as built.
-    mem_efficient_linear: without effect, which the log says where it is False. enabled=False does nothing.
+    deprecated name. dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or as
+    built. mem_efficient_linear: without effect, which the log says where it is False. enabled=False does nothing.
 
     Weights are those of plain construction with the first rank's random state, to the last bit. Modules on the meta
     device get values by their ``reset_parameters``; what has none must be loaded or written before `initialize`.
@@ -91,7 +92,8 @@ class Init:
             if config_dict_or_path is not None:
                 raise UsageError("ds_zero.Init: config and config_dict_or_path are both given; give one")
         if not mem_efficient_linear and comm.rank() == 0:
-            log.warning("ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered weight")
+            text = "ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered weight"
+            tell_once(log, logging.WARNING, text)
         run = _read(config if config_dict_or_path is None else config_dict_or_path)
         section = _section(run)
         if run is not None and (section is None or section.stage != 3):
@@ -264,7 +266,7 @@ def _refuse_unbuilt(second_group: Any, quantised: bool, remote: str | None, dtyp
     if remote not in (None, "none", "cpu"):
         raise UsageError(f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', or None for the accelerator")
     if dtype is not None and dtype not in _DTYPES:
-        raise UsageError(f"ds_zero.Init: dtype is {dtype}; use torch.float16, torch.bfloat16 or torch.float32")
+        raise UsageError(f"ds_zero.Init: dtype is {dtype}; use torch.float16, bfloat16, float32 or float64")
 
 
 def _read(source: Any) -> RunConfig | None:

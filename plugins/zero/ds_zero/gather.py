@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_zero.flat import Rounded
+from ds_zero.status import ZeroParamStatus
 from ds_zero.trace import Trace
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class Unit:
         else:
             self._works = bucket.spread(bucket.group, gather=True, dtype=dtype)
         self.state = State.GATHERING
+        self._tell(ZeroParamStatus.INFLIGHT)
+
+    def _tell(self, status: ZeroParamStatus) -> None:
+        for param in self.bucket.params:
+            param.ds_status = status  # type: ignore[attr-defined]
 
     def complete(self) -> None:
         """Wait until it is whole, and give the parameters their values."""
@@ -96,6 +102,7 @@ class Unit:
         for param, view in zip(self.bucket.params, self.bucket.views(self.bucket.full), strict=True):
             param.data = view
         self.state = State.WHOLE
+        self._tell(ZeroParamStatus.AVAILABLE)
 
     def refresh(self, *, by_all_reduce: bool) -> None:
         """Gather again, exactly, into the memory that the parameters are views of."""
@@ -115,6 +122,7 @@ class Unit:
         self.bucket.full.untyped_storage().resize_(0)
         self.state, self.wanted, self.pinned, self.lent = State.RELEASED, False, False, False
         self.arrived.clear()
+        self._tell(ZeroParamStatus.NOT_AVAILABLE)
 
     @property
     def is_whole(self) -> bool:

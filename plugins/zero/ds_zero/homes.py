@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import STATE
-from ds_zero.parked import Parked, check_untouched, park, parked, quietly
+from ds_zero.parked import Parked, check_untouched, note_status, park, parked, quietly
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
@@ -171,6 +171,7 @@ class _Parked(Home):
             check_untouched(self.param, here)
             self.param.data = here.gather().to(self.param.dtype)
         here.holds += 1
+        note_status(self.param, here)
 
     @quietly
     def put_back(self, source: int) -> None:
@@ -190,6 +191,7 @@ class _Parked(Home):
             self.param.data = here.blank(self.param.dtype)
         elif not self.param.numel():  # put back, but somebody else still wants it
             self.param.data = here.gather().to(self.param.dtype)
+        note_status(self.param, here)
 
     @quietly
     def assign(self, value: Tensor) -> None:

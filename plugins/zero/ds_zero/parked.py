@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import UsageError
+from ds_zero.status import ZeroParamStatus
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -38,6 +39,7 @@ __all__ = [
     "check_untouched",
     "cast",
     "fill_alias",
+    "note_status",
     "park",
     "parked",
     "prepare",
@@ -49,7 +51,7 @@ __all__ = [
 
 log = logging.getLogger("ds_zero")
 
-DESCRIBED = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
+DESCRIBED = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
 """The documented attributes of a partitioned parameter."""
 
 P = ParamSpec("P")
@@ -190,6 +192,12 @@ def _tag(param: Any, here: Parked) -> None:
     tagged.ds_id = f"init.{here.serial}"
     tagged.ds_shape, tagged.ds_numel = here.shape, here.shape.numel()
     tagged.ds_tensor = here.part if here.part is not None else here.blank()
+    note_status(param, here)
+
+
+def note_status(param: Any, here: Parked) -> None:
+    """Set ``ds_status``: somebody holds the parameter whole, or not."""
+    param.ds_status = ZeroParamStatus.AVAILABLE if here.holds else ZeroParamStatus.NOT_AVAILABLE
 
 
 @quietly

@@ -24,6 +24,7 @@ from ds_zero.gather import Gathering, State, Unit, rounded_dtype
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.moved import BACKWARD
 from ds_zero.parked import unpark
+from ds_zero.status import ZeroParamStatus
 from ds_zero.units import Gatherer, gatherers, members, persistent
 from ds_zero.watch import Watch
 
@@ -269,6 +270,8 @@ def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:
     param.ds_shape = torch.Size(piece.shape)
     param.ds_numel = param.ds_shape.numel()
     param.ds_tensor = bucket.part[piece.within]
+    if bucket.share is Share.WHOLE:
+        param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def _own_groups(ctx: Context, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:

@@ -212,3 +212,41 @@ def check_double(stage: int, section: dict[str, Any]) -> None:
 def test_gradients_of_gradients(ranks: int) -> None:
     for stage, section in ((1, {}), (2, {}), (3, {}), (3, DROP), (3, {"max_live_parameters": 1})):
         run_ranks(ranks, check_double, stage, section)
+
+
+# -- what a parameter tells, and Init ------------------------------------------------------------------------------
+
+
+def check_status() -> None:
+    import ds_zero
+
+    rank, ranks = world()
+    told = ds_zero.ZeroParamStatus
+    torch.manual_seed(0)
+    with ds_zero.Init(dtype=torch.float64):
+        model = Net()
+
+    def statuses() -> set[ds_zero.ZeroParamStatus]:
+        return {p.ds_status for p in model.parameters()}
+
+    assert statuses() == {told.NOT_AVAILABLE}
+    with ds_zero.GatheredParameters(model):
+        assert statuses() == {told.AVAILABLE}
+    assert statuses() == {told.NOT_AVAILABLE}
+    engine = start(model, 3, param_persistence_threshold=D + 1, **DROP)  # vectors stay whole
+    small, big = model.lin.bias, model.lin.weight
+    seen = []
+    model.lin.register_forward_pre_hook(lambda *_: seen.append(getattr(big, "ds_status", None)))
+    for step in range(STEPS):
+        assert ranks == 1 or (small.ds_status, big.ds_status) == (told.AVAILABLE, told.NOT_AVAILABLE)
+        engine.backward(squares(engine, data(step, rank)))
+        engine.step()
+    assert ranks == 1 or set(seen) == {told.AVAILABLE}
+    engine.destroy()
+    assert not hasattr(big, "ds_status")
+    assert off(model, plain()) < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_status_of_parameters_and_init_in_double_precision(ranks: int) -> None:
+    run_ranks(ranks, check_status)

@@ -567,7 +567,7 @@ def test_a_model_without_an_engine_says_so() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"dtype": torch.float64}, "dtype is torch.float64; use torch.float16"),
+    ({"dtype": torch.int8}, "dtype is torch.int8; use torch.float16"),
     ({"remote_device": "nvme"}, "NVMe will come with ds-offload; use 'cpu'"),
     ({"remote_device": "gpu"}, "remote_device is 'gpu'; use 'cpu'"),
     ({"zero_param_parallel_group": object()}, "hierarchical partitions"),

@@ -18,15 +18,17 @@ class OneBitAdam(OneBit):
     params: parameters or group dicts. A group may hold ``exp_avg_mask`` (see `base`) and ``non_freeze``: true for
     parameters that stay uncompressed, with a variance that goes on. freeze_step: updates of the warm-up, in which
     gradients are averaged in full. As in DeepSpeed the very first step counts, but changes no weights.
-    eps_inside_sqrt: divide by √(v + eps) instead of √v + eps. The rest can only say what it says by default.
+    eps_inside_sqrt: divide by √(v + eps) instead of √v + eps. bias_correction and deepspeed have no
+    effect, as documented for the former; the rest can only say what it says by default.
     """
 
     def __init__(
         self,
         params: Any,
+        deepspeed: Any = None,
         lr: float = 1e-3,
         freeze_step: int = 100_000,
-        bias_correction: bool = False,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
@@ -39,7 +41,7 @@ class OneBitAdam(OneBit):
         check_arguments(
             amsgrad=amsgrad,
             max_grad_norm=max_grad_norm,
-            bias_correction=bias_correction,
+            deepspeed=deepspeed,
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ds_core import comm
 from ds_core.errors import UsageError
+from ds_core.process import tell_once
 from ds_optimizers.onebit.compress import Errors, Exchange, padded
 
 __all__ = ["BACKENDS", "OneBit", "Work", "check_arguments"]
@@ -40,15 +41,15 @@ Kind = tuple[ProcessGroup | None, torch.dtype, torch.device]
 
 
 def check_arguments(
-    *, amsgrad: bool, max_grad_norm: float, bias_correction: bool, cuda_aware: bool, comm_backend_name: str
+    *, amsgrad: bool, max_grad_norm: float, deepspeed: Any, cuda_aware: bool, comm_backend_name: str
 ) -> None:
     """What the documents list for the whole family, and what of it this family does not have (ValueError)."""
+    if deepspeed is not None:
+        tell_once(log, logging.INFO, "deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself")
     if amsgrad:
         raise ValueError("amsgrad: the 1-bit family has no AMSGrad variant; leave it out")
     if max_grad_norm:
         raise ValueError(f"max_grad_norm {max_grad_norm}: clipping is the engine's; set gradient_clipping")
-    if bias_correction:
-        raise ValueError("bias_correction: the 1-bit family applies none; leave it out or set false")
     if cuda_aware:
         raise ValueError("cuda_aware is for MPI, which is not used here; leave it out")
     if comm_backend_name not in BACKENDS:

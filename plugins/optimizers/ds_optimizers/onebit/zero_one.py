@@ -28,8 +28,9 @@ class ZeroOneAdam(OneBit):
     def __init__(
         self,
         params: Any,
+        deepspeed: Any = None,
         lr: float = 1e-3,
-        bias_correction: bool = False,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
@@ -46,7 +47,7 @@ class ZeroOneAdam(OneBit):
         check_arguments(
             amsgrad=amsgrad,
             max_grad_norm=max_grad_norm,
-            bias_correction=bias_correction,
+            deepspeed=deepspeed,
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
