@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
-from ds_core.errors import ConfigError, Problem
+from ds_core.errors import ConfigError, Problem, nearest
 from ds_core.kernels import Kernels
 from ds_core.optim import Choice, choose
 from ds_core.plugins import Plugins
@@ -34,7 +34,19 @@ class Composition:
     def notes(self) -> tuple[Problem, ...]:
         """Every key that was accepted and has no effect, or has another name now; see `ds_core.config.notes`."""
         chosen = [c.notes for c in (self.optimizer, self.scheduler) if c is not None]
-        return tuple(note for notes in (self.config.notes, *chosen) for note in notes)
+        return tuple(note for notes in (self.config.notes, *chosen, self._unmet()) for note in notes)
+
+    def _unmet(self) -> Iterator[Problem]:
+        """Names in ``plugins.disable`` and ``plugins.prefer`` that nothing installed has; on another host it may be."""
+        names = {name for r in self.plugins.reports() for name in (r.found.name, r.found.dist)}
+        asked = self.config.core.plugins
+        rows = [(f"plugins.disable[{i}]", name) for i, name in enumerate(asked.disable)]
+        rows += [(f"plugins.prefer.{name}", name) for name in asked.prefer if "/" not in name]
+        for path, name in rows:
+            if name not in names:
+                close = nearest(name, names)
+                why = f"has no effect: nothing that is installed is called {name!r}"
+                yield Problem(path, why, f"did you mean {close!r}?" if close else "")
 
 
 def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -> Composition:

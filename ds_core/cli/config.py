@@ -110,14 +110,20 @@ def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
 def _named_models() -> dict[str, dict[str, tuple[type[BaseModel], str]]]:
     """``optimizer`` and ``scheduler`` -> name -> the model of its parameters and its owner, as installed."""
     from ds_core.entries import resolve
+    from ds_core.errors import PluginError
     from ds_core.plugins import Plugins
 
     plugins = Plugins()
     found: dict[str, dict[str, tuple[type[BaseModel], str]]] = {}
     for kind, hook in (("optimizer", "ds_optimizers"), ("scheduler", "ds_schedulers")):
-        found[kind] = {
-            name: (resolve(a.value.params), f"{a.plugin.dist} {a.plugin.version}")
-            for name, a in plugins.named(hook, kind).items()
-            if a.value.params is not None
-        }
+        found[kind] = {}
+        for name, answer in plugins.named(hook, kind).items():
+            if answer.value.params is None:
+                continue
+            try:
+                model = resolve(answer.value.params)
+            except PluginError as error:
+                say_error(f"left out: {error}")
+                continue
+            found[kind][name] = (model, f"{answer.plugin.dist} {answer.plugin.version}")
     return found

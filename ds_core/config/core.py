@@ -76,9 +76,13 @@ class FP16(Section):
     clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0)
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """The old place of gradient_clipping."""
+        """The old place of gradient_clipping, and keys of the dynamic scale beside a fixed one."""
         if self.clip is not None:
             yield "clip", "is deprecated and was read as 'gradient_clipping'; rename it"
+        fixed = self.enabled and self.loss_scale
+        for key in LOSS_SCALE_KEYS[1:] if fixed else ():
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                yield key, f"has no effect: loss_scale {self.loss_scale:g} is fixed"
 
 
 class BF16(Section):
@@ -182,6 +186,11 @@ class CommsLogger(Section):
     debug: bool = option(False, "Add the caller's name to each call.")
     prof_all: bool = option(True, "Log every collective.")
     prof_ops: list[str] = option([], "With prof_all false: the collectives to log, by name.")
+
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """A choice of collectives beside prof_all."""
+        if self.enabled and self.prof_all and self.prof_ops:
+            yield "prof_ops", "has no effect: prof_all is true"
 
 
 class CommsGuard(Section):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError, field_validator
 
+from ds_core.compose import compose
 from ds_core.config import Section, build_config, not_built, option, secret, translate_errors
 from ds_core.errors import ConfigError
 
@@ -182,6 +183,8 @@ def test_what_has_no_effect_is_noted_where_it_was_written() -> None:
         ({"checkpoint": {"checkpoint_serialization": False}}, "checkpoint.checkpoint_serialization"),
         ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer"),
         ({"checkpoint": {"parallel_write": {"pipeline_stage": True}}}, "checkpoint.parallel_write.pipeline_stage"),
+        ({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3, "loss_scale_window": 1000}}, "fp16.hysteresis"),
+        ({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}}, "comms_logger.prof_ops"),
     ],
 )
 def test_keys_of_the_core_without_effect(given: dict[str, Any], key: str) -> None:
@@ -244,3 +247,11 @@ def test_foreign_validators_are_translated() -> None:
         build_config({"angry": {"level": 14}}, models)
     # A chained error would show the value through pydantic's own message.
     assert caught.value.__cause__ is None and caught.value.__context__ is None
+
+
+def test_plugins_that_are_named_and_not_there_are_noted() -> None:
+    asked = {"disable": ["tensorbord", "csv_monitor", "ds-zero"], "prefer": {"my_section": "my-plugin"}}
+    disabled, preferred = (str(note) for note in compose({"plugins": asked}).notes)
+    assert disabled.startswith("plugins.disable[0]: has no effect: nothing that is installed is called 'tensorbord'")
+    assert disabled.endswith("did you mean 'tensorboard'?")
+    assert preferred.startswith("plugins.prefer.my_section: has no effect: ")
