@@ -35,7 +35,6 @@ INSTEAD = {
     "optimizer_name": "it is engine.config.core.optimizer.type",
     "optimizer_params": "it is engine.config.core.optimizer.params",
     "reload_states": "it needs zero_optimization stage 3",
-    "save_fp16_model": "use engine.save_16bit_model",
     "scheduler_name": "it is engine.config.core.scheduler.type",
     "scheduler_params": "it is engine.config.core.scheduler.params",
     "set_batch_fn": "a ds_pipeline.PipelineModule has it",

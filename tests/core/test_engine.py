@@ -656,8 +656,8 @@ def test_unknown_attributes_are_the_modules():
     assert [n for n, _ in engine.named_parameters()] == [n for n, _ in model().named_parameters()]
     with pytest.raises(AttributeError, match="neither the engine nor its module, a Sequential, has .*'no_such_thing'$"):
         _ = engine.no_such_thing
-    with pytest.raises(AttributeError, match=r"'save_fp16_model': use engine.save_16bit_model$"):
-        _ = engine.save_fp16_model
+    with pytest.raises(AttributeError, match=r"'cur_scale': it is engine.loss_scale$"):
+        _ = engine.cur_scale
     with pytest.raises(AttributeError, match=r"'steps_per_print': it is engine.config.core.steps_per_print$"):
         _ = engine.steps_per_print
 
