@@ -147,13 +147,14 @@ def _check_is_file(path: Path) -> None:
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
     _check_is_file(path)
-    if not read_start(path, 2).startswith((b"PK", b"\x80")):  # a zip file, or a pickle of before torch 1.6
+    begin = read_start(path, 2)
+    if not begin.startswith((b"PK", b"\x80")):  # a zip file, or a pickle of before torch 1.6
         raise CheckpointError(
             f"{path} is neither a safetensors file nor one that torch.save wrote; give such a file, a folder with "
             f"model.safetensors or {_INDEX}, or a folder of DeepSpeed's"
         )
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found = torch.load(path, map_location="cpu", mmap=begin == b"PK", weights_only=True)
     except Exception as error:  # as for DeepSpeed's files
         why = " ".join(str(error).split("\n\n")[0].splitlines()[:2])
         raise CheckpointError(f"{path} cannot be read without running code in it: {why}") from error

@@ -39,6 +39,7 @@ class FolderLock:
         if descriptor is not None and not _is_at(descriptor, path):  # the folder was removed and made anew
             os.close(descriptor)
             descriptor = None
+        fresh = descriptor is None
         if descriptor is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o666)
@@ -57,6 +58,8 @@ class FolderLock:
                 "of its own, or end the other job"
             ) from None
         self._held[folder] = descriptor
+        if not fresh:
+            return
         with contextlib.suppress(OSError):  # for people only
             text = f"host {socket.gethostname()}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
             os.ftruncate(descriptor, 0)

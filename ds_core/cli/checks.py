@@ -50,6 +50,7 @@ def examine() -> list[Finding]:
         ("torch", _torch),
         ("accelerator", _accelerator),
         ("compilers", _compilers),
+        ("kernel cache", _kernel_cache),
         ("kernels", _kernels),
         ("plugins", _plugins),
         ("/dev/shm", _shared_memory),
@@ -111,6 +112,16 @@ def _accelerator(plugins: Plugins) -> Iterator[Finding]:
         if entry.name != chosen:
             found = f"unavailable: {why}" if why else "available, not chosen"
             yield Finding(f"accelerator {entry.name} ({dist})", "ok", found)
+
+
+def _kernel_cache(plugins: Plugins) -> Iterator[Finding]:
+    from ds_core.kernels.folder import cache_folder
+
+    try:
+        yield Finding("kernel cache", "ok", str(cache_folder(make=False)))
+    except DSError as error:
+        found, _, mend = str(error).rpartition("; ")
+        yield Finding("kernel cache", "fault", found, mend)
 
 
 def _compilers(plugins: Plugins) -> Iterator[Finding]:

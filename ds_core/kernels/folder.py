@@ -21,22 +21,27 @@ __all__ = ["cache_folder", "open_own", "read_own"]
 _HERE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-def cache_folder() -> Path:
-    """The folder of finished libraries, made when it is not there: ``$DS_CORE_CACHE/ops``, by default in ~/.cache.
+def cache_folder(*, make: bool = True) -> Path:
+    """The folder of finished libraries: ``$DS_CORE_CACHE/ops``, by default in ~/.cache; made when it is not there.
 
-    The path has no links in it. Raises KernelError when anyone else could change what is in it.
+    The path has no links in it. make=False: only what is there is looked at. Raises KernelError when anyone else could
+    change what is in it.
     """
     root = os.environ.get("DS_CORE_CACHE")
     base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_core"
     base = Path(os.path.abspath(base))
+    folder = base.parent.resolve() / base.name / "ops"
     try:
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = base.parent.resolve() / base.name / "ops"
+        if make:
+            base.mkdir(parents=True, exist_ok=True, mode=0o700)
         for parent in reversed(folder.parents):
             _check(parent, _status(parent), folder)
-        folder.mkdir(exist_ok=True, mode=0o700)
+        if make:
+            folder.mkdir(exist_ok=True, mode=0o700)
         found = _status(folder)
     except OSError as error:
+        if not make and isinstance(error, FileNotFoundError):
+            return folder
         raise KernelError(
             f"the folder for built kernels cannot be made: {error}; set DS_CORE_CACHE to a folder of your own"
         ) from error

@@ -248,3 +248,11 @@ def test_fresh_checkpoints_of_the_installed_deepspeed(tmp_path: Path) -> None:
         truth = json.loads((tmp_path / name / "losses.json").read_text())[3:]
         for losses, _ in run_ranks(2, go_on, str(tmp_path / "to" / name), 2, mode):
             assert losses == pytest.approx(truth, rel=2e-2 if mode == "bf16" else 2e-6)
+
+
+def test_a_state_dict_of_an_old_torch(tmp_path: Path) -> None:
+    weights = nn.Linear(3, 2).state_dict()
+    torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    import_checkpoint(tmp_path / "old.pt", tmp_path / "to")
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "to")
+    assert set(found) == set(weights) and all(torch.equal(found[n], w) for n, w in weights.items())

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_core.cli import checks
 from ds_core.errors import KernelError
-from ds_core.kernels import build
+from ds_core.kernels import build, folder
 from ds_core.kernels.build import Extension, Unit
 
 SOURCE = """
@@ -59,6 +60,10 @@ def test_builds_once_and_says_so(tiny: Extension, cache: Path, caplog: pytest.Lo
     assert sorted(p.suffix for p in cache.iterdir()) == [".lock", ".so"]
     assert (cache.stat().st_mode & 0o777) == 0o700
     assert build.load(tiny) is module
+
+
+def test_looking_at_the_folder_makes_nothing(cache: Path) -> None:
+    assert folder.cache_folder(make=False) == cache and not cache.parent.exists()
 
 
 def test_another_process_takes_it_from_the_cache(
@@ -113,6 +118,7 @@ def test_a_base_that_others_can_change_is_refused(tiny: Extension, cache: Path, 
     changed.chmod(0o777)
     with pytest.raises(KernelError, match="other users could put another folder in its place"):
         build.find(tiny)
+    assert [f.level for f in checks.examine() if f.part == "kernel cache"] == ["fault"]
     changed.chmod(0o1777)  # sticky, as /tmp is: others cannot rename what they do not own
     assert build.find(tiny) is not None
     changed.chmod(before)
