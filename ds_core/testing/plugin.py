@@ -258,6 +258,8 @@ def _comparable(answer: Any) -> Any:
     """`answer` with functions written by name: a probe given as a lambda is a new object each time."""
     if isinstance(answer, dict):
         return {key: _comparable(entry) for key, entry in answer.items()}
+    if isinstance(answer, type) and issubclass(answer, BaseModel):  # a model may be made anew each time
+        return answer.__name__, answer.model_json_schema()
     if isinstance(answer, list):
         return [_comparable(entry) for entry in answer]
     if is_dataclass(answer) and not isinstance(answer, type):

@@ -43,3 +43,12 @@ def test_every_hook_is_used_by_a_test() -> None:
     text = "\n".join(f.read_text() for f in files)
     unused = [name for name in signatures() if not re.search(rf'(def {name}\(|["\']{name}["\'])', text)]
     assert unused == []
+
+
+def test_help_shows_every_hook() -> None:
+    import pydoc
+
+    from ds_core import hookspecs
+
+    shown = pydoc.plain(pydoc.render_doc(hookspecs))
+    assert [name for name in signatures() if f"    {name}(" not in shown] == []
