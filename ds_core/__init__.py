@@ -60,7 +60,7 @@ __getattr__, __dir__ = names_on_first_use(
         "config": "Section",
         "data": "DistributedLoader RepeatingLoader",
         "engine": "Engine",
-        "hookspecs": "hookimpl",
+        "hookspecs": "hookimpl hookspecs",
         "partition": "Partitioner",
         "precision": "get_default_autocast_lower_precision_modules init_autocast_params is_autocast_initialized",
         "process": "reset",

@@ -17,7 +17,8 @@ def names_on_first_use(package: str, homes: Mapping[str, str]) -> tuple[Callable
     def load(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+        module = importlib.import_module(f"{package}.{home[name]}")
+        value = module if name == home[name] and not hasattr(module, name) else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

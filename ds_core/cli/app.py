@@ -61,7 +61,7 @@ def make_app() -> typer.Typer:
         cls=Group,
         help="Distributed training whose every feature is a pip package.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         rich_markup_mode="rich" if sys.stdout.isatty() else None,
         pretty_exceptions_enable=False,
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ds_core.cli.show import other_output_to_stderr, show_json, show_table
+from ds_core.cli.show import other_output_to_stderr, show_json, show_list
 
 __all__ = ["doctor"]
 
@@ -22,7 +22,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of
     if as_json:
         show_json([asdict(f) for f in findings])
     else:
-        show_table(("part", "state", "found", "mend"), [(f.part, f.level, f.found, f.mend) for f in findings])
+        order = ("fault", "note", "ok")
+        ranked = sorted(findings, key=lambda f: order.index(f.level))
+        show_list([(f.level, f"{f.part}: {f.found}", f"-> {f.mend}" if f.mend else "") for f in ranked])
         typer.echo(f"{len(broken)} fault{'' if len(broken) == 1 else 's'}" if broken else "nothing is broken")
     if broken:
         raise typer.Exit(1)

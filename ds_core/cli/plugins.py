@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_core.cli.show import other_output_to_stderr, show_json, show_table
+from ds_core.cli.show import other_output_to_stderr, show_json, show_list
 
 if TYPE_CHECKING:
     from ds_core.plugins import Report
@@ -44,8 +44,7 @@ def plugins(as_json: Annotated[bool, typer.Option("--json", help="JSON instead o
     if as_json:
         show_json(rows)
         return
-    columns = ("name", "distribution", "version", "provides", "state", "why")
-    show_table(columns, [[", ".join(r["provides"]) if c == "provides" else r[c] for c in columns] for r in rows])
+    show_list([_line(row) for row in sorted(rows, key=_trouble)])
 
 
 def provides(report: Report) -> list[str]:
@@ -54,6 +53,16 @@ def provides(report: Report) -> list[str]:
 
     section = [f"section {report.found.name}"] if report.found.group == SECTIONS else []
     return [*section, *dict.fromkeys(_KINDS[hook] for hook in report.hooks if hook in _KINDS)]
+
+
+def _trouble(row: dict[str, Any]) -> int:
+    """What is wrong first, then what has something said of it, then the rest."""
+    return 0 if row["state"] == "quarantined" else 1 if row["why"] else 2
+
+
+def _line(row: dict[str, Any]) -> tuple[str, str, str]:
+    what = f": {', '.join(row['provides'])}" if row["provides"] else ""
+    return row["state"], f"{row['name']} ({row['distribution']} {row['version']}){what}", row["why"]
 
 
 def _row(report: Report) -> dict[str, Any]:

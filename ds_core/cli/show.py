@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
@@ -13,7 +15,7 @@ import typer
 
 from ds_core.errors import DSError
 
-__all__ = ["CommandError", "other_output_to_stderr", "say_error", "show_json", "show_table"]
+__all__ = ["CommandError", "other_output_to_stderr", "say_error", "show_json", "show_list", "show_table"]
 
 
 class CommandError(DSError):
@@ -47,13 +49,31 @@ def show_json(value: Any) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on stdout. On a terminal long cells are folded; elsewhere every row is one whole line."""
-    if sys.stdout.isatty():
+    if _is_terminal():
         _on_terminal(columns, rows)
         return
     flat = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in flat) for i in range(len(columns))]
     for row in flat:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show_list(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Rows of (state, text, what stands below it or "") on stdout, folded at a terminal's width; in a pipe never."""
+    wide = max((len(state) for state, _, _ in rows), default=0) + 2
+    width = shutil.get_terminal_size().columns if _is_terminal() else None
+    for state, text, below in rows:
+        for at, part in enumerate(filter(None, (text, below))):
+            flat = " ".join(part.split())
+            lines = textwrap.wrap(flat, max(width - wide, 20), break_on_hyphens=False) if width else [flat]
+            for number, line in enumerate(lines):
+                first = at == number == 0
+                head = typer.style(state.ljust(wide), fg=_COLOURS.get(state)) if first else " " * wide
+                typer.echo(head + line)
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -78,3 +98,4 @@ _STYLES = {
     "fault": "bold red",
     "quarantined": "bold red",
 }
+_COLOURS = {state: style.removeprefix("bold ") for state, style in _STYLES.items()}

@@ -48,7 +48,7 @@ def test_every_hook_is_used_by_a_test() -> None:
 def test_help_shows_every_hook() -> None:
     import pydoc
 
-    from ds_core import hookspecs
+    import ds_core
 
-    shown = pydoc.plain(pydoc.render_doc(hookspecs))
+    shown = pydoc.plain(pydoc.render_doc(ds_core.hookspecs))
     assert [name for name in signatures() if f"    {name}(" not in shown] == []

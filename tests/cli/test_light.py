@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -118,7 +119,10 @@ def test_plugins_shows_kinds_states_and_whole_reasons(install: Any, monkeypatch:
     monkeypatch.setattr(P, "discover", lambda: (*found, missing()))
     done = dscore("plugins")
     assert done.exit_code == 0
-    rows = {line.split()[0]: line for line in done.output.splitlines()}
+    lines = done.output.splitlines()
+    assert lines[0].startswith("quarantined")  # what is wrong stands first, its reason on the next line
+    assert lines[0].split()[1] == "bad"
+    rows = {line.split()[1]: line + below for line, below in zip(lines, [*lines[1:], ""], strict=True)}
     assert "section zed, monitor, mesh axis" in rows["zed"]
     assert "optimizer, scheduler" in rows["many"]
     assert "loaded" in rows["many"]
@@ -143,6 +147,30 @@ def test_a_table_on_a_terminal_folds_and_loses_nothing(capsys: Any, monkeypatch:
     assert len(out.splitlines()) > 4
     cells = [line.replace("[bold]x", "").strip() for line in out.splitlines()]
     assert "".join(cell for cell in cells if cell.isalpha()) == long
+
+
+@pytest.mark.parametrize("command", ["plugins", "doctor"])
+def test_reports_are_readable_at_80_columns(command: str, install: Any, monkeypatch: Any) -> None:
+    """On a terminal: no line is longer, no word is cut, and what is wrong stands first."""
+    found = missing("a_plugin_of_an_uncommonly_long_name")
+    monkeypatch.setattr(P, "discover", lambda: (found,))
+    monkeypatch.setattr("ds_core.cli.show.shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr("ds_core.cli.show._is_terminal", lambda: True)
+    lines = dscore(command).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    first = "quarantined" if command == "plugins" else "fault"
+    assert lines[0].startswith(first) and "a_plugin_of_an_uncommonly_long_name" in lines[0]
+    assert "ModuleNotFoundError: No module named 'no_such_module_bad'" in " ".join(" ".join(lines).split())
+
+
+def test_completion_is_offered_and_knows_the_commands(monkeypatch: Any) -> None:
+    assert "_DSCORE_COMPLETE=complete_bash" in dscore("--show-completion", "bash").output
+    assert "--install-completion" in dscore("--help").output
+    environment = {"_DSCORE_COMPLETE": "complete_bash", "COMP_WORDS": "dscore do", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("dscore"))], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["doctor"]
 
 
 # -- config --------------------------------------------------------------------------------------------------------
@@ -199,7 +227,7 @@ def test_doctor_finds_a_sound_installation_sound(install: Any) -> None:
     assert "nothing is broken" in done.output
     lines = done.output.splitlines()
     for part in ("python", "torch", "accelerator", "g++", "nvcc", "ninja", "kernel squared_norm", "/dev/shm"):
-        assert any(line.startswith(part) for line in lines), part
+        assert any(line.split(maxsplit=1)[-1].startswith(part) for line in lines), part
     rows = json.loads(dscore("doctor", "--json").output)
     assert {row["level"] for row in rows} <= {"ok", "note"}
     assert all(row["mend"] for row in rows if row["level"] != "ok")
