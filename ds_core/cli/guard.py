@@ -124,6 +124,18 @@ class Guard:
             if attempt in (None, one.attempt):
                 kill_session(one.session)
 
+    def forget(self, attempt: int) -> None:
+        """End what is left of `attempt`, and take none of its ends for a failure: processes are started anew.
+
+        Under the same number, where machines have come or gone.
+        """
+        self.end(attempt)
+        if (timer := self._timers.pop(attempt, None)) is not None:
+            timer.cancel()
+        self.endings = {one: ending for one, ending in self.endings.items() if one.attempt != attempt}
+        for path in self.folder.glob(f"{attempt}-*"):
+            path.unlink()
+
     def _child_ended(self, number: int, frame: FrameType | None) -> None:
         """On SIGCHLD, before torch collects the child: note how and when it ended, and leave it collectable."""
         for one in self.started():

@@ -122,8 +122,8 @@ class _Run:
             failures, ended = gather(self.folder, self.attempt, self.guard.endings, grace=self.request.grace)
             if failures and self.request.level <= logging.WARNING:
                 sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
-            self.guard.end(self.attempt)
             self._say(logging.WARNING, f"restart {attempt} of {self.request.max_restarts}")
+        self.guard.forget(self.attempt)
         self.attempt = attempt
         ranks = sorted(int(env["RANK"]) for env in envs.values())
         self._say(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ds_core.cli import main
+from ds_core.cli.guard import Guard
 from ds_core.cli.launch import LaunchRequest
 from ds_core.cli.local import launch
 from ds_core.cli.show import CommandError
@@ -252,6 +253,22 @@ def test_over_gloo_the_cause_is_named_and_not_its_echo(building: ModuleType, tmp
     assert err.count("Traceback") == 1
     assert "rank 1 of 2 failed with exit code 1" in err
     assert "KeyError: 'the cause'" in err
+
+
+def test_processes_that_are_started_anew_are_not_ended_for_those_before(tmp_path: Path) -> None:
+    """As when a machine joins: torch ends the processes and starts others under the same attempt."""
+    with Guard(tmp_path, grace=600) as guard:
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        facts = {"pid": child.pid, "session": child.pid, "rank": 0}
+        (tmp_path / "0-0.start").write_text(json.dumps(facts))
+        child.terminate()
+        wait_until(lambda: guard.endings)
+        (pending,) = guard._timers.values()
+        guard.forget(0)
+        assert pending.finished.is_set()
+        assert not guard.endings
+        assert not list(guard.started())
+    child.wait()
 
 
 # -- what the script meets -----------------------------------------------------------------------------------------
