@@ -353,7 +353,7 @@ def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
             # The name alone says little: anybody may call a class "Adam".
             if (
                 name.lower() == cls.__name__.lower()
-                and entry.load.partition(".")[0] == cls.__module__.partition(".")[0]
+                and entry.load.partition(":")[0].partition(".")[0] == cls.__module__.partition(".")[0]
             ):
                 chosen.plugins.join(answer.plugin)
                 found: OptimizerEntry = entry
