@@ -245,8 +245,8 @@ def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
     told = _argument(args, "local_rank")
     if told is not None and told >= 0 and local is not None and int(local) != told:
         raise UsageError(
-            f"args.local_rank is {told}, but LOCAL_RANK is {local}; let the launcher set both, or leave "
-            "--local_rank out"
+            f"args.local_rank is {told}, but LOCAL_RANK is {local}; let the launcher set both (dscore run "
+            "--local_rank passes the argument), or leave --local_rank out"
         )
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         raise UsageError(
