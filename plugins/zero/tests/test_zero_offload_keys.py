@@ -84,8 +84,9 @@ def test_an_optimizer_of_the_users_needs_permission_with_offload(given: str) -> 
         engine = start({"stage": 2, **zero}, model, given=made, **untested, **more)
         engine.backward(engine(torch.ones(1, 3)).sum())
         engine.step()
+        applied = engine.was_step_applied()
         engine.destroy()
-        return engine.was_step_applied()
+        return applied
 
     with pytest.raises(UsageError, match=r'set "zero_force_ds_cpu_optimizer": false'):
         run({"offload_optimizer": CPU})
