@@ -32,6 +32,15 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 ALWAYS_RECOMPUTED = "ParallelTransformerLayerPipe"
+_NO_LAYER_FILES = "a checkpoint has no files of single layers; use engine.save_checkpoint, which suits any number of stages"
+INSTEAD = {
+    "allreduce_tied_weight_gradients": "train_batch sums the gradients of tied weights over their stages",
+    "ckpt_layer_path": _NO_LAYER_FILES,
+    "ckpt_layer_path_list": _NO_LAYER_FILES,
+    "ckpt_prefix": _NO_LAYER_FILES,
+    "save_state_dict": f"{_NO_LAYER_FILES}, and state_dict() has the layers of this stage",
+}
+"""Names of DeepSpeed's module -> what there is instead."""
 
 
 class LayerSpec:
@@ -130,7 +139,7 @@ class PipelineModule(nn.Module):
         rank, world = _place()
         self.stage_id = plan_mesh([Axis("pp", self.num_stages, outermost=True)], world, rank).coord["pp"]
         self._given_topology = topology
-        self._grid = PipelineParallelGrid(self._checked(topology, world), rank)
+        self._grid = PipelineParallelGrid(self._checked(topology, world), rank=rank)
         self.chunks, self.dynamic_shape = chunks, dynamic_shape
         self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn or torch.manual_seed
         self.partition_method = partition_method
@@ -160,6 +169,14 @@ class PipelineModule(nn.Module):
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
         """What the config must say, so that the plugin is loaded and its axis has the right size."""
         return {"pipeline": {"stages": self.num_stages, "chunks": self.chunks}}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (instead := INSTEAD.get(name)) is None:
+                raise
+            raise AttributeError(f"a PipelineModule has no {name}: {instead}", name=name) from None
 
     # -- building --------------------------------------------------------------------------------------------
 
@@ -248,7 +265,7 @@ class PipelineModule(nn.Module):
             parts = {part: axis for axis, inside in mesh.alias.items() for part in inside}
             names = list(dict.fromkeys(parts.get(n, n) for n in mesh.names))
             topology = ProcessTopology([AXES.get(n, n) for n in names], [mesh.size(n) for n in names])
-            self._grid = PipelineParallelGrid(topology, mesh.rank)
+            self._grid = PipelineParallelGrid(topology, rank=mesh.rank)
         elif self._grid.data_parallel_id != mesh.index("dp") or self._grid.data_parallel_size != mesh.size("dp"):
             raise UsageError(
                 f"the topology puts rank {mesh.rank} at data-parallel place {self._grid.data_parallel_id} of "

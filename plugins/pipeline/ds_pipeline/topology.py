@@ -112,17 +112,26 @@ class PipeModelDataParallelTopology(ProcessTopology):
 class PipelineParallelGrid:
     """Where a rank stands; the mpu getters. Groups are there once `ds_core.initialize` has bound it to the mesh.
 
-    topology: None is data parallelism alone, over the world. rank: None is this process's.
+    topology: None is data parallelism alone. process_group: the ranks that the topology numbers; None is the world.
+    rank: None is this process's.
     """
 
-    def __init__(self, topology: ProcessTopology | None = None, rank: int | None = None) -> None:
-        if topology is None or rank is None:
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: Any = None, *, rank: int | None = None
+    ) -> None:
+        self._ranks: list[int] | None = None  # of the group: global ranks
+        if topology is None or rank is None or process_group is not None:
             from ds_core import comm
 
-            rank = comm.rank() if rank is None else rank
-            topology = PipeDataParallelTopology(1, comm.world_size()) if topology is None else topology
+            rank, size = comm.rank() if rank is None else rank, comm.world_size()
+            if process_group is not None:
+                rank, size = self._place_in(process_group, rank)
+            topology = PipeDataParallelTopology(1, size) if topology is None else topology
+            if process_group is not None and topology.world_size() != size:
+                raise UsageError(f"the topology has {topology.world_size()} ranks, process_group {size}")
         self._topo = topology
-        self.global_rank, self.world_size = rank, topology.world_size()
+        self.global_rank = self._ranks[rank] if self._ranks is not None else rank
+        self.world_size = topology.world_size()
         self.data_parallel_size = max(topology.get_dim("data"), 1)
         self.pipe_parallel_size = max(topology.get_dim("pipe"), 1)
         self.model_parallel_size = max(topology.get_dim("model"), 1)
@@ -131,13 +140,24 @@ class PipelineParallelGrid:
         self.data_parallel_id = self.get_data_parallel_id()
         self._mesh: Mesh | None = None
 
+    def _place_in(self, group: Any, rank: int) -> tuple[int, int]:
+        """(place, size) of global `rank` in `group`."""
+        from torch.distributed import get_process_group_ranks
+
+        self._ranks = list(get_process_group_ranks(group))
+        if rank not in self._ranks:
+            raise UsageError(f"PipelineParallelGrid: rank {rank} is not in process_group, which has {self._ranks}")
+        return self._ranks.index(rank), len(self._ranks)
+
     def bind(self, mesh: Mesh) -> None:
         """Take groups from `mesh` from now on."""
         self._mesh = mesh
 
     def _group(self, *axes: str) -> Any:
         if self._mesh is None:
-            raise UsageError("the grid has process groups once ds_core.initialize has been called with the module")
+            raise UsageError(
+                "the grid has process groups once ds_core.initialize has been called with the module, without mpu="
+            )
         return self._mesh.group(*(a for a in axes if self._mesh.has(a)))
 
     @property
@@ -156,7 +176,7 @@ class PipelineParallelGrid:
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The global rank at another stage, else where this one is (or at `kwargs`)."""
         rank: int = self._topo.get_rank(**{**self._coord._asdict(), "pipe": stage_id, **kwargs})
-        return rank
+        return self._ranks[rank] if self._ranks is not None else rank
 
     def is_first_stage(self) -> bool:
         """Whether this is the stage that takes the inputs."""

@@ -90,7 +90,7 @@ def test_topology_golden() -> None:
 
 
 def test_grid_answers_as_an_mpu() -> None:
-    grid = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2), 5)
+    grid = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2), rank=5)
     assert (grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank(), grid.get_model_parallel_rank()) == (1, 0, 1)
     sizes = (grid.get_pipe_parallel_world_size(), grid.get_data_parallel_world_size())
     assert (*sizes, grid.get_slice_parallel_world_size()) == (2, 2, 2)

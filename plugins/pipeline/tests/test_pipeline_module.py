@@ -329,9 +329,21 @@ def has_a_topology() -> None:
 
     alone = PipelineParallelGrid()
     assert (alone.get_data_parallel_world_size(), alone.get_data_parallel_rank()) == (4, comm.rank())
+    halves = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    half, other = halves[:: 1 if comm.rank() < 2 else -1]
+    inner = PipelineParallelGrid(PipeDataParallelTopology(2, 1), half)
+    assert (inner.get_global_rank(), inner.get_stage_id()) == (comm.rank(), comm.rank() % 2)
+    assert inner.stage_to_global(0) == comm.rank() // 2 * 2
+    assert PipelineParallelGrid(process_group=half).get_data_parallel_world_size() == 2
+    with pytest.raises(UsageError, match="the topology has 4 ranks, process_group 2"):
+        PipelineParallelGrid(PipeDataParallelTopology(2, 2), half)
+    with pytest.raises(UsageError, match=f"rank {comm.rank()} is not in process_group"):
+        PipelineParallelGrid(process_group=other)
     model = PipelineModule(linears(4), topology=PipeDataParallelTopology(2, 2), loss_fn=squares)
-    with pytest.raises(UsageError, match="once ds_core.initialize"):
+    with pytest.raises(UsageError, match="once ds_core.initialize has been called with the module, without mpu="):
         model.mpu().get_pipe_parallel_group()
+    with pytest.raises(UsageError, match="without mpu="):
+        start(model, mpu=model.mpu())
     engine = start(model)
     mpu, rank = engine.mpu(), comm.rank()
     assert engine.topology().get_axis_names() == ["pipe", "data"]
@@ -380,6 +392,24 @@ def stands_beside_another_axis() -> list[Any]:
 
 def test_a_topology_of_ones_own_and_the_mpu() -> None:
     run_ranks(4, has_a_topology)
+
+
+def test_names_of_deepspeed_s_module_say_what_there_is_instead() -> None:
+    from ds_pipeline import PipelineModule
+
+    model = PipelineModule(linears(1), num_stages=1, loss_fn=squares)
+    with pytest.raises(AttributeError, match="train_batch sums the gradients of tied weights"):
+        _ = model.allreduce_tied_weight_gradients
+    for name in ("ckpt_prefix", "ckpt_layer_path", "ckpt_layer_path_list", "save_state_dict"):
+        with pytest.raises(AttributeError, match=f"a PipelineModule has no {name}: .*engine.save_checkpoint"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="^'PipelineModule' object has no attribute 'other'$"):
+        _ = model.other
+    engine = start(model)
+    with pytest.raises(AttributeError, match="^a PipelineModule has no ckpt_prefix"):
+        _ = engine.ckpt_prefix
+    with pytest.raises(AttributeError, match=r"module_state_dict': use engine.module.load_state_dict"):
+        _ = engine.load_module_state_dict
 
 
 def test_other_axes() -> None:
