@@ -32,7 +32,7 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 ALWAYS_RECOMPUTED = "ParallelTransformerLayerPipe"
-_NO_LAYER_FILES = "a checkpoint has no files of single layers; use engine.save_checkpoint, which suits any number of stages"
+_NO_LAYER_FILES = "a checkpoint has no files of single layers; use engine.save_checkpoint, for any number of stages"
 INSTEAD = {
     "allreduce_tied_weight_gradients": "train_batch sums the gradients of tied weights over their stages",
     "ckpt_layer_path": _NO_LAYER_FILES,
