@@ -1,0 +1,61 @@
+"""What a distribution says of itself where it is published: licence, links, Python versions, no dead links."""
+
+from __future__ import annotations
+
+import email
+import re
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    ROOT / "pyproject.toml",
+    *sorted(f for kind in ("plugins", "ops", "monitors", "kits") for f in ROOT.glob(f"{kind}/*/pyproject.toml")),
+]
+PYTHONS = {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)}
+RELATIVE = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s]+)\)")
+
+
+def relative_links(text: str) -> list[str]:
+    """Links of a page, outside of its code, that lead nowhere from another site."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return RELATIVE.findall(prose)
+
+
+def test_relative_links_are_seen() -> None:
+    assert relative_links("[a](b.md) [c](https://d) [e](#f) `[g](h)`\n```\n[i](j)\n```") == ["b.md"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=[f.parent.name for f in FILES])
+def test_every_distribution_says_what_pypi_shows(file: Path) -> None:
+    project: dict[str, Any] = tomllib.loads(file.read_text())["project"]
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
+    assert (file.parent / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert {"Homepage", "Documentation", "Source", "Changelog", "Issues"} <= set(project["urls"])
+    assert set(project["classifiers"]) >= PYTHONS and project["requires-python"] == ">=3.10"
+    text = (file.parent / project["readme"]).read_text()
+    assert relative_links(text) == []
+    for path in re.findall(r"github\.com/ds-core/ds_core/(?:blob|tree)/main/([^)#\s\"`]+)", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.slow
+def test_wheels_carry_it(building: ModuleType, tmp_path: Path) -> None:
+    for wheel in building.build_wheels([f.parent for f in FILES], tmp_path):
+        with zipfile.ZipFile(wheel) as archive:
+            (metadata,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+            said = email.message_from_bytes(archive.read(metadata))
+            assert metadata.replace("METADATA", "licenses/LICENSE") in archive.namelist(), wheel.name
+        assert said["License-Expression"] == "Apache-2.0", wheel.name
+        assert len(said.get_all("Project-URL", [])) == 5 and set(said.get_all("Classifier", [])) >= PYTHONS
+        assert relative_links(said.get_payload()) == [], wheel.name
