@@ -100,6 +100,13 @@ class MoE(nn.Module):
         """What the config must say, so that the plugin is loaded and its axis has the right size."""
         return {"expert_parallel": {"autoep_size": self.ep_size} if self.ep_size > 1 else {}}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A copy belongs to the same run: it shares the process group and the kernels, which cannot be copied."""
+        memo |= {id(shared): shared for shared in (self.group, self.experts.kernels) if shared is not None}
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_compiled_call_impl"}, memo))
+        return copied
+
     def bind(self, group: ProcessGroup | None, kernels: Kernels) -> Load:
         """Take the expert-parallel group and the kernels of this run; called by `ds_core.initialize`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from moe_reference import ReferenceMoE
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
+from ds_core.testing import run_ranks
 
 HIDDEN = 6
 
@@ -286,3 +288,39 @@ def test_memory_is_linear_in_tokens() -> None:
 def test_tutel_is_told_to_have_no_effect() -> None:
     with pytest.warns(UserWarning, match="use_tutel has no effect"):
         MoE(HIDDEN, _mlp(), 2, use_tutel=True)
+
+
+class Between(nn.Module):
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.inp, self.moe = nn.Linear(4, 4), MoE(4, nn.Linear(4, 4), 4, ep_size, drop_tokens=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.moe(self.inp(x))[0]
+        return out
+
+
+def copies(stage: int) -> None:
+    import ds_core
+    from ds_core import comm
+
+    ds_core.init_distributed()
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine = ds_core.initialize(model=Between(comm.world_size()), config=config)[0]
+    x = torch.randn(8, 4)
+    copied = copy.deepcopy(engine.module)
+    assert torch.equal(copied(x), engine(x))
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    assert not torch.equal(copied(x), engine(x))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (3, 2)])
+def test_copies_of_a_layer_in_an_engine_run(stage: int, ranks: int) -> None:
+    run_ranks(ranks, copies, stage)
