@@ -66,6 +66,8 @@ def make_engine(who: str, case: str, clip: bool) -> Any:
         return ds_core.initialize(model=model, config=settings(case, clip))[0]
     import deepspeed  # type: ignore[import-not-found]
 
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
     config = {**settings(case, clip), "steps_per_print": 10**9}
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
