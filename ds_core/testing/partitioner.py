@@ -57,7 +57,7 @@ class PartitionerConformance:
 
     config: ClassVar[Mapping[str, Any]] = {}
     load: ClassVar[tuple[str, ...]] = ()
-    timeout: ClassVar[float] = 120.0
+    timeout: ClassVar[float] = 300.0
 
     @pytest.mark.parametrize(("how", "world"), WAYS)
     @pytest.mark.parametrize("name", list(CASES))

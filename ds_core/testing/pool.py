@@ -33,7 +33,7 @@ __all__ = ["Failure", "RemoteError", "WorkerPool", "close_pools", "run_ranks"]
 
 GRACE = 1.0
 """Seconds that the other ranks get to finish or fail on their own after the first failure."""
-START = 120.0
+START = 300.0
 """Seconds that the fork server may take to import torch."""
 TAIL = 6000
 """Characters of a rank's output shown in an error."""
@@ -101,7 +101,7 @@ class WorkerPool:
         """The process ids by rank; empty while the pool is not running."""
         return tuple(self._pids)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Call ``fn(*args)`` on every rank and return the results by rank.
 
         The worker sees this process's environment, directory and import path as they are now, seeds of 0, and
@@ -248,7 +248,7 @@ class WorkerPool:
         return file.read_text(errors="replace")[-TAIL:] if file.exists() else ""
 
 
-def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
     """`WorkerPool.run` on this process's pool of `size` workers, which is kept until the process ends."""
     if size not in _pools:
         _pools[size] = WorkerPool(size)

@@ -17,7 +17,7 @@ __all__ = ["Ranks", "clean_ds", "ranks"]
 class Ranks(Protocol):
     """What the fixture `ranks` gives: see `ds_core.testing.run_ranks`."""
 
-    def __call__(self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def __call__(self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Call ``fn(*args)`` on `size` gloo ranks; the results by rank."""
 
 
@@ -37,7 +37,7 @@ def _pools() -> Iterator[Ranks]:
 
 @pytest.fixture
 def ranks(_pools: Ranks) -> Ranks:
-    """``ranks(size, fn, *args, timeout=60.0)``: run a module-level function on gloo ranks kept for the session."""
+    """``ranks(size, fn, *args, timeout=300.0)``: run a module-level function on gloo ranks kept for the session."""
     return _pools
 
 

@@ -58,7 +58,7 @@ class RunnerConformance:
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
     gas: ClassVar[tuple[int, ...]] = (1, 3)
     dtypes: ClassVar[tuple[str, ...]] = ("float64",)
-    timeout: ClassVar[float] = 120.0
+    timeout: ClassVar[float] = 300.0
 
     @classmethod
     def cases(cls, world: int) -> list[tuple[str, int, str]]:

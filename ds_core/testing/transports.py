@@ -21,7 +21,7 @@ def comparisons(
 
     where = f"{function.__module__}:{function.__qualname__}"
     for ranks in (2, 3):
-        yield f"{ranks} ranks", lambda ranks=ranks: run_ranks(ranks, _compare, where, timeout=120.0)  # type: ignore[misc]
+        yield f"{ranks} ranks", lambda ranks=ranks: run_ranks(ranks, _compare, where)  # type: ignore[misc]
 
 
 def _compare(where: str) -> None:

@@ -133,7 +133,7 @@ engine.save_checkpoint(sys.argv[1], "last")
 
 
 def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, timeout=300)
     assert (tmp_path / "latest").read_text() == "last"
     assert (tmp_path / "last" / "manifest.json").is_file()
 

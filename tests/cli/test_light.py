@@ -81,7 +81,7 @@ main()
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     if words[-1] == "no_such_script.py":
         assert (done.returncode, done.stdout) == (2, "")

@@ -211,7 +211,7 @@ def test_a_stopped_launcher_ends_everything(
     running = command(building, tmp_path, "--nproc", "2", "--grace", "0.3", file)
     wait_until(lambda: {"child0", "child1"} <= set(pids(tmp_path)))
     running.send_signal(number)
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=300)
     assert running.returncode == code
     assert err == f"dscore: stopped by {signal.Signals(number).name}; all processes were ended\n"
     wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
@@ -229,7 +229,7 @@ def test_a_killed_launcher_takes_all_along_and_leaves_nothing(
     running.kill()
     wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
     wait_until(lambda: not [*tmp_path.glob("dscore-*"), *tmp_path.glob("*.dscore")])
-    running.communicate(timeout=60)
+    running.communicate(timeout=300)
 
 
 def test_over_gloo_the_cause_is_named_and_not_its_echo(building: ModuleType, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_over_gloo_the_cause_is_named_and_not_its_echo(building: ModuleType, tmp
         "dist.all_reduce(total)\n"
     )
     running = command(building, tmp_path, "--nproc", "2", str(file))
-    _, err = running.communicate(timeout=100)
+    _, err = running.communicate(timeout=300)
     assert running.returncode == 1
     assert err.count("Traceback") == 1
     assert "rank 1 of 2 failed with exit code 1" in err
@@ -288,7 +288,7 @@ def test_arguments_are_untouched_and_the_working_directory_is_not_read(
         (empty / f"{name}.py").write_text("raise SystemExit('read from the working directory')")
     arguments = ["--help", "--nproc", "7", "--", "-m", "", "a b", "$HOME", "*", "--version"]
     running = command(building, tmp_path, "--nproc", "1", script(TELL), *arguments, cwd=empty)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=300)
     assert err == ""
     seen = json.loads(out)
     file = str(tmp_path / "script.py")
@@ -348,7 +348,7 @@ def test_lines_stay_whole_and_tags_name_the_rank(
     lines = [f"rank {rank} line {i}" for rank in range(2) for i in range(50)]
     launch(LaunchRequest(file, nproc=2))
     assert sorted(capfd.readouterr().out.splitlines()) == sorted(lines)
-    out, err = command(building, tmp_path, "--nproc", "2", "--tag", file).communicate(timeout=60)
+    out, err = command(building, tmp_path, "--nproc", "2", "--tag", file).communicate(timeout=300)
     assert err == ""
     assert sorted(out.splitlines()) == sorted(f"[rank {line[5]}] {line}" for line in lines)
 
@@ -517,7 +517,7 @@ def test_on_one_machine_nothing_listens_beyond_it(building: ModuleType, script: 
     seen = pids(tmp_path)
     addresses = [listening(pid) for pid in (running.pid, seen["rank0"], seen["rank1"])]
     running.terminate()
-    running.communicate(timeout=60)
+    running.communicate(timeout=300)
     assert addresses == [{"0100007F"}] * 3
 
 
@@ -541,7 +541,7 @@ def test_what_strangers_write_where_machines_meet_is_not_unpickled(
         return bool(answer and answer[2])
 
     wait_until(write)
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=300)
     assert running.returncode == 1
     assert "what lies at the --rdzv-endpoint is not the state of a dscore run" in err
     assert not mark.exists()
@@ -565,7 +565,7 @@ def test_a_port_can_be_chosen_and_one_in_use_is_named(
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         running = command(building, tmp_path, "--master-port", str(taken), str(tmp_path / "script.py"))
-        _, err = running.communicate(timeout=60)
+        _, err = running.communicate(timeout=300)
     assert running.returncode == 1
     assert f"port {taken} of 127.0.0.1 is already in use" in err
     assert "choose another one with MASTER_PORT or --master-port" in err
@@ -585,7 +585,7 @@ def test_a_launcher_that_waits_for_other_machines_can_be_stopped(
 
     wait_until(listens)
     running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+    out, err = running.communicate(timeout=300)
     assert (running.returncode, out) == (130, "")
     assert err == "dscore: stopped by SIGINT; all processes were ended\n"
 
@@ -602,6 +602,6 @@ def test_two_machines_meet(building: ModuleType, script: Any, tmp_path: Path, wa
         command(building, tmp_path, "--nnodes", "2", "--node-rank", rank, "--nproc", "1", *meet, file)
         for rank in ("0", "1")
     ]
-    said = [running.communicate(timeout=100) for running in both]
+    said = [running.communicate(timeout=300) for running in both]
     assert [running.returncode for running in both] == [0, 0], said
     assert sorted(out for out, _ in said) == ["0 2 0\n", "1 2 0\n"]

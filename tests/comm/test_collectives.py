@@ -121,7 +121,7 @@ def sweep_large(dtype: torch.dtype, ops: list[str]) -> None:
     ],
 )
 def test_sizes_around_the_thresholds_and_beyond(size: int, dtype: torch.dtype, ops: list[str]) -> None:
-    run_ranks(size, sweep_large, dtype, ops, timeout=120.0)
+    run_ranks(size, sweep_large, dtype, ops)
 
 
 def several_blocks(rounds: int) -> None:
@@ -135,7 +135,7 @@ def several_blocks(rounds: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_reduce_over_several_blocks(size: int) -> None:
-    run_ranks(size, several_blocks, 2, timeout=120.0)
+    run_ranks(size, several_blocks, 2)
 
 
 def average_at_the_edge_of_fp16() -> None:
@@ -225,7 +225,7 @@ def many_in_flight() -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_many_in_flight_waited_for_in_different_orders(size: int) -> None:
-    run_ranks(size, many_in_flight, timeout=120.0)
+    run_ranks(size, many_in_flight)
 
 
 def polled() -> None:

@@ -108,7 +108,7 @@ def disagree(how: str) -> None:
 )
 def test_ranks_that_disagree_are_ended_with_a_message(size: int, how: str, words: list[str]) -> None:
     with pytest.raises(RemoteError) as info:
-        run_ranks(size, disagree, how, timeout=40.0)
+        run_ranks(size, disagree, how)
     assert len(info.value.failures) == size
     assert not any(f.kind == "hung" for f in info.value.failures)
     for failure in info.value.failures:
@@ -275,7 +275,7 @@ def test_who_ended_and_how_is_told() -> None:
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=60)[1] for process in ranks]
+    told = [process.communicate(timeout=300)[1] for process in ranks]
     assert all(process.returncode != 0 for process in ranks)
     assert "rank 1 has ended (ValueError: bad sample 17)" in told[0]
     assert "gradients of 'a.weight' (all_reduce of 9 float32)" in told[0]

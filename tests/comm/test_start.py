@@ -158,7 +158,7 @@ def python(code: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def output(process: subprocess.Popen[str]) -> str:
-    text, _ = process.communicate(timeout=90)
+    text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text
     return text.strip()
 

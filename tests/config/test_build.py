@@ -224,4 +224,4 @@ package.build_config({"train_batch_size": 1}, {})
 loaded = {"torch", "numpy", "yaml", "hjson", "tomllib"} & set(sys.modules)
 assert not loaded, loaded
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)

@@ -225,7 +225,7 @@ def test_a_script_that_ends_without_closing_loses_nothing_and_writes_once(tmp_pa
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert read(tmp_path) == [("loss", 1.0, 1)]

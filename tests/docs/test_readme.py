@@ -17,7 +17,7 @@ def blocks():
 def run(code, folder):
     (folder / "script.py").write_text(code)
     return subprocess.run(
-        [sys.executable, "script.py"], check=False, cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "script.py"], check=False, cwd=folder, capture_output=True, text=True, timeout=300
     )
 
 

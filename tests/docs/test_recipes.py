@@ -263,7 +263,7 @@ def run_kits(building: ModuleType, site: Path, folder: Path) -> None:
     (folder / "test_kits.py").write_text(KITS)
     env = building.clean_environment(PYTHONPATH=str(site))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test_kits.py"]
-    building.run(command, cwd=folder, env=env, timeout=170)
+    building.run(command, cwd=folder, env=env, timeout=300)
 
 
 def test_recipes_pass_their_kits(building: ModuleType, as_installed: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_full_disk(tmp_path: Path, how: str) -> None:
         [*disk, sys.executable, "-c", SCRIPT, str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -80,7 +80,7 @@ def test_training_from_wheels_on_two_processes(building: ModuleType, place: Path
     )  # kernels built already serve
     names = sorted(p.name for p in packages(building))
     command = [str(dscore), "run", "--nproc", "2", str(script), str(out), *names]
-    building.run(command, cwd=empty, env=environment, timeout=150)
+    building.run(command, cwd=empty, env=environment, timeout=300)
 
     seen = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
     home = str(place / "venv") + "/"

@@ -99,7 +99,7 @@ def ask_in_a_new_process(how: str, *first_on_path: Path) -> list[list[Any]]:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -120,7 +120,7 @@ def in_every_order() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_order_sizes_dtypes_and_full_rings(size: int) -> None:
-    run_ranks(size, in_every_order, timeout=120.0)
+    run_ranks(size, in_every_order)
 
 
 def blocking() -> None:
@@ -223,7 +223,7 @@ def mingled() -> None:
 
 
 def test_several_groups_collectives_tags_and_strides() -> None:
-    run_ranks(3, mingled, timeout=120.0)
+    run_ranks(3, mingled)
 
 
 def broadcasts() -> None:
@@ -414,7 +414,7 @@ def lose_one(how: str) -> None:
 )
 def test_a_rank_that_has_ended_is_named(how: str, words: str) -> None:
     with pytest.raises(RemoteError) as info:
-        run_ranks(3, lose_one, how, timeout=50.0)
+        run_ranks(3, lose_one, how)
     failures = {f.rank: f for f in info.value.failures}
     assert how == "left" or failures[1].what == "died of SIGKILL"
     assert failures[0].kind == "raised", failures[0]

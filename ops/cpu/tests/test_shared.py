@@ -70,7 +70,7 @@ def borrowed(module: str, functions: list[str]) -> None:
 def test_what_holds_over_gloo_holds_here(size: int) -> None:
     """Bits, dtypes, operations, odd and empty sizes, strides, several in flight, polling, order of waiting."""
     names = ["sweep_small", "average_at_the_edge_of_fp16", "shapes_and_strides", "polled", "lists_of_any_length"]
-    run_ranks(size, borrowed, "test_collectives", names + (["in_groups"] if size == 4 else []), timeout=120.0)
+    run_ranks(size, borrowed, "test_collectives", names + (["in_groups"] if size == 4 else []))
 
 
 def at_borders() -> None:
@@ -88,7 +88,7 @@ def at_borders() -> None:
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_sizes_at_the_borders_of_boxes_and_large_ones(size: int) -> None:
-    run_ranks(size, at_borders, timeout=120.0)
+    run_ranks(size, at_borders)
 
 
 def bits() -> None:
@@ -184,8 +184,8 @@ def overlapping() -> None:
 
 
 def test_groups_that_share_ranks_in_flight_together() -> None:
-    run_ranks(4, overlapping, timeout=120.0)
-    run_ranks(2, borrowed, "test_collectives", ["many_in_flight"], timeout=120.0)
+    run_ranks(4, overlapping)
+    run_ranks(2, borrowed, "test_collectives", ["many_in_flight"])
 
 
 # -- who is gone, who differs ------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def lose_one(how: str) -> None:
 def test_a_killed_rank_is_named_at_once(size: int, how: str) -> None:
     begin = time.monotonic()
     with pytest.raises(RemoteError) as info:
-        run_ranks(size, lose_one, how, timeout=50.0)
+        run_ranks(size, lose_one, how)
     failures = {f.rank: f for f in info.value.failures}
     assert len(failures) == size
     assert failures[1].what == "died of SIGKILL"
@@ -325,7 +325,7 @@ def test_the_guard_sees_these_collectives_too() -> None:
         ("kind", ["rank 0: all_reduce of 1000 float32", "rank 1: all_gather_into_tensor of 2000 float32"]),
     ):
         with pytest.raises(RemoteError) as info:
-            run_ranks(2, guarded, "disagree", how, timeout=40.0)
+            run_ranks(2, guarded, "disagree", how)
         assert len(info.value.failures) == 2
         for failure in info.value.failures:
             assert failure.kind != "hung"

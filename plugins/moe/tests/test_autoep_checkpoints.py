@@ -73,10 +73,10 @@ def test_resumes_with_another_expert_parallel_size(kind: str, stage: int, tmp_pa
     folder = str(tmp_path)
     truth = build(kind)
     wanted = plain(truth, 4, HALF)
-    assert run_ranks(4, first_half, kind, stage, folder, timeout=120.0)[0] == pytest.approx(wanted, abs=1e-6)
+    assert run_ranks(4, first_half, kind, stage, folder)[0] == pytest.approx(wanted, abs=1e-6)
     runs = {1: [(1, 0), (0, 0)], 2: [(2, 3), (1, 2), (0, 1)], 4: [(4, 1), (2, 0)]}
     for world, cases in runs.items():
-        for rank, found in enumerate(run_ranks(world, second_half, kind, world, cases, folder, timeout=120.0)):
+        for rank, found in enumerate(run_ranks(world, second_half, kind, world, cases, folder)):
             for case, off in found.items():
                 assert off["losses"] < 1e-6 and off["weights"] < 1e-9, f"rank {rank} of {world}, {case}: {off}"
     check_files(tmp_path, truth)

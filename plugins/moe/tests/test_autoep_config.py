@@ -211,7 +211,7 @@ def other_ways() -> list[str]:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    for fused, listed, muon, alone, mpu, again in run_ranks(2, other_ways, timeout=90.0):
+    for fused, listed, muon, alone, mpu, again in run_ranks(2, other_ways):
         assert "experts.gate_up_proj has no elements here" in fused and "without zero.Init" in fused
         assert "stack.0.moe.pool.0.opening.weight has no elements here" in listed
         assert "expert_parallel.autoep_size: 2 cuts the stacked weights of model.layers.0.mlp.experts" in muon
@@ -259,7 +259,7 @@ def copied() -> list[Any]:
 
 
 def test_routing_otherwise_on_purpose_is_told_and_models_can_be_copied() -> None:
-    for rank, (said, same, kept, top_k, normalise, training) in enumerate(run_ranks(2, copied, timeout=60.0)):
+    for rank, (said, same, kept, top_k, normalise, training) in enumerate(run_ranks(2, copied)):
         assert [same, kept, top_k, normalise, training] == [True, True, 1, False, True]
         if rank == 0:
             assert any(

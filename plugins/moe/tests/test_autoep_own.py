@@ -82,7 +82,7 @@ def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[s
 )
 def test_blocks_found_by_patterns_train_as_in_plain_torch(world: int, runs: list[tuple[int, int]]) -> None:
     names = list(CASES) if world < 4 else ["stacked", "listed", "listed, one by one"]
-    for rank, found in enumerate(run_ranks(world, compare, world, names, runs, timeout=180.0)):
+    for rank, found in enumerate(run_ranks(world, compare, world, names, runs)):
         for case, off in found.items():
             assert max(off.values()) < 1e-12, f"rank {rank}, {case}: {off}"
 
@@ -114,7 +114,7 @@ def reroute(kind: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "qwen2_moe"])
 def test_presets_say_what_the_models_routers_do(kind: str) -> None:
-    for off in run_ranks(2, reroute, kind, timeout=120.0):
+    for off in run_ranks(2, reroute, kind):
         assert max(off.values()) < 2e-6, off
 
 
@@ -136,7 +136,7 @@ def old_style(stage: int, keys: dict[str, Any]) -> float:
 
 def test_experts_of_a_family_may_be_a_list() -> None:
     for stage, keys in ((0, {}), (3, {}), (0, {"use_grouped_mm": False})):
-        assert max(run_ranks(2, old_style, stage, keys, timeout=60.0)) < 2e-6
+        assert max(run_ranks(2, old_style, stage, keys)) < 2e-6
 
 
 def other_top_k() -> dict[str, float]:
@@ -152,7 +152,7 @@ def other_top_k() -> dict[str, float]:
 
 
 def test_top_k_overrides_the_models() -> None:
-    for off in run_ranks(2, other_top_k, timeout=60.0):
+    for off in run_ranks(2, other_top_k):
         assert off["off"] < 2e-6 < off["moved"], off
 
 
@@ -181,7 +181,7 @@ def differing(listed: bool, stage: int) -> dict[str, float]:
 
 def test_all_ranks_begin_with_the_first_ones_weights() -> None:
     for world, listed, stage in ((2, False, 0), (2, True, 1), (4, False, 3), (4, True, 0)):
-        for off in run_ranks(world, differing, listed, stage, timeout=60.0):
+        for off in run_ranks(world, differing, listed, stage):
             assert off == {"weights": 0.0, "others": 0.0}
 
 
@@ -199,7 +199,7 @@ def lengths() -> bool:
 
 
 def test_ranks_generate_as_much_as_each_wants() -> None:
-    assert run_ranks(2, lengths, timeout=60.0) == [True, True]
+    assert run_ranks(2, lengths) == [True, True]
 
 
 # -- in a pipeline -------------------------------------------------------------------------------------------------
@@ -263,5 +263,5 @@ def in_stages(stages: int, ep: int) -> float:
 
 
 def test_experts_are_divided_inside_pipeline_stages() -> None:
-    assert max(run_ranks(4, in_stages, 2, 2, timeout=90.0)) < 1e-12
-    assert max(run_ranks(2, in_stages, 2, 1, timeout=90.0)) < 1e-12
+    assert max(run_ranks(4, in_stages, 2, 2)) < 1e-12
+    assert max(run_ranks(2, in_stages, 2, 1)) < 1e-12

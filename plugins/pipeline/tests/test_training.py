@@ -90,7 +90,7 @@ def test_adamw_recompute_and_early_reduction(world: int, stages: int) -> None:
         for zero, reduce, interval in [(0, "batch", 1), (1, "batch", 0), (2, "micro_batch", 2), (3, "micro_batch", 0)]
         if stages < world or zero in (0, 3)  # with one data rank there is little to reduce
     ]
-    check(run_ranks(world, compare, stages, cases, timeout=150.0))
+    check(run_ranks(world, compare, stages, cases))
 
 
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 4)])

@@ -233,7 +233,7 @@ def foretold(case: Case, world: int, rank: int) -> Need:
 )
 def test_what_is_held_and_sent(world: int, count: int) -> None:
     numbers = list(range(count))
-    for rank, rows in enumerate(run_ranks(world, train_all, numbers, timeout=150)):
+    for rank, rows in enumerate(run_ranks(world, train_all, numbers)):
         for number, found in zip(numbers, rows, strict=True):
             case = CASES[number]
             need = foretold(case, world, rank)

@@ -70,7 +70,7 @@ def train(stage: int, how: str, guarded: bool) -> list[float]:
 )
 def test_all_ranks_are_told_who_parted_from_whom_and_where(stage: int, how: str, words: list[str]) -> None:
     with pytest.raises(RemoteError) as info:
-        run_ranks(2, train, stage, how, True, timeout=40.0)
+        run_ranks(2, train, stage, how, True)
     failures = info.value.failures
     assert len(failures) == 2
     assert not any(failure.kind == "hung" for failure in failures)

@@ -599,7 +599,7 @@ def test_a_config_below_stage_3_partitions_nothing(stage: int) -> None:
 
 def test_the_package_loads_no_torch() -> None:
     code = "import sys, ds_zero; assert set(ds_zero.__all__) <= set(dir(ds_zero)); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     with pytest.raises(AttributeError, match="has no attribute 'MiCS_Init'"):
         ds_zero.MiCS_Init  # noqa: B018
     assert all(callable(getattr(ds_zero, name)) for name in ds_zero.__all__)
