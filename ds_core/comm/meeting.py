@@ -170,8 +170,12 @@ def _wait_for_listener(place: Place, seconds: float) -> str:
         pause = min(0.5, pause * 1.5)
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """What `function` returns or raises, or TimeoutError: torch's store waits without limit for some answers."""
+def within(seconds: float, function: Callable[[], T], stop: threading.Event | None = None) -> T:
+    """What `function` returns or raises, or TimeoutError: torch's store waits without limit for some answers.
+
+    stop: set when the wait is broken off (by a signal), for `function` to end too: a thread that still calls the store
+    when the interpreter ends would abort the process.
+    """
     done: list[tuple[T | None, BaseException | None]] = []
 
     def run() -> None:
@@ -182,7 +186,13 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="ds_core.comm meeting", daemon=True)
     thread.start()
-    thread.join(seconds + 1.0)  # torch's own message, if there is one, is the better
+    try:
+        thread.join(seconds + 1.0)  # torch's own message, if there is one, is the better
+    except BaseException:
+        if stop is not None:
+            stop.set()
+            thread.join(1.0)
+        raise
     if not done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     value, fault = done[0]
@@ -266,11 +276,12 @@ def meet(store: Store, place: Place, timeout: timedelta, *, kept: bool = False, 
         f"pid {os.getpid()} on {socket.gethostname()}",
     )
     seconds = timeout.total_seconds()
-    guest = _Guest(store, place, note, seconds, kept)
+    stop = threading.Event()
+    guest = _Guest(store, place, note, seconds, kept, stop)
     try:
         if place.number == 0:
-            return within(seconds + TELL_SECONDS, lambda: _Host(store, place, note, seconds).run())
-        return within(seconds, guest.run)
+            return within(seconds + TELL_SECONDS, lambda: _Host(store, place, note, seconds, stop).run(), stop)
+        return within(seconds, guest.run, stop)
     except CommError:
         raise
     except TimeoutError as error:
@@ -294,11 +305,16 @@ def _job(env: Mapping[str, str]) -> str:
     return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
 
 
+def _pause(stop: threading.Event, seconds: float) -> None:
+    if stop.wait(seconds):
+        raise InterruptedError("the wait was broken off")
+
+
 class _Host:
     """Number 0's side of a meeting."""
 
-    def __init__(self, store: Store, place: Place, note: _Note, seconds: float) -> None:
-        self.store, self.place, self.note, self.seconds = store, place, note, seconds
+    def __init__(self, store: Store, place: Place, note: _Note, seconds: float, stop: threading.Event) -> None:
+        self.store, self.place, self.note, self.seconds, self.stop = store, place, note, seconds, stop
         self.prefix = f"ds_core/start{store.add('ds_core/starts', 1)}"
         self.unread = 0  # notes up to this number have been answered
         self.answered: dict[str, tuple[_Note, str]] = {}  # by token; with what is wrong with it
@@ -317,7 +333,7 @@ class _Host:
                     f"{self.place.size} did not come to {self.place.where} within {self.seconds:g} s; see that all "
                     f"are started, with the same address and port, or wait longer (DEEPSPEED_TIMEOUT, in minutes)"
                 )
-            time.sleep(pause)
+            _pause(self.stop, pause)
             pause = min(0.05, pause * 1.2)
         what = self.place.what
         self.store.set("ds_core/begun", f"{self.place.size} {what}s, {what} 0 is {self.note.who}")
@@ -376,15 +392,18 @@ class _Host:
             tokens = {note.token for note in self.here.values()} | self.answered.keys()
             if not tokens or self.store.check([f"ds_core/told/{token}" for token in tokens]):
                 break
-            time.sleep(0.01)
+            _pause(self.stop, 0.01)
         raise CommError(wrong)
 
 
 class _Guest:
     """Everybody else's side."""
 
-    def __init__(self, store: Store, place: Place, note: _Note, seconds: float, kept: bool) -> None:
+    def __init__(
+        self, store: Store, place: Place, note: _Note, seconds: float, kept: bool, stop: threading.Event
+    ) -> None:
         self.store, self.place, self.note, self.seconds, self.kept = store, place, note, seconds, kept
+        self.stop = stop
         self.begun = ""  # what number 0 said when it began without us, if it has
         self.start = time.monotonic()
 
@@ -418,7 +437,7 @@ class _Guest:
                 self.begun = self.store.get(instead).decode(errors="replace")
             if waited > (min(LATE_SECONDS, self.seconds / 2) if self.begun else self.seconds):
                 return False
-            time.sleep(pause)
+            _pause(self.stop, pause)
             pause = min(0.25, pause * 1.2)
         return True
 
