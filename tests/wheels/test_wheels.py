@@ -76,7 +76,7 @@ def test_training_from_wheels_on_two_processes(building: ModuleType, place: Path
 
     dscore = place / "venv" / "bin" / "dscore"
     environment = building.clean_environment(
-        HOME=str(empty), DS_CORE_CACHE=str(cache_folder())
+        HOME=str(empty), DS_CORE_CACHE=str(cache_folder().parent)
     )  # kernels built already serve
     names = sorted(p.name for p in packages(building))
     command = [str(dscore), "run", "--nproc", "2", str(script), str(out), *names]

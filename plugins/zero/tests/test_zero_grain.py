@@ -44,6 +44,7 @@ class _Whole(PartitionerConformance):
         super().test_trains_as_one_process(name, how, world)
 
 
+@pytest.mark.slow
 class TestWhole1(_Whole):
     stage = 1
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, **SMALL}}
