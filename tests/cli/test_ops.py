@@ -44,7 +44,10 @@ def dscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         module.ds_kernels = lambda: entries
         found = [Found("ops_cli", BACKENDS, "ops_cli", "ds-ops-cli", "1.0")] if entries else []
         monkeypatch.setattr(ops, "_kernels", lambda: Kernels(Plugins(found=found)))
-        return CliRunner().invoke(ops.make_app(), list(words))
+        done = CliRunner().invoke(ops.make_app(), list(words))
+        if done.exception is not None and not isinstance(done.exception, (SystemExit, CommandError)):
+            raise done.exception
+        return done
 
     return run
 
