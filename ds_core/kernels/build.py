@@ -264,7 +264,7 @@ def _source_key(extension: Extension) -> str:
     """What a build is made from, but for the tools: the key of a library inside a wheel."""
     digest = hashlib.sha256()
     names = {u.path for u in extension.units} | {
-        str(p.relative_to(extension.folder)) for p in extension.folder.rglob("*.h*")
+        str(p.relative_to(extension.folder)) for p in extension.folder.rglob("*.h*") if p.is_file()
     }
     for name in sorted(names):
         data = (extension.folder / name).read_bytes()

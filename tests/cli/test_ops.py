@@ -35,6 +35,7 @@ def dscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """(words, entries) -> what ``dscore ops`` said, and its exit code, with a plugin that offers `entries`."""
     monkeypatch.setenv("DS_CORE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "bad.cpp").write_text("this is no program\n")
+    (tmp_path / "no.header").mkdir()  # nor a source
     module: Any = ModuleType("ops_cli")
     module.right, module.wrong = references.accumulate, wrong
     module.EXTENSION = Extension("ds-ops-cli", "_cli", tmp_path, (Unit("bad.cpp"),))
