@@ -71,7 +71,7 @@ class PartitionerConformance:
         )
         _check(answers, TOLERANCE[case.dtype])
 
-    @pytest.mark.parametrize("clip", [0.0, 0.05])
+    @pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
     @pytest.mark.parametrize("name", list(PRODUCTS))
     def test_products_of_axes(self, name: str, clip: float) -> None:
         """On 4 ranks, parameters that differ over pp, ep and tp train as in one process that holds them all."""

@@ -27,6 +27,7 @@ def _prepare(folder: str) -> None:
 
 
 @pytest.mark.usefixtures("_workers_find_it")
+@pytest.mark.slow
 class TestPlain(PartitionerConformance):
     config: ClassVar[Mapping[str, Any]] = {"plain": {}}
     load: ClassVar[tuple[str, ...]] = ("plain=plain_partitioner",)

@@ -69,7 +69,7 @@ def train_while_saving(folder: str) -> bool:
     return weights(other) == after
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(ranks: Any, tmp_path: Path, world: int) -> None:
     assert all(ranks(world, train_while_saving, str(tmp_path)))
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "a", "latest"]
@@ -194,6 +194,7 @@ FILES = ["manifest.json", "common.safetensors"] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flip", "truncate", "empty", "delete", "older", "pickle"])
 @pytest.mark.parametrize("name", FILES)
 def test_every_damage_to_every_file_is_told_and_can_be_got_around(

@@ -590,7 +590,7 @@ def test_a_launcher_that_waits_for_other_machines_can_be_stopped(
     assert err == "dscore: stopped by SIGINT; all processes were ended\n"
 
 
-@pytest.mark.parametrize("way", ["static", "endpoint"])
+@pytest.mark.parametrize("way", ["static", pytest.param("endpoint", marks=pytest.mark.slow)])
 def test_two_machines_meet(building: ModuleType, script: Any, tmp_path: Path, way: str) -> None:
     file = script('print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])')
     port = str(free_port())

@@ -115,7 +115,7 @@ def sweep_large(dtype: torch.dtype, ops: list[str]) -> None:
         (2, torch.float32, ["SUM", "MAX"]),
         (2, torch.bfloat16, ["AVG"]),
         pytest.param(2, torch.float16, ["AVG"], marks=pytest.mark.slow),
-        (3, torch.float32, ["SUM", "MAX"]),
+        pytest.param(3, torch.float32, ["SUM", "MAX"], marks=pytest.mark.slow),
         pytest.param(3, torch.bfloat16, ["AVG"], marks=pytest.mark.slow),
         pytest.param(3, torch.float16, ["AVG"], marks=pytest.mark.slow),
     ],
@@ -223,7 +223,7 @@ def many_in_flight() -> None:
         assert torch.equal(scattered, whole_sum[rank * length : (rank + 1) * length])
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_many_in_flight_waited_for_in_different_orders(size: int) -> None:
     run_ranks(size, many_in_flight)
 

@@ -60,6 +60,7 @@ def everything(on: bool) -> list[Any]:
     return [o.double().sum().item() if isinstance(o, torch.Tensor) and o.numel() > 4096 else o for o in out]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_are_the_same_with_the_guard_and_without(size: int) -> None:
     for off, on in zip(run_ranks(size, everything, False), run_ranks(size, everything, True), strict=True):

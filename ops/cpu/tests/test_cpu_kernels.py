@@ -49,6 +49,7 @@ class TestConformance(KernelConformance):
     plugin = "ds_ops_cpu.plugin"
 
 
+@pytest.mark.slow
 class TestWithoutExchangeTable(KernelConformance):
     """torch before 2.10: Python looks the tensors up."""
 

@@ -66,7 +66,7 @@ def borrowed(module: str, functions: list[str]) -> None:
         assert isinstance(transport(), ours.SharedMemory)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_what_holds_over_gloo_holds_here(size: int) -> None:
     """Bits, dtypes, operations, odd and empty sizes, strides, several in flight, polling, order of waiting."""
     names = ["sweep_small", "average_at_the_edge_of_fp16", "shapes_and_strides", "polled", "lists_of_any_length"]

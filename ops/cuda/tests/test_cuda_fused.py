@@ -111,7 +111,10 @@ def test_formulas_equal_torchs_own_gradients_in_fp64() -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, pytest.param(F16, marks=pytest.mark.slow)], ids=str)
+DTYPES = [F32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (BF16, F16))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("on", ["plain torch", "kernels"])
 def test_fused_equal_their_references(on: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     """Odd and even rows, a warp's and a block's."""

@@ -64,7 +64,7 @@ def check(kind: str, world: int, cases: list[tuple[int, int]]) -> None:
             assert all(off[what] <= within[what] for what in within), f"rank {rank}, {case}: {off}"
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_trains_as_plain_transformers(kind: str, world: int) -> None:
     check(kind, world, CASES[world])
@@ -110,6 +110,7 @@ def variants(world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_other_precisions_and_recomputation_agree_with_data_parallelism() -> None:
     for found in run_ranks(2, variants, 2):
         for name, off in found.items():
@@ -148,6 +149,7 @@ def memories(cases: list[tuple[int, int]]) -> list[dict[str, int]]:
     return [memory(*case) for case in cases]
 
 
+@pytest.mark.slow
 def test_each_rank_holds_only_its_share_of_experts() -> None:
     whole = 2 * 8 * 3 * 512 * 16 * 8  # layers, experts, weights of each, bytes
     for one, two, four in run_ranks(4, memories, [(1, 0), (2, 0), (4, 0)]):

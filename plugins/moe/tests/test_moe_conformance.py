@@ -47,6 +47,7 @@ class TestEp2Top1(_Conformance):
     make_model, make_truth = staticmethod(m.two_top1), staticmethod(m.plain_top1)
 
 
+@pytest.mark.slow
 class TestEp4Top1(_Conformance):
     worlds = (4,)
     make_model, make_truth = staticmethod(m.four_top1), staticmethod(m.plain_top1)
@@ -80,6 +81,7 @@ class TestEp2Top4(_Conformance):
     make_model, make_truth = staticmethod(m.two_top4), staticmethod(m.plain_top4)
 
 
+@pytest.mark.slow
 class TestEp4Top4(_Conformance):
     worlds = (4,)
     make_model, make_truth = staticmethod(m.four_top4), staticmethod(m.plain_top4)

@@ -52,7 +52,7 @@ for _ in range(100):
 @pytest.mark.parametrize(
     ("how", "nproc", "zero", "schedule"),
     [
-        ("raise", 2, 3, "zero_bubble"),
+        pytest.param("raise", 2, 3, "zero_bubble", marks=pytest.mark.slow),
         pytest.param("kill", 2, 0, "zero_bubble", marks=pytest.mark.slow),
         pytest.param("data", 2, 0, "1f1b", marks=pytest.mark.slow),
         pytest.param("raise", 4, 2, "1f1b", marks=pytest.mark.slow),

@@ -61,7 +61,7 @@ def product(few: Collection[tuple[Any, ...]], *columns: Iterable[Any]) -> list[A
 
 @pytest.mark.parametrize(
     ("name", "stage", "world"),
-    product([("bf16", 0, 1), ("bf16", 1, 4), ("fp32", 2, 2), ("bf16", 3, 2), ("fp32", 3, 4)], CASES, STAGES, WORLDS),
+    product([("bf16", 1, 4), ("fp32", 2, 1), ("bf16", 3, 2)], CASES, STAGES, WORLDS),
 )
 def test_every_layout_loads_every_other(name: str, stage: int, world: int, tmp_path: Path) -> None:
     run_ranks(world, save, tmp_path, name, stage)
@@ -110,7 +110,7 @@ def axes_save(folder: Path, axes: dict[str, int], stage: int, others: list[int])
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    product([("pp2", 0), ("tp2", 3), ("ep2", 1), ("ep4", 2), ("pp2-ep2", 3), ("tp2-ep2", 2)], PRODUCTS, STAGES),
+    product([("tp2", 3), ("ep4", 2), ("pp2-ep2", 1)], PRODUCTS, STAGES),
 )
 def test_states_that_differ_over_axes(name: str, stage: int, tmp_path: Path) -> None:
     import json

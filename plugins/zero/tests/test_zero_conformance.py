@@ -14,6 +14,7 @@ class TestStage1(PartitionerConformance):
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 200}}
 
 
+@pytest.mark.slow
 class TestStage2(PartitionerConformance):
     config: ClassVar[Mapping[str, Any]] = {
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 200, "overlap_comm": True}

@@ -231,7 +231,7 @@ def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("kind", "dtype", "clip"),
     [
@@ -382,6 +382,7 @@ def resume(folder: Path, kind: str, dtype: str, stage: int) -> tuple[list[float]
 ROUTES = [((3, 4), (1, 2)), ((3, 2), (0, 1)), ((0, 1), (3, 4)), ((1, 2), (2, 4)), ((2, 4), (3, 1)), ((0, 2), (1, 4))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES, ids=lambda r: "-".join(f"stage{s}x{w}" for s, w in r))
 @pytest.mark.parametrize(("kind", "dtype"), [("lamb", "float64"), ("lamb", "bfloat16"), ("muon", "float64")])
 def test_any_layout_loads_into_any_other(kind: str, dtype: str, route: Any, tmp_path: Path) -> None:
