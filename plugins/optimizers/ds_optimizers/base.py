@@ -117,7 +117,8 @@ class KernelOptimizer(Optimizer):
 
     def _says(self, flag: str) -> bool:
         """What the class says that has this object's `update`: a subclass may do more there."""
-        return bool(vars(next(cls for cls in type(self).__mro__ if "update" in vars(cls))).get(flag))
+        kind: Any = type(self)  # classes are hashable, which mypy does not see
+        return _says(kind, flag)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, inputs: StepInputs | None = None) -> Any:
@@ -300,6 +301,12 @@ class KernelOptimizer(Optimizer):
         index = torch.tensor(places, dtype=torch.long)
         self._clock[index] += 1
         return self._clock[index].tolist()
+
+
+@functools.cache
+def _says(kind: type, flag: str) -> bool:
+    # Asked twice in every step.
+    return bool(vars(next(cls for cls in kind.__mro__ if "update" in vars(cls))).get(flag))
 
 
 _PLAIN = StepInputs()
