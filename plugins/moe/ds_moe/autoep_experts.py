@@ -21,7 +21,7 @@ from ds_moe.grouped import Groups, grouped_linear
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ds_moe.load import Load
+    from ds_moe.expert_load import Load
 
 __all__ = ["FusedExperts", "ListedExperts", "Share"]
 
@@ -168,7 +168,7 @@ class ListedExperts(_Experts):
 
 
 class _Product:
-    """See `ds_moe.arithmetic.Product`."""
+    """See `ds_moe.expert_fn.Product`."""
 
     def __init__(self, groups: Groups, grouped: bool) -> None:
         self._groups, self._grouped = groups, grouped

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.slices import SLICES, Slice
 from ds_moe.autoep_block import AutoEPMoELayer
-from ds_moe.held import HELD
+from ds_moe.expert_load import LOADS, Load
 from ds_moe.layer import mark_expert
-from ds_moe.load import LOADS, Load
+from ds_moe.place_layers import EXPERT_PARALLEL
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -52,7 +52,7 @@ def install(plan: BlockPlan, model: nn.Module) -> None:
 
 def _give_out(plan: BlockPlan) -> None:
     """Experts of a list belong to one rank along ep each, under names that the others do not have."""
-    before = plan.ctx.stash.get(HELD)
+    before = plan.ctx.stash.get(EXPERT_PARALLEL)
     held = set(before) if before is not None else set()
     for number, expert in enumerate(plan.listed):
         for param in expert.parameters():
@@ -60,7 +60,7 @@ def _give_out(plan: BlockPlan) -> None:
         if plan.share.first <= number < plan.share.first + plan.share.rows:
             named = (*expert.named_parameters(), *expert.named_buffers())
             held |= {f"{plan.prefix}.{number}.{name}" for name, _ in named}
-    plan.ctx.stash[HELD] = held
+    plan.ctx.stash[EXPERT_PARALLEL] = held
 
 
 @torch.no_grad()

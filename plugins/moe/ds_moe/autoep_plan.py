@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, Problem, UsageError
-from ds_moe.arithmetic import gated
 from ds_moe.autoep_experts import Act, FusedExperts, ListedExperts, Share
+from ds_moe.expert_fn import gated
 from ds_moe.routing import Routing
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_moe.dispatch import dispatch
+from ds_moe.expert_load import Load
 from ds_moe.experts import Experts
 from ds_moe.gating import TopKGate
-from ds_moe.load import Load
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

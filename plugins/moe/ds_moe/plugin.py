@@ -33,11 +33,11 @@ def ds_kernels() -> Iterable[KernelEntry]:
         yield KernelEntry(
             op,
             "cpp",
-            f"ds_moe.native:{function}",
+            f"ds_moe.compiled_ffn:{function}",
             10,
             devices=("cpu",),
             dtypes=() if function == "plan" else ("float32",),  # its tensors are of numbers
-            available="ds_moe.native:available",
+            available="ds_moe.compiled_ffn:available",
             build="ds_moe.extension:EXTENSION",
             check=f"ds_moe.checks:{op}",
         )
@@ -55,12 +55,11 @@ def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
     """``ep`` for what a transform has left some rows of on each rank, or has given to some of them alone; ``tp`` for
     experts that are cut themselves."""
     from ds_core.slices import SLICES
-    from ds_moe.bind import TENSOR_PARALLEL
-    from ds_moe.held import HELD
+    from ds_moe.place_layers import EXPERT_PARALLEL, TENSOR_PARALLEL
 
     found = (ctx.stash.get(SLICES) or {}).get(name)
     axes = [] if found is None else list(found.axes)
-    if name in (ctx.stash.get(HELD) or ()):
+    if name in (ctx.stash.get(EXPERT_PARALLEL) or ()):
         axes.append("ep")
     if ctx.mesh.has("tp") and name in (ctx.stash.get(TENSOR_PARALLEL) or ()):
         axes.append("tp")
@@ -72,7 +71,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     from ds_moe.config import ExpertParallelConfig
 
     def bind(model):  # type: ignore[no-untyped-def]
-        from ds_moe.bind import bind_layers
+        from ds_moe.place_layers import bind_layers
 
         return bind_layers(model, ctx)
 
@@ -88,6 +87,6 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
 def ds_step_end(ctx: Context, metrics: Mapping[str, float]) -> None:
     """Experts' load, to the monitors."""
-    from ds_moe.load import report
+    from ds_moe.expert_load import report
 
     report(ctx, metrics)

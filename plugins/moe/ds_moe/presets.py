@@ -40,7 +40,7 @@ class Preset:
     Experts in one module are 3-d parameters of shape [experts, ...]: w1 (gate, or gate and up stacked), w2 (down), w3
     (up; None: w1 holds both). Experts in a list of modules have linear children: listed, as (gate, down, up; None:
     the first is gate and up in one).
-    arithmetic: what an expert computes, see `ds_moe.arithmetic`.
+    arithmetic: what an expert computes, see `ds_moe.expert_fn`.
 
     num_experts, top_k, scale: attributes of the model config (scale: what combined scores are multiplied by). score:
     of router logits. normalise: divide the chosen scores by their sum: yes, no, or an attribute that says. groups:
@@ -63,7 +63,7 @@ class Preset:
     w2: str = "down_proj"
     w3: str | None = None
     listed: tuple[str, str, str | None] = ("gate_proj", "down_proj", "up_proj")
-    arithmetic: Ref = "ds_moe.arithmetic:gated"
+    arithmetic: Ref = "ds_moe.expert_fn:gated"
     num_experts: str = "num_experts"
     top_k: str = "num_experts_per_tok"
     score: Literal["softmax", "sigmoid"] = "softmax"

@@ -33,7 +33,7 @@ def draw(
     from ds_core.cli.show import say_error
     from ds_core.errors import UsageError
     from ds_pipeline.choose import make_schedule
-    from ds_pipeline.draw import as_svg, as_text, titled
+    from ds_pipeline.timeline import as_svg, as_text, titled
     from ds_pipeline.validate import ScheduleError, check
 
     train = schedule != "inference"

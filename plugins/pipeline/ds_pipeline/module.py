@@ -22,7 +22,7 @@ from ds_core.entries import Axis
 from ds_core.errors import UsageError
 from ds_core.mesh import MpuMesh, plan_mesh
 from ds_pipeline.balance import partition
-from ds_pipeline.profile import measure
+from ds_pipeline.layer_times import measure
 from ds_pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 def ds_charts(config: RunConfig) -> Iterable[Chart]:
     """The timeline of the config's schedule."""
-    from ds_pipeline.draw import timeline
+    from ds_pipeline.timeline import timeline
 
     return timeline(config)
 

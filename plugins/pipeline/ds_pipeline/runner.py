@@ -19,10 +19,10 @@ from ds_core.precision import autocast_context, cast_floats
 from ds_core.runner import Runner, loss_of
 from ds_pipeline import schedule as s
 from ds_pipeline.choose import make_schedule
-from ds_pipeline.micros import Work, agree, place, signature, take
+from ds_pipeline.micro_batches import Work, agree, place, signature, take
 from ds_pipeline.module import PipelineModule
-from ds_pipeline.split import Later, backward_inputs
-from ds_pipeline.ties import Ties, copies_elsewhere
+from ds_pipeline.split_backward import Later, backward_inputs
+from ds_pipeline.tied_weights import Ties, copies_elsewhere
 from ds_pipeline.transport import DTYPES, Meta, Transport, Want
 from ds_pipeline.validate import ScheduleError, check
 

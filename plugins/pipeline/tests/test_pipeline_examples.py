@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 from ds_pipeline.command import app
-from ds_pipeline.draw import as_text
 from ds_pipeline.planned import ZeroBubbleSchedule
+from ds_pipeline.timeline import as_text
 from ds_pipeline.validate import check
 from typer.testing import CliRunner
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
-    from ds_zero.construct import Init
     from ds_zero.external import register_external_parameter, unregister_external_parameter
-    from ds_zero.gathered import (
+    from ds_zero.gathered_parameters import (
         GatheredParameters,
         empty_partition_cache,
         is_zero_param,
         unwrap_model_for_generation,
     )
+    from ds_zero.init_context import Init
     from ds_zero.leaves import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
         z3_leaf_module,
         z3_leaf_parameter,
     )
-    from ds_zero.moved import OffloadDeviceEnum, OffloadStateTypeEnum
-    from ds_zero.offstates import get_state_devices
+    from ds_zero.offload_states import get_state_devices
+    from ds_zero.state_offload import OffloadDeviceEnum, OffloadStateTypeEnum
     from ds_zero.status import ZeroParamStatus
     from ds_zero.tiling import TiledLinear, TiledLinearReturnBias
 
@@ -95,15 +95,15 @@ __getattr__, __dir__ = names_on_first_use(
             "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
             "safe_update_full_grad_vectorized"
         ),
-        "construct": "Init",
+        "init_context": "Init",
         "external": "register_external_parameter unregister_external_parameter",
-        "gathered": "GatheredParameters empty_partition_cache is_zero_param unwrap_model_for_generation",
+        "gathered_parameters": "GatheredParameters empty_partition_cache is_zero_param unwrap_model_for_generation",
         "leaves": (
             "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
             "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
         ),
-        "moved": "OffloadDeviceEnum OffloadStateTypeEnum",
-        "offstates": "get_state_devices",
+        "state_offload": "OffloadDeviceEnum OffloadStateTypeEnum",
+        "offload_states": "get_state_devices",
         "status": "ZeroParamStatus",
         "tiling": "TiledLinear TiledLinearReturnBias",
     },

@@ -18,15 +18,15 @@ from ds_core.stepping import Stepper
 from ds_zero import states
 from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, needs_whole
-from ds_zero.gathered import empty_partition_cache
-from ds_zero.holding import PieceHolding
-from ds_zero.manners import bare, teach, unteach
-from ds_zero.moved import BACKWARD, FORWARD, Moved
-from ds_zero.offload import Offload, tiled_step
-from ds_zero.offstates import offload_states, reload_states
-from ds_zero.parked import prepare, restore
-from ds_zero.regroup import regroup
+from ds_zero.gathered_parameters import empty_partition_cache
+from ds_zero.module_hooks import bare, teach, unteach
+from ds_zero.offload_states import offload_states, reload_states
+from ds_zero.owned_tensors import regroup
+from ds_zero.piece_shard import PieceHolding
+from ds_zero.placement import Offload, tiled_step
 from ds_zero.rules import SELF_REDUCED
+from ds_zero.sharded_param import prepare, restore
+from ds_zero.state_offload import BACKWARD, FORWARD, Moved
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -132,7 +132,7 @@ class ZeroPartitioner(Partitioner):
             if param is not None and (bucket := self.bucket_of.get(param)) is not None:
                 bucket.follow(param)
 
-    # -- weights whole for a while, see `homes` ----------------------------------------------------------------
+    # -- weights whole for a while, see `weights` --------------------------------------------------------------
 
     def keep(self, unit: Unit) -> None:
         """Make `unit` whole until `unkeep`."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_core.errors import UsageError
 from ds_core.process import STATE
-from ds_zero.homes import engine_of
+from ds_zero.weights import engine_of
 
 __all__ = ["externals", "register_external_parameter", "unregister_external_parameter"]
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.stores import away
 from ds_zero.layout import Layout, arrange
-from ds_zero.offload import ON_DEVICE, Home
-from ds_zero.parked import take_over
+from ds_zero.placement import ON_DEVICE, Home
+from ds_zero.sharded_param import take_over
 
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
-    from ds_zero.regroup import WholeTensors
+    from ds_zero.owned_tensors import WholeTensors
 
 __all__ = ["FlatBucket", "Piece", "Rounded", "Share", "make_buckets", "needs_whole"]
 
@@ -83,7 +83,7 @@ class FlatBucket:
 
     full: the buffer, of which parameters are views. part: this rank's part of it. master: what the optimizer updates:
     the part itself, or its copy in the dtype of master weights, or where masters rest. axes, held, counted: see
-    `ParamInfo`. whole: set where the optimizer updates whole tensors (`ds_zero.regroup`); `master` is the part then.
+    `ParamInfo`. whole: set where the optimizer updates whole tensors (see `owned_tensors`); `master` is the part then.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ds_core.errors import UsageError, nearest
-from ds_zero.homes import engine_of
+from ds_zero.weights import engine_of
 
 __all__ = [
     "get_z3_leaf_modules",

@@ -16,9 +16,9 @@ from torch import nn
 
 from ds_core.precision import Precision, wire_dtypes
 from ds_zero.config import ZeroConfig
-from ds_zero.dry import DryBucket, DryUnit, Wires, gather_passes, reduction
 from ds_zero.gather import rounded_dtype
 from ds_zero.layout import Layout, arrange
+from ds_zero.simulate import DryBucket, DryUnit, Wires, gather_passes, reduction
 from ds_zero.units import Gatherer, gatherers, members, persistent
 
 __all__ = ["Advice", "Kinds", "Need", "Offload", "Run", "lay_out", "plan", "predict", "recommend"]

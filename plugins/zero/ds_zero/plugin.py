@@ -51,7 +51,7 @@ def ds_partitioner(ctx: Context) -> Partitioner | None:
     if not isinstance(section, ZeroConfig):
         return None
     if section.stage == 0:
-        from ds_zero.manners import settle
+        from ds_zero.module_hooks import settle
 
         if ctx.module is not None:
             settle(ctx.module)  # it may have been built under ds_zero.Init

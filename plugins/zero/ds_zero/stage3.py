@@ -21,12 +21,12 @@ from ds_zero.direct import make_reducer
 from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit, rounded_dtype
+from ds_zero.gather_hooks import Watch
 from ds_zero.leaves import leaf_flag, mark_leaf
-from ds_zero.moved import BACKWARD
-from ds_zero.parked import unpark
+from ds_zero.sharded_param import unpark
+from ds_zero.state_offload import BACKWARD
 from ds_zero.status import ZeroParamStatus
 from ds_zero.units import Gatherer, gatherers, members, persistent
-from ds_zero.watch import Watch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -113,7 +113,7 @@ class Stage3(ZeroPartitioner):
         listed = self.ctx.stash.get(WIRE_DTYPES)
         return rounded_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
 
-    # -- weights whole for a while, see `homes` ----------------------------------------------------------------
+    # -- weights whole for a while, see `weights` --------------------------------------------------------------
 
     def keep(self, unit: Unit) -> None:
         """See `ZeroPartitioner.keep`."""

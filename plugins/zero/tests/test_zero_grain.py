@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ds_zero.layout import Layout
-from ds_zero.regroup import choose_owners
+from ds_zero.owned_tensors import choose_owners
 from torch import Tensor, nn
 
 from ds_core.testing import run_ranks

@@ -15,7 +15,7 @@ from typing import Any
 import ds_zero
 import pytest
 import torch
-from ds_zero.parked import quietly
+from ds_zero.sharded_param import quietly
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _len_torch_function_stack
@@ -197,7 +197,7 @@ def empty_at(places: set[int], limit: int = 20_000) -> Tensor:
 
 def check_reused_addresses() -> None:
     """What transformers does with ``torch.tensor([]).device``, where chance gives it a place that was a weight's."""
-    from ds_zero.parked import Parked
+    from ds_zero.sharded_param import Parked
 
     from ds_core import comm
 

@@ -186,7 +186,7 @@ class Lazy(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_the_host_waits_for_copies_and_only_for_those_it_needs() -> None:
-    from ds_zero.offload import Transfers
+    from ds_zero.placement import Transfers
 
     from ds_core.kernels import Kernels
     from ds_core.plugins import Plugins

@@ -41,8 +41,8 @@ def one_step(engine: Any, case: Case, step: int) -> float:
 
 
 def states(engine: Any, state: str) -> list[Tensor]:
-    from ds_zero.moved import OffloadStateTypeEnum
-    from ds_zero.offstates import _tensors
+    from ds_zero.offload_states import _tensors
+    from ds_zero.state_offload import OffloadStateTypeEnum
 
     return list(_tensors(engine.partitioner, engine.optimizer, OffloadStateTypeEnum(state)))
 

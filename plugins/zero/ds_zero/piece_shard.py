@@ -19,7 +19,7 @@ __all__ = ["PieceHolding"]
 
 
 class PieceHolding(Holding):
-    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (`ds_zero.regroup`)."""
+    """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see `owned_tensors`)."""
 
     def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
         mesh, axes = partitioner.ctx.mesh, bucket.axes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import STATE
-from ds_zero.parked import Parked, check_untouched, note_status, park, parked, quietly
+from ds_zero.sharded_param import Parked, check_untouched, note_status, park, parked, quietly
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner

@@ -18,10 +18,10 @@ from torch import nn
 
 from ds_core.errors import UsageError
 from ds_core.process import STATE
-from ds_zero.gathered import GatheredParameters
-from ds_zero.homes import home_of
-from ds_zero.parked import restore
-from ds_zero.touch import Touching, touching
+from ds_zero.gather_on_access import Touching, touching
+from ds_zero.gathered_parameters import GatheredParameters
+from ds_zero.sharded_param import restore
+from ds_zero.weights import home_of
 
 __all__ = ["bare", "settle", "teach", "unteach"]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_core import comm
-from ds_zero.homes import Home, home_of
-from ds_zero.parked import fill_alias, quietly
+from ds_zero.sharded_param import fill_alias, quietly
+from ds_zero.weights import Home, home_of
 
 __all__ = ["Touching", "touching"]
 

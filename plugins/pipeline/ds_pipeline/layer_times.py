@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.accelerator import get_accelerator
-from ds_pipeline.micros import place
+from ds_pipeline.micro_batches import place
 
 __all__ = ["measure"]
 

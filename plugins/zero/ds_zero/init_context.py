@@ -29,10 +29,10 @@ from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import AcceleratorError, ConfigError, UsageError
 from ds_core.process import tell_once
-from ds_zero.homes import engine_of
-from ds_zero.manners import teach
-from ds_zero.parked import Place, cast, fill_alias, park, parked
-from ds_zero.touch import Touching
+from ds_zero.gather_on_access import Touching
+from ds_zero.module_hooks import teach
+from ds_zero.sharded_param import Place, cast, fill_alias, park, parked
+from ds_zero.weights import engine_of
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig

@@ -81,7 +81,7 @@ class Place:
 
 
 def quietly(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` without gradients, and unseen by torch function modes: ours (see `touch`) and others'."""
+    """`function` without gradients, and unseen by torch function modes: ours (see `gather_on_access`) and others'."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

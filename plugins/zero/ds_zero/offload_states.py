@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_core.errors import UsageError
 from ds_core.process import STATE
 from ds_zero.flat import Share
-from ds_zero.moved import BACKWARD, FORWARD, OffloadDeviceEnum, OffloadStateTypeEnum
+from ds_zero.state_offload import BACKWARD, FORWARD, OffloadDeviceEnum, OffloadStateTypeEnum
 
 if TYPE_CHECKING:
     from ds_core.engine import Engine

@@ -14,8 +14,8 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import STATE
 from ds_zero.external import register_external_parameter
-from ds_zero.homes import Home, homes_of
-from ds_zero.parked import quietly
+from ds_zero.sharded_param import quietly
+from ds_zero.weights import Home, homes_of
 
 __all__ = ["GatheredParameters", "empty_partition_cache", "is_zero_param", "unwrap_model_for_generation"]
 

@@ -49,7 +49,7 @@ ON_DEVICE = Home()
 class Offload:
     """What the config offloads. optimizer, param: the stores, None: not offloaded.
 
-    whole: the optimizer is given whole tensors (`ds_zero.regroup`).
+    whole: the optimizer is given whole tensors (`ds_zero.owned_tensors`).
     """
 
     def __init__(self, ctx: Context, section: ZeroConfig, *, whole: bool) -> None:
