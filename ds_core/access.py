@@ -32,9 +32,9 @@ from ds_core.whole import WHEN, agree_kind, flags, no_state, owner, put_together
 
 if TYPE_CHECKING:
     from ds_core.engine import Engine
-    from ds_core.holding import Holding, Ranges
+    from ds_core.param_shard import ParamShard, Ranges
 
-    _Found = tuple[Holding, Engine]
+    _Found = tuple[ParamShard, Engine]
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -325,7 +325,7 @@ def _local_found(param: Tensor, who: str, value: Tensor) -> _Found:
     return found
 
 
-def _check_shape(who: str, held: Holding, value: Tensor, shape: Sequence[int]) -> None:
+def _check_shape(who: str, held: ParamShard, value: Tensor, shape: Sequence[int]) -> None:
     if tuple(value.shape) != tuple(shape):
         raise UsageError(
             f"{who}: for parameter {held.name!r} the value must have shape {tuple(shape)} "
@@ -333,7 +333,7 @@ def _check_shape(who: str, held: Holding, value: Tensor, shape: Sequence[int]) -
         )
 
 
-def _check_trainable(who: str, held: Holding) -> None:
+def _check_trainable(who: str, held: ParamShard) -> None:
     if not held.param.requires_grad:
         raise UsageError(f"{who}: parameter {held.name!r} is frozen, so the step must not change it; thaw it first")
 
@@ -351,37 +351,37 @@ def _undivided(value: Tensor, engine: Engine) -> Tensor:
 # -- values ---------------------------------------------------------------------------------------------------
 
 
-def _master(held: Holding) -> Tensor:
+def _master(held: ParamShard) -> Tensor:
     return put_together([held], [held.read(held.updated).reshape(-1)], [held.updated_ranges])[0]
 
 
-def _mine(held: Holding, value: Tensor, ranges: Ranges) -> Tensor:
+def _mine(held: ParamShard, value: Tensor, ranges: Ranges) -> Tensor:
     """What of a whole `value` is this rank's, flat; where ranks hold copies, the first rank's value counts."""
     if held.copied(ranges):
         return _from_first(held, value).reshape(-1)
     return value.detach().reshape(-1)[slice(*ranges[held.index])]
 
 
-def _from_first(held: Holding, value: Tensor) -> Tensor:
+def _from_first(held: ParamShard, value: Tensor) -> Tensor:
     value = value.detach().to(held.device, copy=True).contiguous()
     comm.broadcast(value, src=held.ranks[0], group=held.group)
     return value
 
 
-def _refuse_old_graphs(held: Holding) -> None:
+def _refuse_old_graphs(held: ParamShard) -> None:
     """The weight changes: a graph that has used the old one can no longer go backward, and says so."""
     torch.autograd.graph.increment_version(held.param)
 
 
-def _nothing(held: Holding, dtype: torch.dtype) -> Tensor:
+def _nothing(held: ParamShard, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=held.device)
 
 
-def _copy(held: Holding, piece: Tensor) -> Tensor:
+def _copy(held: ParamShard, piece: Tensor) -> Tensor:
     return piece.to(held.device, copy=True).reshape(-1)
 
 
-def _local_state(held: Holding, optimizer: Any, key: str) -> Any:
+def _local_state(held: ParamShard, optimizer: Any, key: str) -> Any:
     states = states_of(held, optimizer)
     if key not in states:
         start, stop = held.updated_ranges[held.index]
@@ -390,7 +390,7 @@ def _local_state(held: Holding, optimizer: Any, key: str) -> Any:
     return states[key]
 
 
-def _put(held: Holding, optimizer: Any, states: dict[str, Any], key: str, value: Tensor) -> None:
+def _put(held: ParamShard, optimizer: Any, states: dict[str, Any], key: str, value: Tensor) -> None:
     old = states[key]
     if isinstance(old, Tensor):
         held.write(old, value.to(old.dtype))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.boxes import Box
-from ds_core.holding import Holding
+from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
 from ds_core.process import STATE
 
@@ -210,7 +210,7 @@ class Partitioner(ABC):
         made from the module's.
         """
 
-    def locate(self, param: nn.Parameter) -> Holding | None:
+    def locate(self, param: nn.Parameter) -> ParamShard | None:
         """What this rank holds of the states of `param`; None when no optimizer updates it here."""
         return None
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_core.buckets import Bucket, make_buckets
 from ds_core.errors import UsageError
-from ds_core.holding import Holding
+from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
 from ds_core.partition import (
     ParamGroups,
@@ -337,7 +337,7 @@ class Replicated(Partitioner):
                 values = {k: read_state(source, name, old.get(k)) for k, name in names.items()}
                 set_optimizer_state(optimizer, slot.master, values)
 
-    def locate(self, param: nn.Parameter) -> Holding | None:
+    def locate(self, param: nn.Parameter) -> ParamShard | None:
         """See `Partitioner.locate`."""
         slot = self._by_param.get(param)
         return None if slot is None else _Copy(self, slot)
@@ -355,7 +355,7 @@ class Replicated(Partitioner):
         self._buckets, self._place = [], {}
 
 
-class _Copy(Holding):
+class _Copy(ParamShard):
     """A parameter of `Replicated`: every rank holds all of it."""
 
     partitions_weights = local = False
@@ -370,22 +370,22 @@ class _Copy(Holding):
         self._lone = len(self.ranks) == 1
 
     def round(self) -> None:
-        """See `Holding.round`."""
+        """See `ParamShard.round`."""
         if self.updated is not self.param:
             self.param.copy_(self.updated)
 
     def set_weight(self, master: Tensor) -> None:
-        """See `Holding.set_weight`."""
+        """See `ParamShard.set_weight`."""
         self.param.copy_(master)
 
     @property
     def window_open(self) -> bool:
-        """See `Holding.window_open`."""
+        """See `ParamShard.window_open`."""
         return any(self._owner._gradient(s.param) is not None for s in self._owner._slots)
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """See `Holding.grad_dtype`."""
+        """See `ParamShard.grad_dtype`."""
         accumulate = self._owner.ctx.precision.accumulate
         return accumulate if accumulate is not None and self.param.is_floating_point() else self.param.dtype
 
@@ -401,22 +401,22 @@ class _Copy(Holding):
         return None if grad is None else (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
 
     def reduced(self) -> Tensor | None:
-        """See `Holding.reduced`."""
+        """See `ParamShard.reduced`."""
         grad = None if self.has_pending else self._held()
         return grad if grad is None or self._factor == 1.0 else grad * self._factor
 
     @property
     def has_pending(self) -> bool:
-        """See `Holding.has_pending`."""
+        """See `ParamShard.has_pending`."""
         return not (self._lone or self._owner._reduced) and self._owner._gradient(self.param) is not None
 
     def pending(self) -> Tensor | None:
-        """See `Holding.pending`."""
+        """See `ParamShard.pending`."""
         grad = self._held() if self.has_pending else None
         return None if grad is None else grad / self._owner.ctx.mesh.size("dp")
 
     def set_grad(self, values: Tensor) -> None:
-        """See `Holding.set_grad`."""
+        """See `ParamShard.set_grad`."""
         values = (values / self._factor).view(self.shape)
         total = self._slot.total
         if self.grad_dtype != self.param.dtype:

@@ -13,20 +13,20 @@ from ds_core import comm
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_core.holding import Holding, Ranges
+    from ds_core.param_shard import ParamShard, Ranges
 
 __all__ = ["WHEN", "Kind", "agree_kind", "flags", "no_state", "owner", "put_together", "states_of", "whole_grads"]
 
 WHEN = "gradients are there from backward until step: call it after engine.backward(loss) and before engine.step()"
 
 
-def owner(held: Holding) -> int:
+def owner(held: ParamShard) -> int:
     """The place in the group of the rank that updates most of the parameter."""
     ranges = held.updated_ranges
     return max(range(len(ranges)), key=lambda i: ranges[i][1] - ranges[i][0])
 
 
-def _batches(helds: Sequence[Holding]) -> Iterable[list[int]]:
+def _batches(helds: Sequence[ParamShard]) -> Iterable[list[int]]:
     """Places in `helds` of those that share a group, in order of first appearance."""
     found: dict[tuple[int, ...], list[int]] = {}
     for place, held in enumerate(helds):
@@ -34,7 +34,7 @@ def _batches(helds: Sequence[Holding]) -> Iterable[list[int]]:
     return found.values()
 
 
-def put_together(helds: Sequence[Holding], pieces: Sequence[Tensor], ranges: Sequence[Ranges]) -> list[Tensor]:
+def put_together(helds: Sequence[ParamShard], pieces: Sequence[Tensor], ranges: Sequence[Ranges]) -> list[Tensor]:
     """The whole tensors of which ranks hold `pieces`, in `ranges`; each owner broadcasts all of one dtype at once."""
     out = [torch.empty(h.shape, dtype=p.dtype, device=h.device) for h, p in zip(helds, pieces, strict=True)]
     for batch in _batches(helds):
@@ -44,7 +44,7 @@ def put_together(helds: Sequence[Holding], pieces: Sequence[Tensor], ranges: Seq
     return out
 
 
-def _fill(here: Holding, jobs: Sequence[tuple[Ranges, Tensor, Tensor]], dtype: torch.dtype) -> None:
+def _fill(here: ParamShard, jobs: Sequence[tuple[Ranges, Tensor, Tensor]], dtype: torch.dtype) -> None:
     """Fill the last of each (ranges, piece, whole flat tensor) over the group of `here`."""
     shared = []
     for ranges, piece, whole in jobs:
@@ -66,7 +66,7 @@ def _fill(here: Holding, jobs: Sequence[tuple[Ranges, Tensor, Tensor]], dtype: t
             whole[slice(*ranges[index])].copy_(part)
 
 
-def flags(helds: Sequence[Holding]) -> list[tuple[bool, bool, bool]]:
+def flags(helds: Sequence[ParamShard]) -> list[tuple[bool, bool, bool]]:
     """Per parameter, of any rank of its group: has a reduced gradient, has one pending, has any gradient at all."""
     out: list[tuple[bool, bool, bool]] = [(False, False, False)] * len(helds)
     for batch in _batches(helds):
@@ -78,7 +78,7 @@ def flags(helds: Sequence[Holding]) -> list[tuple[bool, bool, bool]]:
     return out
 
 
-def whole_grads(helds: Sequence[Holding], needed: str = "") -> list[Tensor | None]:
+def whole_grads(helds: Sequence[ParamShard], needed: str = "") -> list[Tensor | None]:
     """The whole gradients; None for those that nobody has. needed: who cannot go on without any."""
     found = flags(helds)
     if needed and not any(f[-1] for f in found):
@@ -102,7 +102,7 @@ def whole_grads(helds: Sequence[Holding], needed: str = "") -> list[Tensor | Non
     return out
 
 
-def _reduce(helds: Sequence[Holding], dtype: torch.dtype) -> list[Tensor]:
+def _reduce(helds: Sequence[ParamShard], dtype: torch.dtype) -> list[Tensor]:
     """What reduction will add for gradients that are pending, which stay so."""
     sizes = [h.numel for h in helds]
     flat = torch.zeros(sum(sizes), dtype=dtype, device=helds[0].device)
@@ -126,13 +126,13 @@ class Kind:
     whole: bool
 
 
-def states_of(held: Holding, optimizer: Any) -> dict[str, Any]:
+def states_of(held: ParamShard, optimizer: Any) -> dict[str, Any]:
     """What the optimizer keeps for it here, tensors and numbers by key."""
     found: dict[str, Any] = optimizer.state.get(held.updated, {})
     return {k: v for k, v in found.items() if isinstance(v, (Tensor, int, float)) and isinstance(k, str)}
 
 
-def agree_kind(held: Holding, optimizer: Any, key: str) -> Kind:
+def agree_kind(held: ParamShard, optimizer: Any, key: str) -> Kind:
     """What state `key` is, as the ranks that have it say. Collective. ValueError when nobody has it."""
     said: dict[str, Any] = {}
     for name, value in states_of(held, optimizer).items():
@@ -157,7 +157,7 @@ def agree_kind(held: Holding, optimizer: Any, key: str) -> Kind:
     return Kind(getattr(torch, dtype.removeprefix("torch.")), tuple(shape), value, whole)
 
 
-def no_state(held: Holding, key: str, keys: Sequence[str]) -> str:
+def no_state(held: ParamShard, key: str, keys: Sequence[str]) -> str:
     """What to say about a state that is not among `keys`."""
     there = f"there are {', '.join(repr(k) for k in keys)}" if keys else "it has none before its first step"
     return f"parameter {held.name!r} has no optimizer state {key!r}; {there}"

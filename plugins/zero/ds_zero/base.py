@@ -22,7 +22,7 @@ from ds_zero.gathered_parameters import empty_partition_cache
 from ds_zero.module_hooks import bare, teach, unteach
 from ds_zero.offload_states import offload_states, reload_states
 from ds_zero.owned_tensors import regroup
-from ds_zero.piece_shard import PieceHolding
+from ds_zero.piece_shard import PieceShard
 from ds_zero.placement import Offload, tiled_step
 from ds_zero.rules import SELF_REDUCED
 from ds_zero.sharded_param import prepare, restore
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.holding import Holding
+    from ds_core.param_shard import ParamShard
     from ds_zero.config import ZeroConfig
     from ds_zero.gather import Unit
     from ds_zero.grads import Reducer
@@ -58,7 +58,7 @@ class ZeroPartitioner(Partitioner):
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
         self.moved = Moved(ctx.accelerator)
-        self._holdings: dict[nn.Parameter, PieceHolding] = {}
+        self._holdings: dict[nn.Parameter, PieceShard] = {}
         self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
         self.unit_of: dict[nn.Parameter, Unit] = {}
         self.places: dict[nn.Parameter, int] = {}
@@ -284,11 +284,11 @@ class ZeroPartitioner(Partitioner):
 
     # -- access ----------------------------------------------------------------------------------------------
 
-    def locate(self, param: nn.Parameter) -> Holding | None:
+    def locate(self, param: nn.Parameter) -> ParamShard | None:
         """See `Partitioner.locate`."""
         if not self._holdings:
             self._holdings = {
-                p.param: PieceHolding(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)
+                p.param: PieceShard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)
             }
         return self._holdings.get(param)
 

@@ -1,4 +1,4 @@
-"""What this rank holds of one parameter, told in the core's terms: see `ds_core.holding` and `ds_core.access`."""
+"""What this rank holds of one parameter, told in the core's terms: see `ds_core.param_shard` and `ds_core.access`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_core.holding import Holding
+from ds_core.param_shard import ParamShard
 from ds_core.stores import StateStore, away
 from ds_zero.flat import FlatBucket, Piece, Share
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.grads import _Grads
 
-__all__ = ["PieceHolding"]
+__all__ = ["PieceShard"]
 
 
-class PieceHolding(Holding):
+class PieceShard(ParamShard):
     """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see `owned_tensors`)."""
 
     def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
@@ -37,12 +37,12 @@ class PieceHolding(Holding):
         self.device = bucket.full.device
 
     def read(self, tensor: Tensor) -> Tensor:
-        """See `Holding.read`."""
+        """See `ParamShard.read`."""
         found = self._here(tensor)
         return found if not away(found) else self._store.read(found)
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
-        """See `Holding.write`."""
+        """See `ParamShard.write`."""
         found, values = self._here(tensor), values.view(tensor.shape)
         if away(found):
             self._store.write(found, values)
@@ -63,12 +63,12 @@ class PieceHolding(Holding):
     # -- weights ---------------------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """See `Holding.round`."""
+        """See `ParamShard.round`."""
         if self._bucket.master is not self._bucket.part or self._bucket.whole is not None:
             self._resting.copy_(self.read(self.updated).reshape(-1))
 
     def set_weight(self, master: Tensor) -> None:
-        """See `Holding.set_weight`."""
+        """See `ParamShard.set_weight`."""
         self._resting.copy_(master.reshape(-1)[slice(*self.ranges[self.index])])
         full = self._partitioner.whole_now(self._bucket)
         if full is not None:
@@ -87,12 +87,12 @@ class PieceHolding(Holding):
 
     @property
     def window_open(self) -> bool:
-        """See `Holding.window_open`."""
+        """See `ParamShard.window_open`."""
         return self._partitioner.reducer.any_gradient
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """See `Holding.grad_dtype`."""
+        """See `ParamShard.grad_dtype`."""
         accumulate = self._partitioner.ctx.precision.accumulate
         if self._bucket.host_steps:
             part = self._grads.part if self._grads is not None else None
@@ -100,7 +100,7 @@ class PieceHolding(Holding):
         return accumulate if accumulate is not None and self._bucket.full.is_floating_point() else self._bucket.dtype
 
     def reduced(self) -> Tensor | None:
-        """See `Holding.reduced`."""
+        """See `ParamShard.reduced`."""
         grads = self._grads
         if grads is not None and self._partitioner.reducer.direct:
             if self.param.grad is not None and (self.param.grad.is_sparse or not self.param.grad.is_contiguous()):
@@ -112,14 +112,14 @@ class PieceHolding(Holding):
 
     @property
     def has_pending(self) -> bool:
-        """See `Holding.has_pending`."""
+        """See `ParamShard.has_pending`."""
         grads = self._grads
         if self._partitioner.reducer.direct:
             return False
         return grads is not None and (grads.filled[self._piece.index] or self.param.grad is not None)
 
     def pending(self) -> Tensor | None:
-        """See `Holding.pending`."""
+        """See `ParamShard.pending`."""
         grads = self._grads
         if grads is None or not self.has_pending:
             return None
@@ -131,7 +131,7 @@ class PieceHolding(Holding):
         return total.mul_(self._partitioner.reducer.share)
 
     def set_grad(self, values: Tensor) -> None:
-        """See `Holding.set_grad`."""
+        """See `ParamShard.set_grad`."""
         grads, index = self._grads, self._piece.index
         assert grads is not None, self.name
         if self._partitioner.reducer.direct:
