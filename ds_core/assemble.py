@@ -125,8 +125,6 @@ def initialize(
     make_free(model)
     if world_size > 1:
         mesh.build_groups(own=joint.others())
-        if accelerator.device_type == "cpu":
-            comm.meet(mesh.groups())
 
     # The model.
     accelerator.set_device(accelerator.local_index())

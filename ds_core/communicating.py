@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ds_core.comm import ALONE
 from ds_core.errors import UsageError
-from ds_core.mesh import ALONE
 from ds_core.params import GradGroup
 from ds_core.partition import StateSource, StateTensor
 from ds_core.replicated import Replicated

@@ -75,7 +75,7 @@ def enter(serial: int, partitioner: Partitioner, mesh: Mesh, device: torch.devic
         if member is not None and len(STATE.attached) > 1:
             member.rewatch()
     if len(STATE.attached) > 1 and STATE.joint is None and mesh.size("dp") > 1:
-        STATE.joint = Joint(_own_group(mesh), device)
+        STATE.joint = Joint(mesh.own_group("dp"), device)
 
 
 def leave(serial: int) -> None:
@@ -92,11 +92,3 @@ def _drop_those_of_another_world() -> None:
         STATE.attached.clear()
         STATE.joint = None
         STATE.world = weakref.ref(world) if world is not None else None
-
-
-def _own_group(mesh: Mesh) -> Any:
-    """A process group along dp that nobody else has."""
-    mine = sorted(mesh.ranks("dp"))
-    rows = sorted({tuple(row) for row in comm.all_gather_json(mine)})
-    made = {row: torch.distributed.new_group(list(row)) for row in rows}
-    return made[tuple(mine)]

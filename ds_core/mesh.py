@@ -10,24 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from ds_core import comm
+from ds_core.comm import ALONE
 from ds_core.entries import Axis
 from ds_core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ALONE", "Mesh", "MpuMesh", "plan_mesh"]
-
-
-class _Alone:
-    def __repr__(self) -> str:
-        return "ALONE"
-
-
-ALONE = cast("ProcessGroup", _Alone())
-"""The group of this rank alone: ``ds_core.comm`` does nothing over it. (None would mean all ranks.)"""
+__all__ = ["Mesh", "MpuMesh", "plan_mesh"]
 
 
 class Mesh:
@@ -88,7 +81,7 @@ class Mesh:
         return tuple(a for a in self.expand(("dp",)) if a not in without)
 
     def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
-        """Make every group; a collective over the world. Needs torch.distributed to be initialised.
+        """Make every group and open its transport. Collective over the world; torch.distributed must be initialised.
 
         own: a group of its own also where the default group would do, so that nobody else talks on it.
         """
@@ -102,16 +95,39 @@ class Mesh:
                     assert world is not None
                     self._groups[combo] = world
                     continue
-                for row in self._rows(combo):
-                    group = dist.new_group(row, timeout=timeout)
-                    if self.rank in row:
-                        self._groups[combo] = group
+                self._groups[combo] = self._new_group(self._rows(combo), timeout)
+        comm.open_transports(self.groups())
+
+    def own_group(self, *axes: str, only: Sequence[int] | None = None) -> ProcessGroup:
+        """Make another process group along `axes`, for this caller alone, and open its transport.
+
+        Collective over the world: all ranks give the same arguments. Messages on it meet no others; whoever needs it no
+        longer destroys it with ``torch.distributed.destroy_process_group``.
+
+        only: the positions along `axes` that take part; None: all. Gives `ALONE` on ranks that nobody shares it with.
+        """
+        rows = self._rows(self.expand(axes))
+        own = self._new_group(rows if only is None else [[row[i] for i in only] for row in rows])
+        comm.open_transports([own])
+        return own
 
     def describe(self) -> dict[str, int]:
         """Axis name -> size, for logs, fingerprints and manifests."""
         return dict(zip(self.names, self.shape, strict=True))
 
+    def _new_group(self, rows: Iterable[Sequence[int]], timeout: Any = None) -> ProcessGroup:
+        """Make a group of each row, and give the one that this rank is in; `ALONE` when there is none."""
+        import torch.distributed as dist
+
+        own = ALONE
+        for row in rows:
+            if len(row) > 1:
+                group = dist.new_group(list(row), timeout=timeout)
+                own = group if self.rank in row else own
+        return own
+
     def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
+        """The ranks of every group along `combo`, in the same order on all ranks."""
         fixed = [range(s) if n not in combo else (0,) for n, s in zip(self.names, self.shape, strict=True)]
         rows = []
         for base in itertools.product(*fixed):
@@ -171,6 +187,7 @@ class MpuMesh(Mesh):
         live = self.expand(self.names)
         if live and live not in self._groups:
             self._groups[live] = world  # type: ignore[assignment]
+        comm.open_transports(self.groups())
 
     def ranks(self, *axes: str) -> list[int]:
         """The ranks of the mpu's own group; it may lay ranks out in any order."""
@@ -178,6 +195,9 @@ class MpuMesh(Mesh):
 
         group = self.group(*axes)
         return [self.rank] if group is ALONE else dist.get_process_group_ranks(group)
+
+    def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
+        return [list(row) for row in sorted({tuple(row) for row in comm.all_gather_json(self.ranks(*combo))})]
 
 
 def _coordinates(mpu: Any, *kinds: str) -> tuple[int, int, Any] | None:

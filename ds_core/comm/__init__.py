@@ -5,11 +5,13 @@ Names load on first use, so that `import ds_core.comm` brings in no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ds_core.comm.collectives import (
         Work,
         all_gather,
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
         gather,
         irecv,
         isend,
-        meet,
+        open_transports,
         rank,
         recv,
         reduce,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from ds_core.comm.start import find_own, find_rendezvous, init_distributed, is_initialized, local_rank
 
 __all__ = [
+    "ALONE",
     "CommsLog",
     "CommsRow",
     "Work",
@@ -62,7 +65,7 @@ __all__ = [
     "label",
     "local_rank",
     "log_summary",
-    "meet",
+    "open_transports",
     "rank",
     "recv",
     "reduce",
@@ -74,12 +77,21 @@ __all__ = [
     "world_size",
 ]
 
+
+class _Alone:
+    def __repr__(self) -> str:
+        return "ALONE"
+
+
+ALONE = cast("ProcessGroup", _Alone())
+"""The group of this rank alone, over which collectives do nothing. (None means all ranks.)"""
+
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
         "collectives": (
             "Work all_gather all_gather_into_tensor all_reduce all_to_all_single barrier batch_isend_irecv "
-            "broadcast gather irecv isend meet rank recv reduce reduce_scatter_tensor scatter send "
+            "broadcast gather irecv isend open_transports rank recv reduce reduce_scatter_tensor scatter send "
             "world_size"
         ),
         "fingerprint": "check_ranks_agree",

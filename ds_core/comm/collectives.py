@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.comm import gloo, guard, shared
+from ds_core.comm import ALONE, gloo, guard, shared
 from ds_core.comm import log as comms_log
 from ds_core.comm.lane import AfterWork, Lane, Messages
 from ds_core.errors import CommError
-from ds_core.mesh import ALONE
 
 __all__ = [
     "Work",
@@ -37,8 +36,8 @@ __all__ = [
     "broadcast",
     "gather",
     "irecv",
-    "meet",
     "isend",
+    "open_transports",
     "rank",
     "recv",
     "reduce",
@@ -356,17 +355,19 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
     return _plain(dist.barrier(group, async_op), async_op)
 
 
-def meet(groups: Iterable[ProcessGroup]) -> None:
-    """Open the transports of `groups` now; a collective of each, so every rank names those it is in in one order."""
+def open_transports(groups: Iterable[ProcessGroup]) -> None:
+    """Open the transports of `groups` now. Collective over each: ranks give their groups in one order."""
     nothing = torch.empty(0)
     for group in groups:
+        if group is ALONE:
+            continue
         lane, _ = _route(group, nothing)
         if lane is None or lane.size == 1:
             continue
         if guard.active is None:
             shared.open_transport(lane)
         else:
-            guard.active.run("meet", group, lambda _, lane=lane: shared.open_transport(lane), (nothing,), {})
+            guard.active.run("open_transports", group, lambda _, lane=lane: shared.open_transport(lane), (nothing,), {})
 
 
 def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str]:

@@ -6,7 +6,7 @@ runs one collective at a time, on the group's lane, so that their order is that 
 
 [Note: when ranks meet] A meeting blocks until the group's ranks are all there. An asynchronous collective must not: a
 rank may first have to launch one on another group, where its peer meets already. So the groups of a mesh meet when they
-are made (`ds_core.comm.collectives.meet`); other groups at their first synchronous collective, which blocks anyhow.
+are made (`ds_core.comm.open_transports`); other groups at their first synchronous collective, which blocks anyhow.
 
 [Note: which way messages go] A receive must look where its message is, so the way of a group's messages is chosen once:
 the transport's, if it opened before the first of them on any rank, else the backend's. Tags other than 0 are always the

@@ -67,7 +67,7 @@ def _messages() -> list[Tensor]:
     from ds_core import comm
 
     group = dist.new_group()
-    comm.meet([group])
+    comm.open_transports([group])
     rank, size = comm.rank(), comm.world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     sent = [torch.arange(n) * 7 + rank for n in SIZES]

@@ -171,8 +171,7 @@ def in_groups() -> None:
 
 def _alone() -> list[float]:
     """Every collective over the group of this rank alone gives back what it got."""
-    from ds_core import comm
-    from ds_core.mesh import ALONE
+    from ds_core.comm import ALONE
 
     mine = torch.tensor([float(comm.rank() + 1)] * 3)
     values = [mine.clone() for _ in range(5)]

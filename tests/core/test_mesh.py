@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_core.comm import ALONE
 from ds_core.entries import Axis
 from ds_core.errors import ConfigError
-from ds_core.mesh import ALONE, plan_mesh
+from ds_core.mesh import plan_mesh
 from ds_core.testing import run_ranks
 
 

@@ -46,7 +46,7 @@ def fresh(ring: int = SMALL, ranks: list[int] | None = None, timeout: float | No
     shared.configure(ours.open_segment)
     group = dist.new_group(ranks, timeout=None if timeout is None else timedelta(seconds=timeout))
     if ranks is None or dist.get_rank() in ranks:
-        comm.meet([group])
+        comm.open_transports([group])
         assert isinstance(post(group), ours.SharedMemory)
     return group
 

@@ -164,7 +164,7 @@ def overlapping() -> None:
     data, reference = core_checks("test_collectives").data, core_checks("test_collectives").reference
     members = [[0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in members]
-    comm.meet(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)
+    comm.open_transports(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)
     flying = []
     for turn in range(4):
         for ranks, group in zip(members, groups, strict=True):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core.mesh import ALONE
+from ds_core.comm import ALONE
 from ds_moe.autoep_block import AutoEPMoELayer
 
 if TYPE_CHECKING:

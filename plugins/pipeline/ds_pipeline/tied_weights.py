@@ -106,17 +106,7 @@ class Ties:
 def _groups(ctx: Context, wanted: set[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
     """A process group for each set of stages, of this rank's column. Collective over all ranks."""
     mesh = ctx.mesh
-    if not wanted:
-        return {}
-    columns = sorted({tuple(row) for row in comm.all_gather_json(mesh.ranks("pp"))})
-    found = {}
-    for stages in sorted(wanted):
-        if len(stages) == mesh.size("pp"):
-            found[stages] = mesh.group("pp")
-            continue
-        for column in columns:
-            ranks = [column[s] for s in stages]
-            group = torch.distributed.new_group(ranks)
-            if mesh.rank in ranks:
-                found[stages] = group
-    return found
+    return {
+        stages: mesh.group("pp") if len(stages) == mesh.size("pp") else mesh.own_group("pp", only=stages)
+        for stages in sorted(wanted)
+    }

@@ -255,15 +255,7 @@ def _channels(ctx: Context, stages: int, chunks: int) -> dict[str, Any]:
     if chunks == 1:
         names -= {"act wrap", "grad wrap"}
     found: dict[str, Any] = {"act 0": mesh.group("pp")}
-    columns = sorted({tuple(row) for row in comm.all_gather_json(mesh.ranks("pp"))})
-    for name in sorted(names - set(found)):
-        for column in columns:
-            group = torch.distributed.new_group(list(column))
-            if mesh.rank in column:
-                found[name] = group
-    if ctx.accelerator.device_type == "cpu":
-        comm.meet(found[name] for name in sorted(found))
-    return found
+    return found | {name: mesh.own_group("pp") for name in sorted(names - set(found))}
 
 
 def _divides(count: int, tensor: Tensor) -> bool:

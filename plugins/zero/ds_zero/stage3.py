@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.mesh import Mesh
     from ds_core.partition import StateSource
     from ds_zero.config import ZeroConfig
     from ds_zero.grads import Reducer
@@ -166,7 +167,7 @@ class Stage3(ZeroPartitioner):
         self.gathering.refresh()
 
     def _make_reducer(self) -> Reducer:
-        self._groups = _own_groups(self.ctx, {b.axes for b in self.buckets if b.world > 1})
+        self._groups = _own_groups(self.ctx.mesh, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
         return make_reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
 
@@ -274,11 +275,9 @@ def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:
         param.ds_status = ZeroParamStatus.AVAILABLE
 
 
-def _own_groups(ctx: Context, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
-    """A second process group along each of the `wanted` sets of axes. Collective over all ranks."""
-    if ctx.world_size == 1:
+def _own_groups(mesh: Mesh, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
+    """A second process group along each set of axes that any rank wants. Collective over all ranks."""
+    if mesh.world_size == 1:
         return {}
-    mine = {axes: sorted(ctx.mesh.ranks(*axes)) for axes in sorted(wanted)}
-    rows = sorted({tuple(row) for rows in comm.all_gather_json(list(mine.values())) for row in rows})
-    made = {row: torch.distributed.new_group(list(row)) for row in rows}
-    return {axes: made[tuple(row)] for axes, row in mine.items()}
+    everywhere = {tuple(axes) for rank in comm.all_gather_json(sorted(wanted)) for axes in rank}
+    return {axes: mesh.own_group(*axes) for axes in sorted(everywhere)}
