@@ -31,10 +31,10 @@ from ds_core.process import STATE
 from ds_core.whole import WHEN, agree_kind, flags, no_state, owner, put_together, states_of, whole_grads
 
 if TYPE_CHECKING:
-    from ds_core.engine import Engine
     from ds_core.param_shard import ParamShard, Ranges
+    from ds_core.running import RunningEngine
 
-    _Found = tuple[ParamShard, Engine]
+    _Found = tuple[ParamShard, RunningEngine]
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -338,12 +338,12 @@ def _check_trainable(who: str, held: ParamShard) -> None:
         raise UsageError(f"{who}: parameter {held.name!r} is frozen, so the step must not change it; thaw it first")
 
 
-def _divided(grad: Tensor, engine: Engine) -> Tensor:
+def _divided(grad: Tensor, engine: RunningEngine) -> Tensor:
     """`grad`, a copy, divided in place by what the step still divides by; see [Note: which gradient]."""
     return grad if (by := engine.partitioner.window.divisor) == 1 else grad.div_(by)
 
 
-def _undivided(value: Tensor, engine: Engine) -> Tensor:
+def _undivided(value: Tensor, engine: RunningEngine) -> Tensor:
     """The reverse, for what is set: the step will divide it."""
     return value if (by := engine.partitioner.window.divisor) == 1 else value * by
 

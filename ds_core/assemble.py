@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
+from ds_core.batches import make_loader
 from ds_core.comm import guard, shared
 from ds_core.communicating import SelfReduced
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
-from ds_core.data import DistributedLoader
 from ds_core.engine import Engine, required
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import ConfigError, DSError, UsageError
@@ -43,6 +43,8 @@ from ds_core.runner import Sequential
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+    from ds_core.data import DistributedLoader
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -147,7 +149,7 @@ def initialize(
         partitioner.meet(built)
     scheduler = _make_scheduler(lr_scheduler, built, chosen)
     monitors = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
-    loader = _make_loader(ctx, training_data, collate_fn)
+    loader = make_loader(ctx, training_data, collate_fn=collate_fn) if training_data is not None else None
     engine = Engine(
         ctx,
         partitioner=partitioner,
@@ -481,17 +483,4 @@ def _make_scheduler(given: Any, optimizer: Optimizer | None, chosen: Composition
         return given(optimizer)
     raise UsageError(
         f"lr_scheduler must have step() and state_dict(), or be a function of the optimizer; got {type(given).__name__}"
-    )
-
-
-def _make_loader(ctx: Context, dataset: Any, collate_fn: Any) -> DistributedLoader | None:
-    if dataset is None:
-        return None
-    return DistributedLoader(
-        dataset,
-        ctx.batch.micro,
-        replicas=ctx.mesh.size("dp"),
-        index=ctx.mesh.index("dp"),
-        drop_last=ctx.config.core.dataloader_drop_last,
-        collate_fn=collate_fn,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,38 +17,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core import checkpoint, comm, joint
+from ds_core import checkpoint, joint
 from ds_core.absent import no_attribute
-from ds_core.config.batch import Batch, with_micro_batch_size, with_train_batch_size
-from ds_core.data import DistributedLoader
+from ds_core.accumulation import Accumulation
+from ds_core.batches import Batches, make_loader
+from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
 from ds_core.ended import end
 from ds_core.errors import UsageError
+from ds_core.evaluation import evaluate, mean_over_dp
 from ds_core.params import GradNorm
 from ds_core.precision import LossScaler, autocast_context, cast_floats
 from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
+from ds_core.running import RunningEngine
 from ds_core.runstate import load_run_state, run_state
-from ds_core.window import Window
 from ds_core.zerograd import unwatch_zero_grad, watch_zero_grad
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.data import DistributedLoader
     from ds_core.partition import Partitioner
     from ds_core.runner import Runner
 
 __all__ = ["Engine", "required"]
 
-log = logging.getLogger("ds_core.engine")
 
-
-class Engine:
+class Engine(RunningEngine):
     """A model being trained. Made by `ds_core.initialize`; unknown attributes are the partitioner's `methods`, then
     the module's.
 
-    module: the (transformed) model, its parameter names as they were. optimizer: the torch optimizer; under 16-bit
-    modes it holds the fp32 master weights. micro_steps, global_steps, global_samples, skipped_steps: counters.
+    Its parts, counters and getters: `RunningEngine`.
     """
 
     def __init__(
@@ -72,19 +71,11 @@ class Engine:
         self.training_dataloader, self._collate_fn = loader, collate_fn
         self.config = ctx.config
         self.monitor = reporter.monitor
-        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self._batch = ctx.batch
         self._report = reporter
         self._timers = reporter.timers
-        self._norm: float | None = None
-        self._applied = False
-        self._forced_boundary: bool | None = None
-        self._managed = ctx.config.core.managed_gradient_accumulation
-        self._quiet = self._coalescing = False  # inside no_sync, coalesce_grad_reduction
-        self._window = partitioner.window = Window(self._batch.gas, counts=not self._managed)
-        self._coming: Batch | None = None  # set in the middle of a window, for the next one
-        self._train_iterator: Iterator[Any] | None = None
-        self._given_iterator: Iterator[Any] | None = None
+        self._batches = Batches(loader)
+        self._accumulation = Accumulation(ctx, partitioner, self._batches)
+        self._window = self._accumulation.window
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
@@ -92,15 +83,14 @@ class Engine:
             ctx.mesh,
             partitioner.axes(),
             lambda device, dtype: ctx.kernels.get("squared_norm", device, str(dtype).removeprefix("torch.")),
-            like=[p for g in self._groups() for p in g["params"]],
+            like=[p for g in self.param_groups() for p in g["params"]],
         )
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
         self._distributed = ctx.mesh.size("dp") > 1 or partitioner.partitions_gradients
         self._schedule_needs = required(lr_scheduler.step) if lr_scheduler is not None else ()
-        self._num_optimized = sum(len(g["params"]) for g in self._groups())
+        self._num_optimized = sum(len(g["params"]) for g in self.param_groups())
         self.serial = STATE.next_serial()
-        self._update_sync()
         STATE.engines.add(self)
         joint.enter(self.serial, partitioner, ctx.mesh, ctx.accelerator.current_device())
         STATE.taken[partitioner] = Taken(weakref.ref(self), weakref.ref(self.module))
@@ -141,7 +131,7 @@ class Engine:
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
-        self._check_loss(loss)
+        self.check_loss(loss)
         self._window.scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
 
@@ -167,25 +157,26 @@ class Engine:
                 "engine.coalesce_grad_reduction()"
             )
         self._refuse_by_hand("backward")
-        self._check_loss(loss)
-        gas = self._batch.gas if scale_wrt_gas else 1
+        self.check_loss(loss)
+        gas = self.ctx.batch.gas if scale_wrt_gas else 1
         self._backward(loss, gas, retain_graph)
         shown = loss / gas if gas > 1 else loss
         return shown.detach() if release_loss else shown
 
     def backward_micro(self, loss: Tensor, *, last: bool) -> None:
         """For runners: backward of one micro-batch's loss; gradients are reduced after the `last`."""
-        self._check_loss(loss)
+        self.check_loss(loss)
         self.partitioner.sync = last
-        self._backward(loss, self._batch.gas, False)
+        self._backward(loss, self.ctx.batch.gas, False)
 
     def _backward(self, loss: Tensor, gas: int, retain_graph: bool) -> None:
         self._window.drive()
-        factor = self._factor(gas)
+        factor = self.loss_factor(gas)
         root = loss * factor if factor != 1.0 else loss
-        self._report.loss(loss if gas == self._batch.gas else loss.detach() * self._batch.gas)
+        wanted = self.ctx.batch.gas
+        self._report.loss(loss if gas == wanted else loss.detach() * wanted)
         outer = STATE.driver, STATE.factor
-        STATE.driver, STATE.factor = self.partitioner, self._factor()
+        STATE.driver, STATE.factor = self.partitioner, self.loss_factor()
         try:
             if not self._distributed and self._timers is None:
                 root.backward(retain_graph=retain_graph)
@@ -202,11 +193,8 @@ class Engine:
         finally:
             STATE.driver, STATE.factor = outer
 
-    def _factor(self, gas: int | None = None) -> float:
-        """What losses are multiplied by before backward; gas: by how much they are divided, if not as usual."""
-        return (self.scaler.scale if self.scaler is not None else 1.0) / (gas or self._batch.gas)
-
-    def _check_loss(self, loss: Any) -> None:
+    def check_loss(self, loss: Any) -> None:
+        """Raise UsageError unless `loss` is a scalar tensor with a graph."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"the loss must be a scalar tensor, got {shown}; reduce it with .mean() or .sum()")
@@ -219,54 +207,35 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming `step` updates the weights."""
-        if self._forced_boundary is not None:
-            return self._forced_boundary
-        return not self._managed or self._window.at_boundary
+        return self._accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next `step` updates; None goes back to counting."""
-        self._forced_boundary = is_boundary
-        self._update_sync()
+        self._accumulation.force_boundary(is_boundary)
 
-    def _update_sync(self) -> None:
-        # Without managed accumulation any backward may be followed by another, so the step reduces.
-        counted = self._managed or self._forced_boundary is not None
-        self.partitioner.sync = (
-            counted and not self._quiet and not self._coalescing and self.is_gradient_accumulation_boundary()
-        )
-        self.partitioner.hold = self._coalescing or self._quiet
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """No gradient is reduced inside; the backward after the block (or the step) reduces what has accumulated."""
         self._refuse_by_hand("no_sync")
-        assert not self.partitioner.partitions_gradients, (
-            "no_sync cannot be used when gradients are partitioned over ranks"
-        )
-        assert not self._quiet, "no_sync cannot be nested"
-        assert not self._coalescing, "no_sync cannot be used inside coalesce_grad_reduction"
-        self._quiet = True
-        self._update_sync()
-        try:
-            yield
-        finally:
-            self._quiet = False
-            self._update_sync()
+        return self._accumulation.no_sync()
 
-    @contextlib.contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
+    def coalesce_grad_reduction(self) -> contextlib.AbstractContextManager[None]:
         """Several backwards inside, one reduction of their sum on exit (when at the boundary)."""
         self._refuse_by_hand("coalesce_grad_reduction")
-        if self._coalescing or self._quiet:
-            raise UsageError("coalesce_grad_reduction cannot be nested, neither in itself nor in no_sync")
-        self._coalescing = True
-        self._update_sync()
-        try:
-            yield
-        finally:
-            self._coalescing = False
-            self._update_sync()
-        self.partitioner.finish()
+        return self._accumulation.coalesced()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError otherwise).
+
+        In the middle of an accumulation window it holds from the next window on, and so do the getters.
+        """
+        self._accumulation.set_batch(with_train_batch_size, train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch, and with it the batch; accumulation steps stay. Takes effect as the train size does.
+
+        The engine's own loader follows from its next iteration on (`train_batch` starts one at once).
+        """
+        self._accumulation.set_batch(with_micro_batch_size, micro_batch_size)
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -277,24 +246,19 @@ class Engine:
         ``skipped_steps += 1``. lr_kwargs go to the schedule's ``step``. Collective at the boundary.
         """
         self._refuse_by_hand("step")
-        if self._quiet or self._coalescing:
-            raise UsageError(
-                "step() inside no_sync() or coalesce_grad_reduction(): gradients are not reduced yet; call "
-                "it after the block"
-            )
-        self._window.check(self._factor(), scales=self.scaler is not None)
-        if self.is_gradient_accumulation_boundary():
+        self._accumulation.check_step(self.loss_factor(), scales=self.scaler is not None)
+        if self._accumulation.at_boundary:
             self._update(lr_kwargs)
         else:
             self._applied = False
             self._window.next_micro()
         self.micro_steps += 1
-        self._update_sync()
+        self._accumulation.update()
 
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """One optimizer step over gradients that all micro-batches have contributed to."""
         report = self._report
-        if sum(len(g["params"]) for g in self._groups()) != self._num_optimized:
+        if sum(len(g["params"]) for g in self.param_groups()) != self._num_optimized:
             raise UsageError(
                 "parameters were added to the optimizer after initialize, which neither reduces nor clips "
                 "them; give all "
@@ -328,14 +292,9 @@ class Engine:
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        batch = self._batch
-        self.global_samples += batch.train if self._managed else batch.train // batch.gas * self._window.backwards
+        self.global_samples += self._accumulation.samples()
         report.step_end(self)
-        self._begin_window()
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the weights."""
-        return self._applied
+        self._accumulation.begin_window()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. `step` has done so already; gradients are always dropped, not filled with zeros."""
@@ -347,23 +306,8 @@ class Engine:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
-        self.partitioner.zero_grad()
-        self._window.drop()
-        if STATE.joint is not None:
-            STATE.joint.forget()
+        self._accumulation.drop_gradients()
         self._report.drop_loss()
-
-    def _begin_window(self) -> None:
-        """No gradients are there; batch sizes that were set in the middle of a window hold from now on."""
-        if (batch := self._coming) is not None:
-            if self.training_dataloader is not None and batch.micro != self._batch.micro:
-                self.training_dataloader.set_batch_size(batch.micro)
-                self._train_iterator = None
-            self._batch, self.ctx.batch, self._coming = batch, batch, None
-            self.partitioner.rewatch()
-        self._window.restart(self._batch.gas)
-        if STATE.joint is not None:
-            STATE.joint.forget()
 
     # -- whole batches ---------------------------------------------------------------------------------------
 
@@ -377,24 +321,23 @@ class Engine:
             raise UsageError("train_batch needs gradients; it was called under torch.no_grad()")
         if not self.module.training:
             self.module.train()
-        batches = data_iter if data_iter is not None else self._own_batches()
+        batches = data_iter if data_iter is not None else self._batches.iterator()
         try:
-            loss = self.runner.train(self, iter(batches), self._batch.gas)
+            loss = self.runner.train(self, iter(batches), self.ctx.batch.gas)
         except BaseException:  # whatever stopped it, the next batch starts afresh
             self.partitioner.zero_grad()
             self._report.drop_loss()
-            self._begin_window()
-            self._update_sync()
+            self._accumulation.begin_window()
+            self._accumulation.update()
             raise
-        loss = self._mean_over_dp(loss)
+        loss = mean_over_dp(loss, self.ctx.mesh)
         self._report.set_loss(loss)
         self._window.take_batch()
         self._update(None)
-        self.micro_steps += self._batch.gas
-        self._update_sync()
+        self.micro_steps += self.ctx.batch.gas
+        self._accumulation.update()
         return loss
 
-    @torch.no_grad()
     def eval_batch(
         self,
         data_iter: Iterator[Any],
@@ -410,59 +353,23 @@ class Engine:
         alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone. bcast_loss:
         False leaves the loss where it was made, in a pipeline on the last stage; other ranks have None.
         """
-        if reduce_output not in ("avg", None):
-            raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
-        modes = [(m, m.training) for m in self.module.modules()]
-        self.module.eval()
-        try:
-            loss, outputs = self.runner.evaluate(
-                self,
-                iter(data_iter),
-                num_micro_batches or self._batch.gas,
-                return_logits=return_logits or not compute_loss,
-                compute_loss=compute_loss,
-            )
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        if not compute_loss:
-            return outputs
-        if not bcast_loss and not self.runner.makes_loss:
-            loss = None
-        if loss is not None and reduce_output == "avg":
-            loss = self._mean_over_dp(loss)
-        return (loss, outputs) if return_logits else loss
-
-    def _mean_over_dp(self, loss: Tensor) -> Tensor:
-        if self.ctx.mesh.size("dp") == 1:
-            return loss
-        total = loss.detach().float() if loss.dtype in (torch.float16, torch.bfloat16) else loss.detach().clone()
-        comm.all_reduce(total, group=self.ctx.mesh.group("dp"))
-        return total / self.ctx.mesh.size("dp")
+        return evaluate(
+            self,
+            iter(data_iter),
+            num_micro_batches or self.ctx.batch.gas,
+            return_logits=return_logits,
+            compute_loss=compute_loss,
+            reduce_output=reduce_output,
+            bcast_loss=bcast_loss,
+        )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """What `train_batch` takes its micro-batches from when it is given nothing."""
-        self._given_iterator = iterator
+        self._batches.set_iterator(iterator)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """The same, from a loader that is started again whenever it ends."""
-        from ds_core.data import RepeatingLoader
-
-        self._given_iterator = iter(RepeatingLoader(loader))
-
-    def _own_batches(self) -> Iterator[Any]:
-        if self._given_iterator is not None:
-            return self._given_iterator
-        if self.training_dataloader is None:
-            raise UsageError(
-                "train_batch() without an iterator needs training_data in initialize(), or set_dataiterator(); or pass "
-                "an iterator"
-            )
-        if self._train_iterator is None:
-            from ds_core.data import RepeatingLoader
-
-            self._train_iterator = iter(RepeatingLoader(self.training_dataloader))
-        return self._train_iterator
+        self._batches.set_loader(loader)
 
     def deepspeed_io(
         self,
@@ -475,100 +382,18 @@ class Engine:
         num_local_io_workers: int | None = None,
     ) -> DistributedLoader:
         """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any other."""
-        mesh = self.ctx.mesh
-        return DistributedLoader(
+        return make_loader(
+            self.ctx,
             dataset,
-            batch_size or self._batch.micro,
-            replicas=mesh.size("dp"),
-            index=mesh.index("dp"),
+            batch_size,
             shuffle=route == "train",
-            drop_last=self.config.core.dataloader_drop_last,
             collate_fn=collate_fn or self._collate_fn,
             num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.ctx.accelerator.device_type != "cpu",
+            pin_memory=pin_memory,
             sampler=data_sampler,
         )
 
-    # -- reading and setting ---------------------------------------------------------------------------------
-
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self._batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per rank per forward."""
-        return self._batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self._batch.gas
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the batch by changing the accumulation steps; a multiple of micro x dp (ValueError otherwise).
-
-        In the middle of an accumulation window it holds from the next window on, and so do the getters.
-        """
-        self._set_batch(with_train_batch_size, train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch; accumulation steps stay. Takes effect as the train size does.
-
-        The engine's own loader follows from its next iteration on (`train_batch` starts one at once).
-        """
-        self._set_batch(with_micro_batch_size, micro_batch_size)
-
-    def _set_batch(self, change: Callable[[Batch, int, int], Batch], size: int) -> None:
-        self._coming = change(self._coming or self._batch, size, self.ctx.mesh.size("dp"))
-        if not self._window.open:
-            self._begin_window()
-            self._update_sync()
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train_batch_size, micro batch size, accumulation steps)."""
-        return self._batch.train, self._batch.micro, self._batch.gas
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer is not None else []
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        return [float(g.get("lr", 0.0)) for g in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum (or betas) of each parameter group."""
-        return [g["momentum"] if "momentum" in g else g.get("betas") for g in self._groups()]
-
-    def get_type(self) -> list[str | None]:
-        """The ``type`` that each parameter group carries, if any."""
-        return [g.get("type") for g in self._groups()]
-
-    def get_global_grad_norm(self) -> float | None:
-        """L2 norm of all gradients, unscaled, before clipping, at the last update; None before the first."""
-        return self._norm
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale; 1 without a scaler."""
-        return self.scaler.scale if self.scaler is not None else 1.0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are partitioned over ranks (ZeRO stages 2 and 3), which rules out `no_sync`."""
-        return self.partitioner.partitions_gradients
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module's inputs should be."""
-        return self.ctx.accelerator.current_device()
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank."""
-        return self.ctx.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self.ctx.world_size
+    # -- the module ------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module into training mode (or evaluation)."""
@@ -660,9 +485,9 @@ class Engine:
         load_run_state(self, state, optimizer=optimizer, scheduler=scheduler)
         self.partitioner.zero_grad()
         self._report.drop_loss()
-        self._begin_window()
-        self._train_iterator = None
-        self._update_sync()
+        self._accumulation.begin_window()
+        self._batches.restart()
+        self._accumulation.update()
 
     def destroy(self) -> None:
         """Close monitors, remove hooks and free buffers; the module stays usable on its own.

@@ -18,7 +18,7 @@ from ds_core.stash import StashKey
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
-    from ds_core.engine import Engine
+    from ds_core.running import RunningEngine
 
 __all__ = [
     "DTYPES",
@@ -234,7 +234,7 @@ def _autocast_modules(names: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def init_autocast_params(
-    engine: Engine, dtype: torch.dtype, torch_autocast_lower_precision_safe_modules: list[str] | None = None
+    engine: RunningEngine, dtype: torch.dtype, torch_autocast_lower_precision_safe_modules: list[str] | None = None
 ) -> None:
     """Let the gradients of the named module classes travel in `dtype`; call it before the first backward.
 

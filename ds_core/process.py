@@ -17,9 +17,9 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from ds_core.engine import Engine
     from ds_core.joint import Joint
     from ds_core.partition import Partitioner
+    from ds_core.running import RunningEngine
 
 log = logging.getLogger("ds_core")
 
@@ -30,7 +30,7 @@ __all__ = ["STATE", "ProcessState", "Taken", "make_free", "reset", "tell_once"]
 class Taken:
     """Who has a model; none of it is kept alive by this."""
 
-    engine: weakref.ref[Engine]
+    engine: weakref.ref[RunningEngine]
     module: weakref.ref[nn.Module]
 
 
@@ -45,7 +45,7 @@ class ProcessState:
     joint: ends the backwards of several engines. taken: the partitioners that have hooks on a model, with both.
     """
 
-    engines: weakref.WeakSet[Engine] = field(default_factory=weakref.WeakSet)
+    engines: weakref.WeakSet[RunningEngine] = field(default_factory=weakref.WeakSet)
     made: int = 0
     told: set[str] = field(default_factory=set)
     driver: Partitioner | None = None

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from torch import Tensor
 
-    from ds_core.engine import Engine
+    from ds_core.running import RunningEngine
+
 
 __all__ = ["Bar", "progress"]
 
@@ -22,7 +23,7 @@ PLAIN_EVERY_SECONDS = 5.0
 class Bar:
     """What `progress` yields: call `update` after each optimizer step."""
 
-    def __init__(self, engine: Engine, total: int, live: Progress | None) -> None:
+    def __init__(self, engine: RunningEngine, total: int, live: Progress | None) -> None:
         self._engine, self._total, self._live = engine, total, live
         self._start, self._first = time.monotonic(), engine.global_samples
         self._said = self._start
@@ -50,7 +51,7 @@ class Bar:
 
 
 @contextlib.contextmanager
-def progress(engine: Engine, total: int) -> Iterator[Bar]:
+def progress(engine: RunningEngine, total: int) -> Iterator[Bar]:
     """A `Bar` that counts `engine.global_steps` up to `total`."""
     if engine.global_rank != 0 or not sys.stdout.isatty():
         yield Bar(engine, total, None)

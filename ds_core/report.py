@@ -15,9 +15,9 @@ from ds_core.timers import PhaseTimers, Throughput
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.engine import Engine
     from ds_core.partition import Partitioner
     from ds_core.precision import LossScaler
+    from ds_core.running import RunningEngine
 
 __all__ = ["Reporter"]
 
@@ -92,7 +92,7 @@ class Reporter:
                 len(names),
             )
 
-    def step_end(self, engine: Engine) -> None:
+    def step_end(self, engine: RunningEngine) -> None:
         """An optimizer step is done or was skipped; counters are up to date."""
         timings = self.timers.end_step() if self.timers is not None else None
         timings = timings if self._timed else None
@@ -110,7 +110,7 @@ class Reporter:
                 self._print(engine, metrics, timings)
         self._losses.clear()
 
-    def _metrics(self, engine: Engine) -> dict[str, float]:
+    def _metrics(self, engine: RunningEngine) -> dict[str, float]:
         lr = engine.get_lr()
         metrics = {
             "lr": lr[0] if lr else 0.0,
@@ -125,7 +125,7 @@ class Reporter:
         return metrics
 
     def _events(
-        self, engine: Engine, metrics: dict[str, float], timings: dict[str, float] | None
+        self, engine: RunningEngine, metrics: dict[str, float], timings: dict[str, float] | None
     ) -> list[tuple[str, float, int]]:
         x = engine.global_samples
         events = [("Train/Samples/lr", metrics["lr"], x)]
@@ -137,7 +137,7 @@ class Reporter:
             events += [(f"Train/Samples/elapsed_time_ms_{phase}", ms, x) for phase, ms in timings.items()]
         return events
 
-    def _print(self, engine: Engine, metrics: dict[str, float], timings: dict[str, float] | None) -> None:
+    def _print(self, engine: RunningEngine, metrics: dict[str, float], timings: dict[str, float] | None) -> None:
         if self.ctx.rank != 0:
             return
         parts = [

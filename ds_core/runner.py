@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_core.engine import Engine
+    from ds_core.running import RunningEngine
 
 __all__ = ["Runner", "Sequential", "call_with_batch", "loss_of"]
 
@@ -28,7 +28,7 @@ class Runner(ABC):
     manual_reason = ""
 
     @abstractmethod
-    def train(self, engine: Engine, batches: Iterator[Any], count: int) -> Tensor:
+    def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """Pull `count` micro-batches, run forward and backward of each through ``engine.backward_micro``.
 
         Returns the mean loss over this rank's micro-batches, a detached 0-d tensor. Lets StopIteration through
@@ -37,7 +37,13 @@ class Runner(ABC):
 
     @abstractmethod
     def evaluate(
-        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool, compute_loss: bool = True
+        self,
+        engine: RunningEngine,
+        batches: Iterator[Any],
+        count: int,
+        *,
+        return_logits: bool,
+        compute_loss: bool = True,
     ) -> tuple[Tensor | None, Any]:
         """Forward only: (mean loss or None when the module gives none, the outputs when asked).
 
@@ -48,7 +54,7 @@ class Runner(ABC):
 class Sequential(Runner):
     """Micro-batches one after the other, forward then backward; the module's output holds the loss."""
 
-    def train(self, engine: Engine, batches: Iterator[Any], count: int) -> Tensor:
+    def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """See `Runner.train`."""
         total: Tensor | None = None
         for index in range(count):
@@ -60,7 +66,13 @@ class Sequential(Runner):
         return total / count
 
     def evaluate(
-        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool, compute_loss: bool = True
+        self,
+        engine: RunningEngine,
+        batches: Iterator[Any],
+        count: int,
+        *,
+        return_logits: bool,
+        compute_loss: bool = True,
     ) -> tuple[Tensor | None, Any]:
         """See `Runner.evaluate`; the module takes whole batches, and gives a loss with its outputs or none."""
         losses, outputs = [], []

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from ds_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ds_core.engine import Engine
+    from ds_core.running import RunningEngine
 
 __all__ = ["load_run_state", "run_state"]
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
-def run_state(engine: Engine) -> dict[str, Any]:
+def run_state(engine: RunningEngine) -> dict[str, Any]:
     """A fresh dict of plain values (and whatever the schedule's own state holds)."""
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     loader = engine.training_dataloader
@@ -30,7 +30,7 @@ def run_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def load_run_state(engine: Engine, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
+def load_run_state(engine: RunningEngine, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
     """Put `state` back; raises CheckpointError, with nothing changed, when its optimizer groups do not fit."""
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     saved = state["optimizer_groups"]

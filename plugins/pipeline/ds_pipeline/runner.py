@@ -28,7 +28,7 @@ from ds_pipeline.validate import ScheduleError, check
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.engine import Engine
+    from ds_core.running import RunningEngine
     from ds_pipeline.config import PipelineConfig
 
 __all__ = ["PipelineRunner", "prepare"]
@@ -118,7 +118,7 @@ class PipelineRunner(Runner):
 
     # -- batches ---------------------------------------------------------------------------------------------
 
-    def train(self, engine: Engine, batches: Iterator[Any], count: int) -> Tensor:
+    def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """See `Runner.train`."""
         self._engine, self._count, self._train, self._with_loss = engine, count, True, True
         partitioner = engine.partitioner
@@ -131,7 +131,13 @@ class PipelineRunner(Runner):
         return loss
 
     def evaluate(
-        self, engine: Engine, batches: Iterator[Any], count: int, *, return_logits: bool, compute_loss: bool = True
+        self,
+        engine: RunningEngine,
+        batches: Iterator[Any],
+        count: int,
+        *,
+        return_logits: bool,
+        compute_loss: bool = True,
     ) -> tuple[Tensor | None, Any]:
         """See `Runner.evaluate`; the outputs are on the last stage, the loss everywhere."""
         self._engine, self._count, self._train, self._with_loss = engine, count, False, compute_loss
@@ -312,9 +318,8 @@ class PipelineRunner(Runner):
         for name, value in (self.module.get_additional_losses() or {}).items():
             self._extra[name] = self._extra.get(name, 0.0) + float(value)
         if self._train:
-            self._engine._check_loss(loss)
-            scaler = self._engine.scaler
-            factor = (scaler.scale if scaler is not None else 1.0) / self._count
+            self._engine.check_loss(loss)
+            factor = self._engine.loss_factor(self._count)
             slot.outputs = [loss * factor if factor != 1.0 else loss]
 
     def _send_activation(self, what: s.BufferOpInstruction) -> None:
