@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ds_kernel_kit import references
 from ds_ops_cuda import fused, kernels
 from ds_ops_cuda.extension import available
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_core.kernels import references
 from ds_core.params import squared_norm
 
 ADAM = {"step": 3, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -320,14 +320,14 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
         "mesh": str(ctx.mesh.describe()),
     }
     dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
-    ctx.kernels.settle(ctx.accelerator.device_type, dtype)
+    ctx.kernels.resolve_all(ctx.accelerator.device_type, dtype)
     ctx.kernels.get("collectives", "cpu")
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
 
 def _tell_kernels(kernels: Kernels) -> None:
     """One line on who serves the kernels, where it is not the references, and one on what stands in the way."""
-    served, missed = kernels.told()
+    served, missed = kernels.summary()
     if any(not name.startswith("reference ") for name in kernels.resolved().values()):
         log.info("kernels: %s", served)
     if missed:

@@ -24,13 +24,8 @@ def ds_accelerators() -> Iterable[AcceleratorEntry]:
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """The references, which serve any tensor on any device."""
-    ops = ("accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd")
-    return (
-        KernelEntry("collectives", "reference", "ds_core.comm.shared:backend_only", 0),
-        KernelEntry("squared_norm", "reference", "ds_core.params:squared_norm", 0),
-        *(KernelEntry(op, "reference", f"ds_core.kernels.references:{op}", 0) for op in ops),
-    )
+    """The backend's collectives."""
+    return (KernelEntry("collectives", "reference", "ds_core.comm.shared:backend_only", 0),)
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

@@ -25,7 +25,7 @@ from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
 from ds_core.ended import end
 from ds_core.errors import UsageError
 from ds_core.evaluation import evaluate, mean_over_dp
-from ds_core.params import GradNorm
+from ds_core.params import GradNorm, squared_norm
 from ds_core.precision import LossScaler, autocast_context, cast_floats
 from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
@@ -82,7 +82,9 @@ class Engine(RunningEngine):
         self._global_norm = GradNorm(
             ctx.mesh,
             partitioner.axes(),
-            lambda device, dtype: ctx.kernels.get("squared_norm", device, str(dtype).removeprefix("torch.")),
+            lambda device, dtype: ctx.kernels.get(
+                "squared_norm", device, str(dtype).removeprefix("torch."), squared_norm
+            ),
             like=[p for g in self.param_groups() for p in g["params"]],
         )
         # What every forward and backward would otherwise ask again.

@@ -134,9 +134,9 @@ class KernelEntry(_Record):
     """One provider of one named operation; the highest available `priority` serves.
 
     devices, dtypes: torch names without the ``torch.`` (``"cpu"``, ``"float32"``); empty means any.
-    By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the `ds_core.kernels.build.Extension`
+    By convention cuda 30, triton 20, cpp 10, reference 0. build: reference to the `ds_kernel_kit.build.Extension`
     that is compiled on first use, for ``dscore ops build``. check: for an operation of the plugin's own, reference to a
-    function like those in `ds_core.testing.kernels.CHECKS`, for ``dscore ops test`` and `KernelConformance`.
+    function like those in `ds_kernel_kit.comparisons.CHECKS`, for ``dscore ops test`` and `KernelConformance`.
     """
 
     op: str

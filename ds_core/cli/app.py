@@ -65,7 +65,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode="rich" if sys.stdout.isatty() else None,
         pretty_exceptions_enable=False,
     )
-    from ds_core.cli import checkpoint, config, doctor, ops, plugins, run
+    from ds_core.cli import checkpoint, config, doctor, plugins, run
 
     app.callback()(_global_options)
     # Options may be spelt with underscores too, as in the documents.
@@ -75,7 +75,6 @@ def make_app() -> typer.Typer:
     app.command("doctor")(doctor.doctor)
     app.add_typer(config.make_app(), name="config")
     app.add_typer(checkpoint.make_app(), name="checkpoint")
-    app.add_typer(ops.make_app(), name="ops")
     return app
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError
 from ds_core.plugins import Found, Plugins, PluginState
 
@@ -115,10 +116,11 @@ def _accelerator(plugins: Plugins) -> Iterator[Finding]:
 
 
 def _kernel_cache(plugins: Plugins) -> Iterator[Finding]:
-    from ds_core.kernels.folder import cache_folder
-
+    if importlib.util.find_spec("ds_kernel_kit") is None:
+        return
+    folder = resolve("ds_kernel_kit.cache:cache_folder")
     try:
-        yield Finding("kernel cache", "ok", str(cache_folder(make=False)))
+        yield Finding("kernel cache", "ok", str(folder(make=False)))
     except DSError as error:
         found, _, mend = str(error).rpartition("; ")
         yield Finding("kernel cache", "fault", found, mend)

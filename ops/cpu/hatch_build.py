@@ -1,6 +1,6 @@
 """With ``DS_BUILD_OPS=1``, the wheel carries the compiled kernels (for this Python and platform); else sources only.
 
-What compiles is the builder in ds-core, which is taken from this checkout where it is not installed; it loads no torch.
+What compiles is the builder of ds-kernel-kit, taken from this checkout where it is not installed. No torch is loaded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """See hatchling."""
         if not self.wanted() or version == "editable":
             return
-        for folder in (HERE, HERE.parent.parent):
-            if (folder / "ds_core").is_dir() or (folder / "ds_ops_cpu").is_dir():
+        for folder, package in (
+            (HERE, "ds_ops_cpu"),
+            (HERE.parent.parent, "ds_core"),
+            (HERE.parent / "kernel_kit", "ds_kernel_kit"),
+        ):
+            if (folder / package).is_dir():
                 sys.path.insert(0, str(folder))
+        from ds_kernel_kit.build import prebuild
         from ds_ops_cpu.extension import EXTENSION
-
-        from ds_core.kernels.build import prebuild
 
         assert EXTENSION.prebuilt is not None
         for file in prebuild(EXTENSION, Path(self.directory) / "prebuilt"):

@@ -53,6 +53,8 @@ def made() -> str:
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
         catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
+    kernels = [(e, a.plugin.dist) for a in plugins.offers("ds_kernels") for e in a.value if a.plugin.dist in folders]
+    catalogue["kernels"] = {e.op: dist for e, dist in sorted(kernels, key=lambda row: -row[0].priority)}
     return json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1) + "\n"
 
 

@@ -218,7 +218,7 @@ def ds_checkpointables(ctx): SEEN.append("checkpointables"); return {}
 def ds_close(ctx): SEEN.append("close")
 def ds_optimizers(): return {"Mine": OptimizerEntry("torch.optim:SGD")}
 def ds_schedulers(): return {"Slow": SchedulerEntry("torch.optim.lr_scheduler:ConstantLR")}
-def ds_kernels(): return [KernelEntry("adam", "mine", "ds_core.kernels.references:adam", 99)]
+def ds_kernels(): return [KernelEntry("adam", "mine", "ds_kernel_kit.references:adam", 99)]
 def ds_accelerators():
     import os
     why = lambda: None if os.environ.get("ODD_DEVICE") else "not there"

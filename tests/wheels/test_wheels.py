@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from ds_core.kernels.build import cache_folder
+from ds_kernel_kit.build import cache_folder
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What ``ds-ops-cpu`` compiles (torch-free); see `ds_core.kernels.build`."""
+"""What ``ds-ops-cpu`` compiles (torch-free); see `ds_kernel_kit.build`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 import sys
 from pathlib import Path
 
-from ds_core.kernels.build import Extension, Unit, why_not
+from ds_kernel_kit.build import Extension, Unit, why_not
 
 __all__ = ["EXTENSION", "available", "can_share"]
 

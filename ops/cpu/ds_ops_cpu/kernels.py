@@ -21,11 +21,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from ds_core.errors import KernelError
-from ds_core.kernels import build, portion_sizes, references
-from ds_core.kernels.compiled import (
+from ds_kernel_kit import build, references
+from ds_kernel_kit.marshal import (
     Lists,
     Reference,
     Row,
@@ -37,6 +34,10 @@ from ds_core.kernels.compiled import (
     sizes_differ,
     sorted_out,
 )
+from ds_kernel_kit.portions import portion_sizes
+from torch import Tensor
+
+from ds_core.errors import KernelError
 from ds_core.params import squared_norm as reference_squared_norm
 from ds_ops_cpu.extension import EXTENSION
 
@@ -67,7 +68,7 @@ def _step(
     copies: Tensors | None,
     first: int = 0,
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_core.kernels.compiled.Run`.
+    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.marshal.Run`.
 
     first: the number of the first place, for who reads of an error.
     """
@@ -160,7 +161,7 @@ def together(prepare: Callable[[], None]) -> None:
 
 
 def _overlapping(step: Any) -> Callable[..., None]:
-    """See [Note: portions] in `ds_core.kernels`."""
+    """See [Note: portions] in `ds_kernel_kit.portions`."""
     offered = functools.partial(step)
     offered.together = together  # type: ignore[attr-defined]
     return offered
@@ -236,7 +237,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
-    """See `ds_core.kernels.references.accumulate`."""
+    """See `ds_kernel_kit.references.accumulate`."""
     if list(map(Tensor.numel, into)) != list(map(Tensor.numel, added)):
         raise KernelError(sizes_differ([into, added]))
     for dtype, totals, more in pairs_by_kind(into, added, _added_dtype):
@@ -257,7 +258,7 @@ def _added_dtype(total: Tensor, more: Tensor) -> torch.dtype | None:
 
 
 def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `ds_core.kernels.references.quantize`."""
+    """See `ds_kernel_kit.references.quantize`."""
     references.check_quantize(bits, group)
     if x.dtype not in _TYPES or not x.is_cpu:
         return references.quantize(x, bits=bits, group=group, symmetric=symmetric)
@@ -273,7 +274,7 @@ def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tens
 def dequantize(
     q: Tensor, scales: Tensor, lows: Tensor | None, *, bits: int, group: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """See `ds_core.kernels.references.dequantize`."""
+    """See `ds_kernel_kit.references.dequantize`."""
     references.check_quantize(bits, group)
     given, alike = quantized_parts(q, scales, lows, bits=bits, group=group, numel=numel)
     if dtype not in _TYPES or not alike or not all(map(_on_cpu, given)):

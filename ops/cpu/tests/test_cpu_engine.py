@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_kernel_kit import build
 from ds_ops_cpu.plugin import OPS
 from torch import nn
 
 import ds_core
-from ds_core.kernels import build
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
 
@@ -70,7 +70,7 @@ def test_a_machine_without_a_compiler_trains(
     with caplog.at_level(logging.INFO, "ds_core"):
         net, engine = trained(CONFIG)
     used = {op.split("/")[0]: who for op, who in engine.ctx.kernels.resolved().items()}
-    assert {used[op] for op in OPS} == {"reference (ds-core)"}
+    assert {used[op] for op in OPS} == {"reference (ds-kernel-kit)"}
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kernels:")]
     assert len(lines) == 1 and "g++ and ninja not found" in lines[0] and "apt install g++" in lines[0]
     assert_same(net, plain())
@@ -78,5 +78,5 @@ def test_a_machine_without_a_compiler_trains(
 
 def test_the_config_turns_it_off() -> None:
     net, engine = trained({**CONFIG, "kernels": {"squared_norm": "reference"}})
-    assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "reference (ds-core)"
+    assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "reference (ds-kernel-kit)"
     assert_same(net, plain())

@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ds_core.kernels.build import Extension, Unit, why_not
+from ds_kernel_kit.build import Extension, Unit, why_not
 
 __all__ = ["EXTENSION", "MIN_CAPABILITY", "available", "toolkit"]
 

@@ -15,11 +15,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from ds_core.errors import KernelError
-from ds_core.kernels import references
-from ds_core.kernels.compiled import (
+from ds_kernel_kit import references
+from ds_kernel_kit.marshal import (
     Reference,
     Row,
     Steps,
@@ -30,6 +27,9 @@ from ds_core.kernels.compiled import (
     sizes_differ,
     sorted_out,
 )
+from torch import Tensor
+
+from ds_core.errors import KernelError
 from ds_core.params import squared_norm as reference_squared_norm
 from ds_ops_cuda import native
 from ds_ops_cuda.native import NONE, TYPES
@@ -46,7 +46,7 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 def _step(
     name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_core.kernels.compiled.Run`."""
+    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.marshal.Run`."""
     params, has_copies = lists[0], copies is not None
     everything = [*lists, copies] if copies is not None else lists
     sizes = list(map(Tensor.numel, params))
@@ -129,7 +129,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
-    """See `ds_core.kernels.references.accumulate`."""
+    """See `ds_kernel_kit.references.accumulate`."""
     if list(map(Tensor.numel, into)) != list(map(Tensor.numel, added)):
         raise KernelError(sizes_differ([into, added]))
     for kind, totals, mores in pairs_by_kind(into, added, _place_and_dtype):
@@ -150,7 +150,7 @@ def _place_and_dtype(total: Tensor, more: Tensor) -> tuple[torch.device, torch.d
 
 
 def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `ds_core.kernels.references.quantize`; the same bits."""
+    """See `ds_kernel_kit.references.quantize`; the same bits."""
     references.check_quantize(bits, group)
     if x.dtype not in TYPES or not native.serves(x.device):
         return references.quantize(x, bits=bits, group=group, symmetric=symmetric)
@@ -166,7 +166,7 @@ def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tens
 def dequantize(
     q: Tensor, scales: Tensor, lows: Tensor | None, *, bits: int, group: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """See `ds_core.kernels.references.dequantize`; the same bits."""
+    """See `ds_kernel_kit.references.dequantize`; the same bits."""
     references.check_quantize(bits, group)
     given, alike = quantized_parts(q, scales, lows, bits=bits, group=group, numel=numel)
     alike = alike and all(native.serves(t.device) and t.device == q.device for t in given)

@@ -6,9 +6,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from ds_kernel_kit import build
 
 from ds_core.errors import KernelError
-from ds_core.kernels import build
 from ds_ops_cuda.extension import EXTENSION
 
 __all__ = ["NONE", "TYPES", "call", "native", "serves"]

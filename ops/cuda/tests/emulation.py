@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from ds_kernel_kit import build
+from ds_kernel_kit.build import Extension, Unit
 from ds_ops_cuda.extension import EXTENSION
-
-from ds_core.kernels import build
-from ds_core.kernels.build import Extension, Unit
 
 EMULATED = Path(__file__).parent / "emulated"
 # name, perhaps with template arguments, then <<<grid, threads, shared, stream>>>(

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ds_kernel_kit import build
 from ds_ops_cuda import extension, native
 from ds_ops_cuda.extension import EXTENSION
 from ds_ops_cuda.plugin import FUSED, OPS, ds_kernels
 
 from ds_core.errors import KernelError
-from ds_core.kernels import Kernels, build
+from ds_core.kernels import Kernels
 from ds_core.plugins import Plugins
 
 NVCC = shutil.which("nvcc")
@@ -50,7 +51,7 @@ def test_one_file_compiles_or_the_error_names_the_toolkit(tmp_path: Path, monkey
 
 LOADED = """
 import sys, torch
-from ds_core.kernels import build
+from ds_kernel_kit import build
 from ds_ops_cuda.extension import EXTENSION
 
 module = build.load(EXTENSION)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ds_kernel_kit.comparisons import check
 from ds_ops_cuda.plugin import FUSED, OPS, ds_kernels
 
 from ds_core.entries import KernelEntry
-from ds_core.testing.kernels import KernelConformance, check
+from ds_core.testing import KernelConformance
 
 ENTRIES = {e.op: e for e in ds_kernels() if e.provider == "cuda"}
 
@@ -17,7 +18,7 @@ ENTRIES = {e.op: e for e in ds_kernels() if e.provider == "cuda"}
 def test_sources_pass_the_kit(op: str, device: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # quantisation in groups of two takes a long time here
     more = () if "quantize" in op else (8199,)
-    monkeypatch.setattr("ds_core.testing.kernels.SIZES", (0, 1, 3, 255, 1025, *more))
+    monkeypatch.setattr("ds_kernel_kit.comparisons.SIZES", (0, 1, 3, 255, 1025, *more))
     assert check(replace(ENTRIES[op], devices=("cpu",))) > 0
     assert device, "the kernels were not called"
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_kernel_kit import references
 from ds_ops_cuda import kernels
 from torch import Tensor
 
 from ds_core.errors import KernelError
-from ds_core.kernels import references
 from ds_core.params import squared_norm as reference_norm
 
 SIZES = ((), (1,), (0,), (3,), (8192,), (8193,), (5, 7), (20_001,), (2,), (64, 64))

@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from ds_kernel_kit.build import load, why_not
 from torch import Tensor
 
-from ds_core.kernels.build import load, why_not
 from ds_moe.dispatch import Plan
 from ds_moe.extension import EXTENSION
 from ds_moe.ffn import FFN

@@ -1,11 +1,11 @@
-"""What ``ds-moe`` compiles (torch-free); see `ds_core.kernels.build`."""
+"""What ``ds-moe`` compiles (torch-free); see `ds_kernel_kit.build`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from ds_core.kernels.build import Extension, Unit
+from ds_kernel_kit.build import Extension, Unit
 
 __all__ = ["EXTENSION"]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ds_kernel_kit.comparisons import check
 from ds_moe import native
 from ds_moe.checks import random_weights
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
@@ -16,7 +17,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from ds_core.cli.ops import make_app
-from ds_core.testing.kernels import KernelConformance, check
+from ds_core.testing import KernelConformance
 
 
 @pytest.fixture(autouse=True)

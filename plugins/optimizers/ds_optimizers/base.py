@@ -18,12 +18,13 @@ from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from ds_kernel_kit.portions import portion_sizes
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ds_core.errors import UsageError
-from ds_core.kernels import Kernels, portion_sizes
+from ds_core.kernels import Kernels
 from ds_core.plugins import Plugins
 from ds_core.stepping import StepInputs
 
@@ -105,7 +106,7 @@ class KernelOptimizer(Optimizer):
         self._table = kernels
 
     def kernel(self, like: Tensor) -> Callable[..., Any]:
-        """Who serves `op` for tensors like this (`ds_core.kernels.references` says what it does)."""
+        """Who serves `op` for tensors like this (`ds_kernel_kit.references` says what it does)."""
         return (self._table or _installed()).serving(self.op, like)
 
     @property

@@ -11,11 +11,12 @@ import ds_optimizers as ours
 import papers
 import pytest
 import torch
+from ds_kernel_kit import references
 from ds_optimizers.muon import orthogonalize, split_groups
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.kernels import Kernels, references
+from ds_core.kernels import Kernels
 from ds_core.plugins import Plugins, PluginSettings
 
 SHAPES = ((5, 3), (7,), (), (4, 6), (2, 3, 2, 2), (9, 2), (0, 3))

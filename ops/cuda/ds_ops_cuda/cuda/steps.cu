@@ -1,4 +1,4 @@
-// Optimizer steps and accumulation: one pass over memory, any number of tensors. ds_core.kernels.references says what
+// Optimizer steps and accumulation: one pass over memory, any number of tensors. ds_kernel_kit.references says what
 // each means. LAMB takes two passes, with every tensor's trust ratio worked out between them on the device.
 
 #include "table.h"

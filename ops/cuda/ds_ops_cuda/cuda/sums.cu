@@ -1,5 +1,5 @@
 // The sum of squares of many tensors, and quantisation in groups. ds_core.params.squared_norm and
-// ds_core.kernels.references say what they mean; quantised values equal the reference's bit for bit.
+// ds_kernel_kit.references say what they mean; quantised values equal the reference's bit for bit.
 
 #include "table.h"
 

@@ -7,7 +7,7 @@ kernel took 5 s without. So kernels take addresses and sizes through pybind11, a
 Python's ABI (and torch, where its headers are used). The same key is linked into it and looked for in the file's
 bytes before anything of it runs, and a library in the cache ends with a checksum of its own. So a file that was put
 under another key's name, or was cut off or changed, is not loaded, and is built anew. Who could have written it is
-checked too: see `ds_core.kernels.folder`.
+checked too: see `ds_kernel_kit.cache`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pathlib import Path
 from types import ModuleType
 
 from ds_core.errors import KernelError
-from ds_core.kernels.folder import cache_folder, open_own, read_own
+from ds_kernel_kit.cache import cache_folder, open_own, read_own
 
 __all__ = ["Extension", "Unit", "build", "cache_folder", "find", "load", "prebuild", "why_not"]
 
-log = logging.getLogger("ds_core.kernels")
+log = logging.getLogger("ds_kernel_kit")
 
 MARK = "ds-build-key:"
 RECORD = "prebuilt.json"

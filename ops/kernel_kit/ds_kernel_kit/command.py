@@ -16,9 +16,9 @@ from ds_core.errors import KernelError, PluginError, nearest
 
 if TYPE_CHECKING:
     from ds_core.kernels import Candidate, Kernels
-    from ds_core.kernels.build import Extension
+    from ds_kernel_kit.build import Extension
 
-__all__ = ["make_app"]
+__all__ = ["app"]
 
 DTYPES = (
     *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
@@ -32,17 +32,11 @@ Dtype = Annotated[str, typer.Option(help="A dtype, as torch names it.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Names = Annotated[list[str] | None, typer.Argument(help="Operations; all when left out.")]
 
-
-def make_app() -> typer.Typer:
-    """The group ``dscore ops``."""
-    app = typer.Typer(help="List, build, check and time kernels.", no_args_is_help=True)
-    app.command("list")(list_)
-    app.command("build")(build)
-    app.command("test")(compare)
-    app.command("bench")(bench)
-    return app
+app = typer.Typer(help="List, build, check and time kernels.", no_args_is_help=True)
+"""The group ``dscore ops``."""
 
 
+@app.command("list")
 def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = False) -> None:
     """Show every operation: its providers, best first, and why one cannot serve."""
     table = _kernels()
@@ -67,12 +61,13 @@ def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = Fals
         show_table(columns, rows)
 
 
+@app.command("build")
 def build(
     names: Annotated[list[str] | None, typer.Argument(help="Distributions; all when left out.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what is built already.")] = False,
 ) -> None:
     """Compile kernels now, not when a run first needs them."""
-    from ds_core.kernels import build as builder
+    from ds_kernel_kit import build as builder
 
     _log_to_stderr()
     found = _extensions()
@@ -95,9 +90,10 @@ def build(
         raise typer.Exit(1)
 
 
+@app.command("test")
 def compare(names: Names = None, device: Device = "cpu") -> None:
     """Compare every available provider with the reference; exits with 1 when one differs."""
-    from ds_core.testing import kernels as kit
+    from ds_kernel_kit import comparisons as kit
 
     _log_to_stderr()
     rows, failed = [], False
@@ -124,6 +120,7 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
         raise typer.Exit(1)
 
 
+@app.command("bench")
 def bench(
     names: Names = None,
     size: Annotated[float, typer.Option(help="Elements.")] = 1e7,
@@ -202,8 +199,8 @@ def _timed_calls(n: int) -> dict[str, Callable[[Any], Any]]:
     """One call of each operation that the core knows, on tensors of `n` elements."""
     import torch
 
-    from ds_core.kernels import references
-    from ds_core.testing.kernels import STEPS
+    from ds_kernel_kit import references
+    from ds_kernel_kit.comparisons import STEPS
 
     p, g, m, v = (torch.rand(n) for _ in range(4))
     half = g.bfloat16()

@@ -9,13 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ds_kernel_kit import command as ops
+from ds_kernel_kit import references
+from ds_kernel_kit.build import Extension, Unit
 from typer.testing import CliRunner
 
-from ds_core.cli import ops
 from ds_core.cli.show import CommandError
 from ds_core.entries import KernelEntry
-from ds_core.kernels import Kernels, references
-from ds_core.kernels.build import Extension, Unit
+from ds_core.kernels import Kernels
 from ds_core.plugins import BACKENDS, Found, Plugins
 
 ENTRIES = (
@@ -23,6 +24,8 @@ ENTRIES = (
     KernelEntry("lion", "gpu", "ops_cli:wrong", 30, devices=("cuda",)),
     KernelEntry("lion", "away", "ops_cli:wrong", 20, available=lambda: "g++ not found"),
 )
+
+KIT = Found("kernel_kit", BACKENDS, "ds_kernel_kit.plugin", "ds-kernel-kit", "0.1.0")
 
 
 def wrong(into: Any, added: Any, *, scale: float = 1.0) -> None:
@@ -43,9 +46,9 @@ def dscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(*words: str, entries: tuple[KernelEntry, ...] = ENTRIES) -> Any:
         module.ds_kernels = lambda: entries
-        found = [Found("ops_cli", BACKENDS, "ops_cli", "ds-ops-cli", "1.0")] if entries else []
+        found = [KIT] + ([Found("ops_cli", BACKENDS, "ops_cli", "ds-ops-cli", "1.0")] if entries else [])
         monkeypatch.setattr(ops, "_kernels", lambda: Kernels(Plugins(found=found)))
-        done = CliRunner().invoke(ops.make_app(), list(words))
+        done = CliRunner().invoke(ops.app, list(words))
         if done.exception is not None and not isinstance(done.exception, (SystemExit, CommandError)):
             raise done.exception
         return done

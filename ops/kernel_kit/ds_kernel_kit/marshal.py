@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import KernelError
-from ds_core.kernels import references
+from ds_kernel_kit import references
 
 __all__ = [
     "Lists",
@@ -53,7 +53,7 @@ class Run(Protocol):
 
 
 class Steps:
-    """The optimizer steps of `ds_core.kernels.references`, carried out by `run`."""
+    """The optimizer steps of `ds_kernel_kit.references`, carried out by `run`."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -76,7 +76,7 @@ class Steps:
         scale: float = 1.0,
         copies: Tensors | None = None,
     ) -> None:
-        """See `ds_core.kernels.references.adam`."""
+        """See `ds_kernel_kit.references.adam`."""
         correction1 = 1 - beta1**step if bias_correction else 1.0
         correction2 = 1 - beta2**step if bias_correction else 1.0
         numbers = (scale, lr, beta1, beta2, eps, weight_decay, decoupled, correction1, correction2)
@@ -101,7 +101,7 @@ class Steps:
         scale: float = 1.0,
         copies: Tensors | None = None,
     ) -> None:
-        """See `ds_core.kernels.references.adagrad`."""
+        """See `ds_kernel_kit.references.adagrad`."""
 
         def reference(lists: Lists, copies: list[Tensor] | None) -> None:
             references.adagrad(*lists, lr=lr, eps=eps, weight_decay=weight_decay, scale=scale, copies=copies)
@@ -121,7 +121,7 @@ class Steps:
         scale: float = 1.0,
         copies: Tensors | None = None,
     ) -> None:
-        """See `ds_core.kernels.references.lion`."""
+        """See `ds_kernel_kit.references.lion`."""
 
         def reference(lists: Lists, copies: list[Tensor] | None) -> None:
             references.lion(
@@ -145,7 +145,7 @@ class Steps:
         scale: float = 1.0,
         copies: Tensors | None = None,
     ) -> None:
-        """See `ds_core.kernels.references.sgd`."""
+        """See `ds_kernel_kit.references.sgd`."""
 
         def reference(lists: Lists, copies: list[Tensor] | None) -> None:
             references.sgd(
@@ -177,7 +177,7 @@ class Steps:
         scale: float = 1.0,
         copies: Tensors | None = None,
     ) -> list[float]:
-        """See `ds_core.kernels.references.lamb`; on a GPU, reading the trust ratios waits for the device once."""
+        """See `ds_kernel_kit.references.lamb`; on a GPU, reading the trust ratios waits for the device once."""
         size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
         numbers = (scale, size, beta1, beta2, eps, eps_inside_sqrt, weight_decay, min_coeff, max_coeff)
 

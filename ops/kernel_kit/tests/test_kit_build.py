@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ds_kernel_kit import build
+from ds_kernel_kit import cache as folder
+from ds_kernel_kit.build import Extension, Unit
 
 from ds_core.cli import checks
 from ds_core.errors import KernelError
-from ds_core.kernels import build, folder
-from ds_core.kernels.build import Extension, Unit
 
 SOURCE = """
 #include <Python.h>
@@ -50,7 +51,7 @@ def tiny(tmp_path: Path) -> Extension:
 
 def test_builds_once_and_says_so(tiny: Extension, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert build.why_not(tiny) is None and not cache.exists()  # asking starts nothing
-    with caplog.at_level(logging.WARNING, "ds_core.kernels"):
+    with caplog.at_level(logging.WARNING, "ds_kernel_kit"):
         module = build.load(tiny)
     assert module.number() == 42
     assert [r.getMessage().split(" in ")[0].split(" (")[0] for r in caplog.records] == [
@@ -216,7 +217,7 @@ def test_a_compiler_named_in_cxx_is_not_replaced_silently(tiny: Extension, monke
 CHILD = """
 import json, sys, time
 from pathlib import Path
-from ds_core.kernels import build
+from ds_kernel_kit import build
 what = json.loads(sys.argv[1])
 units = (build.Unit("tiny.cpp"),)
 extension = build.Extension("ds-tiny", "_tiny", Path(what["folder"]), units, flags=tuple(what["flags"]))

@@ -1,0 +1,219 @@
+"""The kernel table: named operations, the providers that offer them, and which one serves (torch-free).
+
+An operation is known by its name alone. Providers (compiled code, or the pure-torch reference that defines what an
+operation means) announce themselves through `ds_kernels`. The highest priority that is available serves, or the
+provider that ``"kernels": {"op": "provider"}`` forces. With no provider installed, callers fall back on plain torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ds_core.catalogue import install, offered_by
+from ds_core.entries import KernelEntry, ask, resolve
+from ds_core.errors import KernelError, PluginError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ds_core.plugins import Found, Plugins
+
+__all__ = ["Candidate", "Kernels"]
+
+log = logging.getLogger("ds_core.kernels")
+
+Function = Callable[..., Any]
+
+MANY = 1 << 14
+"""From so many elements on, calling a kernel takes less time than torch's own sum of two dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A provider of an operation and, when it cannot serve here, the reason."""
+
+    entry: KernelEntry
+    plugin: Found
+    reason: str | None
+
+    @property
+    def dist(self) -> str:
+        """The distribution that offers it."""
+        return self.plugin.dist
+
+    def __str__(self) -> str:
+        return f"{self.entry.provider} ({self.dist})" + (f": {self.reason}" if self.reason else "")
+
+
+class _Key(NamedTuple):
+    op: str
+    device: str
+    dtype: str
+
+
+class Kernels:
+    """Resolves (op, device, dtype) to a function; each answer is found once and then kept."""
+
+    def __init__(self, plugins: Plugins, forced: Mapping[str, str] | None = None) -> None:
+        self._plugins = plugins
+        self._forced = dict(forced or {})
+        self._table: dict[str, list[tuple[KernelEntry, Found]]] | None = None
+        self._broken: dict[KernelEntry, str] = {}
+        self._functions: dict[_Key, Function] = {}
+        self._providers: dict[_Key, str] = {}
+
+    def ops(self) -> list[str]:
+        """Every operation that an installed plugin offers."""
+        return sorted(self._entries())
+
+    def candidates(self, op: str, device: str, dtype: str) -> list[Candidate]:
+        """The providers of `op`, best first, each with the reason why it cannot serve, if it cannot.
+
+        Raises KernelError when nobody offers `op`.
+        """
+        rows = self._entries().get(op)
+        if rows is None:
+            raise KernelError(self._unknown(op))
+        ranked = sorted(rows, key=lambda r: (-r[0].priority, r[0].provider))
+        return [Candidate(e, found, self._broken.get(e) or _reason(e, device, dtype)) for e, found in ranked]
+
+    def get(self, op: str, device: str = "cpu", dtype: str = "float32", default: Function | None = None) -> Function:
+        """The function that serves `op` for tensors of `dtype` on `device` (names as torch prints them).
+
+        default: what to use when no installed provider can serve. Without one, and when the config forces a provider
+        that cannot serve, raises KernelError with the reason of each provider.
+        """
+        key = _Key(op, device, dtype)
+        if key not in self._functions:
+            self._functions[key] = self._resolve(key, default)
+        return self._functions[key]
+
+    def serving(self, op: str, like: Tensor, default: Function | None = None) -> Function:
+        """`get` for tensors of the device and dtype of `like`."""
+        return self.get(op, like.device.type, str(like.dtype).removeprefix("torch."), default)
+
+    def accumulate(self, into: Tensor, added: Tensor) -> None:
+        """``into += added``: by kernel ``accumulate`` where fp32 takes in many 16-bit elements, else by torch."""
+        widens = into.dtype.itemsize == 4 and added.dtype.itemsize == 2 and added.is_floating_point()
+        if widens and into.is_floating_point() and added.numel() >= MANY and added.layout == into.layout:
+            self.serving("accumulate", into, _accumulate)([into], [added])
+        else:
+            into.add_(added)
+
+    def resolve_all(self, device: str, dtype: str) -> None:
+        """Resolve every operation for such tensors; one that nobody serves here is an error only when it is used."""
+        for op in self.ops():
+            try:
+                self.get(op, device, dtype)
+            except KernelError as error:
+                if op in self._forced:
+                    raise
+                log.debug("%s", error)
+                self._providers[_Key(op, device, dtype)] = "nobody"
+
+    def resolved(self) -> dict[str, str]:
+        """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank fingerprint."""
+        return {"/".join(key): name for key, name in self._providers.items()}
+
+    def summary(self) -> tuple[str, list[str]]:
+        """For the log: which provider serves which operations, and why a better one that is installed does not."""
+        serving: dict[str, list[str]] = {}
+        passed_over: dict[str, list[str]] = {}
+        for key, name in sorted(self._providers.items()):
+            serving.setdefault(name, []).append(key.op)
+            if key.op in self._forced or key not in self._functions:
+                continue
+            for candidate in self.candidates(*key):
+                if candidate.reason is None:
+                    break
+                if not _not_meant_for(candidate.entry, key.device, key.dtype):
+                    passed_over.setdefault(str(candidate), []).append(key.op)
+        return (
+            "; ".join(f"{', '.join(dict.fromkeys(ops))} by {name}" for name, ops in serving.items()),
+            [f"{', '.join(dict.fromkeys(ops))} not by {why}" for why, ops in passed_over.items()],
+        )
+
+    def check_forced(self) -> None:
+        """Raise KernelError now for a ``kernels`` entry of an unknown op or provider; a known one takes part."""
+        for op, provider in self._forced.items():
+            offered = {c.entry.provider: c.plugin for c in self.candidates(op, "", "")}
+            if provider not in offered:
+                names = ", ".join(sorted(offered))
+                broken = self._plugins.quarantined()
+                raise KernelError(f"kernels.{op}: no provider {provider!r}; installed: {names}{broken}")
+            self._plugins.join(offered[provider])
+
+    def _resolve(self, key: _Key, default: Function | None) -> Function:
+        op, forced = key.op, self._forced.get(key.op)
+        if default is not None and forced is None and op not in self._entries():
+            return default
+        asked = [c for c in self.candidates(*key) if forced in (None, c.entry.provider)]
+        usable = [c for c in asked if c.reason is None]
+        if not usable:
+            if default is not None and forced is None:
+                return default
+            head = f"kernels.{op} forces {forced!r}, but" if forced else f"no provider can serve {op!r}:"
+            why = "; ".join(map(str, asked)) or "nobody offers it"
+            raise KernelError(f"{head} {why} on {key.device} {key.dtype}")
+        best = usable[0]
+        for other in usable[1:]:
+            if _same_claim(other.entry, best.entry):
+                raise KernelError(
+                    f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and {other.dist}; "
+                    "disable one with plugins.disable"
+                )
+        try:
+            function: Function = resolve(best.entry.load)
+            if not callable(function):
+                raise PluginError(f"{best.entry.load!r} is not a function")
+        except PluginError as error:
+            why = f"plugin {best.plugin} failed in ds_kernels: {error}"
+            if forced is not None:
+                raise KernelError(f"kernels.{op} forces {forced!r}, but {why}") from error
+            self._broken[best.entry] = why  # the next one serves; ranks compare providers at start
+            return self._resolve(key, default)
+        self._providers[key] = str(best)
+        log.debug("kernel %s on %s %s is served by %s", *key, best)
+        return function
+
+    def _unknown(self, op: str) -> str:
+        dist = offered_by("kernels", op)
+        if dist is not None:
+            return f"no installed plugin offers kernel {op!r}; {dist} does: install it with {install(dist)}"
+        hint = nearest(op, self._entries())
+        return f"no kernel is called {op!r}; " + (f"did you mean {hint!r}?" if hint else f"known: {self.ops()}")
+
+    def _entries(self) -> dict[str, list[tuple[KernelEntry, Found]]]:
+        if self._table is None:
+            self._table = {}
+            for answer in self._plugins.offers("ds_kernels"):
+                for entry in answer.value:
+                    self._table.setdefault(entry.op, []).append((entry, answer.plugin))
+        return self._table
+
+
+def _accumulate(into: list[Tensor], added: list[Tensor]) -> None:
+    """Kernel ``accumulate`` by plain torch."""
+    for total, more in zip(into, added, strict=True):
+        total.add_(more)
+
+
+def _same_claim(one: KernelEntry, other: KernelEntry) -> bool:
+    """Whether nothing tells two entries of one operation apart."""
+    return (one.provider, one.devices, one.dtypes) == (other.provider, other.devices, other.dtypes)
+
+
+def _reason(entry: KernelEntry, device: str, dtype: str) -> str | None:
+    return _not_meant_for(entry, device, dtype) or ask(entry.available)
+
+
+def _not_meant_for(entry: KernelEntry, device: str, dtype: str) -> str | None:
+    """Why the entry does not claim such tensors; None when it does."""
+    if entry.devices and device not in entry.devices:
+        return f"serves {', '.join(entry.devices)} only"
+    if entry.dtypes and dtype not in entry.dtypes:
+        return f"serves {', '.join(entry.dtypes)} only"
+    return None
