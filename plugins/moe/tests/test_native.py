@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ds_kernel_kit.command import app
 from ds_kernel_kit.comparisons import check
 from ds_moe import native
 from ds_moe.checks import random_weights
@@ -16,7 +17,6 @@ from ds_moe.plugin import ds_kernels
 from torch import Tensor
 from typer.testing import CliRunner
 
-from ds_core.cli.ops import make_app
 from ds_core.testing import KernelConformance
 
 
@@ -101,7 +101,7 @@ def test_an_expert_that_there_is_not_is_refused(wrong: int) -> None:
 
 
 def test_dscore_ops_knows_them_without_a_config() -> None:
-    done = CliRunner().invoke(make_app(), ["list", "--json"])
+    done = CliRunner().invoke(app, ["list", "--json"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     ops = ("expert_ffn", "expert_plan", "expert_sums", "expert_weigh_back")

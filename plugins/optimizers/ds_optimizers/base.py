@@ -18,6 +18,7 @@ from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from ds_kernel_kit import references
 from ds_kernel_kit.portions import portion_sizes
 from torch import Tensor
 from torch.optim import Optimizer
@@ -107,7 +108,7 @@ class KernelOptimizer(Optimizer):
 
     def kernel(self, like: Tensor) -> Callable[..., Any]:
         """Who serves `op` for tensors like this (`ds_kernel_kit.references` says what it does)."""
-        return (self._table or _installed()).serving(self.op, like)
+        return (self._table or _installed()).serving(self.op, like, getattr(references, self.op, None))
 
     @property
     def takes_inputs(self) -> bool:

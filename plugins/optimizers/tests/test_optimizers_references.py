@@ -219,7 +219,7 @@ def test_kernels_come_from_the_table_and_are_called_once_per_kind() -> None:
         def ops(self) -> list[str]:
             return ["adam"]
 
-        def get(self, op: str, device: str = "cpu", dtype: str = "float32") -> Any:
+        def get(self, op: str, device: str = "cpu", dtype: str = "float32", default: Any = None) -> Any:
             assert (op, device) == ("adam", "cpu") and dtype in ("float32", "float64")
             return kernel
 
@@ -243,7 +243,7 @@ class Postponing(Kernels):
         self.later: list[Callable[[], None]] | None = None
         self.asked: list[int] = []
 
-    def get(self, op: str, device: str = "cpu", dtype: str = "float32") -> Any:
+    def get(self, op: str, device: str = "cpu", dtype: str = "float32", default: Any = None) -> Any:
         def kernel(params: list[Tensor], *lists: Any, **options: Any) -> Any:
             work = functools.partial(getattr(references, op), params, *lists, **options)
             if self.later is None:
