@@ -10,21 +10,6 @@ from typing import TYPE_CHECKING
 from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
-    from ds_zero.access import (
-        safe_get_full_fp32_param,
-        safe_get_full_grad,
-        safe_get_full_optimizer_state,
-        safe_get_local_fp32_param,
-        safe_get_local_grad,
-        safe_get_local_optimizer_state,
-        safe_set_full_fp32_param,
-        safe_set_full_grad,
-        safe_set_full_optimizer_state,
-        safe_set_local_fp32_param,
-        safe_set_local_grad,
-        safe_set_local_optimizer_state,
-        safe_update_full_grad_vectorized,
-    )
     from ds_zero.external import register_external_parameter, unregister_external_parameter
     from ds_zero.gathered_parameters import (
         GatheredParameters,
@@ -61,19 +46,6 @@ __all__ = [
     "get_z3_leaf_modules",
     "is_zero_param",
     "register_external_parameter",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
@@ -88,13 +60,6 @@ __all__ = [
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
-        "access": (
-            "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
-            "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
-            "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
-            "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
-            "safe_update_full_grad_vectorized"
-        ),
         "init_context": "Init",
         "external": "register_external_parameter unregister_external_parameter",
         "gathered_parameters": "GatheredParameters empty_partition_cache is_zero_param unwrap_model_for_generation",

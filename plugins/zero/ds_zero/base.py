@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.params import GradGroup
-from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
+from ds_core.partition import StateSource, StateTensor, broadcast_from_first
 from ds_core.stepping import Stepper
 from ds_zero import states
 from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, needs_whole
 from ds_zero.gathered_parameters import empty_partition_cache
-from ds_zero.module_hooks import bare, teach, unteach
+from ds_zero.module_hooks import hooks_removed, install_hooks, remove_hooks
 from ds_zero.offload_states import offload_states, reload_states
 from ds_zero.owned_tensors import regroup
 from ds_zero.piece_shard import PieceShard
 from ds_zero.placement import Offload, tiled_step
 from ds_zero.rules import SELF_REDUCED
-from ds_zero.sharded_param import prepare, restore
+from ds_zero.sharded_param import prepare_module, unshard_module
 from ds_zero.state_offload import BACKWARD, FORWARD, Moved
+from ds_zero.weights import WeightOwner
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,7 +43,7 @@ __all__ = ["ZeroPartitioner"]
 ParamGroups = list[dict[str, Any]]
 
 
-class ZeroPartitioner(Partitioner):
+class ZeroPartitioner(WeightOwner):
     """Flat buckets over each parameter's replicas; the stages differ in what of a bucket stays whole."""
 
     methods: Mapping[str, Callable[..., Any]] = {
@@ -61,8 +62,8 @@ class ZeroPartitioner(Partitioner):
         self._holdings: dict[nn.Parameter, PieceShard] = {}
         self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
         self.unit_of: dict[nn.Parameter, Unit] = {}
-        self.places: dict[nn.Parameter, int] = {}
-        self.entered: set[nn.Parameter] = set()
+        self.param_index: dict[nn.Parameter, int] = {}
+        self.in_context: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
         self._load_hooks: list[Any] = []
         self._reducer: Reducer | None = None
@@ -83,26 +84,26 @@ class ZeroPartitioner(Partitioner):
                     "model; pass parameters of the model given to initialize (after any transform they must still be "
                     "in it)"
                 )
-        prepare(module, self.ctx)
+        prepare_module(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
         if needs_whole(self.ctx):
             trained = set(mine)
             regroup(self.ctx, [b for b in self.buckets if b.params[0] in trained])
         self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
-        self.places = {p: i for i, p in enumerate(self.ctx.params)}
-        restore(module)
+        self.param_index = {p: i for i, p in enumerate(self.ctx.params)}
+        unshard_module(module)
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
         self._reducer.owner, self._reducer.finish_later = self, self.finish_later
         self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
-        self._settle_in(module)
+        self._install_hooks(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
 
-    def _settle_in(self, module: nn.Module) -> None:
-        """Take over from `ds_zero.Init`, and let masters follow ``load_state_dict``."""
+    def _install_hooks(self, module: nn.Module) -> None:
+        """Install the module hooks, in place of those of `ds_zero.Init`."""
         for part in module.modules():
-            teach(part, apply=self.section.stage == 3 and self.section.override_module_apply, engine=True)
+            install_hooks(part, apply=self.section.stage == 3 and self.section.override_module_apply, engine=True)
         self._follow_loads(module)
 
     def _follow_loads(self, module: nn.Module) -> None:
@@ -116,12 +117,12 @@ class ZeroPartitioner(Partitioner):
         self._load_hooks.clear()
 
     @contextlib.contextmanager
-    def bare(self) -> Iterator[None]:
-        """Inside, the module has nothing of ours on it, so that it can be copied."""
+    def module_hooks_removed(self) -> Iterator[None]:
+        """Inside, the module has no hooks of this partitioner, so that it can be copied."""
         self.moved.refuse("copying the module", FORWARD)
         self._unfollow()
         try:
-            with bare(self.module):
+            with hooks_removed(self.module):
                 yield
         finally:
             self._follow_loads(self.module)
@@ -132,24 +133,8 @@ class ZeroPartitioner(Partitioner):
             if param is not None and (bucket := self.bucket_of.get(param)) is not None:
                 bucket.follow(param)
 
-    # -- weights whole for a while, see `weights` --------------------------------------------------------------
-
-    def keep(self, unit: Unit) -> None:
-        """Make `unit` whole until `unkeep`."""
-        raise NotImplementedError
-
-    def unkeep(self, unit: Unit) -> None:
-        """The reverse of `keep`."""
-        raise NotImplementedError
-
-    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        """`module` uses `param`, which another module owns. Only stage 3 needs to know."""
-
-    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        """The reverse of `add_external`."""
-
     def release_idle(self) -> None:
-        """Release weights that were gathered ahead or kept for later."""
+        """Release weights that were prefetched or kept for reuse."""
 
     @abstractmethod
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
@@ -296,8 +281,8 @@ class ZeroPartitioner(Partitioner):
         """Whether the optimizer updates the parameters of `bucket`."""
         return True
 
-    def whole_now(self, bucket: FlatBucket) -> Tensor | None:
-        """The buffer in which the weights of `bucket` are whole on this rank now, if they are."""
+    def unsharded_now(self, bucket: FlatBucket) -> Tensor | None:
+        """The buffer with the unsharded weights of `bucket`; None while they are sharded."""
         return bucket.full
 
     def detach(self) -> None:
@@ -306,7 +291,7 @@ class ZeroPartitioner(Partitioner):
         if self._reducer is not None:
             self._reducer.detach()
         for part in self._module.modules() if self._module is not None else ():
-            unteach(part)
+            remove_hooks(part)
         self._unfollow()
 
 

@@ -20,7 +20,7 @@ from ds_core import comm
 from ds_core.stores import away
 from ds_zero.layout import Layout, arrange
 from ds_zero.placement import ON_DEVICE, Home
-from ds_zero.sharded_param import take_over
+from ds_zero.sharded_param import pop_weight
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -139,7 +139,7 @@ class FlatBucket:
         ranks = torch.distributed.get_process_group_ranks(self.group) if self.world > 1 else []
         agreed = True
         for param, view in zip(self.params, self.views(full), strict=True):
-            taken = take_over(param, ranks)
+            taken = pop_weight(param, ranks)
             view.copy_(param if taken is None else taken[0])
             param.data = view
             agreed = agreed and taken is not None and taken[1]

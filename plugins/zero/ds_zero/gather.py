@@ -125,7 +125,7 @@ class Unit:
         self._tell(ZeroParamStatus.NOT_AVAILABLE)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the parameters hold their values."""
         return self.state is State.WHOLE
 
@@ -206,7 +206,7 @@ class Gathering:
 
     # -- for callers -----------------------------------------------------------------------------------------
 
-    def keep(self, unit: Unit) -> None:
+    def pin(self, unit: Unit) -> None:
         """Make `unit` whole until `unkeep`, whatever runs meanwhile."""
         unit.kept += 1
         if unit.state is State.RELEASED:
@@ -217,7 +217,7 @@ class Gathering:
         if unit.state is State.GATHERING:
             unit.complete()
 
-    def unkeep(self, unit: Unit) -> None:
+    def unpin(self, unit: Unit) -> None:
         """The reverse of `keep`; what was gathered for it alone goes at once."""
         unit.kept -= 1
         if unit.lent and unit.idle:

@@ -1,11 +1,11 @@
-"""A partitioned weight that some code touches becomes whole for it: inside constructors, and inside `apply`.
+"""Gather a sharded weight when code accesses it, inside constructors and inside `apply`.
 
-[Note: touched] A constructor may write to the weights of children that are finished, and so partitioned
-(``nn.init.normal_(self.head.weight)``, ``lin.weight.data.mul_(2)``). Torch's function mode sees each such call, on
-this thread and inside the context alone: the weight is gathered before it, and put back, as the first rank has it,
-when another one is touched or a further module begins. A weight of which somebody still holds a view (``data =
-lin.weight.data``) stays whole until nobody does, since writes to the view count too. Questions of shape are answered
-without gathering.
+[Note: gathered on access] A constructor may write to the weights of children that are finished, and so sharded
+(``nn.init.normal_(self.head.weight)``, ``lin.weight.data.mul_(2)``). A torch function mode sees each such call, on this
+thread and inside the context only: the weight is gathered before the call, and written back as the first rank has it
+when another weight is accessed or the next module begins. A weight of which a view is alive (``data =
+lin.weight.data``) stays unsharded until the view is gone, since writes to the view count too. Shapes are answered
+without a gather.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_core import comm
-from ds_zero.sharded_param import fill_alias, quietly
-from ds_zero.weights import Home, home_of
+from ds_zero.sharded_param import fill_alias, untracked
+from ds_zero.weights import WeightHandle, handle_of
 
-__all__ = ["Touching", "touching"]
+__all__ = ["GatherOnAccess", "gathering_on_access"]
 
-_DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("ds_zero touching", default=0)
+_DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("ds_zero.GatherOnAccess", default=0)
 _TENSOR: Any = Tensor
 _SHAPE = {
     _TENSOR.shape.__get__,
@@ -38,7 +38,7 @@ _SHAPE = {
     Tensor.stride,
     Tensor.is_contiguous,
 }
-_INDIFFERENT = {
+_NEED_NO_VALUES = {
     _TENSOR.requires_grad.__get__,
     _TENSOR.requires_grad.__set__,
     _TENSOR.grad.__get__,
@@ -56,20 +56,20 @@ _INDIFFERENT = {
     torch.is_floating_point,
     torch.is_complex,
 }
-"""What can be asked of, or done to, an empty tensor as well."""
+"""Functions that need no values: they work on the empty tensor as well."""
 
 
-def touching() -> bool:
-    """Whether partitioned weights become whole by being touched here and now."""
+def gathering_on_access() -> bool:
+    """Whether a `GatherOnAccess` is active on this thread."""
     return _DEPTH.get() > 0
 
 
-class Touching(TorchFunctionMode):
-    """Inside, a partitioned parameter that a torch function is given is whole; see [Note: touched]. Collective."""
+class GatherOnAccess(TorchFunctionMode):
+    """Inside, torch functions get sharded parameters unsharded; see [Note: gathered on access]. Collective."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[nn.Parameter, Home] = {}
+        self._open: dict[nn.Parameter, WeightHandle] = {}
         self._tokens: list[Any] = []
 
     def __enter__(self) -> Any:
@@ -80,67 +80,67 @@ class Touching(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _DEPTH.reset(self._tokens.pop())
         if kind is None:
-            self.settle(all_of_them=True)
+            self.release(all_weights=True)
         else:
-            for home in self._open.values():
-                home.let_go()
+            for handle in self._open.values():
+                handle.reshard()
             self._open.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        away = []
+        sharded = []
         for tensor in _tensors((args, kwargs)):
-            home = home_of(tensor)
-            if home is None:
-                if func not in _INDIFFERENT:
+            handle = handle_of(tensor)
+            if handle is None:
+                if func not in _NEED_NO_VALUES:
                     fill_alias(tensor)
-            elif home.away:
-                away.append(home)
-        if not away or func in _INDIFFERENT:
+            elif handle.is_sharded:
+                sharded.append(handle)
+        if not sharded or func in _NEED_NO_VALUES:
             return func(*args, **kwargs)
         if func in _SHAPE:
-            ghost = torch.empty(away[0].shape, device="meta")
-            return func(ghost, *args[1:], **kwargs)
-        self.settle()
-        for home in sorted(away, key=lambda h: h.order):
-            home.hold()
-            self._open[home.param] = home
+            meta = torch.empty(sharded[0].shape, device="meta")
+            return func(meta, *args[1:], **kwargs)
+        self.release()
+        for handle in sorted(sharded, key=lambda h: h.order):
+            handle.unshard()
+            self._open[handle.param] = handle
         return func(*args, **kwargs)
 
-    def settle(self, *, all_of_them: bool = False) -> None:
-        """Put back what was touched, unless somebody holds a view of it."""
+    def release(self, *, all_weights: bool = False) -> None:
+        """Write back and reshard what was gathered; weights with a live view only with `all_weights`."""
         if not self._open:
             return
-        homes = sorted(self._open.values(), key=lambda h: h.order)
-        busy = [False] * len(homes) if all_of_them else _agree(homes, [_in_use(h.param) for h in homes])
-        for home, stays in zip(homes, busy, strict=True):
+        handles = sorted(self._open.values(), key=lambda h: h.order)
+        in_use = [False] * len(handles) if all_weights else _agree(handles, [_in_use(h.param) for h in handles])
+        for handle, stays in zip(handles, in_use, strict=True):
             if stays:
                 continue
-            del self._open[home.param]
-            now = home_of(home.param)  # an engine may have taken it over, or somebody else put it back
-            if now is not None and now.order == home.order and not now.away:
-                now.let_go() if now.entered else now.settle()
+            del self._open[handle.param]
+            now = handle_of(handle.param)  # an engine may own it by now, or other code has resharded it
+            if now is not None and now.order == handle.order and not now.is_sharded:
+                now.reshard() if now.in_context else now.commit()
 
 
-@quietly
+@untracked
 def _in_use(param: nn.Parameter) -> bool:
-    """Whether anybody but the parameter refers to its memory (the question itself makes one more)."""
+    """Whether there is another reference to the parameter's storage (the question itself makes one more)."""
     storage = param.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2
 
 
-@quietly
-def _agree(homes: list[Home], flags: list[bool]) -> list[bool]:
-    """A view that lives on one rank counts on all of the ranks that share the parameters."""
+@untracked
+def _agree(handles: list[WeightHandle], flags: list[bool]) -> list[bool]:
+    """`flags`, each true if it is true on any rank that shares the parameter."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for index, home in enumerate(homes):
-        groups.setdefault(home.ranks, []).append(index)
+    for index, handle in enumerate(handles):
+        groups.setdefault(handle.ranks, []).append(index)
     agreed = list(flags)
     for ranks in sorted(groups):
-        members, place = groups[ranks], homes[groups[ranks][0]]
+        members, first = groups[ranks], handles[groups[ranks][0]]
         if len(ranks) > 1:
-            votes = torch.tensor([flags[i] for i in members], dtype=torch.uint8, device=place.device)
-            comm.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=place.group)
+            votes = torch.tensor([flags[i] for i in members], dtype=torch.uint8, device=first.device)
+            comm.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=first.group)
             for index, vote in zip(members, votes.tolist(), strict=True):
                 agreed[index] = bool(vote)
     return agreed

@@ -1,4 +1,4 @@
-"""Partitioned weights made whole for a while, to be read or written: `GatheredParameters` and what stands on it."""
+"""`GatheredParameters`: sharded weights gathered for a while, to be read or written; and what is built on it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import STATE
 from ds_zero.external import register_external_parameter
-from ds_zero.sharded_param import quietly
-from ds_zero.weights import Home, homes_of
+from ds_zero.sharded_param import untracked
+from ds_zero.weights import WeightHandle, handles_of
 
 __all__ = ["GatheredParameters", "empty_partition_cache", "is_zero_param", "unwrap_model_for_generation"]
 
 
 class GatheredParameters:
-    """Inside the context the parameters are whole on every rank. Collective: every rank enters and leaves.
+    """Inside the context the parameters are unsharded on every rank. Collective: every rank enters and leaves.
 
     params: a parameter, an iterable of them (a mapping gives its values), or a module, which means all below it.
-    Parameters that ZeRO does not partition are left alone. modifier_rank: None says that they are only read; with a
-    global rank, what that rank has at the end becomes the weight everywhere, master weights included. For a parameter
-    that rank 0 does not share (an expert's), 0 means the first of its ranks. fwd_module: its forward will use the
-    parameters, as `register_external_parameter` says. enabled=False does nothing.
+    Parameters that ZeRO does not partition are left alone. modifier_rank: None if they are only read; else the global
+    rank whose values at the end become the weight on all ranks, master weights included. For a parameter that rank 0
+    does not share (an expert's), 0 means the first of its ranks. fwd_module: its forward will use the parameters, see
+    `register_external_parameter`. enabled=False does nothing.
 
     Writes without a modifier_rank are lost, or an error under ``enable_sanity_checks``. After an exception nothing is
-    written back. A backward after the context, through operations that were done by hand inside it, fails.
+    written back. A backward after the context through operations done by hand inside it fails.
 
     Raises UsageError when contexts overlap, when a parameter has been moved to another device or shape inside, or when
     modifier_rank does not share a parameter.
@@ -47,54 +47,54 @@ class GatheredParameters:
         self._modifier = modifier_rank
         if modifier_rank is not None and comm.is_initialized() and not 0 <= modifier_rank < comm.world_size():
             raise UsageError(f"modifier_rank {modifier_rank} is not a rank; this run has 0 to {comm.world_size() - 1}")
-        self._homes: list[Home] = []
+        self._handles: list[WeightHandle] = []
         self._before: dict[nn.Parameter, Tensor] = {}
         if fwd_module is not None:
             own = set(fwd_module.parameters(recurse=False))
-            for home in homes_of(self._params):
-                if home.param not in own:
-                    register_external_parameter(fwd_module, home.param)
+            for handle in handles_of(self._params):
+                if handle.param not in own:
+                    register_external_parameter(fwd_module, handle.param)
 
-    @quietly
+    @untracked
     def __enter__(self) -> None:
-        homes = homes_of(self._params)
-        for home in homes:
-            if home.entered:
+        handles = handles_of(self._params)
+        for handle in handles:
+            if handle.in_context:
                 raise UsageError(
-                    f"parameter {home.name!r} is in an outer GatheredParameters already; contexts must not overlap"
+                    f"parameter {handle.name!r} is in an outer GatheredParameters already; contexts must not overlap"
                 )
             if self._modifier is not None:
-                home.source(self._modifier)
-        self._homes = homes
-        for home in homes:
-            home.hold()
-            home.entered = True
-            if self._modifier is None and home.checks:
-                self._before[home.param] = home.param.detach().clone()
+                handle.source(self._modifier)
+        self._handles = handles
+        for handle in handles:
+            handle.unshard()
+            handle.in_context = True
+            if self._modifier is None and handle.checks:
+                self._before[handle.param] = handle.param.detach().clone()
 
-    @quietly
+    @untracked
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        homes, self._homes = self._homes, []
-        written = [h for h in homes if h.param in self._before and not _same(h.param, self._before[h.param])]
-        for home in homes:
-            home.entered = False
+        handles, self._handles = self._handles, []
+        written = [h for h in handles if h.param in self._before and not _same(h.param, self._before[h.param])]
+        for handle in handles:
+            handle.in_context = False
         try:
-            for home in homes:
+            for handle in handles:
                 if self._modifier is not None and kind is None:
-                    home.put_back(home.source(self._modifier))
+                    handle.write_back(handle.source(self._modifier))
         finally:
-            for home in written:
+            for handle in written:
                 with contextlib.suppress(RuntimeError):
-                    home.param.copy_(self._before[home.param])
+                    handle.param.copy_(self._before[handle.param])
             self._before.clear()
-            for home in homes:
-                home.let_go()
+            for handle in handles:
+                handle.reshard()
         if written and kind is None:
             raise UsageError(
                 f"parameter {written[0].name!r} was written inside GatheredParameters without modifier_rank, so the "
-                "write is dropped; say whose value counts: GatheredParameters(..., modifier_rank=0)"
+                "write is dropped; name the rank whose value counts: GatheredParameters(..., modifier_rank=0)"
             )
 
 
@@ -117,12 +117,12 @@ def _same(param: Tensor, before: Tensor) -> bool:
 
 
 def is_zero_param(param: Any) -> bool:
-    """Whether `param` is one that stage 3 (or `Init`) looks after: it has ``ds_id``, ``ds_shape`` and ``ds_tensor``."""
+    """Whether stage 3 (or `Init`) manages `param`, so that it has ``ds_id``, ``ds_shape`` and ``ds_tensor``."""
     return isinstance(param, Tensor) and hasattr(param, "ds_id")
 
 
 def empty_partition_cache(engine: Any) -> None:
-    """Release weights that `engine` has gathered ahead or kept for later; nothing in stages 0 to 2."""
+    """Release weights that `engine` has prefetched or kept for reuse. Does nothing in stages 0 to 2."""
     release = getattr(engine.partitioner, "release_idle", None)
     if release is not None:
         release()
@@ -130,9 +130,9 @@ def empty_partition_cache(engine: Any) -> None:
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """Inside, all weights are whole and stage 3's hooks are off: for a generation loop. Collective; no gradients.
+    """Inside, all weights are unsharded and stage 3's hooks are off, for a generation loop. Collective; no gradients.
 
-    model: an engine or its module. Gives the module. Training goes on after the context.
+    model: an engine or its module. Yields the module. Training may go on after the context.
     """
     module: nn.Module = model if isinstance(model, nn.Module) else model.module
     with GatheredParameters(module), torch.no_grad(), contextlib.ExitStack() as stack:

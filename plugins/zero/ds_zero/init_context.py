@@ -1,11 +1,11 @@
-"""`Init`: models larger than one device's memory are partitioned while they are being built.
+"""`Init`: shard a model that is larger than one device's memory while it is built.
 
-[Note: when a module is finished] A module's parameters are partitioned when its ``__init__`` has returned, that of
-its outermost class. Torch has no hook for that moment, and wrapping ``__init__`` of every class would change classes
-that are not ours. But torch tells, by hooks meant for it, of each parameter and each module that is registered
-anywhere; what was registered earlier and has no ``__init__`` running any more (a look at this thread's frames says
-so) is finished, whether it lies in a list, in a parent, or nowhere yet. So at most the module under construction and
-the one finished last are whole. Other threads, and modules built outside the context, never notice.
+[Note: when a module is finished] A module's parameters are sharded when the ``__init__`` of its outermost class has
+returned. Torch has no hook for that moment, and wrapping ``__init__`` of every class would change classes that are not
+ours. But torch has hooks that are called when a parameter or a module is registered anywhere. What was registered
+before, and has no ``__init__`` running on this thread (seen from its frames), is finished, whether it is in a list, in
+a parent, or nowhere yet. So only the module under construction and the one finished last are unsharded. Other threads,
+and modules built outside the context, are not affected.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import AcceleratorError, ConfigError, UsageError
 from ds_core.process import tell_once
-from ds_zero.gather_on_access import Touching
-from ds_zero.module_hooks import teach
-from ds_zero.sharded_param import Place, cast, fill_alias, park, parked
-from ds_zero.weights import engine_of
+from ds_zero.gather_on_access import GatherOnAccess
+from ds_zero.module_hooks import install_hooks
+from ds_zero.sharded_param import ShardSpec, cast_param, fill_alias, shard_param, sharded_param_of
+from ds_zero.weights import owner_of
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
@@ -47,20 +47,20 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Init:
-    """Partition the parameters of each module built inside the context, right after its construction.
+    """Shard the parameters of each module that is built inside the context, right after its construction.
 
-    module: a model that exists already; it is partitioned at once, and no context is needed. data_parallel_group: the
-    ranks to partition over, whose first rank's weights count; None: all, or those of `mpu`. remote_device: "cpu" keeps
-    the parts in the host's memory, in page-locked memory with `pin_memory`. config_dict_or_path: the run's config, for
-    dtype, offload_param and override_module_apply; with a stage below 3 nothing is partitioned, and `config` is its
-    deprecated name. dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or as
-    built. mem_efficient_linear: without effect, which the log says where it is False. enabled=False does nothing.
+    module: an existing model, which is sharded at once; no context is needed. data_parallel_group: the ranks to shard
+    over, whose first rank's weights count; None: all ranks, or those of `mpu`. remote_device: "cpu" keeps the shards in
+    host memory, page-locked with `pin_memory`. config_dict_or_path: the run's config, for dtype, offload_param and
+    override_module_apply; with a stage below 3 nothing is sharded. config: deprecated name of config_dict_or_path.
+    dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or as built.
+    mem_efficient_linear: has no effect; False is noted in the log. enabled=False does nothing.
 
-    Weights are those of plain construction with the first rank's random state, to the last bit. Modules on the meta
-    device get values by their ``reset_parameters``; what has none must be loaded or written before `initialize`.
-    Collective: all ranks build the same modules in the same order. Starts torch.distributed if need be.
+    Weights are bit-identical to plain construction with the first rank's random state. Modules on the meta device get
+    values from their ``reset_parameters``; without that method they must be loaded or written before `initialize`.
+    Collective: all ranks build the same modules in the same order. Starts torch.distributed if it is not running.
 
-    Raises UsageError or ConfigError for arguments that are wrong, contradict each other or are not built yet.
+    Raises UsageError or ConfigError for arguments that are invalid, contradict each other or are not supported yet.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Init:
     ) -> None:
         self._enabled = enabled
         self._pending: dict[nn.Module, None] = {}
-        self._parked: list[nn.Parameter] = []
+        self._sharded: list[nn.Parameter] = []
         self._handles: list[Any] = []
         if not enabled:
             return
@@ -97,14 +97,14 @@ class Init:
         run = _read(config if config_dict_or_path is None else config_dict_or_path)
         section = _section(run)
         if run is not None and (section is None or section.stage != 3):
-            log.info("ds_zero.Init partitions nothing: the config's ZeRO stage is %d", section.stage if section else 0)
+            log.info("ds_zero.Init shards nothing: the config's ZeRO stage is %d", section.stage if section else 0)
             self._enabled = False
             return
         self._apply = section is None or section.override_module_apply
         group = mpu.get_data_parallel_group() if data_parallel_group is None and mpu is not None else None
         self._arguments = (data_parallel_group or group, remote_device, pin_memory, _dtype(dtype, run), section)
-        self._place: Place | None = None
-        self._touching = Touching()
+        self._spec: ShardSpec | None = None
+        self._on_access = GatherOnAccess()
         self._outer: Any = None
         self._thread = 0
         if module is not None:
@@ -116,8 +116,8 @@ class Init:
         if not self._enabled:
             return self
         if self._handles:
-            raise UsageError("ds_zero.Init: this object is in use already; make another one")
-        self._place = self._place or _place(*self._arguments)
+            raise UsageError("ds_zero.Init: this object is in use already; create another one")
+        self._spec = self._spec or _shard_spec(*self._arguments)
         self._thread = threading.get_ident()
         self._handles = [
             register_module_parameter_registration_hook(self._on_parameter),
@@ -125,7 +125,7 @@ class Init:
         ]
         self._outer = _INNERMOST.get()
         _INNERMOST.set(self)
-        self._touching.__enter__()
+        self._on_access.__enter__()
         return self
 
     def __exit__(
@@ -135,7 +135,7 @@ class Init:
             return
         try:
             if kind is None:
-                self._finish(settle_all=True)
+                self._finish(all_weights=True)
         finally:
             outer, self._outer = self._outer, None
             _INNERMOST.set(outer)
@@ -145,7 +145,7 @@ class Init:
             if outer is not None:
                 outer._pending.update(self._pending)  # still under construction
             self._pending.clear()
-            self._touching.__exit__(kind or sys.exc_info()[0], error, trace)
+            self._on_access.__exit__(kind or sys.exc_info()[0], error, trace)
             self._cast()
 
     # -- construction ----------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Init:
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         if self._mine():
-            if parked(param) is None:
+            if sharded_param_of(param) is None:
                 fill_alias(param)
             self._finish()
             self._pending[module] = None  # only now: the parameter is not in its place yet
@@ -164,50 +164,50 @@ class Init:
         if not self._mine():
             return
         for part in child.modules() if child is not None else ():
-            if any(_to_park(p) for p in part._parameters.values()):
+            if any(_to_shard(p) for p in part._parameters.values()):
                 self._pending[part] = None
         if self._apply:
-            teach(module, apply=True, engine=False)
+            install_hooks(module, apply=True, engine=False)
         self._finish()
 
-    def _finish(self, *, settle_all: bool = False) -> None:
-        """Partition the modules that are not under construction any more."""
+    def _finish(self, *, all_weights: bool = False) -> None:
+        """Shard the modules that are not under construction any more."""
         running = _under_construction() if self._pending else set()
         done = [m for m in self._pending if id(m) not in running]
         for module in done:
             del self._pending[module]
         for module in done:
-            self._park(module)
-        self._touching.settle(all_of_them=settle_all)
+            self._shard(module)
+        self._on_access.release(all_weights=all_weights)
 
-    def _park(self, module: nn.Module) -> None:
-        """Partition the module's own parameters."""
-        assert self._place is not None
-        params = [p for p in module._parameters.values() if p is not None and _to_park(p)]
+    def _shard(self, module: nn.Module) -> None:
+        """Shard the module's own parameters."""
+        assert self._spec is not None
+        params = [p for p in module._parameters.values() if p is not None and _to_shard(p)]
         if any(t is not None and t.is_meta for t in (*params, *module._buffers.values())):
             params = _materialise(module)
         for param in params:
-            park(param, self._place)
-        self._parked += params
-        teach(module, apply=self._apply, engine=False)
+            shard_param(param, self._spec)
+        self._sharded += params
+        install_hooks(module, apply=self._apply, engine=False)
 
     def _cast(self) -> None:
-        for param in self._parked:
-            cast(param)
-        self._parked.clear()
+        for param in self._sharded:
+            cast_param(param)
+        self._sharded.clear()
 
     def _convert(self, module: nn.Module) -> None:
-        """Partition a model that exists."""
-        self._place = _place(*self._arguments)
+        """Shard an existing model."""
+        self._spec = _shard_spec(*self._arguments)
         for part in module.modules():
-            if any(p is not None and engine_of(p) is not None for p in part._parameters.values()):
+            if any(p is not None and owner_of(p) is not None for p in part._parameters.values()):
                 raise UsageError("ds_zero.Init: this module is already in an engine")
-            self._park(part)
+            self._shard(part)
         self._cast()
 
 
-def _to_park(param: nn.Parameter | None) -> bool:
-    return param is not None and parked(param) is None and not is_lazy(param)
+def _to_shard(param: nn.Parameter | None) -> bool:
+    return param is not None and sharded_param_of(param) is None and not is_lazy(param)
 
 
 def _under_construction() -> set[int]:
@@ -224,12 +224,12 @@ def _under_construction() -> set[int]:
 
 @torch.no_grad()
 def _materialise(module: nn.Module) -> list[nn.Parameter]:
-    """Give a module on the meta device its values by ``reset_parameters``; its own parameters, to be parked.
+    """Give a module on the meta device its values by ``reset_parameters``; return its own parameters, to be sharded.
 
-    Parameters that it leaves alone (all, where there is no such method) stay without a value.
+    Parameters that it does not initialize (all, without such a method) stay without a value.
     """
     reset = getattr(module, "reset_parameters", None)
-    params = [p for p in module._parameters.values() if p is not None and _to_park(p)]
+    params = [p for p in module._parameters.values() if p is not None and _to_shard(p)]
     if not callable(reset):
         return params
     on_meta = [p for p in params if p.is_meta]
@@ -296,8 +296,10 @@ def _dtype(given: torch.dtype | None, run: RunConfig | None) -> torch.dtype | No
     return given or wanted
 
 
-def _place(group: Any, remote: str | None, pin: bool, dtype: torch.dtype | None, section: ZeroConfig | None) -> Place:
-    """Start torch.distributed if need be, and see over which ranks, and where, weights are parked."""
+def _shard_spec(
+    group: Any, remote: str | None, pin: bool, dtype: torch.dtype | None, section: ZeroConfig | None
+) -> ShardSpec:
+    """Start torch.distributed if it is not running, and choose the ranks and the device of shards."""
     accelerator = get_accelerator()
     comm.init_distributed(accelerator.communication_backend)
     accelerator.set_device(accelerator.local_index())
@@ -314,15 +316,15 @@ def _place(group: Any, remote: str | None, pin: bool, dtype: torch.dtype | None,
     offload = section.offload_param if section is not None else None
     if offload is not None and remote is None and offload.device == "cpu":
         remote, pin = "cpu", pin or offload.pin_memory
-    rest = torch.device("cpu") if remote == "cpu" else device
-    return Place(
+    shard_device = torch.device("cpu") if remote == "cpu" else device
+    return ShardSpec(
         group=group if len(ranks) > 1 else None,
         ranks=tuple(ranks),
         index=ranks.index(comm.rank()),
         device=device,
-        rest=rest,
+        shard_device=shard_device,
         # Where the device is the CPU itself there is nothing to copy to, so nothing to lock pages for.
-        pin=pin and rest.type == "cpu" and device.type != "cpu",
+        pin=pin and shard_device.type == "cpu" and device.type != "cpu",
         dtype=dtype,
         checks=section is not None and section.enable_sanity_checks,
     )

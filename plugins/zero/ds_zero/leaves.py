@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ds_core.errors import UsageError, nearest
-from ds_zero.weights import engine_of
+from ds_zero.weights import owner_of
 
 __all__ = [
     "get_z3_leaf_modules",
@@ -110,7 +110,7 @@ def _by(
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Say that this one module is a leaf, or that it is none. Raises UsageError after `initialize`."""
     for param in model.parameters():
-        owner = engine_of(param)
+        owner = owner_of(param)
         if owner is not None and owner[0].section.stage == 3:
             raise UsageError("leaf modules must be set before initialize, which decides what is gathered together")
     model.__dict__[_FLAG] = flag

@@ -1,8 +1,7 @@
-"""How a module with partitioned weights answers torch's own calls: apply, load_state_dict, state_dict, forward, and
-``copy.deepcopy``.
+"""Hooks by which modules with sharded weights support apply, load_state_dict, state_dict, forward and deepcopy.
 
-Torch's hooks serve, and for `apply` and ``__deepcopy__``, which have none, an attribute of each instance; `unteach`
-takes all away again.
+Where torch has no hook (``apply`` and ``__deepcopy__``), an attribute of the instance does it. `remove_hooks` removes
+all of them.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ from torch import nn
 
 from ds_core.errors import UsageError
 from ds_core.process import STATE
-from ds_zero.gather_on_access import Touching, touching
+from ds_zero.gather_on_access import GatherOnAccess, gathering_on_access
 from ds_zero.gathered_parameters import GatheredParameters
-from ds_zero.sharded_param import restore
-from ds_zero.weights import home_of
+from ds_zero.sharded_param import unshard_module
+from ds_zero.weights import handle_of
 
-__all__ = ["bare", "settle", "teach", "unteach"]
+__all__ = ["hooks_removed", "install_hooks", "materialize", "remove_hooks"]
 
 _HANDLES = "_ds_handles"
 
 
-def teach(module: nn.Module, *, apply: bool, engine: bool) -> None:
-    """Let `module`, which may hold partitioned weights of its own, behave.
+def install_hooks(module: nn.Module, *, apply: bool, engine: bool) -> None:
+    """Install the hooks of `module`, whose own weights may be sharded.
 
-    apply: ``module.apply(fn)`` gathers. engine: there is an engine, so forward may be called, and copies are plain.
+    apply: ``module.apply(fn)`` gathers. engine: there is an engine, so forward is allowed, and deepcopy gives a plain
+    module.
     """
     if engine:
-        unteach(module)
+        remove_hooks(module)
     elif _HANDLES in module.__dict__:
         return
     handles = [
@@ -50,8 +50,8 @@ def teach(module: nn.Module, *, apply: bool, engine: bool) -> None:
         module.__dict__["__deepcopy__"] = types.MethodType(_deepcopy, module)
 
 
-def unteach(module: nn.Module) -> None:
-    """The reverse of `teach`."""
+def remove_hooks(module: nn.Module) -> None:
+    """Undo `install_hooks`."""
     for handle in module.__dict__.pop(_HANDLES, ()):
         handle.remove()
     for name, function in (("apply", _apply), ("__deepcopy__", _deepcopy)):
@@ -60,62 +60,62 @@ def unteach(module: nn.Module) -> None:
             del module.__dict__[name]
 
 
-def settle(module: nn.Module) -> None:
-    """Make a module that was built under `Init` an ordinary one. Collective."""
-    restore(module)
-    for part in module.modules():
-        unteach(part)
+def materialize(module: nn.Module) -> None:
+    """Make a module that was built under `Init` a plain one, with its full weights. Collective."""
+    unshard_module(module)
+    for submodule in module.modules():
+        remove_hooks(submodule)
 
 
 def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`nn.Module.apply`, with each module's own parameters whole while `fn` has it; what the first rank wrote counts.
+    """`nn.Module.apply` with each module's own parameters unsharded during `fn`; what the first rank writes counts.
 
-    Parameters of other modules that `fn` touches become whole too.
+    Parameters of other modules are gathered when `fn` accesses them.
     """
     for child in self.children():
         child.apply(fn)
-    own = [p for p in self._parameters.values() if (home := home_of(p)) is not None and not home.entered]
-    with GatheredParameters(own, modifier_rank=0), Touching():
+    own = [p for p in self._parameters.values() if (handle := handle_of(p)) is not None and not handle.in_context]
+    with GatheredParameters(own, modifier_rank=0), GatherOnAccess():
         fn(self)
     return self
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """``copy.deepcopy`` of (a part of) an engine's module: an ordinary module, which has the whole weights.
+    """``copy.deepcopy`` of an engine's module or submodule: a plain module with the full weights.
 
-    Collective at stage 3: every rank copies. Hooks of the user's are copied, as torch does; those of ZeRO are not.
+    Collective at stage 3: every rank copies. The user's hooks are copied as torch does; ZeRO's are not.
     """
     mine = set(self.modules())
     engines = [e for e in STATE.engines if not mine.isdisjoint(e.module.modules())]
     with contextlib.ExitStack() as stack:
         for engine in sorted(engines, key=lambda e: e.serial):
-            if (bare := getattr(engine.partitioner, "bare", None)) is not None:
-                stack.enter_context(bare())
-        inside = [p for p in self.parameters() if (home := home_of(p)) is not None and not home.entered]
+            if (hooks_off := getattr(engine.partitioner, "module_hooks_removed", None)) is not None:
+                stack.enter_context(hooks_off())
+        inside = [p for p in self.parameters() if (handle := handle_of(p)) is not None and not handle.in_context]
         stack.enter_context(GatheredParameters(inside))
         return copy.deepcopy(self, memo)
 
 
 @contextlib.contextmanager
-def bare(module: nn.Module) -> Iterator[None]:
-    """Inside, the modules below `module`, which an engine has, answer as torch's own do."""
-    taught = {part: "apply" in part.__dict__ for part in module.modules() if _HANDLES in part.__dict__}
-    for part in taught:
-        unteach(part)
+def hooks_removed(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` (an engine's) and its submodules have none of these hooks."""
+    hooked = {m: "apply" in m.__dict__ for m in module.modules() if _HANDLES in m.__dict__}
+    for submodule in hooked:
+        remove_hooks(submodule)
     try:
         yield
     finally:
-        for part, apply in taught.items():
-            teach(part, apply=apply, engine=True)
+        for submodule, apply in hooked.items():
+            install_hooks(submodule, apply=apply, engine=True)
 
 
 def _refuse_empty(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A state dict of empty tensors would be found out when it is loaded, which is too late."""
-    if keep_vars or touching():
+    """Raise UsageError rather than return a state dict of empty tensors."""
+    if keep_vars or gathering_on_access():
         return
     for name, param in module._parameters.items():
-        home = home_of(param)
-        if home is not None and home.away:
+        handle = handle_of(param)
+        if handle is not None and handle.is_sharded:
             raise UsageError(
                 f"state_dict(): parameter {prefix + name!r} is partitioned over ranks; use engine.save_checkpoint or "
                 "engine.save_16bit_model, or call it on every rank inside ds_zero.GatheredParameters(module), which "
@@ -133,30 +133,30 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Put the module's own values where they belong; torch then finds the parameters themselves, and nothing to do."""
+    """Load the module's own weights; in `state_dict` they are replaced by the parameters, so torch copies nothing."""
     for name, param in module._parameters.items():
-        home, key = home_of(param), prefix + name
+        handle, key = handle_of(param), prefix + name
         value = state_dict.get(key)
-        if home is None or home.entered or not isinstance(value, torch.Tensor) or value is param:
+        if handle is None or handle.in_context or not isinstance(value, torch.Tensor) or value is param:
             continue
-        if not home.apart and not local_metadata.get("assign_to_params_buffers"):
-            continue  # whole on every rank: torch's own copy will do
-        if value.shape != home.shape:
+        if not handle.sharded_at_rest and not local_metadata.get("assign_to_params_buffers"):
+            continue  # replicated: torch's own copy does it
+        if value.shape != handle.shape:
             errors.append(
-                f"size mismatch for {key}: its shape is {tuple(home.shape)} in the model and {tuple(value.shape)} in "
+                f"size mismatch for {key}: its shape is {tuple(handle.shape)} in the model and {tuple(value.shape)} in "
                 "the state dict"
             )
         else:
-            home.assign(value.detach())
+            handle.assign(value.detach())
         state_dict[key] = param
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
-    if touching():
+    if gathering_on_access():
         return
     for param in module._parameters.values():
-        home = home_of(param)
-        if home is not None and home.away:
+        handle = handle_of(param)
+        if handle is not None and handle.is_sharded:
             raise UsageError(
                 f"{type(module).__name__}: its weights were partitioned by ds_zero.Init; give the model to "
                 "ds_core.initialize with zero_optimization.stage 3 (1 and 2 will do), or gather them with "

@@ -70,7 +70,7 @@ class PieceShard(ParamShard):
     def set_weight(self, master: Tensor) -> None:
         """See `ParamShard.set_weight`."""
         self._resting.copy_(master.reshape(-1)[slice(*self.ranges[self.index])])
-        full = self._partitioner.whole_now(self._bucket)
+        full = self._partitioner.unsharded_now(self._bucket)
         if full is not None:
             self._bucket.view(self.read(full), self._piece.index).copy_(master)
 

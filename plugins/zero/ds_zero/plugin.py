@@ -51,10 +51,10 @@ def ds_partitioner(ctx: Context) -> Partitioner | None:
     if not isinstance(section, ZeroConfig):
         return None
     if section.stage == 0:
-        from ds_zero.module_hooks import settle
+        from ds_zero.module_hooks import materialize
 
         if ctx.module is not None:
-            settle(ctx.module)  # it may have been built under ds_zero.Init
+            materialize(ctx.module)  # it may have been built under ds_zero.Init
         return None
     if section.stage == 3:
         from ds_zero.stage3 import Stage3

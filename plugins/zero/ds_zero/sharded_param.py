@@ -1,16 +1,16 @@
-"""Parameters that were partitioned before there is an engine: what `Init` leaves in the place of a weight.
+"""Parameters that `Init` has sharded before there is an engine.
 
-A parked parameter is an empty tensor; its weight lies in equal parts on the ranks of one group, each parameter by
-itself. The partitioner of the engine that comes later takes the parts over, one bucket at a time.
+Such a parameter is an empty tensor. Its weight lies in equal shards on the ranks of one group. The engine's partitioner
+later gathers them into its flat buffers, one bucket at a time.
 
-[Note: bits] Plain code builds a model in fp32 and casts it when it is done, and constructors may work on a weight
-several times. So a weight is parked in the dtype it was built in, and cast when the construction is over.
+[Note: bits] Plain code builds a model in fp32 and casts it at the end, and constructors may change a weight several
+times. So a weight is sharded in the dtype in which it was built, and cast when construction is over.
 
-[Note: aliases] A tensor that was made of an empty parameter without torch telling (``nn.Parameter(linear.weight)``)
-gets its values by a gather, so all ranks must agree on which tensors are such. An address says nothing about that: the
-memory of an empty tensor that is gone soon belongs to another one, on one rank and not on the next. So the mark is an
-attribute of the storage itself, which torch keeps for as long as the storage lives, and which goes with it; and the
-storage keeps the parked weight, so that no garbage collector decides whether a gather takes place.
+[Note: aliases] A tensor that was made of an empty parameter without a call that a function mode sees
+(``nn.Parameter(linear.weight)``) gets its values by a gather, so all ranks must agree on which tensors these are. An
+address cannot tell: the memory of a freed tensor is reused, on one rank and not on the next. So the mark is an
+attribute of the storage itself, which torch keeps for as long as the storage lives. The storage also keeps the sharded
+weight alive, so that no garbage collector decides whether a gather takes place.
 """
 
 from __future__ import annotations
@@ -34,54 +34,54 @@ if TYPE_CHECKING:
     from ds_core.context import Context
 
 __all__ = [
-    "Parked",
-    "Place",
-    "check_untouched",
-    "cast",
+    "ShardedParam",
+    "ShardSpec",
+    "check_not_assigned",
+    "cast_param",
     "fill_alias",
-    "note_status",
-    "park",
-    "parked",
-    "prepare",
-    "quietly",
-    "restore",
-    "take_over",
-    "unpark",
+    "set_status",
+    "shard_param",
+    "sharded_param_of",
+    "prepare_module",
+    "untracked",
+    "unshard_module",
+    "pop_weight",
+    "remove_attributes",
 ]
 
 log = logging.getLogger("ds_zero")
 
-DESCRIBED = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
+_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
 """The documented attributes of a partitioned parameter."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _SERIAL = itertools.count()
-_MARK = "_ds_parked"
+_MARK = "_ds_sharded"
 """The attribute of a parameter, and of the storage of an empty tensor, that leads to the weight."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Over which ranks parameters are parked, and how.
+class ShardSpec:
+    """Over which ranks parameters are sharded, and how.
 
-    group: None for one rank alone. ranks: its global ranks; the weights of the first are everybody's. index: this
-    rank's place in it. device: where whole weights are. rest: where parts are. pin: in page-locked memory.
-    dtype: of floating-point weights; None keeps their own. checks: see ``enable_sanity_checks``.
+    group: None for one rank alone. ranks: its global ranks; the weights of the first count. index: this rank's index in
+    the group. device: of unsharded weights. shard_device: of shards. pin: shards are in page-locked memory. dtype: of
+    floating-point weights; None keeps their own. checks: see ``enable_sanity_checks``.
     """
 
     group: Any
     ranks: tuple[int, ...]
     index: int
     device: torch.device
-    rest: torch.device
+    shard_device: torch.device
     pin: bool = False
     dtype: torch.dtype | None = None
     checks: bool = False
 
 
-def quietly(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` without gradients, and unseen by torch function modes: ours (see `gather_on_access`) and others'."""
+def untracked(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` without autograd and without torch function modes, ours (see `gather_on_access`) and others'."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,219 +91,219 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class Parked:
-    """The weight of one parameter, in parts.
+class ShardedParam:
+    """The sharded weight of one parameter.
 
-    part: this rank's; None while the weight has no value yet (it was on the meta device). holds: how many want the
-    parameter whole just now. entered: by a `GatheredParameters`. taken: an engine has the weight now, or nobody.
-    serial: the same on all ranks.
+    shard: this rank's; None while the weight has no value yet (it was on the meta device). users: how many callers need
+    the parameter unsharded now. in_context: whether it is inside a `GatheredParameters`. consumed: whether the weight
+    was handed on, usually to an engine. serial: equal on all ranks.
     """
 
-    def __init__(self, place: Place, shape: torch.Size, dtype: torch.dtype, serial: int) -> None:
-        self.place, self.shape, self.dtype, self.serial = place, shape, dtype, serial
-        self.part: Tensor | None = None
-        self.holds = 0
-        self.entered = self.taken = False
+    def __init__(self, spec: ShardSpec, shape: torch.Size, dtype: torch.dtype, serial: int) -> None:
+        self.spec, self.shape, self.dtype, self.serial = spec, shape, dtype, serial
+        self.shard: Tensor | None = None
+        self.users = 0
+        self.in_context = self.consumed = False
 
     @property
-    def elements(self) -> int:
-        """Of each rank's part, padding included."""
-        return -(-self.shape.numel() // len(self.place.ranks))
+    def shard_numel(self) -> int:
+        """Elements of each rank's shard, padding included."""
+        return -(-self.shape.numel() // len(self.spec.ranks))
 
-    def split(self, flat: Tensor) -> None:
-        """Keep this rank's part of the whole weight."""
-        size, index = self.elements, self.place.index
+    def keep_shard(self, flat: Tensor) -> None:
+        """Keep this rank's shard of the flat unsharded weight."""
+        size, index = self.shard_numel, self.spec.index
         mine = flat[size * index : size * (index + 1)]
-        part = torch.zeros(size, dtype=self.dtype, device=self.place.rest)
-        if self.place.pin:
-            part = get_accelerator().pin(part)
-        part[: mine.numel()].copy_(mine)
-        self.part = part
+        shard = torch.zeros(size, dtype=self.dtype, device=self.spec.shard_device)
+        if self.spec.pin:
+            shard = get_accelerator().pin(shard)
+        shard[: mine.numel()].copy_(mine)
+        self.shard = shard
 
     def gather(self) -> Tensor:
-        """The whole weight, on the device; without a value NaN (zeros where there is no NaN). Collective."""
-        numel, world = self.shape.numel(), len(self.place.ranks)
-        if self.part is None:
+        """The unsharded weight on the device; NaN (or zero, for integers) if it has no value yet. Collective."""
+        numel, world = self.shape.numel(), len(self.spec.ranks)
+        if self.shard is None:
             fill = float("nan") if self.dtype.is_floating_point else 0
-            return torch.full(self.shape, fill, dtype=self.dtype, device=self.place.device)
-        part = self.part.to(self.place.device)
+            return torch.full(self.shape, fill, dtype=self.dtype, device=self.spec.device)
+        shard = self.shard.to(self.spec.device)
         if world == 1:
-            return part.clone().view(self.shape)
-        whole = torch.empty(world * part.numel(), dtype=self.dtype, device=self.place.device)
-        if part.numel():
-            comm.all_gather_into_tensor(whole, part, group=self.place.group)
-        return whole[:numel].view(self.shape)
+            return shard.clone().view(self.shape)
+        full = torch.empty(world * shard.numel(), dtype=self.dtype, device=self.spec.device)
+        if shard.numel():
+            comm.all_gather_into_tensor(full, shard, group=self.spec.group)
+        return full[:numel].view(self.shape)
 
-    def blank(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What a parameter holds while its weight is parked: an empty tensor of its own; see [Note: aliases]."""
-        blank = torch.empty(0, dtype=dtype or self.dtype, device=self.place.device)
-        setattr(blank.untyped_storage(), _MARK, self)
-        return blank
+    def placeholder(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The empty tensor that the parameter holds while its weight is sharded; see [Note: aliases]."""
+        placeholder = torch.empty(0, dtype=dtype or self.dtype, device=self.spec.device)
+        setattr(placeholder.untyped_storage(), _MARK, self)
+        return placeholder
 
 
-def parked(param: Any) -> Parked | None:
-    """How `param`, or a storage, is parked; None when it is not."""
+def sharded_param_of(param: Any) -> ShardedParam | None:
+    """The sharded weight of `param`, or of a storage; None if there is none."""
     found = getattr(param, _MARK, None)
-    return found if isinstance(found, Parked) else None
+    return found if isinstance(found, ShardedParam) else None
 
 
-@quietly
+@untracked
 def fill_alias(tensor: Tensor) -> None:
-    """Give a tensor that was made of an empty parameter, unseen (``nn.Parameter(linear.weight)``), the weight's values.
+    """Fill a tensor that was made of an empty parameter (``nn.Parameter(linear.weight)``) with the weight's values.
 
-    Collective when it is one. Raises UsageError when the weight is not parked any more.
+    Does nothing for other tensors, else collective. Raises UsageError when the weight has gone to an engine.
     """
     if tensor.dim() == 1 and not tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
-        here = parked(tensor.untyped_storage())
-        if here is None:
+        sharded = sharded_param_of(tensor.untyped_storage())
+        if sharded is None:
             return
-        if here.taken:
+        if sharded.consumed:
             raise UsageError(
-                f"this tensor was made of parameter 'init.{here.serial}' of shape {tuple(here.shape)} while that was "
-                "partitioned, and got no values before an engine took the weight; make it inside "
+                f"this tensor was made of parameter 'init.{sharded.serial}' of shape {tuple(sharded.shape)} while "
+                "that was partitioned, and had no values when an engine took over the weight; make it inside "
                 "ds_zero.GatheredParameters(param), or put it into a module in the same ds_zero.Init"
             )
-        tensor.data = here.gather().to(tensor.dtype)
+        tensor.data = sharded.gather().to(tensor.dtype)
 
 
-@quietly
-def park(param: nn.Parameter, place: Place, source: int | None = None) -> None:
-    """Keep only this rank's part of the weight in `param`; `source` (a global rank of the group) wins. Collective.
+@untracked
+def shard_param(param: nn.Parameter, spec: ShardSpec, source: int | None = None) -> None:
+    """Keep only this rank's shard of the weight in `param`, as global rank `source` has it. Collective.
 
-    A parameter on the meta device keeps its shape and has no value yet.
+    source: None stands for the group's first rank. A parameter on the meta device has no value yet.
     """
-    old = parked(param)
-    here = Parked(place, param.shape, param.dtype, next(_SERIAL)) if old is None else old
-    here.shape, here.dtype = param.shape, param.dtype
+    old = sharded_param_of(param)
+    sharded = ShardedParam(spec, param.shape, param.dtype, next(_SERIAL)) if old is None else old
+    sharded.shape, sharded.dtype = param.shape, param.dtype
     if not param.is_meta:
-        flat = param.data.to(place.device).contiguous().reshape(-1)
-        if len(place.ranks) > 1 and flat.numel():
-            comm.broadcast(flat, src=place.ranks[0] if source is None else source, group=place.group)
-        here.split(flat)
-        param.data = here.blank()
+        flat = param.data.to(spec.device).contiguous().reshape(-1)
+        if len(spec.ranks) > 1 and flat.numel():
+            comm.broadcast(flat, src=spec.ranks[0] if source is None else source, group=spec.group)
+        sharded.keep_shard(flat)
+        param.data = sharded.placeholder()
     else:
-        _replace_meta(param, here.blank())
-    _tag(param, here)
+        _replace_meta(param, sharded.placeholder())
+    _set_attributes(param, sharded)
 
 
-def _tag(param: Any, here: Parked) -> None:
+def _set_attributes(param: Any, sharded: ShardedParam) -> None:
     tagged: Any = param
-    setattr(tagged, _MARK, here)
-    tagged.ds_id = f"init.{here.serial}"
-    tagged.ds_shape, tagged.ds_numel = here.shape, here.shape.numel()
-    tagged.ds_tensor = here.part if here.part is not None else here.blank()
-    note_status(param, here)
+    setattr(tagged, _MARK, sharded)
+    tagged.ds_id = f"init.{sharded.serial}"
+    tagged.ds_shape, tagged.ds_numel = sharded.shape, sharded.shape.numel()
+    tagged.ds_tensor = sharded.shard if sharded.shard is not None else sharded.placeholder()
+    set_status(param, sharded)
 
 
-def note_status(param: Any, here: Parked) -> None:
-    """Set ``ds_status``: somebody holds the parameter whole, or not."""
-    param.ds_status = ZeroParamStatus.AVAILABLE if here.holds else ZeroParamStatus.NOT_AVAILABLE
+def set_status(param: Any, sharded: ShardedParam) -> None:
+    """Set ``ds_status``: whether the parameter is unsharded now."""
+    param.ds_status = ZeroParamStatus.AVAILABLE if sharded.users else ZeroParamStatus.NOT_AVAILABLE
 
 
-@quietly
-def cast(param: nn.Parameter) -> None:
-    """Bring a parked weight to the dtype that its place wants. Only when its construction is over: see [Note: bits]."""
-    here = parked(param)
-    if here is None or here.place.dtype in (None, here.dtype) or not here.dtype.is_floating_point:
+@untracked
+def cast_param(param: nn.Parameter) -> None:
+    """Cast a sharded weight to the dtype of its spec, after construction: see [Note: bits]."""
+    sharded = sharded_param_of(param)
+    if sharded is None or sharded.spec.dtype in (None, sharded.dtype) or not sharded.dtype.is_floating_point:
         return
-    assert here.place.dtype is not None
-    here.dtype = here.place.dtype
-    if here.part is not None:
-        part = here.part.to(here.dtype)
-        here.part = get_accelerator().pin(part) if here.place.pin else part
-    param.data = here.blank()
-    _tag(param, here)
+    assert sharded.spec.dtype is not None
+    sharded.dtype = sharded.spec.dtype
+    if sharded.shard is not None:
+        shard = sharded.shard.to(sharded.dtype)
+        sharded.shard = get_accelerator().pin(shard) if sharded.spec.pin else shard
+    param.data = sharded.placeholder()
+    _set_attributes(param, sharded)
 
 
 def _replace_meta(param: nn.Parameter, data: Tensor) -> None:
-    """``param.data = data`` for a parameter on the meta device, which torch refuses; the object stays the same."""
+    """``param.data = data`` for a parameter on the meta device, where torch refuses it. The object stays the same."""
     new = nn.Parameter(data, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, new)
 
 
-def unpark(param: nn.Parameter) -> None:
-    """Forget that `param` was parked; it holds whatever it holds."""
-    for name in (_MARK, *DESCRIBED):
+def remove_attributes(param: nn.Parameter) -> None:
+    """Remove what was set on `param`; its data stays as it is."""
+    for name in (_MARK, *_ATTRIBUTES):
         if hasattr(param, name):
             delattr(param, name)
 
 
-@quietly
-def check_untouched(param: nn.Parameter, here: Parked, name: str = "") -> None:
-    """Somebody who assigns ``param.data`` while the weight is parked would not be heard."""
-    if not here.holds and param.numel():
+@untracked
+def check_not_assigned(param: nn.Parameter, sharded: ShardedParam, name: str = "") -> None:
+    """Raise UsageError if ``param.data`` was assigned while the weight is sharded: that would be lost."""
+    if not sharded.users and param.numel():
         raise UsageError(
-            f"parameter {name or getattr(param, 'ds_id', '')!r} of shape {tuple(here.shape)} was given data of shape "
-            f"{tuple(param.shape)} while it is partitioned; write to it inside "
+            f"parameter {name or getattr(param, 'ds_id', '')!r} of shape {tuple(sharded.shape)} was given data of "
+            f"shape {tuple(param.shape)} while it is partitioned; write to it inside "
             "ds_zero.GatheredParameters(param, modifier_rank=0)"
         )
 
 
-@quietly
-def ghost(param: nn.Parameter, here: Parked) -> None:
-    """Let `param` have its shape without memory, for those who lay it out."""
-    if not here.holds:
-        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(here.shape)
+@untracked
+def expand_placeholder(param: nn.Parameter, sharded: ShardedParam) -> None:
+    """Give `param` its shape without memory, for code that only looks at shapes."""
+    if not sharded.users:
+        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(sharded.shape)
 
 
-@quietly
-def take_over(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | None:
-    """The whole weight of a parked parameter, which then is not parked any more, and whether all `ranks` got the same.
+@untracked
+def pop_weight(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | None:
+    """Remove and return the unsharded weight of `param`, and whether all `ranks` got the same one.
 
-    None for one that is not parked. The weight has the dtype that `param` was cast to meanwhile. Collective over the
-    group that it was parked over.
+    None for a parameter that is not sharded. The weight has the dtype to which `param` was cast meanwhile. Collective
+    over the group over which it was sharded.
     """
-    here = parked(param)
-    if here is None:
+    sharded = sharded_param_of(param)
+    if sharded is None:
         return None
-    whole = param.data if here.holds else here.gather().to(param.device, param.dtype)
-    unpark(param)
-    here.part, here.taken = None, True
-    return whole, set(ranks) <= set(here.place.ranks)
+    full = param.data if sharded.users else sharded.gather().to(param.device, param.dtype)
+    remove_attributes(param)
+    sharded.shard, sharded.consumed = None, True
+    return full, set(ranks) <= set(sharded.spec.ranks)
 
 
-def prepare(module: nn.Module, ctx: Context) -> None:
-    """A partitioner is about to lay out `module`: check what `Init` and others have left, and give it its shapes.
+def prepare_module(module: nn.Module, ctx: Context) -> None:
+    """Check the parameters of `module` before a partitioner lays them out, and give sharded ones their shapes.
 
-    Raises UsageError for a weight without a value, one that was assigned while it was partitioned, or one that
-    another engine has partitioned.
+    Raises UsageError for a weight without a value, one that was assigned while it was sharded, or one that another
+    engine owns.
     """
     lacking = []
     for param, info in ctx.params.items():
-        here = parked(param)
-        if here is None:
+        sharded = sharded_param_of(param)
+        if sharded is None:
             if hasattr(param, "ds_id"):
                 raise UsageError(
                     f"parameter {info.name!r} is partitioned by another engine; call that engine's destroy() first, or "
                     "initialize the whole model once"
                 )
             continue
-        check_untouched(param, here, info.name)
-        if here.part is None and here.shape.numel():
+        check_not_assigned(param, sharded, info.name)
+        if sharded.shard is None and sharded.shape.numel():
             lacking.append(info.name)
-        if info.held and set(ctx.mesh.ranks(*info.held)) & set(here.place.ranks) != {ctx.rank}:
+        if info.held and set(ctx.mesh.ranks(*info.held)) & set(sharded.spec.ranks) != {ctx.rank}:
             log.warning(
-                "%s differs over the mesh axes %s, but was built by ds_zero.Init over ranks that differ there, so they "
-                "begin with the same values; give Init a data_parallel_group, or build it outside",
+                "%s differs over the mesh axes %s, but was built by ds_zero.Init over ranks that differ there, so all "
+                "start with the same values; give Init a data_parallel_group, or build it outside",
                 info.name,
                 list(info.held),
             )
     if lacking:
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise UsageError(
-            f"{', '.join(lacking[:5])}{more}: built on the meta device, and never given a value: their modules have no "
-            "reset_parameters. Load weights (load_state_dict), or write them inside "
+            f"{', '.join(lacking[:5])}{more}: built on the meta device and still without a value: their modules "
+            "have no reset_parameters. Load weights (load_state_dict), or write them inside "
             "ds_zero.GatheredParameters(..., modifier_rank=0), before initialize"
         )
     for param in ctx.params:
-        if (here := parked(param)) is not None:
-            ghost(param, here)
+        if (sharded := sharded_param_of(param)) is not None:
+            expand_placeholder(param, sharded)
 
 
-@quietly
-def restore(module: nn.Module) -> None:
-    """Make all parked parameters of `module` whole. Collective."""
+@untracked
+def unshard_module(module: nn.Module) -> None:
+    """Unshard all parameters of `module` for good. Collective."""
     for param in module.parameters():
-        if (taken := take_over(param, [])) is not None:
-            param.data = taken[0]
+        if (found := pop_weight(param, [])) is not None:
+            param.data = found[0]

@@ -23,7 +23,7 @@ from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import Gathering, State, Unit, rounded_dtype
 from ds_zero.gather_hooks import Watch
 from ds_zero.leaves import leaf_flag, mark_leaf
-from ds_zero.sharded_param import unpark
+from ds_zero.sharded_param import remove_attributes
 from ds_zero.state_offload import BACKWARD
 from ds_zero.status import ZeroParamStatus
 from ds_zero.units import Gatherer, gatherers, members, persistent
@@ -114,24 +114,24 @@ class Stage3(ZeroPartitioner):
         listed = self.ctx.stash.get(WIRE_DTYPES)
         return rounded_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
 
-    # -- weights whole for a while, see `weights` --------------------------------------------------------------
+    # -- access to weights, see `weights` --------------------------------------------------------------
 
-    def keep(self, unit: Unit) -> None:
-        """See `ZeroPartitioner.keep`."""
-        self.gathering.keep(unit)
+    def pin(self, unit: Unit) -> None:
+        """See `WeightOwner.pin`."""
+        self.gathering.pin(unit)
 
-    def unkeep(self, unit: Unit) -> None:
-        """See `ZeroPartitioner.unkeep`."""
-        if self.unit_of:  # else the engine was destroyed meanwhile, and its weights are whole for good
-            self.gathering.unkeep(unit)
+    def unpin(self, unit: Unit) -> None:
+        """See `WeightOwner.unpin`."""
+        if self.unit_of:  # else the engine was destroyed meanwhile, and its weights stay unsharded
+            self.gathering.unpin(unit)
 
     def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        """See `ZeroPartitioner.add_external`."""
+        """See `WeightOwner.add_external`."""
         self._check_external(module, param)
         self.watch.add_external(module, param)
 
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        """See `ZeroPartitioner.remove_external`."""
+        """See `WeightOwner.remove_external`."""
         self.watch.remove_external(module, param)
 
     def _check_external(self, module: nn.Module, param: nn.Parameter) -> None:
@@ -155,9 +155,9 @@ class Stage3(ZeroPartitioner):
             self.watch.install()
 
     @contextlib.contextmanager
-    def bare(self) -> Iterator[None]:
-        """See `ZeroPartitioner.bare`."""
-        with super().bare(), self.without_hooks():
+    def module_hooks_removed(self) -> Iterator[None]:
+        """See `ZeroPartitioner.module_hooks_removed`."""
+        with super().module_hooks_removed(), self.without_hooks():
             yield
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
@@ -234,8 +234,8 @@ class Stage3(ZeroPartitioner):
         if busy or any(u.state is not State.RELEASED for u in self.units):
             raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
 
-    def whole_now(self, bucket: FlatBucket) -> Tensor | None:
-        """See `ZeroPartitioner.whole_now`."""
+    def unsharded_now(self, bucket: FlatBucket) -> Tensor | None:
+        """See `ZeroPartitioner.unsharded_now`."""
         unit = next((u for u in self.units if u.bucket is bucket), None)
         if unit is None:
             return bucket.full
@@ -259,7 +259,7 @@ class Stage3(ZeroPartitioner):
             if part in self._leaves:
                 mark_leaf(part, False)
         for param in self.pieces:
-            unpark(param)
+            remove_attributes(param)
         for group in self._groups.values():
             torch.distributed.destroy_process_group(group)
         self._groups.clear()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ds_core.errors import UsageError
 from ds_zero.gathered_parameters import GatheredParameters
-from ds_zero.weights import home_of
+from ds_zero.weights import handle_of
 
 __all__ = ["TiledLinear", "TiledLinearReturnBias"]
 
@@ -223,8 +223,8 @@ def _join(parts: list[Tensor]) -> Tensor:
 def _param(module: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     """A parameter of `module`, which must have `shape`."""
     param = getattr(module, name, None)
-    home = home_of(param)
-    found = home.shape if home is not None else param.shape if isinstance(param, Tensor) else None
+    handle = handle_of(param)
+    found = handle.shape if handle is not None else param.shape if isinstance(param, Tensor) else None
     if not isinstance(param, Tensor) or found != tuple(shape):
         raise UsageError(
             f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, not {_told(param)}"

@@ -1,7 +1,7 @@
-"""Where a parameter's weight is at home, and how it becomes whole for a while, with or without an engine.
+"""Access to the weight of one ZeRO-managed parameter, with or without an engine: gather it, write it, release it.
 
-Two kinds: parameters that `Init` has parked, and those of a running engine of any stage. Everything here that moves
-weights is collective over the ranks that share the parameter.
+There are two kinds of parameters: those that `Init` has sharded, and those of a running engine of any stage. Methods
+that move weights are collective over the ranks that share the parameter.
 """
 
 from __future__ import annotations
@@ -15,20 +15,55 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import UsageError
+from ds_core.partition import Partitioner
 from ds_core.process import STATE
-from ds_zero.sharded_param import Parked, check_untouched, note_status, park, parked, quietly
+from ds_zero.sharded_param import ShardedParam, check_not_assigned, set_status, shard_param, sharded_param_of, untracked
 
 if TYPE_CHECKING:
-    from ds_zero.base import ZeroPartitioner
+    from ds_core.context import Context
+    from ds_zero.config import ZeroConfig
+    from ds_zero.flat import FlatBucket, Piece
+    from ds_zero.gather import Unit
 
-__all__ = ["FIRST", "Home", "engine_of", "home_of", "homes_of"]
+__all__ = ["FIRST", "WeightHandle", "WeightOwner", "handle_of", "handles_of", "owner_of"]
 
 FIRST = -1
-"""In the place of a modifier rank: the first of each parameter's ranks."""
+"""As a modifier rank: the first of the ranks that share each parameter."""
 
 
-class Home(ABC):
-    """Of one parameter. order: sorts homes the same way on all ranks."""
+class WeightOwner(Partitioner):
+    """The part of a ZeRO partitioner by which the weights of single parameters are reached.
+
+    pieces, bucket_of, unit_of: what each parameter belongs to; frozen parameters that stay replicated have no bucket,
+    and only those that stage 3 shards have a unit. param_index: each parameter's index in the model. in_context: those
+    inside a `GatheredParameters`.
+    """
+
+    ctx: Context
+    section: ZeroConfig
+    pieces: dict[nn.Parameter, Piece]
+    bucket_of: dict[nn.Parameter, FlatBucket]
+    unit_of: dict[nn.Parameter, Unit]
+    param_index: dict[nn.Parameter, int]
+    in_context: set[nn.Parameter]
+
+    def pin(self, unit: Unit) -> None:
+        """Gather `unit` and keep it unsharded until `unpin`. Calls nest. Collective when it is sharded now."""
+        raise NotImplementedError
+
+    def unpin(self, unit: Unit) -> None:
+        """Undo one `pin`."""
+        raise NotImplementedError
+
+    def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """`module` uses `param`, which another module owns. Has an effect in stage 3."""
+
+    def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
+        """Undo `add_external`."""
+
+
+class WeightHandle(ABC):
+    """How to gather, write and release one ZeRO-managed parameter. order: sort key, equal on all ranks."""
 
     param: nn.Parameter
     order: tuple[int, ...]
@@ -36,27 +71,27 @@ class Home(ABC):
 
     @property
     @abstractmethod
-    def entered(self) -> bool:
-        """Whether a `GatheredParameters` holds it."""
+    def in_context(self) -> bool:
+        """Whether the parameter is inside a `GatheredParameters`."""
 
-    @entered.setter
+    @in_context.setter
     @abstractmethod
-    def entered(self, value: bool) -> None: ...
-
-    @property
-    @abstractmethod
-    def away(self) -> bool:
-        """Whether the parameter is empty now."""
+    def in_context(self, value: bool) -> None: ...
 
     @property
     @abstractmethod
-    def apart(self) -> bool:
-        """Whether its parts live apart, even if it is whole just now."""
+    def is_sharded(self) -> bool:
+        """Whether the weight is sharded now, so that the parameter is an empty tensor."""
+
+    @property
+    @abstractmethod
+    def sharded_at_rest(self) -> bool:
+        """Whether the weight is sharded while nobody uses it."""
 
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Of the whole weight."""
+        """Shape of the unsharded weight."""
 
     @property
     @abstractmethod
@@ -64,44 +99,44 @@ class Home(ABC):
         """The global ranks that share the parameter."""
 
     @abstractmethod
-    def hold(self) -> None:
-        """Make it whole until `let_go`. Collective when it is away."""
+    def unshard(self) -> None:
+        """Make the parameter hold the unsharded weight until `reshard`. Calls nest. Collective when it is sharded."""
 
     @abstractmethod
-    def put_back(self, source: int) -> None:
-        """Make what the parameter holds on global rank `source` its weight, on all ranks, masters too. Collective."""
+    def write_back(self, source: int) -> None:
+        """Make what the parameter holds on global rank `source` the weight on all ranks, masters too. Collective."""
 
     @abstractmethod
-    def let_go(self) -> None:
-        """Nobody needs it whole on behalf of the last `hold`; what was not put back may be lost."""
+    def reshard(self) -> None:
+        """Undo one `unshard`. Writes to the parameter without `write_back` may be lost."""
 
     @abstractmethod
     def assign(self, value: Tensor) -> None:
-        """Make `value` of the first rank the weight, on all ranks, masters too. Collective."""
+        """Make `value` of the first rank the weight on all ranks, masters too. Collective."""
 
-    def settle(self) -> None:
-        """Put back what any rank may have written, as the first has it, and let go."""
-        self.put_back(self.ranks[0])
-        self.let_go()
+    def commit(self) -> None:
+        """Write back what the first rank holds, and reshard. Collective."""
+        self.write_back(self.ranks[0])
+        self.reshard()
 
     def source(self, modifier: int) -> int:
-        """The global rank that `modifier` means for this parameter."""
+        """The global rank that `modifier` stands for. Raises UsageError when it does not share this parameter."""
         if modifier in self.ranks:
             return modifier
         if modifier in (FIRST, 0):
             return self.ranks[0]
         raise UsageError(
-            f"modifier_rank {modifier} does not hold parameter {self.name!r}, which is on ranks {list(self.ranks)}; "
+            f"modifier_rank {modifier} does not share parameter {self.name!r}, which is on ranks {list(self.ranks)}; "
             "give one of those, or 0 for the first of each parameter's ranks"
         )
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The parameter's name in messages."""
         return str(getattr(self.param, "ds_id", "?"))
 
     def _check(self) -> None:
-        """What is about to be sent fits."""
+        """Check that the parameter still has its device and shape."""
         if self.param.device.type != self.device.type:
             raise UsageError(
                 f"parameter {self.name!r} was moved to {self.param.device} inside GatheredParameters; "
@@ -116,7 +151,7 @@ class Home(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Of the whole weight."""
+        """Device of the unsharded weight."""
 
     @property
     @abstractmethod
@@ -124,106 +159,106 @@ class Home(ABC):
         """The process group of `ranks`; None for one rank."""
 
 
-class _Parked(Home):
-    """Made under `Init`; no engine yet."""
+class _InitWeight(WeightHandle):
+    """A parameter that `Init` has sharded, and no engine owns yet."""
 
-    def __init__(self, param: nn.Parameter, here: Parked) -> None:
-        self.param, self._here = param, here
-        self.order = (0, here.serial)
-        self.checks = here.place.checks
-
-    @property
-    def entered(self) -> bool:
-        return self._here.entered
-
-    @entered.setter
-    def entered(self, value: bool) -> None:
-        self._here.entered = value
+    def __init__(self, param: nn.Parameter, sharded: ShardedParam) -> None:
+        self.param, self._sharded = param, sharded
+        self.order = (0, sharded.serial)
+        self.checks = sharded.spec.checks
 
     @property
-    def away(self) -> bool:
-        return not self._here.holds
+    def in_context(self) -> bool:
+        return self._sharded.in_context
+
+    @in_context.setter
+    def in_context(self, value: bool) -> None:
+        self._sharded.in_context = value
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self._sharded.users
 
     @property
     def shape(self) -> torch.Size:
-        return self._here.shape
+        return self._sharded.shape
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self._here.place.ranks
+        return self._sharded.spec.ranks
 
     @property
     def device(self) -> torch.device:
-        return self._here.place.device
+        return self._sharded.spec.device
 
     @property
     def group(self) -> Any:
-        return self._here.place.group
+        return self._sharded.spec.group
 
     @property
-    def apart(self) -> bool:
+    def sharded_at_rest(self) -> bool:
         return True
 
-    @quietly
-    def hold(self) -> None:
-        here = self._here
-        if not here.holds:
-            check_untouched(self.param, here)
-            self.param.data = here.gather().to(self.param.dtype)
-        here.holds += 1
-        note_status(self.param, here)
+    @untracked
+    def unshard(self) -> None:
+        sharded = self._sharded
+        if not sharded.users:
+            check_not_assigned(self.param, sharded)
+            self.param.data = sharded.gather().to(self.param.dtype)
+        sharded.users += 1
+        set_status(self.param, sharded)
 
-    @quietly
-    def put_back(self, source: int) -> None:
+    @untracked
+    def write_back(self, source: int) -> None:
         self._check()
-        park(self.param, self._here.place, source)
+        shard_param(self.param, self._sharded.spec, source)
 
-    @quietly
-    def settle(self) -> None:
-        park(self.param, self._here.place)  # the constructor that wrote to it may have given it another shape
-        self.let_go()
+    @untracked
+    def commit(self) -> None:
+        shard_param(self.param, self._sharded.spec)  # the constructor that wrote to it may have changed its shape
+        self.reshard()
 
-    @quietly
-    def let_go(self) -> None:
-        here = self._here
-        here.holds -= 1
-        if not here.holds:
-            self.param.data = here.blank(self.param.dtype)
-        elif not self.param.numel():  # put back, but somebody else still wants it
-            self.param.data = here.gather().to(self.param.dtype)
-        note_status(self.param, here)
+    @untracked
+    def reshard(self) -> None:
+        sharded = self._sharded
+        sharded.users -= 1
+        if not sharded.users:
+            self.param.data = sharded.placeholder(self.param.dtype)
+        elif not self.param.numel():  # written back, but another user still needs it
+            self.param.data = sharded.gather().to(self.param.dtype)
+        set_status(self.param, sharded)
 
-    @quietly
+    @untracked
     def assign(self, value: Tensor) -> None:
         self.param.data = value.to(self.device, self.param.dtype, copy=True)
-        park(self.param, self._here.place)
-        if self._here.holds:
-            self.param.data = self._here.gather().to(self.param.dtype)
+        shard_param(self.param, self._sharded.spec)
+        if self._sharded.users:
+            self.param.data = self._sharded.gather().to(self.param.dtype)
 
 
-class _Managed(Home):
-    """Of an engine of stage 1, 2 or 3."""
+class _EngineWeight(WeightHandle):
+    """A parameter of an engine of stage 1, 2 or 3."""
 
-    def __init__(self, param: nn.Parameter, partitioner: ZeroPartitioner, serial: int) -> None:
-        self.param, self._zero = param, partitioner
-        self._piece = partitioner.pieces.get(param)
-        self._bucket = partitioner.bucket_of.get(param)
-        self._unit = partitioner.unit_of.get(param)
-        self._info = partitioner.ctx.params[param]
-        self.order = (1, serial, partitioner.places[param])
-        self.checks = partitioner.section.enable_sanity_checks
-
-    @property
-    def entered(self) -> bool:
-        return self.param in self._zero.entered
-
-    @entered.setter
-    def entered(self, value: bool) -> None:
-        (self._zero.entered.add if value else self._zero.entered.discard)(self.param)
+    def __init__(self, param: nn.Parameter, owner: WeightOwner, serial: int) -> None:
+        self.param, self._owner = param, owner
+        self._piece = owner.pieces.get(param)
+        self._bucket = owner.bucket_of.get(param)
+        self._unit = owner.unit_of.get(param)
+        self._info = owner.ctx.params[param]
+        self.order = (1, serial, owner.param_index[param])
+        self.checks = owner.section.enable_sanity_checks
 
     @property
-    def away(self) -> bool:
-        return self._unit is not None and not self._unit.is_whole
+    def in_context(self) -> bool:
+        return self.param in self._owner.in_context
+
+    @in_context.setter
+    def in_context(self, value: bool) -> None:
+        (self._owner.in_context.add if value else self._owner.in_context.discard)(self.param)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._unit is not None and not self._unit.is_unsharded
 
     @property
     def shape(self) -> torch.Size:
@@ -231,7 +266,7 @@ class _Managed(Home):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(self._zero.ctx.mesh.ranks(*self._info.replicas))
+        return tuple(self._owner.ctx.mesh.ranks(*self._info.replicas))
 
     @property
     def name(self) -> str:
@@ -243,19 +278,19 @@ class _Managed(Home):
 
     @property
     def group(self) -> Any:
-        return self._zero.ctx.mesh.group(*self._info.replicas)
+        return self._owner.ctx.mesh.group(*self._info.replicas)
 
     @property
-    def apart(self) -> bool:
+    def sharded_at_rest(self) -> bool:
         return self._unit is not None
 
-    @quietly
-    def hold(self) -> None:
+    @untracked
+    def unshard(self) -> None:
         if self._unit is not None:
-            self._zero.keep(self._unit)
+            self._owner.pin(self._unit)
 
-    @quietly
-    def put_back(self, source: int) -> None:
+    @untracked
+    def write_back(self, source: int) -> None:
         self._check()
         group, data = self.group, self.param.data
         if self._bucket is None or self._piece is None:  # frozen, and in no bucket
@@ -272,46 +307,44 @@ class _Managed(Home):
             comm.broadcast(view, src=source, group=group)
         self._bucket.write(self._piece.index, view)
 
-    @quietly
-    def let_go(self) -> None:
+    @untracked
+    def reshard(self) -> None:
         if self._unit is not None:
-            self._zero.unkeep(self._unit)
+            self._owner.unpin(self._unit)
 
-    @quietly
+    @untracked
     def assign(self, value: Tensor) -> None:
         group = self.group
         value = value.to(self.device, self.param.dtype, copy=True).contiguous()
         if group is not None and value.numel():
             comm.broadcast(value, src=self.ranks[0], group=group)
-        if not self.away:
+        if not self.is_sharded:
             self.param.data.copy_(value)
         if self._bucket is not None and self._piece is not None:
             self._bucket.write(self._piece.index, value)
 
 
-def engine_of(param: nn.Parameter) -> tuple[ZeroPartitioner, int] | None:
-    """The live ZeRO partitioner that owns `param`, and its engine's number; None for any other parameter."""
-    from ds_zero.base import ZeroPartitioner
-
+def owner_of(param: nn.Parameter) -> tuple[WeightOwner, int] | None:
+    """The live ZeRO partitioner that owns `param`, and its engine's serial number; None for any other parameter."""
     found = [
         (e.partitioner, e.serial)
         for e in STATE.engines
-        if isinstance(e.partitioner, ZeroPartitioner) and param in e.ctx.params
+        if isinstance(e.partitioner, WeightOwner) and param in e.ctx.params
     ]
     return min(found, key=lambda item: item[1]) if found else None
 
 
-def home_of(param: Any) -> Home | None:
-    """The home of `param`; None when ZeRO has nothing to do with it."""
+def handle_of(param: Any) -> WeightHandle | None:
+    """The handle of `param`; None when ZeRO does not manage it."""
     if not isinstance(param, nn.Parameter):
         return None
-    if (here := parked(param)) is not None:
-        return _Parked(param, here)
-    owner = engine_of(param)
-    return None if owner is None else _Managed(param, *owner)
+    if (sharded := sharded_param_of(param)) is not None:
+        return _InitWeight(param, sharded)
+    owner = owner_of(param)
+    return None if owner is None else _EngineWeight(param, *owner)
 
 
-def homes_of(params: Iterable[Any]) -> list[Home]:
-    """The homes of `params`, each once, in the order in which all ranks go through them."""
-    found = (home_of(p) for p in dict.fromkeys(params))
+def handles_of(params: Iterable[Any]) -> list[WeightHandle]:
+    """The handles of `params`, each once, in an order that is equal on all ranks."""
+    found = (handle_of(p) for p in dict.fromkeys(params))
     return sorted((h for h in found if h is not None), key=lambda h: h.order)

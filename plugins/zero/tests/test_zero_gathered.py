@@ -70,7 +70,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 def settled(engine: Any) -> None:
     """Nothing is gathered or kept."""
     for unit in getattr(engine.partitioner, "units", ()):
-        assert not unit.is_whole and not unit.kept, unit.bucket.names
+        assert not unit.is_unsharded and not unit.kept, unit.bucket.names
     if engine.partitioner.section.stage == 3:
         assert engine.partitioner.gathering.live == 0
 

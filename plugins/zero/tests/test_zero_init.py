@@ -15,7 +15,7 @@ from typing import Any
 import ds_zero
 import pytest
 import torch
-from ds_zero.sharded_param import quietly
+from ds_zero.sharded_param import untracked
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _len_torch_function_stack
@@ -179,13 +179,13 @@ class Restless(nn.Module):
         looked(self)
 
 
-@quietly
+@untracked
 def addresses(module: nn.Module) -> set[int]:
     """Where the storages are that the partitioned parameters have now."""
     return {p.untyped_storage()._cdata for p in module.parameters() if ds_zero.is_zero_param(p)}
 
 
-@quietly
+@untracked
 def empty_at(places: set[int], limit: int = 20_000) -> Tensor:
     """A fresh empty tensor whose storage has one of these addresses; torch hands memory that is free out again."""
     tried = []
@@ -197,14 +197,14 @@ def empty_at(places: set[int], limit: int = 20_000) -> Tensor:
 
 def check_reused_addresses() -> None:
     """What transformers does with ``torch.tensor([]).device``, where chance gives it a place that was a weight's."""
-    from ds_zero.sharded_param import Parked
+    from ds_zero.sharded_param import ShardedParam
 
     from ds_core import comm
 
-    def alone(self: Parked) -> Tensor:
+    def alone(self: ShardedParam) -> Tensor:
         raise AssertionError(f"init.{self.serial} is gathered for a stranger, on one rank only")
 
-    gather, seen = Parked.gather, set[int]()
+    gather, seen = ShardedParam.gather, set[int]()
     torch.manual_seed(0)
     plain = Restless(lambda module: None)
     with ds_zero.Init():
@@ -212,11 +212,11 @@ def check_reused_addresses() -> None:
         model = Restless(lambda module: seen.update(addresses(module)))
         if comm.rank() == 1:  # and nothing of the kind on the other
             stranger = empty_at(seen - addresses(model))
-            Parked.gather = alone  # type: ignore[method-assign]
+            ShardedParam.gather = alone  # type: ignore[method-assign]
             try:
                 assert stranger.sum().item() == 0.0
             finally:
-                Parked.gather = gather  # type: ignore[method-assign]
+                ShardedParam.gather = gather  # type: ignore[method-assign]
             assert stranger.shape == (0,)
         nn.init.ones_(model.layers[0].weight)  # the ranks are still in step
     nn.init.ones_(plain.layers[0].weight)
@@ -276,7 +276,7 @@ def test_a_tensor_made_of_a_weight_that_an_engine_has_taken_says_so() -> None:
 WIDE, DEEP = 64, 9
 
 
-@quietly  # or looking would be touching
+@untracked  # or looking would be touching
 def live_bytes() -> int:
     """Bytes of every storage that a tensor object refers to."""
     gc.collect()
