@@ -122,6 +122,9 @@ def initialize(
     comm.check_ranks_agree(_fingerprint(ctx))
     if mesh.rank == 0:
         _tell_kernels(kernels)
+    for answer in chosen.plugins.ask("ds_interceptors", config=chosen.config):
+        for interceptor in answer.value:
+            comm.add_interceptor(interceptor)
     guard.configure(core.comms_guard, {m.partition(".")[0] for m in chosen.plugins.loaded_versions()})
     shared.configure(kernels.get("collectives", "cpu"))
     make_free(model)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
+    from ds_core.comm.interceptor import Interceptor
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.entries import (
@@ -50,6 +51,7 @@ __all__ = [
     "ds_close",
     "ds_commands",
     "ds_config",
+    "ds_interceptors",
     "ds_kernels",
     "ds_launchers",
     "ds_mesh_axes",
@@ -132,6 +134,17 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:  # type: ignore[empty-body]
 @gives(many("ds_core.entries:Axis"))
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:  # type: ignore[empty-body]
     """Hook: the mesh axes this plugin adds. Called on every rank before processes talk."""
+
+
+@hookspec
+@gives(many("ds_core.comm.interceptor:Interceptor"))
+def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:  # type: ignore[empty-body]
+    """Hook: what is called around every collective from here on, in order of `Interceptor.order`. Every rank.
+
+    Called by ``initialize`` when the process group runs and ranks have agreed on the config, and by
+    ``init_distributed(config=...)``: so it may be called several times in a process, and one that is installed already
+    can be returned again. They stay until `ds_core.comm.remove_interceptor`.
+    """
 
 
 @hookspec

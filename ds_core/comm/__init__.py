@@ -34,7 +34,18 @@ if TYPE_CHECKING:
         world_size,
     )
     from ds_core.comm.fingerprint import check_ranks_agree
-    from ds_core.comm.guard import label, watch_place
+    from ds_core.comm.interceptor import (
+        Activity,
+        Collective,
+        Interceptor,
+        Order,
+        add_interceptor,
+        interceptors,
+        label,
+        register_activity,
+        remove_interceptor,
+        tag,
+    )
     from ds_core.comm.log import CommsLog, CommsRow, configure, log_summary, reset
     from ds_core.comm.objects import all_gather_json, broadcast_json
     from ds_core.comm.start import find_own, find_rendezvous, init_distributed, is_initialized, local_rank
@@ -73,8 +84,16 @@ __all__ = [
     "reset",
     "scatter",
     "send",
-    "watch_place",
     "world_size",
+    "Activity",
+    "Collective",
+    "Interceptor",
+    "Order",
+    "add_interceptor",
+    "interceptors",
+    "register_activity",
+    "remove_interceptor",
+    "tag",
 ]
 
 
@@ -95,7 +114,10 @@ __getattr__, __dir__ = names_on_first_use(
             "world_size"
         ),
         "fingerprint": "check_ranks_agree",
-        "guard": "label watch_place",
+        "interceptor": (
+            "Activity Collective Interceptor Order add_interceptor interceptors label register_activity "
+            "remove_interceptor tag"
+        ),
         "log": "CommsLog CommsRow configure log_summary reset",
         "objects": "all_gather_json broadcast_json",
         "start": "find_own find_rendezvous init_distributed is_initialized local_rank",

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.comm import ALONE, gloo, guard, shared
-from ds_core.comm import log as comms_log
+from ds_core.comm import ALONE, gloo, interceptor, shared
 from ds_core.comm.lane import AfterWork, Lane, Messages
 from ds_core.errors import CommError
 
@@ -90,32 +89,29 @@ def members(group: ProcessGroup | None) -> int:
     return size
 
 
-def _logged(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the guard number `function`, and the comms log time it, when they are on; two `if`s otherwise."""
-    name, signature = function.__name__, inspect.signature(function)
-    at = list(signature.parameters).index("group")
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        group = args[at] if len(args) > at else kwargs.get("group")
-        if group is None:
-            group = dist.group.WORLD
-        if guard.active is None or not isinstance(group, ProcessGroup):  # one rank alone
-            return function(*args, **kwargs)
-        return guard.active.run(name, group, function, args, kwargs)
+def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the installed interceptors see each call of `function` among several ranks; one `if` when there are none."""
+    op, parameters = function.__name__, inspect.signature(function).parameters
+    names, at = tuple(parameters), list(parameters).index("group")
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if comms_log.active is None:
-            return function(*args, **kwargs) if guard.active is None else cast(R, guarded(*args, **kwargs))
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        group = bound.arguments.get("group")
-        return cast(R, comms_log.active.timed(name, bound.arguments, members(group), lambda: guarded(*args, **kwargs)))
+        if not interceptor.installed:
+            return function(*args, **kwargs)
+        group = args[at] if len(args) > at else kwargs.get("group")
+        if group is None:
+            group = dist.group.WORLD
+        if not isinstance(group, ProcessGroup) or group.size() == 1:
+            interceptor.label("")
+            return function(*args, **kwargs)
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        return cast(R, interceptor.intercept(op, group, arguments, functools.partial(function, *args, **kwargs)))
 
     return call
 
 
-@_logged
+@_intercepted
 def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -131,7 +127,7 @@ def all_reduce(
     return _after(way.all_reduce(flat, op, lane, async_op), back, async_op)
 
 
-@_logged
+@_intercepted
 def reduce(
     tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -143,7 +139,7 @@ def reduce(
     return _end(work, _averager(tensor, op, backend, size), async_op)
 
 
-@_logged
+@_intercepted
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Replace `tensor`, on every rank, by that of global rank `src`."""
     if members(group) == 1 or tensor.numel() == 0:
@@ -155,7 +151,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async
     return _after(shared.broadcast(flat, _place(group, src), lane, async_op), back, async_op)
 
 
-@_logged
+@_intercepted
 def all_gather_into_tensor(
     output: Tensor, input: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -174,7 +170,7 @@ def all_gather_into_tensor(
     return _after(way.all_gather_parts(flat.view(size, -1).unbind(), mine, lane, async_op, flat), back, async_op)
 
 
-@_logged
+@_intercepted
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -202,7 +198,7 @@ def all_gather(
     return _after(way.all_gather_parts([flat for flat, _ in pairs], mine, lane, async_op), finish, async_op)
 
 
-@_logged
+@_intercepted
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -222,7 +218,7 @@ def reduce_scatter_tensor(
     return _after(way.reduce_scatter(flat, whole, op, lane, async_op), back, async_op)
 
 
-@_logged
+@_intercepted
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -248,7 +244,7 @@ def all_to_all_single(
     return _plain(dist.all_to_all_single(output, input, out_sizes, in_sizes, group, async_op), async_op)
 
 
-@_logged
+@_intercepted
 def gather(
     tensor: Tensor,
     gather_list: Sequence[Tensor] | None = None,
@@ -266,7 +262,7 @@ def gather(
     )
 
 
-@_logged
+@_intercepted
 def scatter(
     tensor: Tensor,
     scatter_list: Sequence[Tensor] | None = None,
@@ -284,7 +280,7 @@ def scatter(
     )
 
 
-@_logged
+@_intercepted
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send `tensor` to global rank `dst`; returns when it may be changed again.
 
@@ -297,7 +293,7 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int =
         post.isend(_flat(tensor)[0], _place(group, dst)).wait()
 
 
-@_logged
+@_intercepted
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive into `tensor` from global rank `src` (None: whoever sends); returns the sender."""
     members(group)
@@ -309,7 +305,7 @@ def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = No
     return dist.get_global_rank(_live(group), work.source)
 
 
-@_logged
+@_intercepted
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start sending `tensor` to global rank `dst`; it must stay as it is until the work is done."""
     members(group)
@@ -318,7 +314,7 @@ def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int 
     return cast(Work, post.isend(_flat(tensor)[0], _place(group, dst)))
 
 
-@_logged
+@_intercepted
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start receiving into `tensor` from global rank `src` (None: whoever sends)."""
     members(group)
@@ -340,14 +336,14 @@ def batch_isend_irecv(
         raise CommError(f"batch_isend_irecv takes ds_core.comm.isend and irecv, not {unknown[0]!r}")
     if not operations:
         return []
-    if comms_log.active is not None or _route(group, operations[0][1])[0] is not None:
+    if interceptor.installed or _route(group, operations[0][1])[0] is not None:
         return [function(tensor, peer, group) for function, tensor, peer in operations]
     batch = [dist.P2POp(kinds[function], tensor, peer, group) for function, tensor, peer in operations]
     works = dist.batch_isend_irecv(batch)
     return [_message(work, group, operations[0][1]) for work in works]
 
 
-@_logged
+@_intercepted
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Return when every rank of `group` has called it."""
     if members(group) == 1:
@@ -364,10 +360,11 @@ def open_transports(groups: Iterable[ProcessGroup]) -> None:
         lane, _ = _route(group, nothing)
         if lane is None or lane.size == 1:
             continue
-        if guard.active is None:
-            shared.open_transport(lane)
+        if interceptor.installed:
+            open_it = functools.partial(shared.open_transport, lane)
+            interceptor.intercept("open_transports", group, {"tensor": nothing}, open_it)
         else:
-            guard.active.run("open_transports", group, lambda _, lane=lane: shared.open_transport(lane), (nothing,), {})
+            shared.open_transport(lane)
 
 
 def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str]:

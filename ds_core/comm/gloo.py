@@ -118,7 +118,7 @@ def all_reduce(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork |
     if size == 0:
         return AfterWork(()) if async_op else None
     if lane.size == 2:
-        if size > PAIR_BYTES and _adds_alike(flat.dtype, op, 2) and not lane.guarded:
+        if size > PAIR_BYTES and _adds_alike(flat.dtype, op, 2) and not lane.tagged:
             work = dist.all_reduce(flat, ReduceOp.SUM, lane.group, async_op=True)
             return _settle(AfterWork([work], (lambda: average(flat, 2)) if op == ReduceOp.AVG else None), async_op)
         return _all_reduce_pair(flat, op, lane, async_op)

@@ -26,12 +26,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary
 
-from ds_core.comm.verdict import SHOWN, Line, Place, Position, judge
+from ds_core.comm.interceptor import (
+    TAG_BITS,
+    Collective,
+    Interceptor,
+    Order,
+    activities,
+    add_interceptor,
+    remove_interceptor,
+)
+from ds_core.comm.verdict import SHOWN, Line, Position, judge
 from ds_core.errors import CommError, ConfigError, LostRankError
 
-__all__ = ["EXIT_CODE", "Guard", "configure", "label", "reset", "watch_place"]
+__all__ = ["EXIT_CODE", "Guard", "configure", "reset"]
 
 log = logging.getLogger("ds_core.comm")
 
@@ -47,24 +56,11 @@ HEAR_ALL = 5.0
 LOOK_FOR_OTHERS = 5.0
 """Seconds between questions of a rank that does not wait: have the others given up, or do they ask where it is?"""
 
-_TAG_BITS = 27
 _UNEVEN = ("all_gather", "all_to_all_single", "gather", "scatter", "barrier")  # sizes may differ between ranks
 _MESSAGES = ("send", "recv", "isend", "irecv")
 
 active: Guard | None = None
-"""The guard that is on, or None; the collectives look at it once per call."""
-
-
-def label(text: str) -> None:
-    """Say what this thread's next collective is for. Ranks must say the same, as they must call the same."""
-    if active is not None:
-        active.local.label = text
-
-
-def watch_place(place: Callable[[], Place]) -> None:
-    """Let the guard ask the bound method `place`, from its own thread, what this rank is doing (held weakly)."""
-    if active is not None:
-        active.places.append(WeakMethod(place))
+"""The guard that is on, or None."""
 
 
 class _Call:
@@ -120,17 +116,17 @@ class GuardedWork:
         return bool(self._work.is_completed())
 
 
-class Guard:
+class Guard(Interceptor):
     """Numbers this process's collectives, and watches for waits without end.
 
     patience: seconds. store: the job's, used by this guard alone. packages: top-level names of what is not the user's.
     """
 
+    order = Order.CHECK
+
     def __init__(self, patience: float, store: Any, rank: int, size: int, packages: Collection[str] = ()) -> None:
         self.patience, self.rank, self.size = patience, rank, size
-        self.local = threading.local()
         self.waiting: dict[int, _Call] = {}
-        self.places: list[WeakMethod[Callable[[], Place]]] = []
         self._store, self._packages = store, frozenset(packages)
         self._lines: WeakKeyDictionary[Any, _Line] = WeakKeyDictionary()
         self._marks: dict[tuple[str, str, int, Any], int] = {}
@@ -149,40 +145,35 @@ class Guard:
 
     # -- the fast path ---------------------------------------------------------------------------------------
 
-    def run(self, op: str, group: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a collective as one that is numbered; `group` is the live group, not None."""
-        local = self.local
-        text = getattr(local, "label", "")
-        local.label = ""
-        line = self._lines.get(group) or self._line(group)
-        if len(line.members) < 2 or op in _MESSAGES:
-            return function(*args, **kwargs)
+    def around(self, collective: Collective, call: Callable[[], Any]) -> Any:
+        """Number a collective, watch who waits for it, and explain its failure."""
+        op = collective.op
+        if op in _MESSAGES:
+            return call()
+        line = self._lines.get(collective.group) or self._line(collective.group)
         numel, dtype = -1, None
         if op not in _UNEVEN:
-            message = args[0] if args else kwargs.get("tensor", kwargs.get("output"))
+            message = collective.arguments.get("tensor", collective.arguments.get("output"))
+            assert message is not None
             numel, dtype = message.numel(), message.dtype
-        key = (op, text, numel, dtype)
+        key = (op, collective.label, numel, dtype)
         mark = self._marks.get(key)
         if mark is None:  # crc: Python's own hash of a string differs between processes
             mark = self._marks[key] = zlib.crc32(repr(key).encode())
         line.count += 1
         line.digest = (line.digest * 1000003 + mark) & 0xFFFFFFFF
-        call = _Call(line, line.count, key, line.digest)
-        line.calls.append(call)
-        local.tag = line.digest >> (32 - _TAG_BITS)
+        made = _Call(line, line.count, key, line.digest)
+        line.calls.append(made)
+        collective.tag = line.digest >> (32 - TAG_BITS)
         me = threading.get_ident()
-        self.waiting[me] = call
+        self.waiting[me] = made
         try:
-            work = function(*args, **kwargs)
+            work = call()
         except RuntimeError as error:
-            raise self.failed(call, error) from error
+            raise self.failed(made, error) from error
         finally:
             self.waiting.pop(me, None)
-        return None if work is None else GuardedWork(work, call, self)
-
-    def tag(self, kind: int) -> int:
-        """The tag of gloo messages of the collective that this thread now starts; kind: 0 to 7."""
-        return 0x40000000 | int(self.local.tag) << 3 | kind & 7
+        return None if work is None else GuardedWork(work, made, self)
 
     def _line(self, group: Any) -> _Line:
         import torch.distributed as dist
@@ -252,10 +243,7 @@ class Guard:
         }
         self._beat += 1
         wait = (call.line.name, call.number) if call is not None else None
-        return Position(self.rank, self._beat, lines, wait, "" if ended else self._where(), self._places(), ended)
-
-    def _places(self) -> tuple[Place, ...]:
-        return tuple(place() for ref in self.places if (place := ref()) is not None)
+        return Position(self.rank, self._beat, lines, wait, "" if ended else self._where(), activities(), ended)
 
     def _where(self) -> str:
         """The user's line that the program is at."""
@@ -343,7 +331,7 @@ class Guard:
         about = self._store.get("asking").decode() if self._store.check(["asking"]) else ""
         if about != self._answered:
             self._answered = about
-            where = [p.text for p in self._places() if p.text] + [f"at {self._where() or 'an unknown line'}"]
+            where = [p.text for p in activities() if p.text] + [f"at {self._where() or 'an unknown line'}"]
             self._store.set(f"busy/{self.rank}", f"{about}\nis busy {', '.join(where)}")
 
     def _answer_of(self, rank: int, about: str) -> str:
@@ -405,6 +393,7 @@ def configure(section: Any, packages: Collection[str] = ()) -> None:
     _made[world] = made + 1
     own = PrefixStore(f"ds_core.guard/{made}", own)
     active = _worlds[world] = Guard(section.patience, own, dist.get_rank(), dist.get_world_size(), packages)
+    add_interceptor(active)
     atexit.register(active.leave)
 
 
@@ -417,7 +406,7 @@ def reset() -> None:
     """Switch the guard off."""
     global active
     if active is not None:
-        active.close()
+        remove_interceptor(active)
         atexit.unregister(active.leave)
         active = None
 

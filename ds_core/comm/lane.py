@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_core.comm import guard
+from ds_core.comm import interceptor
 from ds_core.errors import CommError
 
 __all__ = ["AfterWork", "Lane", "LaneWork", "Messages"]
@@ -152,13 +152,14 @@ class Lane:
         return [(self.rank + d) % self.size for d in range(1, self.size)]
 
     @property
-    def guarded(self) -> bool:
-        """Whether messages must carry tags of their own, which gloo's own collectives cannot."""
-        return guard.active is not None
+    def tagged(self) -> bool:
+        """Whether messages of the collective that this thread starts need tags, which gloo's own do not have."""
+        return interceptor.tag() is not None
 
     def tag(self, kind: int) -> int:
-        """The tag of messages of one kind, in the collective that this thread now starts; see `ds_core.comm.guard`."""
-        return kind if guard.active is None else guard.active.tag(kind)
+        """The tag of messages of one kind, in the collective that this thread starts."""
+        number = interceptor.tag()
+        return kind if number is None else 0x40000000 | number << 3 | kind & 7
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Any:
         """Start sending a flat tensor; it must stay as it is until the work is done."""
@@ -172,7 +173,7 @@ class Lane:
         self, output: Tensor, input: Tensor, received: list[int] | None = None, sent: list[int] | None = None
     ) -> Any:
         """Start an all_to_all of flat tensors; sizes in elements, equal when None."""
-        if guard.active is not None:
+        if self.tagged:
             return self._exchange_tagged(output, input, received, sent)
         width = output.element_size()
         out_bytes = None if received is None else [n * width for n in received]

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from ds_core.comm.interceptor import OPERATIONS, Collective, Interceptor, add_interceptor, remove_interceptor
 from ds_core.errors import ConfigError, Problem, nearest
 
-__all__ = ["OPERATIONS", "CommsLog", "CommsRow", "configure", "log_summary", "reset"]
+__all__ = ["CommsLog", "CommsRow", "configure", "log_summary", "reset"]
 
 log = logging.getLogger("ds_core.comm")
 
@@ -28,19 +29,6 @@ _BUS: dict[str, Callable[[int], float]] = {
         lambda n: (n - 1) / n,
     ),
 }
-# Where an operation's message is among its arguments: the whole of it, all ranks' parts together.
-_MESSAGE = {
-    "all_gather_into_tensor": "output",
-    "all_gather": "tensor_list",
-    "reduce_scatter_tensor": "input",
-    "all_to_all_single": "input",
-    **dict.fromkeys(
-        ("all_reduce", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"), "tensor"
-    ),
-    "barrier": "",
-}
-OPERATIONS = tuple(_MESSAGE)
-"""What `comms_logger.prof_ops` can name."""
 _TIMES_RANKS = ("gather", "scatter")
 
 
@@ -70,8 +58,8 @@ class _Tally:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class CommsLog:
+@dataclass(slots=True, eq=False)
+class CommsLog(Interceptor):
     """Times each collective, synchronised, and adds it up.
 
     ops: the operations to log, None for all. verbose: log every call. debug: keep call sites apart.
@@ -82,18 +70,19 @@ class CommsLog:
     debug: bool = False
     _tallies: dict[tuple[str, str, int], _Tally] = field(default_factory=dict)
 
-    def timed(self, op: str, arguments: Mapping[str, Any], ranks: int, call: Callable[[], Any]) -> Any:
+    def around(self, collective: Collective, call: Callable[[], Any]) -> Any:
         """Run `call` to its end and record it; what `call` returns (for async: a finished work)."""
-        if ranks == 1 or (self.ops is not None and op not in self.ops):
+        op, ranks = collective.op, collective.group.size()
+        if op not in OPERATIONS or (self.ops is not None and op not in self.ops):
             return call()
-        device, size = _message(op, arguments, ranks)
+        device, size = _message(collective, ranks)
         site = _call_site() if self.debug else ""
         _synchronize(device)
         begin = time.perf_counter()
         result = call()
         if op in ("isend", "irecv"):  # waiting here could block both ends; its own wait ends the time
             return _TimedWork(result, lambda: self.record(op, site, size, ranks, time.perf_counter() - begin))
-        if arguments.get("async_op"):
+        if collective.arguments.get("async_op"):
             result.wait()
             result = _Finished()
         _synchronize(device)
@@ -145,30 +134,34 @@ def configure(section: Any) -> None:
     get: Callable[[str, Any], Any]
     get = section.get if isinstance(section, Mapping) else lambda name, default: getattr(section, name, default)
     if not get("enabled", False):
-        active = None
+        reset()
         return
     names = list(get("prof_ops", []))
     problems = [
         Problem(
             "comms_logger.prof_ops",
             f"{name!r} is no operation"
-            + (f"; did you mean {near!r}?" if (near := nearest(str(name), _MESSAGE)) else ""),
-            f"known: {', '.join(sorted(_MESSAGE))}",
+            + (f"; did you mean {near!r}?" if (near := nearest(str(name), OPERATIONS)) else ""),
+            f"known: {', '.join(sorted(OPERATIONS))}",
         )
         for name in names
-        if name not in _MESSAGE
+        if name not in OPERATIONS
     ]
     if problems:
         raise ConfigError(problems)
     ops = None if get("prof_all", True) else frozenset(names)
     kept = active._tallies if active is not None else {}
+    reset()
     active = CommsLog(ops, bool(get("verbose", False)), bool(get("debug", False)), kept)
+    add_interceptor(active)
 
 
 def reset() -> None:
     """Switch the log off and forget what was recorded."""
     global active
-    active = None
+    if active is not None:
+        remove_interceptor(active)
+        active = None
 
 
 def log_summary(show_straggler: bool = False) -> list[CommsRow]:
@@ -195,15 +188,16 @@ def bandwidths(op: str, size: int, ranks: int, seconds: float) -> tuple[float, f
 
 def _with_stragglers(rows: Iterable[CommsRow]) -> list[CommsRow]:
     """`rows` with the spread of total time over the ranks that have the same row."""
-    global active
     from ds_core.comm.objects import all_gather_json
 
     rows = list(rows)
-    was, active = active, None  # the exchange itself is not part of what is measured
+    if (log := active) is not None:
+        remove_interceptor(log)  # the exchange itself is not part of what is measured
     try:
         everyone = all_gather_json([[row.op, row.site, row.bytes, row.total_ms] for row in rows])
     finally:
-        active = was
+        if log is not None:
+            add_interceptor(log)
     totals: dict[tuple[str, str, int], list[float]] = {}
     for op, site, size, total in (entry for entries in everyone for entry in entries):
         totals.setdefault((op, site, size), []).append(total)
@@ -291,14 +285,13 @@ class _TimedWork:
         return self._done or bool(self._work.is_completed())
 
 
-def _message(op: str, arguments: Mapping[str, Any], ranks: int) -> tuple[str, int]:
-    """The device type of an operation's message and the bytes of it all."""
-    name = _MESSAGE[op]
-    if not name:
+def _message(collective: Collective, ranks: int) -> tuple[str, int]:
+    """The device type of a collective's message and the bytes of it all."""
+    tensors = collective.message
+    if not tensors:
         return "cpu", 0
-    tensors = arguments[name] if name == "tensor_list" else [arguments[name]]
     size = sum(int(t.numel()) * int(t.element_size()) for t in tensors)
-    return str(tensors[0].device.type), size * (ranks if op in _TIMES_RANKS else 1)
+    return str(tensors[0].device.type), size * (ranks if collective.op in _TIMES_RANKS else 1)
 
 
 def _call_site() -> str:

@@ -38,7 +38,7 @@ RECORD = 2048
 """Bytes that each rank can tell the others in one `Meeting.swap`."""
 # torch's enumeration tells names only of some of its values.
 _NAMES = {getattr(ReduceOp, name): name for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")}
-_TAG = 0  # the kind of collective in the guard's tag; a transport has no kinds
+_TAG = 0  # the kind of message in a lane's tag; a transport has no kinds
 _DEFAULT_TIMEOUT = 1800.0
 
 
@@ -46,7 +46,7 @@ class Transport(Protocol):
     """Runs collectives on flat contiguous CPU tensors, each on all ranks of a group; blocks, and raises CommError.
 
     op: a name of torch's ReduceOp. tag: 0, or what must be equal on all ranks; where it is not, the call waits until
-    somebody (the guard) ends the process.
+    an interceptor ends the process.
     """
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
@@ -189,7 +189,7 @@ def broadcast(flat: Tensor, src: int, lane: Lane, async_op: bool) -> AfterWork |
 
 
 def _tag(lane: Lane) -> int:
-    return lane.tag(_TAG) if lane.guarded else 0
+    return lane.tag(_TAG) if lane.tagged else 0
 
 
 def _meeting(lane: Lane) -> Meeting:

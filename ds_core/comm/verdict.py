@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["SHOWN", "Found", "Line", "Place", "Position", "judge"]
+from ds_core.comm.interceptor import Activity
+
+__all__ = ["SHOWN", "Found", "Line", "Position", "judge"]
 
 SHOWN = 8
 MEND = (
@@ -25,18 +27,6 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a part of the program (one engine's hooks) does now. text: for people, may be "".
-
-    passes: how many times it has gone through the model. trail: what it has run in this one, in order.
-    """
-
-    text: str
-    passes: int = 0
-    trail: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Position:
     """Where a rank stands that waits, or has ended.
 
@@ -49,7 +39,7 @@ class Position:
     lines: Mapping[str, Line]
     wait: tuple[str, int] | None
     at: str = ""
-    places: tuple[Place, ...] = ()
+    places: tuple[Activity, ...] = ()
     ended: str = ""
 
     @property
@@ -68,7 +58,7 @@ class Position:
             name: Line(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
             for name, v in data["lines"].items()
         }
-        places = tuple(Place(p["text"], p["passes"], tuple(p["trail"])) for p in data["places"])
+        places = tuple(Activity(p["text"], p["passes"], tuple(p["trail"])) for p in data["places"])
         wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
         return cls(data["rank"], data["beat"], lines, wait, data["at"], places, data["ended"])
 

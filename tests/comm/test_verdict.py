@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 
-from ds_core.comm.verdict import Line, Place, Position, judge
+from ds_core.comm.interceptor import Activity
+from ds_core.comm.verdict import Line, Position, judge
 
 WORLD = (0, 1, 2)
 
@@ -74,7 +75,7 @@ def test_the_ended_rank_had_come() -> None:
 
 
 def test_where_ways_part_is_told() -> None:
-    places = [(Place("in forward of 'c'", 4, ("a", "b", "c")),), (Place("", 4, ("a", "c")),)]
+    places = [(Activity("in forward of 'c'", 4, ("a", "b", "c")),), (Activity("", 4, ("a", "c")),)]
     text = found(
         *(Position(r, 1, {"g": line("ab"[r])}, ("g", 1), "train.py:3", places[r]) for r in range(2)),
         size=2,
@@ -84,12 +85,12 @@ def test_where_ways_part_is_told() -> None:
 
 
 def test_one_rank_has_gone_through_more_often() -> None:
-    text = found(*(Position(r, 1, {"g": line("ab"[r])}, ("g", 1), "", (Place("", 4 + r),)) for r in range(2)))
+    text = found(*(Position(r, 1, {"g": line("ab"[r])}, ("g", 1), "", (Activity("", 4 + r),)) for r in range(2)))
     assert "rank 0 has gone through the model 4 times, rank 1 5 times" in text
 
 
 def test_positions_survive_json() -> None:
-    position = Position(2, 7, {"g": line("a", "b")}, ("g", 2), "x.py:1", (Place("p", 1, ("a",)),), "")
+    position = Position(2, 7, {"g": line("a", "b")}, ("g", 2), "x.py:1", (Activity("p", 1, ("a",)),), "")
     assert Position.from_json(json.loads(json.dumps(position.as_json()))) == position
     ended = at(1, ended="over")
     assert Position.from_json(json.loads(json.dumps(ended.as_json()))) == ended

@@ -25,7 +25,6 @@ from torch.nn.modules.module import (
 )
 
 from ds_core import comm
-from ds_core.comm.verdict import Place
 from ds_zero.gather import Gathering, State, Unit, tensors_in
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Watch:
         self._stack: list[tuple[nn.Module, list[Unit]]] = []
         self._names = {g.module: g.name for g in modules}
         self._behind: nn.Module | None = None  # the last module that backward came to
-        comm.watch_place(self.place)
+        comm.register_activity(self.activity)
         # See [Note: compiled modules].
         self._entered, self._left = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         self._begun, self._lent = torch.compiler.disable(self._look_again), torch.compiler.disable(self._use_elsewhere)
@@ -161,14 +160,14 @@ class Watch:
             )
             self._known.update(root.parameters())
 
-    def place(self) -> Place:
+    def activity(self) -> comm.Activity:
         """What runs now, for messages; asked from another thread."""
         gathering = self._gathering
         running = [module for module, _ in list(self._stack)]
         text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
         if gathering.in_backward and self._behind is not None:
             text = f"in backward of module {self._names[self._behind]!r}"
-        return Place(text, gathering.passes, gathering.trail())
+        return comm.Activity(text, gathering.passes, gathering.trail())
 
     # -- forward ---------------------------------------------------------------------------------------------
 

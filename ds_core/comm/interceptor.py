@@ -1,0 +1,188 @@
+"""Interceptors: objects called around every collective of this process, to time, count or check it (torch-free).
+
+`ds_core.comm` calls them for each collective on a group of at least two ranks; those of the lowest order are outermost:
+they see the call first and its result last. An interceptor belongs to the process, as collectives do: it stays until
+`remove_interceptor`, also when the engine that brought it is destroyed. With none installed a collective costs one
+``if`` more than a plain function.
+
+Code that makes collectives says what they are for (`label`), and what it is doing (`register_activity`), for whoever
+shows that to people; with no interceptor installed a label is not kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "OPERATIONS",
+    "TAG_BITS",
+    "Activity",
+    "Collective",
+    "Interceptor",
+    "Order",
+    "activities",
+    "add_interceptor",
+    "interceptors",
+    "label",
+    "register_activity",
+    "remove_interceptor",
+    "tag",
+]
+
+OPERATIONS: Mapping[str, str] = {
+    "all_gather_into_tensor": "output",
+    "all_gather": "tensor_list",
+    "reduce_scatter_tensor": "input",
+    "all_to_all_single": "input",
+    **dict.fromkeys(
+        ("all_reduce", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"), "tensor"
+    ),
+    "barrier": "",
+}
+"""Every collective and point-to-point function of `ds_core.comm`: the argument that holds its message."""
+
+TAG_BITS = 27
+"""A collective's tag is below ``2 ** TAG_BITS``."""
+
+
+class Order(IntEnum):
+    """Where an interceptor stands among others. OBSERVE: times and counts. CHECK: compares ranks, and may set a tag."""
+
+    OBSERVE = 10
+    CHECK = 20
+
+
+class Collective:
+    """A collective that this thread is starting.
+
+    op: the function of `ds_core.comm`; "open_transports" when the ranks of a group open one. group: never None.
+    label: what the caller said of it, or "". arguments: as the function was called, by name. tag: None, or a number
+    that an interceptor sets: equal on all ranks for the same collective, different for others. Transports send it
+    along where they can, so that data of two collectives is never mixed up.
+    """
+
+    __slots__ = ("arguments", "group", "label", "op", "tag")
+
+    def __init__(self, op: str, group: ProcessGroup, arguments: Mapping[str, Any], label: str) -> None:
+        self.op, self.group, self.arguments, self.label = op, group, arguments, label
+        self.tag: int | None = None
+
+    @property
+    def message(self) -> tuple[Tensor, ...]:
+        """The tensors of the message: of all ranks together where one argument has that (``output`` of a gather)."""
+        found = self.arguments.get(OPERATIONS.get(self.op, ""), ())
+        return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+
+
+class Interceptor(ABC):
+    """Called around every collective. An exception that it raises ends the collective on this rank."""
+
+    order: Order = Order.OBSERVE
+
+    @abstractmethod
+    def around(self, collective: Collective, call: Callable[[], Any]) -> Any:
+        """Make the collective by ``call()``, exactly once, and return what that returns, or another object like it.
+
+        That is a work (``wait()``, ``is_completed()``) with ``async_op=True`` and of `isend` and `irecv`, the sender's
+        rank of `recv`, and else None. A collective made in here goes through all interceptors again.
+        """
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to close)
+        """It was removed: nothing is called afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a part of the program (one engine's hooks) is doing. text: for people, may be "".
+
+    passes: how many times it has gone through the model. trail: what it has run in this pass, in order.
+    """
+
+    text: str
+    passes: int = 0
+    trail: tuple[str, ...] = ()
+
+
+class _Local(threading.local):
+    """label: of this thread's next collective. current: the one that it is starting."""
+
+    label = ""
+    current: Collective | None = None
+
+
+_local = _Local()
+_activities: list[WeakMethod[Callable[[], Activity]]] = []
+installed: tuple[Interceptor, ...] = ()
+"""By order; the collectives look at it once per call. Everybody else uses `interceptors`."""
+
+
+def interceptors() -> tuple[Interceptor, ...]:
+    """Those that are installed, outermost first."""
+    return installed
+
+
+def add_interceptor(interceptor: Interceptor) -> None:
+    """Install `interceptor`, unless it is. Every rank calls it between the same collectives."""
+    global installed
+    if interceptor not in installed:
+        installed = tuple(sorted((*installed, interceptor), key=lambda i: i.order))
+
+
+def remove_interceptor(interceptor: Interceptor) -> None:
+    """Take `interceptor` out and close it, if it is installed. Every rank calls it between the same collectives."""
+    global installed
+    if interceptor in installed:
+        installed = tuple(i for i in installed if i is not interceptor)
+        interceptor.close()
+
+
+def reset() -> None:
+    """Remove all interceptors."""
+    for interceptor in installed:
+        remove_interceptor(interceptor)
+
+
+def label(text: str) -> None:
+    """Say what this thread's next collective is for. Ranks must say the same, as they must call the same."""
+    if installed:
+        _local.label = text
+
+
+def register_activity(source: Callable[[], Activity]) -> None:
+    """Let interceptors ask the bound method `source`, from any thread, what this rank is doing (held weakly)."""
+    _activities[:] = [known for known in _activities if known() is not None]
+    _activities.append(WeakMethod(source))
+
+
+def activities() -> tuple[Activity, ...]:
+    """What the registered parts of the program are doing now, in order of registration."""
+    return tuple(source() for known in list(_activities) if (source := known()) is not None)
+
+
+def tag() -> int | None:
+    """For transports: the tag of the collective that this thread is starting; None: messages need none."""
+    current = _local.current
+    return None if current is None else current.tag
+
+
+def intercept(op: str, group: ProcessGroup, arguments: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+    """Make a collective through all interceptors; used by `ds_core.comm.collectives`."""
+    text, _local.label = _local.label, ""
+    outer, _local.current = _local.current, (collective := Collective(op, group, arguments, text))
+    for interceptor in reversed(installed):
+        call = partial(interceptor.around, collective, call)
+    try:
+        return call()
+    finally:
+        _local.current = outer
