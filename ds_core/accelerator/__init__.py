@@ -1,21 +1,25 @@
-"""Device kinds: the contract, the CPU, one generic back end over torch's devices, and the choice (torch-free)."""
+"""Accelerators: the contract, the CPU, one implementation for every torch device, and selection (torch-free)."""
 
 from __future__ import annotations
 
-from ds_core.accelerator.contract import Accelerator, BuildFlags, HostEvent
-from ds_core.accelerator.cpu import CpuAccelerator
-from ds_core.accelerator.generic import TorchAccelerator
-from ds_core.accelerator.select import (
-    candidates,
-    get_accelerator,
-    reset_accelerator,
-    select_accelerator,
-    set_accelerator,
-)
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
+
+if TYPE_CHECKING:
+    from ds_core.accelerator.contract import Accelerator, HostEvent
+    from ds_core.accelerator.cpu import CpuAccelerator
+    from ds_core.accelerator.generic import TorchAccelerator
+    from ds_core.accelerator.select import (
+        candidates,
+        get_accelerator,
+        reset_accelerator,
+        select_accelerator,
+        set_accelerator,
+    )
 
 __all__ = [
     "Accelerator",
-    "BuildFlags",
     "CpuAccelerator",
     "HostEvent",
     "TorchAccelerator",
@@ -25,3 +29,13 @@ __all__ = [
     "select_accelerator",
     "set_accelerator",
 ]
+
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "contract": "Accelerator HostEvent",
+        "cpu": "CpuAccelerator",
+        "generic": "TorchAccelerator",
+        "select": "candidates get_accelerator reset_accelerator select_accelerator set_accelerator",
+    },
+)

@@ -1,8 +1,7 @@
-"""The accelerator contract: everything the core and its plugins ask of a device kind (torch-free at import).
+"""The accelerator contract: what the core and its plugins ask of a device type (torch-free at import).
 
-[Note: wide on purpose] A thin contract ends in back ends that patch their way around it. So whatever the project
-asks of a device stands here, and twelve methods have no default. The rest answer as a device with one queue of work,
-no graphs and no page-locked memory would; a back end overrides where its device can do better.
+Thirteen methods are abstract. The defaults of the others are right for a device with one stream, without graphs and
+without pinned memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import AcceleratorError
@@ -21,27 +19,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Accelerator", "BuildFlags", "HostEvent"]
-
-
-@dataclass(frozen=True, slots=True)
-class BuildFlags:
-    """How kernels are compiled for this device, beyond what ``torch.utils.cpp_extension`` adds by itself.
-
-    cxx, device, link: flags of the host compiler, the device compiler and the linker.
-    architectures: what is aimed at (``"9.0"``, ``"gfx942"``, ``"x86_64"``); empty leaves it to the compiler.
-    """
-
-    cxx: tuple[str, ...] = ()
-    device: tuple[str, ...] = ()
-    link: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()
+__all__ = ["Accelerator", "HostEvent"]
 
 
 class HostEvent:
-    """An event read off the host's clock, for devices without events of their own.
+    """An event on the host's clock, for devices that have no events.
 
-    drain: waits for the device; called on `record`, so that the time is when the work was done, not when it was asked.
+    drain: synchronizes the device; `record` calls it, so that the time is when work was done, not when it was queued.
     """
 
     def __init__(self, drain: Callable[[], None] | None = None) -> None:
@@ -49,110 +33,109 @@ class HostEvent:
         self._time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Wait for the work so far and note the time."""
+        """Wait for all queued work, then read the clock."""
         if self._drain is not None:
             self._drain()
         self._time = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """The work was done when `record` returned."""
+        """Does nothing: the work was done when `record` returned."""
 
     def synchronize(self) -> None:
-        """The work was done when `record` returned."""
+        """Does nothing: the work was done when `record` returned."""
 
     def query(self) -> bool:
-        """Always true, since `record` waits."""
+        """True: the work was done when `record` returned."""
         return True
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds until `end`."""
+        """Milliseconds from this event to `end`."""
         return (end._time - self._time) * 1e3
 
 
 class Accelerator(ABC):
-    """One device kind. Making one must not initialise a device, and neither may `is_available` or `device_count`.
+    """One device type. The constructor, `is_available` and `device_count` must not initialize a device.
 
-    name: what ``DS_ACCELERATOR`` calls it, as in its AcceleratorEntry. device_type: torch's name for its tensors.
-    visible_devices_env: the variable that hides devices from a process, "" if there is none.
-    kernel_tags: kernel providers that it can run, best first. Memory is in bytes; `index` None means the current
-    device everywhere.
+    name: the value of ``DS_ACCELERATOR`` that selects it, as in its AcceleratorEntry. device_type: torch's name of the
+    device type. visible_devices_env: the environment variable that hides devices from a process, "" if there is none.
+    Memory is in bytes. ``index=None`` means the current device.
     """
 
     name: str
     device_type: str
     visible_devices_env: str = ""
-    kernel_tags: tuple[str, ...] = ("cpp", "reference")
 
     @property
     @abstractmethod
     def communication_backend(self) -> str:
-        """The torch.distributed backend for its tensors; a plain class attribute will do."""
+        """The torch.distributed backend for its tensors. May be a class attribute."""
 
     # -- devices ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def device_count(self) -> int:
-        """Devices that this process can see."""
+        """Number of devices that this process can see."""
 
     @abstractmethod
     def set_device(self, index: int) -> None:
-        """Make device `index` the current one. Raises AcceleratorError, with the count, when there is none such."""
+        """Make device `index` the current one. Raises AcceleratorError, with `device_count`, if it does not exist."""
 
     @abstractmethod
     def current_index(self) -> int:
         """Index of the current device."""
 
     def is_available(self) -> bool:
-        """Whether at least one device can be used."""
+        """Whether there is at least one usable device."""
         return self.device_count() > 0
 
     def device_name(self, index: int | None = None) -> str:
-        """The device as torch spells it: ``"cuda"``, or with an index ``"cuda:1"``; what ``tensor.to`` takes."""
-        return self.device_type if index is None else f"{self.device_type}:{index}"
+        """torch's device string: ``"cuda"``, or with an index ``"cuda:1"``."""
+        return self.device_type if index is None else str(self.device(index))
 
     def device(self, index: int | None = None) -> torch.device:
-        """``torch.device`` number `index`."""
+        """``torch.device`` of device `index`."""
         import torch
 
         return torch.device(self.device_type, self.current_index() if index is None else index)
 
     def current_device(self) -> torch.device:
-        """The device where this rank's tensors live."""
+        """The device of this rank's tensors."""
         return self.device()
 
     def local_index(self) -> int:
-        """The device for this process among those of its host: LOCAL_RANK modulo `device_count`, so that more
-        processes than devices share them."""
+        """The device index for this process: LOCAL_RANK modulo `device_count`, so that processes can share devices."""
         text = os.environ.get("LOCAL_RANK", "0")
         if not text.isdecimal():
-            raise AcceleratorError(f"LOCAL_RANK is {text!r}; it must be a whole number from 0, as a launcher sets it")
+            raise AcceleratorError(f"LOCAL_RANK is {text!r}; it must be an integer >= 0, as launchers set it")
         return int(text) % max(1, self.device_count())
 
     def on_device(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lives on this kind of device."""
+        """Whether `tensor` is on a device of this type."""
         return tensor.device.type == self.device_type
 
-    # -- order of work ---------------------------------------------------------------------------------------
+    # -- streams, events, graphs -----------------------------------------------------------------------------
 
     @abstractmethod
     def synchronize(self, index: int | None = None) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has finished all queued work."""
 
     def new_stream(self, priority: int = 0) -> Any:
-        """A new queue of work, lower `priority` first, with ``wait_stream(other)``; None where there is only one."""
+        """A new stream (lower `priority` runs first) with ``wait_stream(other)``. None: the device has only one."""
         return None
 
     def current_stream(self) -> Any:
-        """The queue that new work goes to; None where there is only one."""
+        """The current stream. None: the device has only one."""
         return None
 
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Inside, work goes to `stream`; None changes nothing."""
+        """Context manager: work is queued on `stream`. None: no effect."""
         return contextlib.nullcontext()
 
     def new_event(self, timing: bool = False) -> Any:
-        """An event with ``record()`` and ``wait()`` on the current queue, ``synchronize()``, ``query()``, and with
-        `timing` ``elapsed_time(end)`` in milliseconds."""
+        """An event with ``record()``, ``wait()`` (both on the current stream), ``synchronize()`` and ``query()``.
+
+        timing: it also has ``elapsed_time(end)``, in milliseconds.
+        """
         return HostEvent(self.synchronize)
 
     @property
@@ -161,88 +144,72 @@ class Accelerator(ABC):
         return False
 
     def new_graph(self) -> Any:
-        """An empty graph, with ``replay()`` and ``reset()`` once it was captured."""
+        """An empty graph; after `capture` it has ``replay()`` and ``reset()``."""
         raise AcceleratorError(f"{self.name} cannot capture graphs; ask supports_graphs first")
 
     def capture(self, graph: Any) -> contextlib.AbstractContextManager[Any]:
-        """Inside, work is recorded into `graph` and not done."""
+        """Context manager: work is recorded into `graph`, not executed."""
         raise AcceleratorError(f"{self.name} cannot capture graphs; ask supports_graphs first")
 
     # -- memory, in bytes ------------------------------------------------------------------------------------
 
     @abstractmethod
     def memory_allocated(self, index: int | None = None) -> int:
-        """What live tensors take."""
+        """Bytes of live tensors."""
 
     @abstractmethod
     def max_memory_allocated(self, index: int | None = None) -> int:
-        """The most that `memory_allocated` was since `reset_peak_memory_stats`; never less than it is now."""
+        """Peak of `memory_allocated` since `reset_peak_memory_stats`."""
 
     @abstractmethod
     def reset_peak_memory_stats(self, index: int | None = None) -> None:
-        """Start a new peak."""
+        """Reset the peak of `max_memory_allocated`."""
 
     @abstractmethod
     def total_memory(self, index: int | None = None) -> int:
-        """What the device has."""
+        """Bytes of the device's memory."""
 
     def memory_reserved(self, index: int | None = None) -> int:
-        """What the allocator holds, in use or not."""
+        """Bytes that the allocator holds, in use or cached."""
         return self.memory_allocated(index)
 
     def available_memory(self, index: int | None = None) -> int:
-        """What could still be taken."""
+        """Bytes that can still be allocated."""
         return max(0, self.total_memory(index) - self.memory_reserved(index))
 
     def empty_cache(self) -> None:
-        """Give what the allocator holds unused back to the device."""
+        """Free the allocator's cached memory."""
         return
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A page-locked copy of a host tensor, for asynchronous copies; the tensor itself where that means nothing."""
+        """A copy of a CPU tensor in pinned memory; the tensor itself if the device has no use for pinned memory."""
         return tensor
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is page-locked."""
-        return False
 
     # -- random numbers --------------------------------------------------------------------------------------
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
-        """Seed the generators of all devices of this kind."""
+        """Seed the generators of all devices of this type."""
 
     @abstractmethod
     def get_rng_state(self, index: int | None = None) -> Tensor:
-        """State of a device's generator: a one-dimensional uint8 tensor on the CPU."""
+        """State of a device's generator: a 1-d uint8 tensor on the CPU."""
 
     @abstractmethod
     def set_rng_state(self, state: Tensor, index: int | None = None) -> None:
-        """Restore what `get_rng_state` gave."""
+        """Restore a state from `get_rng_state`."""
 
     # -- dtypes ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether the device itself computes in floating-point `dtype`, without emulation."""
-
-    def preferred_dtype(self) -> torch.dtype:
-        """The fastest training dtype: bf16, else fp16, else fp32."""
-        import torch
-
-        return next((d for d in (torch.bfloat16, torch.float16) if self.supports(d)), torch.float32)
+        """Whether the device computes in floating-point `dtype` natively, without emulation."""
 
     def autocast(self, dtype: torch.dtype, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """Mixed precision: inside, matrix products and the like compute in `dtype`."""
+        """``torch.autocast`` to `dtype` on this device type."""
         import torch
 
         return torch.autocast(self.device_type, dtype=dtype, enabled=enabled)
-
-    # -- kernels ---------------------------------------------------------------------------------------------
-
-    def build_flags(self) -> BuildFlags:
-        """How to compile kernels for this device."""
-        return BuildFlags(cxx=("-O3",))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"

@@ -1,4 +1,4 @@
-"""Whether a device kind can be used here, without initialising it; each answers None or the reason why not."""
+"""Probes of device types: None if usable, else the reason why not. They initialize no device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["cuda", "mps", "privateuse1", "xpu"]
 
 
 def cuda() -> str | None:
-    """Only counts devices, so that no context is made and forking stays safe."""
+    """Counts devices only, so that no context is created and forking stays safe."""
     import torch
 
     if not torch.backends.cuda.is_built():  # true of ROCm builds as well

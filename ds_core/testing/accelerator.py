@@ -8,15 +8,12 @@ that comes out of a product. Device state that a test changes is put back.
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from ds_core.accelerator import Accelerator, BuildFlags
+from ds_core.accelerator import Accelerator
 from ds_core.entries import AcceleratorEntry, ask, resolve
 from ds_core.errors import AcceleratorError
 
@@ -93,7 +90,6 @@ class AcceleratorConformance:
         assert accelerator.name.strip() == accelerator.name != ""
         assert torch.device(accelerator.device_type).type == accelerator.device_type
         assert isinstance(accelerator.visible_devices_env, str)
-        assert "reference" in accelerator.kernel_tags, "every device runs the pure-torch references"
         for name in (accelerator.device_name(), accelerator.device_name(0)):
             assert torch.device(name).type == accelerator.device_type
         assert isinstance(accelerator.supports_graphs, bool)
@@ -256,8 +252,7 @@ class AcceleratorConformance:
 
         plain = torch.arange(1000.0)
         pinned = accelerator.pin(plain)
-        assert accelerator.is_pinned(plain) is False
-        assert accelerator.is_pinned(pinned) is True or pinned is plain
+        assert pinned is plain or pinned.is_pinned()
         assert pinned.device.type == "cpu" and torch.equal(pinned, plain)
         copy = pinned.to(accelerator.current_device(), non_blocking=True)
         accelerator.synchronize()
@@ -317,14 +312,6 @@ class AcceleratorConformance:
                 values = torch.tensor([-2.0, 0.0, 0.5, 3.0, 8.0], device=accelerator.current_device())
                 assert values.to(dtype).float().tolist() == values.tolist()
 
-    def test_preferred_dtype(self, accelerator: Accelerator) -> None:
-        """It is one to train in, and it is supported."""
-        import torch
-
-        preferred = accelerator.preferred_dtype()
-        assert preferred in (torch.bfloat16, torch.float16, torch.float32)
-        assert accelerator.supports(preferred)
-
     def test_autocast(self, accelerator: Accelerator) -> None:
         """Inside, fp32 factors give a product in the dtype asked for; switched off and outside, fp32."""
         import torch
@@ -338,7 +325,7 @@ class AcceleratorConformance:
                         assert (left @ right).dtype == torch.float32
                 assert (left @ right).dtype == torch.float32
 
-    # -- communication and kernels ---------------------------------------------------------------------------
+    # -- communication ---------------------------------------------------------------------------
 
     def test_the_backend_carries_its_tensors(self, accelerator: Accelerator) -> None:
         """torch.distributed has the backend, and a group of one rank reduces a tensor of the device."""
@@ -359,21 +346,6 @@ class AcceleratorConformance:
             assert data.tolist() == [0.0, 1.0, 2.0, 3.0]
         finally:
             dist.destroy_process_group()
-
-    def test_build_flags(self, accelerator: Accelerator) -> None:
-        """They are tuples of single arguments, and the host compiler, where there is one, takes its own."""
-        flags = accelerator.build_flags()
-        assert isinstance(flags, BuildFlags)
-        for group in (flags.cxx, flags.device, flags.link, flags.architectures):
-            assert isinstance(group, tuple)
-            assert all(isinstance(flag, str) and flag and not flag.isspace() for flag in group)
-        compiler = shutil.which(os.environ.get("CXX", "c++"))
-        if compiler is not None:
-            command = [compiler, *flags.cxx, "-x", "c++", "-c", "-", "-o", os.devnull]
-            done = subprocess.run(
-                command, input="int one() { return 1; }\n", capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr
 
 
 def _draw(accelerator: Accelerator) -> list[float]:

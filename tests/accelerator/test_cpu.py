@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ds_core.accelerator import Accelerator, CpuAccelerator, HostEvent
-from ds_core.accelerator import cpu as cpu_module
 from ds_core.accelerator.entries import ENTRIES
 from ds_core.testing.accelerator import AcceleratorConformance
 
@@ -36,24 +35,6 @@ def test_the_host_has_one_queue_and_a_device_without_index() -> None:
     assert cpu.pin(tensor := torch.ones(1)) is tensor
 
 
-@pytest.mark.parametrize(
-    ("text", "dtype"),
-    [
-        ("model name\t: Old\nflags\t\t: fpu avx2 avx512f\n", torch.float32),
-        ("model name\t: New\nflags\t\t: fpu avx512_bf16\n", torch.bfloat16),
-        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", torch.bfloat16),
-        ("", torch.float32),
-    ],
-)
-def test_bf16_is_preferred_only_where_the_processor_has_it(
-    text: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cpuinfo").write_text(text)
-    real = cpu_module._line
-    monkeypatch.setattr(cpu_module, "_line", lambda path, key: real(str(tmp_path / "cpuinfo"), key))
-    assert CpuAccelerator().preferred_dtype() == dtype
-
-
 def test_without_proc_the_numbers_still_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: the peak comes from getrusage, and what is available is what this process did not take."""
 
@@ -66,7 +47,6 @@ def test_without_proc_the_numbers_still_make_sense(monkeypatch: pytest.MonkeyPat
     cpu.reset_peak_memory_stats()
     assert cpu.max_memory_allocated() == cpu.memory_allocated() > 2**20
     assert cpu.available_memory() == cpu.total_memory() - cpu.memory_reserved()
-    assert cpu.preferred_dtype() == torch.float32
 
 
 def test_a_back_end_is_small() -> None:
