@@ -75,7 +75,7 @@ def main() -> None:
         "bare python": (python, "pass"),
         "import ds_core": (python, "import ds_core"),
         "all declaration modules": (python, DECLARATIONS),
-        "dscore --help": (python, "import sys; sys.argv = ['dscore', '--help']\nfrom ds_core.cli import main\nmain()"),
+        "dscore --help": (python, "import sys; sys.argv = ['dscore', '--help']\nfrom ds_cli import main\nmain()"),
         "torch, model, one step": (python, BARE),
         "the same through initialize": (python, ours),
     }

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from ds_core.entries import (
     AcceleratorEntry,
     KernelEntry,
-    LauncherEntry,
     OptimizerEntry,
     SchedulerEntry,
     StateStoreEntry,
 )
 
-__all__ = ["ds_accelerators", "ds_kernels", "ds_launchers", "ds_optimizers", "ds_schedulers", "ds_state_stores"]
+__all__ = ["ds_accelerators", "ds_kernels", "ds_optimizers", "ds_schedulers", "ds_state_stores"]
 
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
@@ -45,10 +44,3 @@ def ds_schedulers() -> Mapping[str, SchedulerEntry]:
 def ds_state_stores() -> Mapping[str, StateStoreEntry]:
     """The host's memory."""
     return {"cpu": StateStoreEntry("ds_core.stores:HostStore")}
-
-
-def ds_launchers() -> Mapping[str, LauncherEntry]:
-    """Processes on this machine."""
-    from ds_core.cli.entries import LAUNCHERS
-
-    return LAUNCHERS

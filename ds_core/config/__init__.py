@@ -15,13 +15,10 @@ if TYPE_CHECKING:
     from ds_core.config.batch import Batch, resolve_batch, with_micro_batch_size, with_train_batch_size
     from ds_core.config.build import build_config, plugin_settings
     from ds_core.config.core import CORE_KEYS, CoreConfig
-    from ds_core.config.explanation import Explanation, explain
     from ds_core.config.redaction import REDACTED, is_secret_name, redact
     from ds_core.config.run import RunConfig
-    from ds_core.config.schema import json_schema
     from ds_core.config.section import Section, not_built, option, secret
     from ds_core.config.source import ConfigSource, read_config
-    from ds_core.config.structs import BatchConfig, Config, FP16Config, TrainingConfig
     from ds_core.config.translate import translate_errors
 
 
@@ -29,19 +26,12 @@ __all__ = [
     "CORE_KEYS",
     "REDACTED",
     "Batch",
-    "BatchConfig",
-    "Config",
     "ConfigSource",
     "CoreConfig",
-    "Explanation",
-    "FP16Config",
     "RunConfig",
     "Section",
-    "TrainingConfig",
     "build_config",
-    "explain",
     "is_secret_name",
-    "json_schema",
     "not_built",
     "option",
     "plugin_settings",
@@ -60,13 +50,10 @@ __getattr__, __dir__ = names_on_first_use(
         "batch": "Batch resolve_batch with_micro_batch_size with_train_batch_size",
         "build": "build_config plugin_settings",
         "core": "CORE_KEYS CoreConfig",
-        "explanation": "Explanation explain",
         "redaction": "REDACTED is_secret_name redact",
         "run": "RunConfig",
-        "schema": "json_schema",
         "section": "Section not_built option secret",
         "source": "ConfigSource read_config",
-        "structs": "BatchConfig Config FP16Config TrainingConfig",
         "translate": "translate_errors",
     },
 )

@@ -18,12 +18,12 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from ds_cli.progress import progress
 from model import GPT
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import ds_core
-from ds_core.progress import progress
 
 
 class Text(Dataset):

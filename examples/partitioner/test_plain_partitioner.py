@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-
-from ds_core.testing import run_ranks
-from ds_core.testing.partitioner import PartitionerConformance
+from ds_testing import run_ranks
+from ds_testing.partitioner import PartitionerConformance
 
 HERE = str(Path(__file__).parent)
 LOAD = {"plain": {}, "plugins": {"load": ["plain=plain_partitioner"]}}

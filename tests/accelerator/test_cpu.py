@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ds_testing.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import Accelerator, CpuAccelerator, HostEvent
 from ds_core.accelerator.entries import ENTRIES
-from ds_core.testing.accelerator import AcceleratorConformance
 
 
 def _peak_can_be_reset() -> bool:

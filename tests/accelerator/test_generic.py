@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import CpuAccelerator, TorchAccelerator
 from ds_core.accelerator.entries import ENTRIES
 from ds_core.errors import AcceleratorError
-from ds_core.testing.accelerator import AcceleratorConformance
 
 HOST = CpuAccelerator()
 

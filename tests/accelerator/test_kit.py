@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import AcceleratorConformance
 from torch import Tensor
 
 from ds_core.accelerator import CpuAccelerator, HostEvent
 from ds_core.entries import AcceleratorEntry
-from ds_core.testing import AcceleratorConformance
 
 
 def one_state(self: Any, index: int | None = None) -> Tensor:

@@ -27,7 +27,7 @@ def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
         import tomllib
     else:
         import tomli as tomllib
-    files = [f for kind in ("plugins", "ops", "monitors", "kits") for f in ROOT.glob(f"{kind}/*/pyproject.toml")]
+    files = [f for kind in ("plugins", "ops", "monitors") for f in ROOT.glob(f"{kind}/*/pyproject.toml")]
     read = [(f.parent, tomllib.loads(f.read_text())["project"]) for f in files]
     return {project["name"]: (folder, project) for folder, project in sorted(read, key=lambda row: row[1]["name"])}
 

@@ -45,7 +45,7 @@ def test_what_is_not_installed_is_answered_with_how_to_install_it(dist: str, mon
     assert catalogue.install(dist).startswith(f"`{hint}`")
     said = [
         refusal({section: {"enabled": True, "some": "key"}}, monkeypatch)
-        for section in project["entry-points"].get("ds_core.plugins", {})
+        for section in project.get("entry-points", {}).get("ds_core.plugins", {})
     ]
     for kind, key in (("optimizers", "optimizer"), ("schedulers", "scheduler")):
         names = [n for n in catalogue.known(kind) if catalogue.offered_by(kind, n) == dist]

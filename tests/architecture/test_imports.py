@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,23 +18,25 @@ CORE = ROOT / "ds_core"
 DISTRIBUTIONS = sorted(
     p.parent for kind in ("plugins", "ops", "monitors") for p in ROOT.glob(f"{kind}/*/pyproject.toml")
 )
-KITS = {  # what plugins may import besides the core; each says so in its pyproject.toml
-    d.name
-    for dist in DISTRIBUTIONS
-    if 'tier = "kit"' in (dist / "pyproject.toml").read_text()
-    for d in dist.glob("ds_*")
-}
+
+
+def is_kit(distribution: Path) -> bool:
+    """Whether others may import it: its pyproject says ``[tool.ds_core] tier = "kit"``."""
+    text = (distribution / "pyproject.toml").read_text()
+    return re.search(r'^\[tool\.ds_core\]\ntier = "kit"$', text, re.MULTILINE) is not None
+
+
 PACKAGES = [CORE, *sorted(d for dist in DISTRIBUTIONS for d in dist.glob("ds_*") if d.is_dir())]
 
 # These describe, choose and check; the command line and every declaration module stand on them.
 TORCH_FREE = (
     "ds_core",
     "ds_core.builtin",
-    "ds_core.cli",
+    "ds_cli.plugin",
     "ds_core.compose",
     "ds_core.entries",
     "ds_core.errors",
-    "ds_core.filemonitor",
+    "ds_monitor_files",
     "ds_core.hookspecs",
     "ds_core.kernels",
     "ds_kernel_kit.portions",
@@ -43,7 +46,6 @@ TORCH_FREE = (
     "ds_core.plugins",
     "ds_core.process",
     "ds_core.stash",
-    "ds_core.testing.pytest_plugin",
 )
 
 
@@ -57,6 +59,7 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
 
 CONFIG_MODULES = tuple(name for name, _ in modules(CORE) if name.startswith("ds_core.config"))
 DECLARATIONS = tuple(f"{package.name}.plugin" for package in PACKAGES if (package / "plugin.py").exists())
+KITS = {d.name for dist in DISTRIBUTIONS if is_kit(dist) for d in dist.glob("ds_*")}
 EVERYTHING = tuple(entry for package in PACKAGES for entry in modules(package))
 
 
@@ -157,34 +160,59 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
-def breaches(name: str, tree: ast.AST, own: str, ours: set[str]) -> list[str]:
-    """Imports that a plugin's module may not have: another plugin's, or a private name of the core."""
+RUNS_OTHERS = {"ds_cli", "ds_testing"}
+"""Kits that call a plugin's code by themselves (commands, checks of kernels): that code runs only where they are."""
+
+
+def breaches(name: str, tree: ast.AST, own: str, ours: set[str], allowed: set[str]) -> list[str]:
+    """Imports that a module may not have: of a package that is not `allowed`, or a private name of the core."""
     found = []
     for line, target in imported(tree):
         top = target.partition(".")[0]
         private = any(p.startswith("_") and not p.startswith("__") for p in target.split(".")[1:])
-        if top in ours - {own, "ds_core"} or (top == "ds_core" and private):
+        if top in ours - allowed - {own} or (top == "ds_core" != own and private):
             found.append(f"{name}:{line} imports {target}")
     return found
 
 
-@pytest.mark.parametrize("package", PACKAGES[1:], ids=lambda p: p.name)
-def test_plugins_import_the_public_core_and_never_each_other(package: Path) -> None:
-    ours = {p.name for p in PACKAGES} - KITS
+def declared(distribution: Path) -> set[str]:
+    """The packages of ours that a distribution depends on."""
+    text = (distribution / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    return {name.replace("-", "_") for name in re.findall(r'"(ds-[\w-]+)', listed[1])}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
+def test_core_kits_plugins(package: Path) -> None:
+    """The core imports neither kits nor plugins; kits and plugins import the core and the kits that they declare."""
+    ours = {p.name for p in PACKAGES}
+    allowed = set() if package == CORE else {"ds_core"} | (KITS & (declared(package.parent) | RUNS_OTHERS))
     found = []
     for name, file in modules(package):
-        found += breaches(name, ast.parse(file.read_text()), package.name, ours)
+        found += breaches(name, ast.parse(file.read_text()), package.name, ours, allowed)
     assert found == []
+
+
+def test_kits_depend_on_each_other_in_one_direction() -> None:
+    folders = {d.name: dist for dist in DISTRIBUTIONS for d in dist.glob("ds_*") if d.name in KITS}
+    waiting = {name: (declared(dist) & KITS) - {name} for name, dist in folders.items()}
+    while ready := [name for name, needs in waiting.items() if not needs]:
+        waiting = {name: needs - set(ready) for name, needs in waiting.items() if name not in ready}
+    assert waiting == {}
 
 
 def test_the_import_rule_sees_breaches() -> None:
     bad = ast.parse(
-        "import ds_b.plugin\ndef f():\n    from ds_core._version import __version__\nfrom ds_core import errors"
+        "import ds_b.plugin\ndef f():\n    from ds_core._version import __version__\nfrom ds_core import errors\n"
+        "import ds_kit"
     )
-    assert breaches("ds_a", bad, "ds_a", {"ds_a", "ds_b", "ds_core"}) == [
-        "ds_a:1 imports ds_b.plugin",
-        "ds_a:3 imports ds_core._version.__version__",
-    ]
+    ours = {"ds_a", "ds_b", "ds_core", "ds_kit"}
+    plugin = ["ds_a:1 imports ds_b.plugin", "ds_a:3 imports ds_core._version.__version__"]
+    assert sorted(breaches("ds_a", bad, "ds_a", ours, {"ds_core", "ds_kit"})) == plugin
+    assert sorted(breaches("ds_a", bad, "ds_a", ours, {"ds_core"})) == sorted([*plugin, "ds_a:5 imports ds_kit"])
+    core = ["ds_core.x:1 imports ds_b.plugin", "ds_core.x:5 imports ds_kit"]
+    assert sorted(breaches("ds_core.x", bad, "ds_core", ours, set())) == core
 
 
 FORBIDDEN_CALLS = {

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from ds_cli.app import make_app
+from ds_testing import run_ranks
 from torch import nn
 from typer.testing import CliRunner
 
 from ds_core.checkpoint import files
 from ds_core.checkpoint.importing import import_checkpoint
 from ds_core.checkpoint.offline import get_fp32_state_dict_from_zero_checkpoint, open_saved
-from ds_core.cli.app import make_app
 from ds_core.errors import CheckpointError
-from ds_core.testing import run_ranks
 
 HERE = Path(__file__).parent / "deepspeed"
 SAVED = sorted(path.name for path in HERE.iterdir() if path.is_dir() and "-" in path.name)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import RemoteError
 from torch import nn
 
 import ds_core
@@ -24,7 +25,6 @@ from ds_core import comm
 from ds_core.checkpoint import files, writing
 from ds_core.checkpoint.format import MANIFEST
 from ds_core.errors import CheckpointError
-from ds_core.testing import RemoteError
 
 
 def make(value: float, **config: Any) -> Any:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from ds_cli.app import make_app
 from torch import nn
 from typer.testing import CliRunner
 
 import ds_core
 from ds_core import checkpoint, comm
 from ds_core.checkpoint.offline import parse_size
-from ds_core.cli.app import make_app
 from ds_core.errors import CheckpointError
 
 

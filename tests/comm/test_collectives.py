@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_testing import run_ranks
 from torch import Tensor
 
 from ds_core import comm
 from ds_core.comm import gloo
 from ds_core.errors import CommError
-from ds_core.testing import run_ranks
 
 LOW = (torch.float16, torch.bfloat16)
 OPS = {name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")}

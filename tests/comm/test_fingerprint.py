@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ds_testing import run_ranks
 
 from ds_core import comm
 from ds_core.comm.fingerprint import SHOWN, describe_mismatch
 from ds_core.errors import RankMismatchError
-from ds_core.testing import run_ranks
 
 
 def mismatch(per_rank: list[dict[str, str]]) -> str:

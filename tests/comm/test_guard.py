@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_testing import RemoteError, run_ranks
 
 from ds_core import comm
 from ds_core.comm import guard
 from ds_core.errors import ConfigError
-from ds_core.testing import RemoteError, run_ranks
 
 
 @dataclass

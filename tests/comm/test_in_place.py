@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ds_testing import run_ranks
 
 from ds_core import comm
-from ds_core.testing import run_ranks
 
 
 def gathered(length: int, dtype: str, async_op: bool) -> bool:

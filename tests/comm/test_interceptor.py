@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ds_testing import run_ranks
 
 from ds_core import comm
 from ds_core.comm.interceptor import OPERATIONS, Collective, activities
-from ds_core.testing import run_ranks
 
 
 class Noting(comm.Interceptor):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_testing import run_ranks
 
 from ds_core import comm
 from ds_core.comm import log as comms_log
 from ds_core.comm.log import CommsLog, bandwidths
 from ds_core.errors import ConfigError
-from ds_core.testing import run_ranks
 
 
 def logged_run(section: dict[str, Any]) -> list[tuple[str, str, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
@@ -11,7 +12,6 @@ from ds_core import comm
 from ds_core.comm import ALONE, gloo
 from ds_core.entries import Axis
 from ds_core.mesh import plan_mesh
-from ds_core.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
 from ds_core import comm
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

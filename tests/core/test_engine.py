@@ -10,13 +10,13 @@ import re
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
 from ds_core.errors import ConfigError, DSError, LossScaleError, UsageError
 from ds_core.mesh import MpuMesh
 from ds_core.precision import LossScaler
-from ds_core.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from ds_testing import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from ds_core.comm import ALONE
 from ds_core.entries import Axis
 from ds_core.errors import ConfigError
 from ds_core.mesh import plan_mesh
-from ds_core.testing import run_ranks
 
 
 def test_dp_takes_what_is_left():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from ds_core.testing import run_ranks
-from ds_core.testing.models import complex_run
-from ds_core.testing.partitioner import PartitionerConformance
-from ds_core.testing.runner import RunnerConformance
+from ds_testing import run_ranks
+from ds_testing.models import complex_run
+from ds_testing.partitioner import PartitionerConformance
+from ds_testing.runner import RunnerConformance
 
 
 class TestReplicated(PartitionerConformance):
@@ -26,8 +25,9 @@ def test_complex_parameters(world):
 
 def _bucketed(limit):
     """Tiny buckets, so that many reductions overlap with backward."""
+    from ds_testing.partitioner import _train_and_compare
+
     from ds_core import buckets
-    from ds_core.testing.partitioner import _train_and_compare
 
     old = buckets.BUCKET_BYTES
     launched = []

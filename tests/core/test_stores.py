@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor
 
 from ds_core.errors import PluginError, UsageError
 from ds_core.params import GradGroup, GradNorm
 from ds_core.plugins import Plugins, PluginSettings
 from ds_core.stores import HostStore, StateStore, away, check_store, open_store, owns_storage
-from ds_core.testing import run_ranks
 
 THEIRS = """
 from ds_core.entries import StateStoreEntry

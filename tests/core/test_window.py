@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from ds_access import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
+from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
-from ds_core.access import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
 

@@ -21,7 +21,7 @@ PAGES = sorted(page.name for page in DOCS.glob("*.md") if BLOCK.search(page.read
 
 def printed(command: str) -> str:
     """What `command` prints, run in this process."""
-    from ds_core.cli.app import make_app
+    from ds_cli.app import make_app
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):

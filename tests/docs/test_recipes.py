@@ -28,7 +28,7 @@ import pytest
 import torch
 
 import ds_core
-from ds_core.testing import (
+from ds_testing import (
     AcceleratorConformance, KernelConformance, MonitorConformance, PluginConformance, RunnerConformance, run_ranks,
 )
 
@@ -171,7 +171,7 @@ def test_the_device_is_found_by_its_probe():
 
 def test_the_launcher_and_the_command(tmp_path):
     (tmp_path / "script.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
-    run = [sys.executable, "-m", "ds_core.cli"]
+    run = [sys.executable, "-m", "ds_cli"]
     done = subprocess.run([*run, "run", "--launcher", "alone", str(tmp_path / "script.py"), "7"])
     assert done.returncode == 7
     done = subprocess.run([*run, "greet", "--name", "you"], capture_output=True, text=True)

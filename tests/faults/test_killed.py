@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import RemoteError
 from torch import nn
 
 import ds_core
 from ds_core import comm
-from ds_core.testing import RemoteError
 
 SHORT, FULL = 6, 60
 

@@ -48,7 +48,7 @@ def run(folder: Path, dies: list[int], restarts: int) -> tuple[int, dict[int, fl
     (folder / "train.py").write_text(SCRIPT)
     words = ["run", "--nproc", "2", "--max-restarts", str(restarts), "train.py", str(folder), json.dumps(dies)]
     done = subprocess.run(
-        [sys.executable, "-m", "ds_core.cli", *words],
+        [sys.executable, "-m", "ds_cli", *words],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -436,9 +436,8 @@ def test_an_entry_point_must_name_a_module(write: Write) -> None:
 def test_output_at_import_is_told_and_does_not_stand_in_json(write: Write, capfd: Any) -> None:
     import json
 
+    from ds_cli.app import make_app
     from typer.testing import CliRunner
-
-    from ds_core.cli.app import make_app
 
     found = write("import os\nprint('hi there')\nos.write(1, b'from below')\ndef ds_optimizers(): return {}\n")
     done = CliRunner().invoke(make_app(), ["plugins", "--json"], prog_name="dscore")
@@ -450,9 +449,8 @@ def test_output_at_import_is_told_and_does_not_stand_in_json(write: Write, capfd
 
 
 def test_a_command_that_is_not_there_is_answered_with_why(write: Write) -> None:
+    from ds_cli.app import make_app
     from typer.testing import CliRunner
-
-    from ds_core.cli.app import make_app
 
     write("def ds_commands(): return ['mine']\n")
     said = {word: CliRunner().invoke(make_app(), [word], prog_name="dscore") for word in ("plan", "mine")}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing.pytest_plugin import Ranks
 from torch import nn
 
 import ds_core
 from ds_core.errors import ConfigError, PluginError
-from ds_core.testing.pytest_plugin import Ranks
 
 PARTITIONER = """
 from ds_core.replicated import Replicated

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_core.filemonitor import append_whole
+from ds_monitor_files import append_whole
+
 from ds_core.monitor import Event
 
 __all__ = ["CSVFiles", "file_stem", "header"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_core.filemonitor import BufferedMonitor, Buffering
+from ds_monitor_files import BufferedMonitor, Buffering
+
 from ds_monitor_csv.files import CSVFiles
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from ds_monitor_csv.files import UNSAFE, file_stem
 from ds_monitor_csv.monitor import CSVMonitor
+from ds_testing import MonitorConformance
 
 from ds_core.monitor import Event, MonitorMaster
-from ds_core.testing import MonitorConformance
 
 FullAt = Callable[[int], AbstractContextManager[None]]
 

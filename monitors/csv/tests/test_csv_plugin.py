@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 from ds_monitor_csv.config import CSVConfig
 from ds_monitor_csv.plugin import ds_monitors
+from ds_testing import PluginConformance
 
 from ds_core.config import build_config
 from ds_core.monitor import Event
 from ds_core.plugins import Plugins, PluginSettings
-from ds_core.testing import PluginConformance
 
 
 class TestPlugin(PluginConformance):

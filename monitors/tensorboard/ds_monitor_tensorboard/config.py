@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ds_monitor_files import JobFolder
+
 from ds_core.config import option
-from ds_core.filemonitor import JobFolder
 
 __all__ = ["TensorBoardConfig"]
 

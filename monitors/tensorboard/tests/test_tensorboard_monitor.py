@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from ds_monitor_tensorboard import records
 from ds_monitor_tensorboard.monitor import TensorBoardMonitor
+from ds_testing import MonitorConformance
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event as Message
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from ds_core.monitor import Event, MonitorMaster
-from ds_core.testing import MonitorConformance
 
 Row = tuple[str, float, int]
 FullAt = Callable[[int], AbstractContextManager[None]]

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import pytest
 from ds_monitor_tensorboard.config import TensorBoardConfig
 from ds_monitor_tensorboard.plugin import ds_check, ds_monitors
+from ds_testing import PluginConformance
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ds_core.config import build_config
 from ds_core.monitor import Event
 from ds_core.plugins import Plugins, PluginSettings
-from ds_core.testing import PluginConformance
 
 
 class TestPlugin(PluginConformance):

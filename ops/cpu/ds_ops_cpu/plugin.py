@@ -22,7 +22,7 @@ def ds_kernels() -> Iterable[KernelEntry]:
         devices=("cpu",),
         available="ds_ops_cpu.extension:can_share",
         build="ds_ops_cpu.extension:EXTENSION",
-        check="ds_core.testing.transports:comparisons",
+        check="ds_testing.transports:comparisons",
     )
     return shared, *(
         KernelEntry(

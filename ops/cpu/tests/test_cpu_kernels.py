@@ -15,10 +15,10 @@ from ds_kernel_kit import build
 from ds_kernel_kit.comparisons import STEPS
 from ds_ops_cpu import kernels
 from ds_ops_cpu.extension import EXTENSION
+from ds_testing import KernelConformance
 from torch import Tensor
 
 from ds_core.errors import KernelError
-from ds_core.testing import KernelConformance
 
 SETS = ("avx512", "avx2", "generic")
 ADAM: dict[str, Any] = {"step": 3, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}

@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ds_ops_cpu import shared as ours
+from ds_testing import RemoteError, run_ranks
 from torch import Tensor
 
 from ds_core import comm
 from ds_core.comm import collectives, guard, shared
 from ds_core.comm.lane import Messages
 from ds_core.errors import CommError, LostRankError
-from ds_core.testing import RemoteError, run_ranks
 
 CHECKS = Path(__file__).parents[3] / "tests" / "comm" / "test_collectives.py"
 SMALL = 1 << 14

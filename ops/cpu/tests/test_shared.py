@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
+from ds_testing import RemoteError, run_ranks
 from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.comm import collectives, shared
 from ds_core.errors import CommError
-from ds_core.testing import RemoteError, run_ranks
 
 CHECKS = Path(__file__).parents[3] / "tests" / "comm"
 SMALL = 1 << 14  # boxes of so many bytes, so that small tensors go through in many pieces

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from ds_kernel_kit.comparisons import check
 from ds_ops_cuda.plugin import FUSED, OPS, ds_kernels
+from ds_testing import KernelConformance
 
 from ds_core.entries import KernelEntry
-from ds_core.testing import KernelConformance
 
 ENTRIES = {e.op: e for e in ds_kernels() if e.provider == "cuda"}
 

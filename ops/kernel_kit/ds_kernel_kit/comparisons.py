@@ -1,6 +1,6 @@
 """Comparing a provider of an operation with the operation's pure-torch reference.
 
-`check` does one provider: it is what ``dscore ops test`` and `ds_core.testing.KernelConformance` run. Sizes are 0, 1,
+`check` does one provider: it is what ``dscore ops test`` and `ds_testing.KernelConformance` run. Sizes are 0, 1,
 odd, around powers of two and large; memory contiguous, transposed, with gaps, off alignment; dtypes alone and mixed in
 one call; several calls with different factors, as for several parameter groups.
 """

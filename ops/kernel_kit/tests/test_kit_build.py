@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ds_cli import checks
 from ds_kernel_kit import build
 from ds_kernel_kit import cache as folder
 from ds_kernel_kit.build import Extension, Unit
 
-from ds_core.cli import checks
 from ds_core.errors import KernelError
 
 SOURCE = """

@@ -9,12 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ds_cli.show import CommandError
 from ds_kernel_kit import command as ops
 from ds_kernel_kit import references
 from ds_kernel_kit.build import Extension, Unit
 from typer.testing import CliRunner
 
-from ds_core.cli.show import CommandError
 from ds_core.entries import KernelEntry
 from ds_core.kernels import Kernels
 from ds_core.plugins import BACKENDS, Found, Plugins

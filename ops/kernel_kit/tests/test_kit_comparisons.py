@@ -11,10 +11,10 @@ import pytest
 import torch
 from ds_kernel_kit import references
 from ds_kernel_kit.comparisons import CHECKS, check
+from ds_testing import KernelConformance
 
 from ds_core.entries import KernelEntry
 from ds_core.params import squared_norm
-from ds_core.testing import KernelConformance
 
 
 def without(op: str, **fixed: Any) -> Callable[..., Any]:

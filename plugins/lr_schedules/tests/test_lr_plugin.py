@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ds_lr_schedules import config, schedules
 from ds_lr_schedules.plugin import NAMES, ds_schedulers
+from ds_testing import PluginConformance
 from pydantic import BaseModel, ValidationError
 
 from ds_core.entries import resolve
-from ds_core.testing import PluginConformance
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "LRRangeTest": {},

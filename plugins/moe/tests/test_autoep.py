@@ -12,8 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from autoep_models import FAMILIES, STEPS, hugging_face, ids, plain, settings, train, weights_off
-
-from ds_core.testing import run_ranks
+from ds_testing import run_ranks
 
 
 def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, dict[str, float]]:

@@ -13,8 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from autoep_models import OWN_PATTERNS, Own, hugging_face, ids, plain, settings, train, weights_off
-
-from ds_core.testing import run_ranks
+from ds_testing import run_ranks
 
 HALF, ALL = 3, 6
 

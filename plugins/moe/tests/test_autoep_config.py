@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from autoep_models import OWN_PATTERNS, PRESET, Own, hugging_face, ids, settings
 from ds_moe import presets
 from ds_moe.config import ExpertParallelConfig
+from ds_testing import run_ranks
 
 import ds_core
 from ds_core.compose import compose
 from ds_core.errors import ConfigError, DSError, PluginError
-from ds_core.testing import run_ranks
 
 
 def test_defaults_are_those_of_the_documents() -> None:
@@ -159,7 +159,7 @@ def test_sizes_that_do_not_divide_name_those_that_do() -> None:
 
 def with_tensor_parallelism() -> str:
     config = settings(1, 0)
-    config["plugins"]["load"].append("fake_axes=ds_core.testing.fake_axes")
+    config["plugins"]["load"].append("fake_axes=ds_testing.fake_axes")
     try:
         ds_core.initialize(model=hugging_face("mixtral"), config=config | {"fake_axes": {"axes": {"tp": 2}}})
     except ConfigError as error:

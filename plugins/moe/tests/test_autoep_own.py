@@ -29,8 +29,7 @@ from autoep_models import (
     unless_installed,
     weights_off,
 )
-
-from ds_core.testing import run_ranks
+from ds_testing import run_ranks
 
 SHORT = 4
 # What the block does, whether its experts are a list, and the keys that make AutoEP do the same.

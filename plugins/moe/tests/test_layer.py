@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ds_moe import Experts, Groups, MoE
 from ds_moe.dispatch import dispatch
 from ds_moe.ffn import FFN, match
+from ds_testing import run_ranks
 from moe_reference import ReferenceMoE
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 HIDDEN = 6
 

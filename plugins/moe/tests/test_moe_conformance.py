@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import moe_models as m
 import pytest
-
-from ds_core.testing import RunnerConformance
+from ds_testing import RunnerConformance
 
 
 def zero(stage: int) -> dict[str, Any]:

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import moe_models as m
 from ds_moe import MoE, utils
+from ds_testing import RunnerConformance, run_ranks
+from ds_testing.partitioner import relative, whole_weights
 from test_moe_conformance import zero
 
 from ds_core.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_core.checkpoint.offline import open_saved
-from ds_core.testing import RunnerConformance, run_ranks
-from ds_core.testing.partitioner import relative, whole_weights
 
 WORLD = 4
 
@@ -371,7 +371,7 @@ def held(cut: bool) -> list[Any]:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "fake_axes": {"axes": {"tp": 2}},
-        "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
     }
     engine = ds_core.initialize(model=model, config=config)[0]
     found = {info.name: list(info.held) for info in engine.ctx.params.values()}
@@ -384,7 +384,7 @@ def test_experts_that_are_cut_over_tp_differ_over_it() -> None:
     assert run_ranks(4, held, False) == [[["ep"], []]] * 4
 
 
-TP = {"plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]}}
+TP = {"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
 
 
 class FromAll(torch.autograd.Function):

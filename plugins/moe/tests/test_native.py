@@ -14,10 +14,9 @@ from ds_moe.checks import random_weights
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
 from ds_moe.grouped import Groups
 from ds_moe.plugin import ds_kernels
+from ds_testing import KernelConformance
 from torch import Tensor
 from typer.testing import CliRunner
-
-from ds_core.testing import KernelConformance
 
 
 @pytest.fixture(autouse=True)

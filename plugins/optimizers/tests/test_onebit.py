@@ -11,9 +11,8 @@ import papers
 import pytest
 import torch
 from ds_optimizers.onebit.compress import Errors, compressed_allreduce, pack_signs, padded, unpack_signs
+from ds_testing import run_ranks
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
 
 # -- the exchange --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import ds_optimizers
 import pytest
 import torch
 from ds_optimizers.plugin import OPTIMIZERS
+from ds_testing import PluginConformance
 from pydantic import BaseModel
 from torch import nn
 
@@ -17,7 +18,6 @@ import ds_core
 from ds_core.compose import compose
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, UsageError
-from ds_core.testing import PluginConformance
 
 LOAD = {"plugins": {"load": ["ds_optimizers.plugin"]}}
 NAMES = sorted(OPTIMIZERS)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
 
 SMALL = {"reduce_bucket_size": 60, "param_persistence_threshold": 5, "prefetch_bucket_size": 40}
 KINDS: dict[str, dict[str, Any]] = {
@@ -93,7 +92,7 @@ def go(engine: Any, steps: range) -> None:
 
 
 def train(stage: int, steps: int, folder: str) -> dict[str, float]:
-    from ds_core.testing.partitioner import relative, whole_weights
+    from ds_testing.partitioner import relative, whole_weights
 
     errors = {}
     for kind in KINDS:
@@ -121,7 +120,7 @@ def test_two_ranks_do_what_one_does(stage: int, steps: int, tmp_path: Path) -> N
 
 
 def across(folder: str, stage: int, other: int, kind: str) -> float:
-    from ds_core.testing.partitioner import relative, whole_weights
+    from ds_testing.partitioner import relative, whole_weights
 
     engine = start(kind, stage)
     go(engine, range(6))

@@ -30,7 +30,8 @@ def draw(
     svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
 ) -> None:
     """Prove a schedule, and draw who does what when."""
-    from ds_core.cli.show import say_error
+    from ds_cli.show import say_error
+
     from ds_core.errors import UsageError
     from ds_pipeline.choose import make_schedule
     from ds_pipeline.timeline import as_svg, as_text, titled

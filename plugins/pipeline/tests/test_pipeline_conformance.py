@@ -15,9 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing import RunnerConformance
 from pipe_models import Plain, batch, four, four_chunked, two, two_chunked
-
-from ds_core.testing import RunnerConformance
 
 
 def variant(schedule: str, zero: int) -> dict[str, Any]:

@@ -11,19 +11,18 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from ds_cli.app import make_app
 from ds_pipeline.command import app
 from ds_pipeline.planned import ZeroBubbleSchedule
 from ds_pipeline.timeline import as_text
 from ds_pipeline.validate import check
 from typer.testing import CliRunner
 
-from ds_core.cli.app import make_app
-
 EXAMPLES = Path(__file__).parents[3] / "examples" / "pipeline"
 
 
 def run(folder: Path, script: str, *words: str, nproc: int = 2) -> str:
-    command = [sys.executable, "-m", "ds_core.cli", "run", "--nproc", str(nproc), str(EXAMPLES / script), *words]
+    command = [sys.executable, "-m", "ds_cli", "run", "--nproc", str(nproc), str(EXAMPLES / script), *words]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ for _ in range(100):
 )
 def test_one_rank_that_fails_ends_all(how: str, nproc: int, zero: int, schedule: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ds_core.cli", "run", "--nproc", str(nproc), "train.py", how, str(zero), schedule]
+    command = [sys.executable, "-m", "ds_cli", "run", "--nproc", str(nproc), "train.py", how, str(zero), schedule]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     print(f"{time.time() - float((tmp_path / 'failed').read_text()):.1f} s after it failed")
     assert done.returncode == (137 if how == "kill" else 1), done.stderr

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing import run_ranks
 from pipe_models import MICRO, Plain, batch, pipeline, specs
 
 from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
-from ds_core.testing import run_ranks
 
 W = 6
 
@@ -286,8 +286,9 @@ def test_partition_methods() -> None:
 
 
 def starts_unseeded(zero: int) -> list[Any]:
+    from ds_testing.partitioner import whole_weights
+
     from ds_core import comm
-    from ds_core.testing.partitioner import whole_weights
 
     torch.manual_seed(comm.rank())  # every process its own weights
     model = pipeline(2, seed_layers=False)
@@ -380,7 +381,7 @@ def has_a_topology() -> None:
 
 def stands_beside_another_axis() -> list[Any]:
     """An axis that the documents do not know is in the topology too."""
-    config = {"fake_axes": {"axes": {"sp": 2}}, "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]}}
+    config = {"fake_axes": {"axes": {"sp": 2}}, "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
     engine, truth = start(pipeline(2), config=config), Plain()
     assert set(engine.topology().get_axis_names()) == {"pipe", "sp", "data"}
     ours = engine.train_batch(iter([batch(0, m, 0) for m in range(2)])).item()

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing import run_ranks
+from ds_testing.pool import RemoteError
 from pipe_models import MICRO, Plain, batch, pipeline
 
 from ds_core.errors import DSError, UsageError
-from ds_core.testing import run_ranks
-from ds_core.testing.pool import RemoteError
 
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
@@ -262,7 +262,7 @@ def test_a_shape_that_changes_unasked_is_an_error() -> None:
 
 def trains_in(name: str, schedule: str, stages: int, chunks: int, zero: int) -> list[Any]:
     """(losses, weights, skipped) after 4 steps, the second of which overflows in fp16."""
-    from ds_core.testing.partitioner import whole_weights
+    from ds_testing.partitioner import whole_weights
 
     sections: dict[str, dict[str, Any]] = {
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
@@ -345,7 +345,7 @@ def trains_beside_tp(pipe_partitioned: bool) -> int:
     try:
         config = {
             "fake_axes": {"axes": {"tp": 2}},
-            "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]},
+            "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
             "pipeline": {"pipe_partitioned": pipe_partitioned, "schedule": "zero_bubble"},
         }
         engine, truth = start(pipeline(2), gas=3, config=config), Plain()

@@ -11,9 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing.pool import RemoteError, run_ranks
 from pipe_models import MICRO, Plain, batch, pipeline
-
-from ds_core.testing.pool import RemoteError, run_ranks
 
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
@@ -45,7 +44,7 @@ def compare(stages: int, cases: list[list[Any]]) -> list[list[Any]]:
 
 
 def _compare(stages: int, schedule: str, chunks: int, zero: int, gas: int, reduce: str, interval: int) -> list[float]:
-    from ds_core.testing.partitioner import relative, whole_weights
+    from ds_testing.partitioner import relative, whole_weights
 
     section = {"reduce": reduce, "activation_checkpoint_interval": interval}
     engine = make_engine(stages, chunks, make_config(schedule, zero, gas, pipeline=section))

@@ -1,4 +1,4 @@
-"""What this rank holds of one parameter, told in the core's terms: see `ds_core.param_shard` and `ds_core.access`."""
+"""What this rank holds of one parameter, told in the core's terms: see `ds_core.param_shard` and `ds_access`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def plan(
     svg: Annotated[Path | None, typer.Option(help="A folder for drawings of what plugins plan of the config.")] = None,
 ) -> None:
     """Predict what each rank holds and sends under every stage and offload, and recommend one."""
-    from ds_core.cli.show import say_error
+    from ds_cli.show import say_error
+
     from ds_core.precision import cast_module, make_precision
     from ds_zero import plan as planning
     from ds_zero.config import ZeroConfig
@@ -133,7 +134,7 @@ def _optimizer(chosen: Composition) -> tuple[int, bool]:
 def _show(
     module: nn.Module, run: Any, needs: list[Need], advice: Advice | None, charts: list[Chart], as_json: bool
 ) -> None:
-    from ds_core.cli.show import show_json, show_table
+    from ds_cli.show import show_json, show_table
 
     total = sum(p.numel() for p in module.parameters())
     if as_json:

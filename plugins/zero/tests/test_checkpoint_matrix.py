@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ds_testing import run_ranks
+from ds_testing.models import Case, build_model, micro_batch
+from ds_testing.partitioner import PRODUCTS, _axes_data, _coords, _head, _head_names
 from ds_zero.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_core.checkpoint.offline import differences, open_saved
-from ds_core.testing import run_ranks
-from ds_core.testing.models import Case, build_model, micro_batch
-from ds_core.testing.partitioner import PRODUCTS, _axes_data, _coords, _head, _head_names
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
 CASES = {"bf16": Case(dtype="bfloat16", model="shared"), "fp32": Case(dtype="float32", model="frozen")}
@@ -88,7 +88,7 @@ def axes_engine(axes: dict[str, int], stage: int) -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
         "fake_axes": {"axes": axes},
-        "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
         "zero_optimization": {"stage": stage, **SMALL},
     }
     engine, *_ = ds_core.initialize(model=model, config=config)

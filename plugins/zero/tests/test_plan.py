@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from ds_cli.app import make_app
+from ds_testing import run_ranks
 from ds_zero.config import ZeroConfig
 from ds_zero.plan import Need, Offload, Run, plan, predict, recommend
 from ds_zero.plan_model import of_size
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from ds_core.cli.app import make_app
 from ds_core.compose import compose
 from ds_core.entries import OptimizerEntry
 from ds_core.optim import Choice
 from ds_core.precision import Precision, cast_module, make_precision
-from ds_core.testing import run_ranks
 
 D, WORDS = 32, 101
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from ds_zero.tiling import TiledLinear, TiledLinearReturnBias
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from ds_core.testing import run_ranks
 
 IN, OUT = 7, 5
 SPLITS = [(i, o) for i in (1, 2, 3, 7) for o in (1, 2, 3, 5)]
@@ -297,9 +296,10 @@ class Wrapped(nn.Module):
 
 def _train_tiled(cls_name: str, splits: int) -> dict[str, Any]:
     """Two steps of stage 3 with 8 x 8 weights; the weights, and the most elements that were gathered at once."""
+    from ds_testing.partitioner import whole_weights
+
     import ds_core
     from ds_core import comm
-    from ds_core.testing.partitioner import whole_weights
 
     torch.manual_seed(4)
     linear = nn.Linear(8, 8, dtype=torch.float64)

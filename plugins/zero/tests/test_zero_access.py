@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
+from ds_testing.models import Case, build_model, make_optimizer, micro_batch, param_groups
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
-from ds_core.testing.models import Case, build_model, make_optimizer, micro_batch, param_groups
 
 STAGES, WORLDS = [0, 1, 2, 3], [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 LOSS_SCALE = 128.0
@@ -122,7 +121,7 @@ class Truth:
 
 
 def check_states(errors: dict[str, float], engine: Any, truth: Truth) -> None:
-    from ds_core import access
+    import ds_access as access
 
     trained = {p for g in param_groups(truth.case, engine.module) for p in g["params"]}
     for name, param in engine.module.named_parameters():
@@ -144,7 +143,7 @@ def check_states(errors: dict[str, float], engine: Any, truth: Truth) -> None:
 
 
 def check_grads(errors: dict[str, float], engine: Any, truth: Truth, when: str) -> None:
-    from ds_core import access
+    import ds_access as access
 
     for name, param in engine.module.named_parameters():
         grad, wanted = access.safe_get_full_grad(param), truth.params[name].grad
@@ -155,7 +154,9 @@ def check_grads(errors: dict[str, float], engine: Any, truth: Truth, when: str) 
 
 
 def read(stage: int, name: str, *place: str) -> dict[str, float]:
-    from ds_core import access, comm
+    import ds_access as access
+
+    from ds_core import comm
 
     case = CASES[name]
     truth, engine = Truth(case, comm.world_size()), start(case, stage, *place)
@@ -191,7 +192,9 @@ def new_value(name: str, what: str, like: Tensor) -> Tensor:
 
 def write(stage: int, name: str, *place: str) -> dict[str, float]:
     """Set one state after the other, in the program and in the truth, and train on."""
-    from ds_core import access, comm
+    import ds_access as access
+
+    from ds_core import comm
 
     case = CASES[name]
     truth, engine = Truth(case, comm.world_size()), start(case, stage, *place)
@@ -278,8 +281,10 @@ def test_wherever_states_rest(stage: int, place: str, tmp_path: Any) -> None:
 
 def rounds(stage: int, name: str) -> list[str]:
     """After a master is set, all ranks have the same 16-bit weight: `value` rounded, even if they differed in it."""
-    from ds_core import access, comm
-    from ds_core.testing.partitioner import whole_weights
+    import ds_access as access
+    from ds_testing.partitioner import whole_weights
+
+    from ds_core import comm
 
     case = CASES[name]
     engine = start(case, stage)
@@ -317,7 +322,9 @@ def test_weights_follow_masters_and_ranks_agree(stage: int, world: int) -> None:
 
 
 def stale_graph(stage: int) -> None:
-    from ds_core import access, comm
+    import ds_access as access
+
+    from ds_core import comm
 
     engine = start(CASES["fp64"], stage)
     loss = engine(**micro_batch(CASES["fp64"], 0, 0, comm.rank()))
@@ -335,7 +342,9 @@ def test_a_graph_of_the_old_weight_is_refused(stage: int) -> None:
 
 def held_back(stage: int) -> dict[str, float]:
     """Gradients inside no_sync and coalesce_grad_reduction are those of the backwards so far, and may be set."""
-    from ds_core import access, comm
+    import ds_access as access
+
+    from ds_core import comm
 
     case = replace(CASES["fp64"], gas=1)
     engine, truth = start(case, stage), Truth(case, comm.world_size())
@@ -381,8 +390,10 @@ def test_gradients_that_are_held_back(stage: int, world: int) -> None:
 
 
 def accumulation(stage: int) -> tuple[torch.dtype, float]:
+    import ds_access as access
+
     import ds_core
-    from ds_core import access, comm
+    from ds_core import comm
 
     model = nn.Linear(7, 5)
     config = {
@@ -421,7 +432,9 @@ def test_gradients_have_the_accumulation_dtype(stage: int) -> None:
 
 def locals_of(world_stage: int) -> list[str]:
     """Stage 3: the ranks' pieces make the whole, and setting a piece changes those elements alone."""
-    from ds_core import access, comm
+    import ds_access as access
+
+    from ds_core import comm
 
     case = CASES["bf16"]
     engine, wrong = start(case, world_stage), []
@@ -480,8 +493,9 @@ def test_local_pieces(world: int) -> None:
 
 
 def mistakes(stage: int) -> None:
+    import ds_access as access
+
     import ds_core
-    from ds_core import access
 
     case = CASES["fp32 frozen"]
     engine = start(case, stage)
@@ -532,8 +546,10 @@ def test_mistakes_are_told(stage: int) -> None:
 
 def vectorized_messages(stage: int) -> tuple[int, bool]:
     """Broadcasts for one pass over all parameters."""
-    from ds_core import access, comm
-    from ds_core import whole as put
+    import ds_access as access
+    from ds_access import unshard as put
+
+    from ds_core import comm
 
     engine = start(CASES["fp64"], stage)
     backward(engine, CASES["fp64"], 0, 0)
@@ -567,16 +583,18 @@ def test_the_vectorized_update_is_one_pass(stage: int) -> None:
 
 def axes(stage: int) -> list[str]:
     """Parameters that ranks hold differently: each rank reads and writes its own."""
+    import ds_access as access
+    from ds_testing.partitioner import whole_weights
+
     import ds_core
-    from ds_core import access, comm
-    from ds_core.testing.partitioner import whole_weights
+    from ds_core import comm
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
         "gradient_clipping": 0,
         "fake_axes": {"axes": {"ep": 2}},
-        "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]},
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
     }
     if stage:
         config["zero_optimization"] = {"stage": stage, "param_persistence_threshold": 4}
@@ -613,8 +631,10 @@ def test_parameters_held_on_an_axis(stage: int, world: int) -> None:
 
 def whole_tensors(stage: int) -> dict[str, float]:
     """Adafactor updates whole tensors, on one rank each, and keeps states of rows and of columns."""
+    import ds_access as access
+
     import ds_core
-    from ds_core import access, comm
+    from ds_core import comm
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,

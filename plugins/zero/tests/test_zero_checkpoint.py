@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
+from ds_testing.models import Case, build_model, micro_batch
 from torch import Tensor
-
-from ds_core.testing import run_ranks
-from ds_core.testing.models import Case, build_model, micro_batch
 
 CASES = {"plain": Case(), "bf16": Case(dtype="bfloat16", model="shared"), "frozen": Case(model="frozen")}
 GLOBAL = 4  # micro-batches per step over all ranks, at any world size
@@ -54,7 +53,7 @@ def steps(engine: Any, name: str, which: range) -> list[float]:
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_core.testing.partitioner import whole_weights
+    from ds_testing.partitioner import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

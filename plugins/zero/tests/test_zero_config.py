@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from ds_testing import PluginConformance, run_ranks
 from ds_zero.config import LEAF_CLASSES, ZeroConfig
 from pydantic import ValidationError
 from torch import nn
 
 import ds_core
 from ds_core.config import build_config
-from ds_core.testing import PluginConformance, run_ranks
 
 DEFAULTS: dict[str, Any] = {
     "stage": 0,

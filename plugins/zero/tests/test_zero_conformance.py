@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pytest
-
-from ds_core.testing.partitioner import CASES, WAYS, PartitionerConformance
+from ds_testing.partitioner import CASES, WAYS, PartitionerConformance
 
 
 class TestStage1(PartitionerConformance):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 D, STEPS, DECAY = 6, 3, 0.9
 SGD = {"lr": 0.1, "momentum": 0.9}

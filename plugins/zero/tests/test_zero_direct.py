@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 D = 6
 
@@ -175,7 +175,7 @@ def test_the_optimizer_sees_the_gradients_of_autograd_themselves() -> None:
 
 def written_part() -> None:
     """The step takes a gradient that somebody has written; one that is missing is told."""
-    from ds_core import access
+    import ds_access as access
 
     engine = start({"ignore_unused_parameters": False})
     first = engine.module[0]

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
 
 STEPS, BATCH, D = 3, 2, 5
 

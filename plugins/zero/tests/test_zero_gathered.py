@@ -9,11 +9,11 @@ from typing import Any
 import ds_zero
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 D = 6
 
@@ -61,7 +61,7 @@ def step(engine: Any, seed: int = 0) -> None:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    from ds_core.testing.partitioner import whole_weights
+    from ds_testing.partitioner import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

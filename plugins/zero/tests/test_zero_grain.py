@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from ds_testing import run_ranks
+from ds_testing.partitioner import CASES, PartitionerConformance
 from ds_zero.layout import Layout
 from ds_zero.owned_tensors import choose_owners
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
-from ds_core.testing.partitioner import CASES, PartitionerConformance
 
 SMALL = {"reduce_bucket_size": 150, "param_persistence_threshold": 15, "prefetch_bucket_size": 100}
 LOAD = {"plugins": {"load": ["whole_tensors"]}}
@@ -201,15 +200,16 @@ def steps(engine: Any, dtype: str, which: range) -> list[float]:
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_core.testing.partitioner import whole_weights
+    from ds_testing.partitioner import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found
 
 
 def train(kind: str, dtype: str, clip: float, stage: int) -> dict[str, float]:
+    from ds_testing.partitioner import relative
+
     from ds_core import comm
-    from ds_core.testing.partitioner import relative
 
     expected, weights = truth(kind, dtype, clip)
     engine = start(kind, dtype, stage, seed=comm.rank(), gradient_clipping=clip)
@@ -450,10 +450,10 @@ def _load_adamw(folder: Path, dtype: str, whole_grain: bool, stage: int) -> dict
 def taken_over(cls_name: str, dtype: str, stage: int) -> float:
     """Two plain steps on every rank, then the optimizer, with its states, goes to an engine; the worst difference."""
     import whole_tensors
+    from ds_testing.partitioner import relative
 
     import ds_core
     from ds_core import comm
-    from ds_core.testing.partitioner import relative
 
     cls = torch.optim.AdamW if cls_name == "AdamW" else getattr(whole_tensors, cls_name)
 

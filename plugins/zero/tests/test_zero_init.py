@@ -15,13 +15,13 @@ from typing import Any
 import ds_zero
 import pytest
 import torch
+from ds_testing import run_ranks
 from ds_zero.sharded_param import untracked
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import _len_torch_function_stack
 
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 D = 6
 
@@ -121,9 +121,10 @@ def train(engine: Any, dtype: torch.dtype, steps: int = 3) -> list[float]:
 
 def compare(stage: int, name: str, section: dict[str, Any]) -> None:
     """Weights after construction, losses and weights after training: the same bits with and without `Init`."""
+    from ds_testing.partitioner import whole_weights
+
     import ds_core
     from ds_core import comm
-    from ds_core.testing.partitioner import whole_weights
 
     dtype = getattr(torch, name)
     torch.manual_seed(0)
@@ -463,11 +464,12 @@ def test_places_and_dtypes() -> None:
 
 def check_other_replicas() -> None:
     """Parameters that differ over an axis: parked over all ranks, partitioned over the ranks that share them."""
+    from ds_testing.partitioner import whole_weights
+
     import ds_core
     from ds_core import comm
-    from ds_core.testing.partitioner import whole_weights
 
-    fake = {"fake_axes": {"axes": {"ep": 2}}, "plugins": {"load": ["fake_axes=ds_core.testing.fake_axes"]}}
+    fake = {"fake_axes": {"axes": {"ep": 2}}, "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
     section = {**config(param_persistence_threshold=0), **fake}
     found = []
     for enabled in (False, True):

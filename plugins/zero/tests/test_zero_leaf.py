@@ -7,10 +7,10 @@ from typing import Any
 import ds_zero
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.testing import run_ranks
 
 D = 6
 
@@ -91,8 +91,9 @@ def start(model: nn.Module, **leaf: Any) -> Any:
 
 def train(early: bool) -> None:
     """Both containers are leaves, one by the API and one by the config; ranks take different ways through them."""
+    from ds_testing.partitioner import whole_weights
+
     from ds_core import comm
-    from ds_core.testing.partitioner import whole_weights
 
     rank = comm.rank()
     torch.manual_seed(0)

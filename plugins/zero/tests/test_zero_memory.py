@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import nn
-
-from ds_core.testing import run_ranks
 
 D, LAYERS = 96, 6
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
 
 import ds_core
 from ds_core.accelerator.cpu import CpuAccelerator
 from ds_core.errors import ConfigError, UsageError
 from ds_core.stores import StateStore
-from ds_core.testing import run_ranks
 
 CPU = {"device": "cpu"}
 STORE = "plugins.zero.tests.disk_store"

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
 
 STORE = "plugins.zero.tests.disk_store"
 CPU = {"device": "cpu", "pin_memory": True}
@@ -87,7 +86,7 @@ def steps(engine: Any, which: range, gas: int = 1, width: int = 7) -> list[float
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    from ds_core.testing.partitioner import whole_weights
+    from ds_testing.partitioner import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

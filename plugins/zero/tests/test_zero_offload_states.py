@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
+from ds_testing.models import Case, build_model, micro_batch, param_groups
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
-from ds_core.testing.models import Case, build_model, micro_batch, param_groups
 
 WORLDS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 ALL = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
@@ -77,7 +76,7 @@ def there_and_back(dtype: str, model: str, non_blocking: bool) -> dict[str, Any]
                 assert all(torch.equal(a, v) for a, v in zip(again, values, strict=True))
                 assert all(a is b for a, b in zip(engine.optimizer.state, keys, strict=True))
         losses.append((one_step(still, case, step), one_step(moving, case, step)))
-    from ds_core.testing.partitioner import whole_weights
+    from ds_testing.partitioner import whole_weights
 
     a, b = whole_weights(still), whole_weights(moving)
     equal = all(torch.equal(a[n], b[n]) for n in a)
@@ -236,7 +235,7 @@ def test_only_stage_3(stage: int) -> None:
 
 def access_while_away() -> list[str]:
     """States can be read and set wherever they are."""
-    from ds_core import access
+    import ds_access as access
 
     case = Case(dtype="bfloat16")
     engine, twin = start(case), start(case)

@@ -7,11 +7,11 @@ from typing import Any
 import ds_ops_cpu.kernels
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
 
 import ds_core
 from ds_core.kernels import Kernels
-from ds_core.testing import run_ranks
 
 CPU = {"device": "cpu"}
 ZERO: list[dict[str, Any]] = [

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
+from ds_testing.models import complex_run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from ds_core.testing import run_ranks
-from ds_core.testing.models import complex_run
 
 D = 6
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -241,7 +240,7 @@ def nothing_gathered(engine: Any) -> None:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    from ds_core.testing.partitioner import whole_weights
+    from ds_testing.partitioner import whole_weights
 
     found: dict[str, Tensor] = whole_weights(engine)
     return found

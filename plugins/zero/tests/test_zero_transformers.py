@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import nn
-
-from ds_core.testing import run_ranks
 
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 2, 8, 48
 KINDS = ("gpt2", "llama", "llama-recomputed", "llama-recomputed-reentrant", "mixtral", "mixtral-grouped")

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import Tensor, nn
-
-from ds_core.testing import run_ranks
 
 STAGES = (0, 1, 2, 3)
 
@@ -48,7 +47,7 @@ def weights(engine: Any) -> list[Tensor]:
 
 def dropped(bf16: bool) -> list[str]:
     """Stages and calls after which a gradient was left."""
-    from ds_core.access import safe_get_full_grad
+    from ds_access import safe_get_full_grad
 
     left = []
     more: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {}
@@ -81,7 +80,7 @@ def test_zero_grad_of_optimizer_and_module_drops_gradients(world: int, bf16: boo
 
 def read_and_set(stage: int) -> list[Tensor]:
     """What the access functions give after each kind of backward in the middle of a window, and the weights then."""
-    from ds_core.access import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+    from ds_access import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
     found = []
     for how in ("engine", "plain"):

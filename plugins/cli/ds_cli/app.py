@@ -1,0 +1,154 @@
+"""The commands of ``dscore`` and how they are found: by the hook `ds_commands`, those of ds-cli directly."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ds_cli.plugin import ds_commands
+from ds_cli.show import CommandError, other_output_to_stderr, say_error
+from ds_core.entries import resolve
+from ds_core.errors import DSError
+
+if TYPE_CHECKING:
+    from ds_core.entries import CommandEntry
+    from ds_core.plugins import Answer
+
+__all__ = ["Group", "make_app"]
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of the copy which newer typers bring
+
+
+class Group(TyperGroup):
+    """Every command comes from a plugin, and is imported only when it is run. Those of ds-cli itself need no search."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The commands of ds-cli in their order, then the other plugins' by name."""
+        own = ds_commands()
+        return [*own, *(n for n in sorted(_offers()) if n not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A stand-in that carries the command's help line; `resolve_command` imports the command itself."""
+        if (own := ds_commands().get(cmd_name)) is not None:
+            return _stand_in(cmd_name, own.help)
+        rows = _offers().get(cmd_name)
+        if not rows:
+            return None
+        return _stand_in(cmd_name, rows[0].value.help if len(rows) == 1 else f"offered by {_both(rows)}: disable one")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find what is to be run and import it now."""
+        try:
+            name, _, rest = super().resolve_command(ctx, args)
+        except _UsageError as error:
+            error.message += _why_not(args[0])  # type: ignore[attr-defined]
+            raise
+        assert name is not None
+        own = ds_commands().get(name)
+        return name, _command(name, own, resolve(own.load)) if own is not None else _load(name, _offers()[name]), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; an error of ours is one message, never a traceback."""
+        try:
+            return super().invoke(ctx)
+        except DSError as error:
+            say_error(str(error))
+            raise typer.Exit(2 if isinstance(error, CommandError) else 1) from None
+
+
+def make_app() -> typer.Typer:
+    """The whole command."""
+    app = typer.Typer(
+        cls=Group,
+        help="Distributed training whose every feature is a pip package.",
+        no_args_is_help=True,
+        add_completion=True,
+        rich_markup_mode="rich" if sys.stdout.isatty() else None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_global_options)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from ds_core import __version__
+
+        typer.echo(f"ds-core {__version__}")
+        raise typer.Exit
+
+
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _offers() -> dict[str, list[Answer]]:
+    """Command name -> who offers it. A plugin that cannot say what it offers takes only itself down."""
+    from ds_core.plugins import Answer, Plugins
+
+    offers: dict[str, list[Answer]] = {}
+    with other_output_to_stderr():
+        plugins = Plugins()
+        plugins.probe_all()
+        for answer in plugins.offers("ds_commands"):  # `dscore doctor` tells of who cannot say; all others must work
+            for name, entry in answer.value.items():
+                offers.setdefault(name, []).append(Answer(answer.plugin, entry))
+    return offers
+
+
+def _why_not(name: str) -> str:
+    """What to add to "no such command": who offers it, or whose commands could not be asked for."""
+    from ds_core.catalogue import install, offered_by
+    from ds_core.plugins import Plugins
+
+    if (dist := offered_by("commands", name)) is not None:
+        return f" It comes with {dist}, which is not installed: {install(dist)}."
+    with other_output_to_stderr():
+        plugins = Plugins()
+        plugins.probe_all()
+        plugins.offers("ds_commands")
+    return plugins.quarantined()
+
+
+def _stand_in(name: str, text: str) -> Any:
+    holder = typer.Typer(add_completion=False)
+
+    @holder.command(name, help=text)
+    def _nothing() -> None:
+        pass
+
+    return typer.main.get_command(holder)
+
+
+def _load(name: str, rows: list[Answer]) -> Any:
+    from ds_core.errors import PluginError
+
+    if len(rows) > 1:
+        raise PluginError(f"the command {name!r} is offered by {_both(rows)}; uninstall one of them")
+    entry: CommandEntry = rows[0].value
+    found = rows[0].resolve(entry.load, f"the command {name!r}, which it offers by ds_commands")
+    if not isinstance(found, typer.Typer) and not callable(found):
+        raise PluginError(f"the command {name!r} of plugin {rows[0].plugin}: {entry.load} is not a function")
+    return _command(name, entry, found)
+
+
+def _command(name: str, entry: CommandEntry, found: Any) -> Any:
+    """The command of a function or ``typer.Typer``."""
+    if not isinstance(found, typer.Typer):
+        holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        holder.command(name, help=entry.help or None)(found)
+        found = holder
+    command = typer.main.get_command(found)
+    command.name = name
+    return command
+
+
+def _both(rows: list[Answer]) -> str:
+    return " and ".join(f"{row.plugin.dist} {row.plugin.version}" for row in rows)

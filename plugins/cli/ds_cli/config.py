@@ -1,0 +1,132 @@
+"""``dscore config``: check a file, print the schema of everything installed, explain one key (no torch)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ds_cli.show import other_output_to_stderr, say_error, show_json
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.compose import Composition
+    from ds_core.config import Batch
+
+__all__ = ["app", "make_app"]
+
+
+def make_app() -> typer.Typer:
+    """The group ``dscore config``."""
+    app = typer.Typer(help="Check and explain configs.", no_args_is_help=True)
+    app.command("check")(check)
+    app.command("schema")(schema)
+    app.command("explain")(explain)
+    return app
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="A .json, .hjson, .yaml or .toml config.")],
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Check the batch sizes too, for this number of processes.")
+    ] = None,
+) -> None:
+    """Check a config as training would, before any process starts; prints every problem."""
+    from ds_core.compose import compose
+    from ds_core.errors import ConfigError
+
+    try:
+        chosen = compose(file)
+        batch = _batch(chosen, world) if world is not None else None
+    except ConfigError as error:
+        for problem in error.problems:
+            typer.echo(f"{file}: {problem}")
+        raise typer.Exit(1) from None
+    typer.echo(f"{file}: ok")
+    if batch is not None:
+        ranks = batch.train // (batch.micro * batch.gas)
+        typer.echo(
+            f"  on {world} processes: train_batch_size {batch.train} = micro batch {batch.micro} "
+            f"x accumulation {batch.gas} x {ranks} data-parallel rank{'' if ranks == 1 else 's'}"
+        )
+    for name in chosen.config.sections:
+        owner = chosen.plugins.section(name)
+        typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
+    for note in chosen.notes:
+        typer.echo(f"  note: {note}")
+
+
+def _batch(chosen: Composition, world: int) -> Batch:
+    from ds_core.config import resolve_batch
+    from ds_core.mesh import plan_mesh
+
+    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
+    return resolve_batch(chosen.config.core, plan_mesh(axes, world, 0).size("dp"))
+
+
+def schema() -> None:
+    """Print the JSON Schema of the core and of every installed plugin's section."""
+    from ds_cli.schema import json_schema
+
+    show_json(json_schema(_installed_models()))
+
+
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A dotted path such as fp16.loss_scale.")],
+) -> None:
+    """Say what a key does, its type, its default and who owns it; of a section, its keys too."""
+    from ds_cli.explanation import explain as look_up
+
+    said = look_up(key, _installed_models(), _named_models() if ".params." in key else None)
+    typer.echo(said.path)
+    if said.description:
+        typer.echo(f"  {said.description}")
+    default = "those of its keys" if said.keys and said.default.startswith("{") else said.default
+    for label, value in (("type", said.type), ("default", default), ("owner", said.owner)):
+        typer.echo(f"  {label + ':':<9}{value}")
+    for name, about in said.keys:
+        typer.echo(f"    {name}: {about}" if about else f"    {name}")
+
+
+def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
+    """The model of every installed section; a broken one is named on stderr and left out."""
+    from ds_core.compose import section_models
+    from ds_core.errors import PluginError
+    from ds_core.plugins import Plugins
+
+    models: dict[str, tuple[type[BaseModel], str]] = {}
+    with other_output_to_stderr():
+        plugins = Plugins()
+        for name in plugins.sections():
+            try:
+                models.update(section_models(plugins, [name]))
+            except PluginError as error:
+                say_error(f"left out: {error}")
+    return models
+
+
+def _named_models() -> dict[str, dict[str, tuple[type[BaseModel], str]]]:
+    """``optimizer`` and ``scheduler`` -> name -> the model of its parameters and its owner, as installed."""
+    from ds_core.entries import resolve
+    from ds_core.errors import PluginError
+    from ds_core.plugins import Plugins
+
+    plugins = Plugins()
+    found: dict[str, dict[str, tuple[type[BaseModel], str]]] = {}
+    for kind, hook in (("optimizer", "ds_optimizers"), ("scheduler", "ds_schedulers")):
+        found[kind] = {}
+        for name, answer in plugins.named(hook, kind).items():
+            if answer.value.params is None:
+                continue
+            try:
+                model = resolve(answer.value.params)
+            except PluginError as error:
+                say_error(f"left out: {error}")
+                continue
+            found[kind][name] = (model, f"{answer.plugin.dist} {answer.plugin.version}")
+    return found
+
+
+app = make_app()

@@ -1,0 +1,151 @@
+"""Machines that may come and go: torch's dynamic rendezvous, whose state travels as JSON instead of a pickle.
+
+This reaches into torch, whose parts for it are not public; it is imported for ``--rdzv-endpoint`` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from datetime import datetime, timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _NodeDescGenerator,
+    _RendezvousState,
+)
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+from ds_cli.rendezvous import LIMIT
+from ds_core.comm.meeting import Place, host_store, reach_store
+from ds_core.errors import CommError
+
+__all__ = ["ELASTIC", "register"]
+
+ELASTIC = "ds_core-elastic"
+READ_LIMIT = timedelta(minutes=1)  # for one answer of the store
+
+
+def register() -> None:
+    """Make it known to torch's launcher."""
+    rendezvous_handler_registry.register(ELASTIC, elastic)
+
+
+def elastic(params: RendezvousParameters) -> RendezvousHandler:
+    """torch's dynamic rendezvous, whose state travels as JSON, and with one store for machines and ranks.
+
+    endpoint: ``HOST:PORT``; the machine that has this address, or is told so by ``is_host``, opens the store.
+    """
+    address, _, port = params.endpoint.rpartition(":")
+    told = params.get_as_bool("is_host")
+    hosts = _matches_machine_hostname(address) if told is None else told
+    place = Place(0 if hosts else 1, params.max_nodes, address.strip("[]"), int(port), "machine", "--nnodes")
+    try:
+        store = (host_store if hosts else reach_store)(place, READ_LIMIT)
+    except CommError:
+        if not hosts or told is not None:
+            raise
+        store = reach_store(place, READ_LIMIT)  # several launchers on this machine, and another was first
+    settings = RendezvousSettings(
+        params.run_id,
+        params.min_nodes,
+        params.max_nodes,
+        RendezvousTimeout(join=LIMIT),
+        keep_alive_interval=timedelta(seconds=5),
+        keep_alive_max_attempt=3,
+    )
+    node = _NodeDescGenerator().generate(params.local_addr)
+    state = _State(C10dRendezvousBackend(store, params.run_id), settings)
+    handler = _Elastic(node, settings, ELASTIC, store, state)
+    handler.bootstrap = RendezvousStoreInfo(place.address, place.port)
+    return handler
+
+
+class _Elastic(DynamicRendezvousHandler):
+    """The ranks use the store at which the machines meet, instead of one more."""
+
+    bootstrap: RendezvousStoreInfo
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._bootstrap_store_info, self._shared_tcp_store_server = self.bootstrap, self._store
+        return super().next_rendezvous()
+
+
+class _State(_BackendRendezvousStateHolder):
+    """torch's holder of the shared state, which it would pickle; `sync` is the only place that does."""
+
+    _backend: RendezvousBackend
+
+    def sync(self) -> bool | None:
+        """Write the state if it was changed, else read it. Returns whether ours was written; None when not tried."""
+        answer: tuple[Any, ...] | None
+        if self._dirty:
+            answer = self._backend.set_state(_as_json(self._state), self._token)
+        elif self._cache_duration > 0 and self._last_sync_time >= max(time.monotonic() - self._cache_duration, 0):
+            return None
+        else:
+            answer = self._backend.get_state()
+        written = None if not self._dirty else (answer is not None and len(answer) > 2 and bool(answer[2]))
+        self._state = _RendezvousState() if answer is None else _from_json(answer[0])
+        self._token = None if answer is None else answer[1]
+        self._dirty = False
+        self._last_sync_time = time.monotonic()
+        self._sanitize()
+        return written
+
+
+def _as_json(state: _RendezvousState) -> bytes:
+    def row(node: _NodeDesc) -> list[Any]:
+        return [node.addr, node.pid, node.local_id]
+
+    return json.dumps(
+        {
+            "round": state.round,
+            "complete": state.complete,
+            "deadline": state.deadline and state.deadline.isoformat(),
+            "closed": state.closed,
+            "participants": [[*row(node), rank] for node, rank in state.participants.items()],
+            "wait_list": sorted(map(row, state.wait_list)),
+            "redundancy_list": sorted(map(row, state.redundancy_list)),
+            "last_heartbeats": [[*row(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
+        }
+    ).encode()
+
+
+def _from_json(text: bytes) -> _RendezvousState:
+    """Raises RendezvousStateError for what none of us wrote."""
+
+    def node(addr: str, pid: int, local_id: int) -> _NodeDesc:
+        if not isinstance(addr, str) or type(pid) is not int or type(local_id) is not int:
+            raise ValueError("not a machine")
+        return _NodeDesc(addr, pid, local_id)
+
+    state = _RendezvousState()
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        found = json.loads(text)
+        state.round, state.complete, state.closed = int(found["round"]), bool(found["complete"]), bool(found["closed"])
+        state.deadline = found["deadline"] and datetime.fromisoformat(found["deadline"])
+        state.participants = {node(*row[:3]): int(row[3]) for row in found["participants"]}
+        state.wait_list = {node(*row) for row in found["wait_list"]}
+        state.redundancy_list = {node(*row) for row in found["redundancy_list"]}
+        state.last_heartbeats = {node(*row[:3]): datetime.fromisoformat(row[3]) for row in found["last_heartbeats"]}
+        return state
+    raise RendezvousStateError(
+        "what lies at the --rdzv-endpoint is not the state of a dscore run: another program writes to this store"
+    )

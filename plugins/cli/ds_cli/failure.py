@@ -1,0 +1,130 @@
+"""Which process failed first, and saying so plainly."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_cli.guard import Ending, Started
+
+__all__ = ["Failure", "describe", "exit_code", "first", "gather", "signal_name"]
+
+# What a rank says whose peer has gone; the peer's own end is what the user wants to see.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror|a peer failed",
+    re.IGNORECASE,
+)
+_ENDED = (-signal.SIGTERM, -signal.SIGKILL)  # how the launcher ends a process
+_HINTS = {
+    "SIGKILL": "nobody but the system or a person sends this; mostly the machine ran out of memory (see dmesg)",
+    "SIGSEGV": "a crash in compiled code; its Python stack is above",
+    "SIGBUS": "mostly shared memory is full (see `dscore doctor`)",
+    "SIGABRT": "compiled code gave up; its own words are above",
+    "SIGILL": "compiled code for another processor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A process that failed by itself.
+
+    code: exit code, or -n for signal n. time: monotonic seconds; infinite when it was not seen. error: the
+    exception in one line, or "". traceback: as Python would print it, or "" when the process printed it itself.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    time: float
+    error: str
+    traceback: str
+
+
+def gather(
+    folder: Path,
+    attempt: int,
+    endings: Mapping[Started, Ending],
+    known: Iterable[tuple[int, int, int, int]] = (),
+    grace: float = 0.0,
+) -> tuple[list[Failure], int]:
+    """The failures of one attempt in order of time, and how many processes were ended because of them.
+
+    known: (rank, local rank, pid, code) that the launcher knows of besides `endings`. grace: seconds between the first
+    failure and the launcher's own SIGKILL; who had one sooner was killed by somebody else.
+    """
+    rows = [
+        _failure(folder, attempt, one.local_rank, one.rank, one.pid, ending.code, ending.time)
+        for one, ending in endings.items()
+        if one.attempt == attempt and ending.code != 0
+    ]
+    seen = {row.rank for row in rows}
+    rows += [
+        _failure(folder, attempt, local, rank, pid, code, float("inf"))
+        for rank, local, pid, code in known
+        if rank not in seen
+    ]
+    rows.sort(key=lambda row: (row.time, row.rank))
+    killed = rows[0].time + grace / 2 if rows else 0.0  # half, since the launcher notices the first one late
+    own = [
+        row
+        for at, row in enumerate(rows)
+        if at == 0 or row.code not in _ENDED or (row.code == -signal.SIGKILL and row.time < killed)
+    ]
+    return own, len(rows) - len(own)
+
+
+def _failure(folder: Path, attempt: int, local_rank: int, rank: int, pid: int, code: int, ended: float) -> Failure:
+    try:
+        word = json.loads((folder / f"{attempt}-{local_rank}.error").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it died without a word
+        return Failure(rank, pid, code, ended, "", "")
+    if code in _ENDED:  # after its word, while Python was shutting down
+        code = word["code"]
+    return Failure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
+
+
+def first(failures: list[Failure]) -> Failure:
+    """The failure to show: the earliest that is not a mere echo of a lost peer."""
+    return next((row for row in failures if not _LOST_PEER.search(row.error)), failures[0])
+
+
+def exit_code(failure: Failure) -> int:
+    """What a shell would say: the exit code, or 128 + the signal."""
+    return failure.code if failure.code > 0 else 128 - failure.code
+
+
+def describe(failures: list[Failure], ended: int, world_size: int) -> str:
+    """The whole message: the first failure's traceback once, then one line for each rank."""
+    root = first(failures)
+    name = signal_name(-root.code)
+    failed = f"failed with exit code {root.code}" if root.code > 0 else f"was killed by {name} (signal {-root.code})"
+    why = _head(root.error) or (_HINTS.get(name, "") if root.code < 0 else "")
+    lines = [root.traceback] if root.traceback else []
+    lines.append(
+        f"dscore: rank {root.rank} of {world_size} {failed}{' first' if len(failures) > 1 else ''}"
+        f" (pid {root.pid} on {socket.gethostname()}){': ' if why else ''}{why}"
+    )
+    for row in failures:
+        if row is not root:
+            code = f"exit code {row.code}" if row.code > 0 else signal_name(-row.code)
+            lines.append(f"dscore: rank {row.rank} too: {_head(row.error) or code}")
+    if ended:
+        lines.append(f"dscore: the other {'process was' if ended == 1 else f'{ended} processes were'} ended")
+    return "\n".join(lines)
+
+
+def _head(text: str) -> str:
+    return (text.splitlines() or [""])[0][:300]
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 99`` for a number that has no name here."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,232 @@
+"""The built-in launcher: processes on this machine through torch's own elastic launcher.
+
+torch is imported inside `launch` only. torch does the variables and the restarts, `rendezvous` lets machines meet, the
+`Guard` sees to it that all end, and `failure` says what happened in our words instead of torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_cli.failure import describe, exit_code, first, gather, signal_name
+from ds_cli.guard import Guard, Stopped
+from ds_cli.show import say_error
+from ds_cli.surroundings import (
+    activated,
+    cores_of_ranks,
+    environment,
+    log_prefix,
+    pid_file,
+    threads_per_rank,
+)
+from ds_core.comm.meeting import is_loopback
+from ds_core.errors import CommError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from ds_cli.launch import LaunchRequest
+
+__all__ = ["launch"]
+
+LOOPBACK = "127.0.0.1"
+WORKER = str(Path(__file__).with_name("worker.py"))
+
+
+def launch(request: LaunchRequest) -> int:
+    """Start the processes, wait for all of them, and return the exit code of the first that failed, or 0."""
+    with contextlib.ExitStack() as stack:
+        python = sys.executable
+        if request.venv_script:
+            stack.enter_context(environment(activated(request.venv_script)))
+            python = shutil.which("python") or python
+        nproc = request.nproc or _accelerators()
+        cores = cores_of_ranks(nproc, request.cores) if request.bind or request.cores else []
+        stack.enter_context(environment(_defaults(request, nproc, cores)))
+        files = stack.enter_context(pid_file(request.save_pid))
+        stack.enter_context(_quiet_torch())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dscore-")))
+        logs = log_prefix(request.log_folder) if request.log_folder else ""
+        (folder / "settings").write_text(json.dumps({"local_rank": request.local_rank, "cores": cores, "logs": logs}))
+        guard = stack.enter_context(Guard(folder, request.grace, files))
+        run = _Run(request, nproc, folder, guard, python)
+        try:
+            return run()
+        finally:
+            if run.failed:  # after a good end, what the script left running on purpose stays
+                guard.end()
+
+
+def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dict[str, str | None]:
+    """Variables that the processes get unless the user has set them."""
+    wanted = {"OMP_NUM_THREADS": str(threads_per_rank(nproc, cores))}
+    if request.max_nodes == 1 and is_loopback(request.master_addr or LOOPBACK) and sys.platform.startswith("linux"):
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen at the address of this host's name
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+class _Run:
+    """One launch: holds what must be known when an attempt fails."""
+
+    def __init__(self, request: LaunchRequest, nproc: int, folder: Path, guard: Guard, python: str) -> None:
+        self.request, self.nproc, self.folder, self.guard, self.python = request, nproc, folder, guard, python
+        self.attempt, self.world_size, self.failed = 0, nproc, True
+
+    def __call__(self) -> int:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import elastic_launch
+
+        request = self.request
+        kind = "module" if request.is_module else "command" if request.is_command else "script"
+        arguments = (WORKER, str(self.folder), kind, request.script, *request.arguments)
+        self._say(logging.DEBUG, f"each process runs the {kind} {request.script!r} with {self.python}")
+        try:
+            elastic_launch(_launch_config(request, self.nproc, self._logs()), self.python)(*arguments)
+        except ChildFailedError as error:
+            known = [(rank, f.local_rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
+            return self._say_failure(known)
+        except (SignalException, Stopped) as error:
+            number = int(error.sigval) if isinstance(error, SignalException) else error.number
+            self.guard.end()
+            say_error(f"stopped by {signal_name(number)}; all processes were ended")
+            return 128 + number
+        except Exception as error:  # of the rendezvous: a port in use, an address that nobody answers
+            raise CommError(_no_start(error)) from error
+        self.failed = False
+        return 0
+
+    def _say_failure(self, known: list[tuple[int, int, int, int]]) -> int:
+        failures, ended = gather(self.folder, self.attempt, self.guard.endings, known, self.request.grace)
+        sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
+        return exit_code(first(failures))
+
+    def _begins(self, envs: dict[int, dict[str, str]]) -> None:
+        """Called by torch as an attempt begins, with the variables of each process."""
+        some = next(iter(envs.values()))
+        attempt, self.world_size = int(some["TORCHELASTIC_RESTART_COUNT"]), int(some["WORLD_SIZE"])
+        if attempt > self.attempt:
+            failures, ended = gather(self.folder, self.attempt, self.guard.endings, grace=self.request.grace)
+            if failures and self.request.level <= logging.WARNING:
+                sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
+            self._say(logging.WARNING, f"restart {attempt} of {self.request.max_restarts}")
+        self.guard.forget(self.attempt)
+        self.attempt = attempt
+        ranks = sorted(int(env["RANK"]) for env in envs.values())
+        self._say(
+            logging.INFO,
+            f"starting ranks {ranks[0]} to {ranks[-1]} of {self.world_size}; they meet at "
+            f"{some['MASTER_ADDR']}:{some['MASTER_PORT']}",
+        )
+
+    def _say(self, level: int, text: str) -> None:
+        if level >= self.request.level:
+            say_error(text)
+
+    def _logs(self) -> LogsSpecs:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+        begins = self._begins
+
+        class Specs(DefaultLogsSpecs):
+            """Lets the processes write where we write (or, tagged, through files), and tells us of each attempt."""
+
+            def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+                begins(envs)
+                return super().reify(envs)
+
+        logs = self.folder / "logs"
+        logs.mkdir()
+        return Specs(log_dir=str(logs), tee=Std.ALL if self.request.tag else Std.NONE)
+
+
+def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    options: dict[str, Any] = _rendezvous(request)
+    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:  # newer torch
+        options["shutdown_timeout"] = math.ceil(request.grace) + 5
+    return LaunchConfig(
+        min_nodes=request.min_nodes,
+        max_nodes=request.max_nodes,
+        nproc_per_node=nproc,
+        max_restarts=request.max_restarts,
+        logs_specs=logs,
+        log_line_prefix_template="[rank ${rank}] " if request.tag else None,
+        **options,
+    )
+
+
+def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
+    """Where the machines meet, as torch's launcher wants it said."""
+    if request.rdzv_endpoint:
+        from ds_cli import elastic
+
+        elastic.register()
+        host, colon, number = request.rdzv_endpoint.rpartition(":")
+        endpoint = f"{host}:{number}" if colon else f"{number}:29400"
+        configs = {} if request.node_rank is None else {"is_host": str(request.node_rank == 0).lower()}
+        return {
+            "rdzv_backend": elastic.ELASTIC,
+            "rdzv_endpoint": endpoint,
+            "run_id": request.rdzv_id,
+            "rdzv_configs": configs,
+        }
+    from ds_cli import rendezvous
+
+    rendezvous.register()
+    alone = request.max_nodes == 1
+    # On one machine any free port, so that runs beside each other do not meet; no look-up of this host's name.
+    port = request.master_port or (0 if alone else 29500)
+    return {
+        "rdzv_backend": rendezvous.FIXED,
+        "rdzv_endpoint": f"{request.master_addr or LOOPBACK}:{port}",
+        "run_id": uuid.uuid4().hex if alone else request.rdzv_id,
+        "rdzv_configs": {"rank": request.node_rank or 0},
+    }
+
+
+def _accelerators() -> int:
+    from ds_core.accelerator import select_accelerator
+    from ds_core.plugins import Plugins
+
+    accelerator = select_accelerator(Plugins())
+    return 1 if accelerator.device_type == "cpu" else max(1, accelerator.device_count())
+
+
+def _no_start(error: Exception) -> str:
+    """Of our own errors their text, of torch's the innermost cause, which says more than those around it."""
+    while not isinstance(error, CommError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    text = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
+    return f"the processes could not be started: {text.splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Silence torch's elastic loggers, which have each a level of their own; what they say, `failure` says better."""
+    import torch.distributed.launcher.api  # noqa: F401  the loggers must be there
+
+    noisy = ("torch.distributed.elastic", "torch.distributed.launcher")
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(noisy)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,27 @@
+"""The declaration of ds-cli: its commands and the local launcher (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_core.entries import CommandEntry, LauncherEntry
+
+__all__ = ["ds_commands", "ds_launchers"]
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """What a run needs before it starts: to start it, to check its config, to see what is installed."""
+    return {
+        "run": CommandEntry("ds_cli.run:app", "Run a script in several processes, here or with other machines."),
+        "plugins": CommandEntry(
+            "ds_cli.plugins:plugins", "Show every installed plugin: what it provides, its state and why."
+        ),
+        "doctor": CommandEntry("ds_cli.doctor:doctor", "Examine this machine and the installation."),
+        "config": CommandEntry("ds_cli.config:app", "Check and explain configs."),
+        "checkpoint": CommandEntry("ds_cli.checkpoint:app", "Inspect, verify, compare, export and prune checkpoints."),
+    }
+
+
+def ds_launchers() -> Mapping[str, LauncherEntry]:
+    """Processes on this machine."""
+    return {"local": LauncherEntry("ds_cli.local:launch", "processes on this machine, by torch's elastic launcher")}

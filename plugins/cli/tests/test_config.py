@@ -1,0 +1,26 @@
+"""``dscore config``: what `check` and `explain` print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ds_cli.config import make_app
+from typer.testing import CliRunner
+
+
+def test_check_prints_what_has_no_effect(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"train_batch_size": 4, "disable_allgather": True, "bfloat16": {"enabled": False}}))
+    done = CliRunner().invoke(make_app(), ["check", str(file), "--world", "2"])
+    assert done.exit_code == 0
+    assert "  note: disable_allgather: has no effect: " in done.stdout
+    assert "  note: bfloat16: is deprecated and was read as 'bf16'; rename it\n" in done.stdout
+
+
+def test_explain_lists_the_keys_of_a_section_and_who_takes_a_parameter() -> None:
+    said = CliRunner().invoke(make_app(), ["explain", "fp16"]).stdout
+    assert "  default: those of its keys\n" in said
+    assert "    auto_cast: Cast floating-point inputs of the model to float16.\n" in said
+    said = CliRunner().invoke(make_app(), ["explain", "optimizer.params.lr"]).stdout
+    assert "adamw" in said and "a number >= 0, default 0.001" in said

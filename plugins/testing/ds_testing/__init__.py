@@ -1,0 +1,41 @@
+"""Kits for testing ds_core and its plugins: conformance suites to subclass, and a pool of worker processes.
+
+Everything is loaded on first use (PEP 562): pytest imports this package at start, when torch must stay out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
+
+if TYPE_CHECKING:
+    from ds_testing.accelerator import AcceleratorConformance
+    from ds_testing.kernels import KernelConformance
+    from ds_testing.monitor import MonitorConformance
+    from ds_testing.plugin import PluginConformance
+    from ds_testing.pool import RemoteError, WorkerPool, run_ranks
+
+
+__all__ = [
+    "AcceleratorConformance",
+    "KernelConformance",
+    "MonitorConformance",
+    "PluginConformance",
+    "RemoteError",
+    "WorkerPool",
+    "run_ranks",
+]
+
+__getattr__, __dir__ = names_on_first_use(
+    __name__,
+    {
+        "accelerator": "AcceleratorConformance",
+        "kernels": "KernelConformance",
+        "monitor": "MonitorConformance",
+        "partitioner": "PartitionerConformance",
+        "plugin": "PluginConformance",
+        "pool": "RemoteError WorkerPool run_ranks",
+        "runner": "RunnerConformance",
+    },
+)

@@ -1,0 +1,52 @@
+"""A plugin with no feature behind it: mesh axes on which ranks really hold different parameters (torch-free).
+
+The conformance kits use it to put products of axes (dp x pp x ep x tp) under a partitioner. Load it with
+``"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}, "fake_axes": {"axes": {"pp": 2, "ep": 2}}``.
+A parameter named ``held_pp_ep...`` anywhere in its path is held on exactly those axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ds_core.entries import Axis
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+
+__all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "held_axes"]
+
+FOLDED = ("ep",)
+
+
+def ds_config() -> type[BaseModel]:
+    """Section ``fake_axes``."""
+    from pydantic import Field
+
+    from ds_core.config import Section
+
+    class FakeAxes(Section):
+        axes: dict[str, int] = Field(description="Axis name to size; ep folds inside dp, others stand outside.")
+
+    return FakeAxes
+
+
+def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
+    """The axes that the section names."""
+    section: Any = config.section("fake_axes")
+    return [Axis(name, size, inside="dp" if name in FOLDED else None) for name, size in section.axes.items()]
+
+
+def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
+    """The axes in the parameter's name."""
+    return [axis for axis in held_axes(name) if ctx.mesh.has(axis)]
+
+
+def held_axes(name: str) -> tuple[str, ...]:
+    """``"held_pp_tp.weight"`` -> ``("pp", "tp")``."""
+    part = next((p for p in name.split(".") if p.startswith("held_")), "held_")
+    return tuple(a for a in part.removeprefix("held_").split("_") if a)

@@ -1,0 +1,302 @@
+"""`PartitionerConformance`: does a partitioner train exactly as one process of plain torch would?
+
+Subclass it, set `config` to what switches your partitioner on (and `load` to its declaration modules when they are
+not installed), and pytest runs losses *and* weights against the truth at world sizes 1, 2 and 4: uneven shapes,
+frozen, unused, partly used and shared parameters, several groups, accumulation, clipping, fp64, fp32 and bf16, and
+products with fake pp, ep and tp axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
+
+import pytest
+
+from ds_testing.pool import run_ranks
+
+__all__ = ["PartitionerConformance"]
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2e-2}
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain-fp32-clip": {"dtype": "float32", "clip": 0.5, "gas": 2},
+    "frozen-accumulate": {"model": "frozen", "gas": 3},
+    "unused": {"model": "unused", "clip": 0.1},
+    "partly-used": {"model": "partly", "gas": 2},
+    "shared": {"model": "shared", "clip": 0.3},
+    "groups": {"model": "groups", "gas": 2, "clip": 0.2},
+    "sgd": {"optimizer": "SGD", "gas": 2},
+    "bf16": {"dtype": "bfloat16", "gas": 2, "clip": 0.5},
+    "predivide": {"predivide": 4.0},
+}
+PRODUCTS: dict[str, dict[str, int]] = {
+    "pp2": {"pp": 2},
+    "tp2": {"tp": 2},
+    "ep2": {"ep": 2},
+    "ep4": {"ep": 4},
+    "pp2-ep2": {"pp": 2, "ep": 2},
+    "pp2-tp2": {"pp": 2, "tp": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2},
+}
+
+WAYS = [
+    *itertools.product(["manual", "train_batch", "direct"], [1, 2]),
+    ("manual", 4),
+    pytest.param("train_batch", 4, marks=pytest.mark.slow),
+    pytest.param("direct", 4, marks=pytest.mark.slow),
+]
+"""Who drives training, and on how many ranks."""
+
+
+class PartitionerConformance:
+    """Subclass me; see the module's docstring."""
+
+    config: ClassVar[Mapping[str, Any]] = {}
+    load: ClassVar[tuple[str, ...]] = ()
+    timeout: ClassVar[float] = 300.0
+
+    @pytest.mark.parametrize(("how", "world"), WAYS)
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
+        """Losses and weights equal plain torch, driven in all three ways."""
+        from ds_testing.models import Case
+
+        case = Case(**CASES[name])
+        answers = run_ranks(
+            world, _train_and_compare, asdict(case), dict(self.config), list(self.load), how, timeout=self.timeout
+        )
+        _check(answers, TOLERANCE[case.dtype])
+
+    @pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
+    @pytest.mark.parametrize("name", list(PRODUCTS))
+    def test_products_of_axes(self, name: str, clip: float) -> None:
+        """On 4 ranks, parameters that differ over pp, ep and tp train as in one process that holds them all."""
+        answers = run_ranks(
+            4, _train_axes, PRODUCTS[name], clip, dict(self.config), list(self.load), timeout=self.timeout
+        )
+        _check(answers, 1e-12)
+
+    @pytest.mark.parametrize("world", [2, 4])
+    def test_overflow_is_agreed(self, world: int) -> None:
+        """An inf on one rank makes every rank skip the same step, and training goes on."""
+        answers = run_ranks(world, _overflow, dict(self.config), list(self.load), timeout=self.timeout)
+        assert all(a == answers[0] for a in answers), f"ranks disagree: {answers}"
+        assert answers[0]["skipped"] == 1
+        assert answers[0]["steps"] == 3
+
+
+def _check(answers: list[dict[str, Any]], tolerance: float) -> None:
+    for rank, answer in enumerate(answers):
+        for what, error in answer.items():
+            assert error <= tolerance, f"rank {rank}: {what} is off by {error:.3g} (relative), allowed {tolerance:.0e}"
+
+
+def with_plugins(config: dict[str, Any], extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
+    merged = {**config, **extra}
+    given = [dict(c.get("plugins", {})) for c in (config, extra)]
+    modules = [m for g in given for m in g.get("load", [])]
+    merged["plugins"] = {**given[0], **given[1], "load": [*modules, *load]}
+    return merged
+
+
+def relative(ours: Any, truth: Any) -> float:
+    scale = max(float(truth.abs().max()), 1e-3) if truth.numel() else 1.0
+    return float((ours.double() - truth.double()).abs().max()) / scale if truth.numel() else 0.0
+
+
+def _train_and_compare(
+    case_fields: dict[str, Any], extra: dict[str, Any], load: list[str], how: str
+) -> dict[str, float]:
+    import torch
+
+    import ds_core
+    from ds_core import comm
+    from ds_testing.models import Case, batches, build_model, param_groups, reference_run
+
+    case = Case(**case_fields)
+    rank, world = comm.rank(), comm.world_size()
+    truth_losses, truth = reference_run(case, world)
+    model = build_model(case, seed=rank)  # ranks start differently; the partitioner makes them agree on rank 0's
+    engine, *_ = ds_core.initialize(
+        model=model, model_parameters=param_groups(case, model), config=with_plugins(case.config(world), extra, load)
+    )
+    stream = batches(case, rank, world)
+    losses = []
+    for _ in range(case.steps):
+        mean = _one_step(engine, stream, case.gas, how)
+        comm.all_reduce(mean)
+        losses.append(mean.item() / world)
+    worst = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, truth_losses, strict=True))
+    whole = whole_weights(engine)
+    assert set(whole) == set(truth), f"names changed: {set(whole) ^ set(truth)}"
+    report = {"loss": worst, **{f"weight {n}": relative(whole[n], t) for n, t in truth.items()}}
+    engine.destroy()
+    assert torch.is_grad_enabled()
+    return report
+
+
+def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
+    """One optimizer step, driven by hand, by train_batch or by plain loss.backward(); this rank's mean loss."""
+    import torch
+
+    if how == "train_batch":
+        return engine.train_batch(stream).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for _ in range(gas):
+        loss = engine(**next(stream))
+        total += loss.detach().double() / gas
+        if how == "direct":
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+    return total
+
+
+def whole_weights(engine: Any) -> dict[str, Any]:
+    """Full weights by name, through what the partitioner would store in a checkpoint; slices as their wholes."""
+    import torch
+
+    from ds_core import comm
+    from ds_core.boxes import Box
+    from ds_core.slices import SLICES, as_wholes
+
+    slices = engine.ctx.stash.get(SLICES) or {}
+    pieces: dict[str, list[Any]] = {}
+    for state in as_wholes(engine.partitioner.states(None), slices, engine.ctx.mesh):
+        pieces.setdefault(state.name, []).append(state)
+    whole = {}
+    for info in engine.ctx.params.values():
+        mine = pieces.get(f"module/{info.name}", [])
+        # A rank may hold all of a parameter, some pieces of it, or none: ranks first agree on its shape.
+        along = slices[info.name].axes if info.name in slices else ()
+        group = engine.ctx.mesh.group(*info.replicas, *along)
+        shapes = comm.all_gather_json([list(p.shape) for p in mine], group=group)
+        shape = torch.Size([p.shape for p in mine][0] if mine else next(s[0] for s in shapes if s))
+        sums = torch.zeros(2, shape.numel(), dtype=torch.float64)  # of values, and how many there are
+        for piece in mine:
+            box = piece.box or Box.whole(shape)
+            local = torch.zeros(2, box.numel, dtype=torch.float64)
+            local[0, piece.start : piece.stop] = piece.tensor.detach().reshape(-1).double()
+            local[1, piece.start : piece.stop] = 1
+            sums[0].view(shape)[box.slices()] += local[0].view(box.size)
+            sums[1].view(shape)[box.slices()] += local[1].view(box.size)
+        comm.all_reduce(sums, group=group)
+        values, times = sums
+        assert bool((times > 0).all()), f"no rank holds all of {info.name}"
+        whole[info.name] = (values / times).view(shape)
+    return whole
+
+
+# -- products of axes --------------------------------------------------------------------------------------------
+
+
+def _train_axes(axes: dict[str, int], clip: float, extra: dict[str, Any], load: list[str]) -> dict[str, float]:
+    """Each rank trains the sum of small heads, each held on some axes; the truth holds every head of every rank."""
+    import torch
+
+    import ds_core
+    from ds_core import comm
+
+    names = _head_names(axes)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "fake_axes": {"axes": axes},
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+    }
+    world = comm.world_size()
+    coords = [_coords(axes, world, r) for r in range(world)]
+    mine = coords[comm.rank()]
+    model = torch.nn.ModuleDict({n: _head(n, mine) for n in names}).double()
+    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
+    dp = engine.ctx.mesh.size("dp")
+    heads = {(n, _key(n, c)): _head(n, c).double() for c in coords for n in names}
+    optimizer = torch.optim.AdamW([p for h in heads.values() for p in h.parameters()], lr=0.02, weight_decay=0.1)
+    worst_norm = 0.0
+    for step in range(3):
+        x = _axes_data(step, mine["dp"])
+        engine.backward(sum(model[n](x).square().mean() for n in names))
+        engine.step()
+        seen = set()
+        for c in coords:
+            for n in names:
+                if (n, _key(n, c), c["dp"]) not in seen:  # ranks that differ otherwise would count it twice
+                    seen.add((n, _key(n, c), c["dp"]))
+                    (heads[n, _key(n, c)](_axes_data(step, c["dp"])).square().mean() / dp).backward()
+        parameters = [p for h in heads.values() for p in h.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip or 1e9)
+        ours = engine.get_global_grad_norm()
+        assert ours is not None
+        worst_norm = max(worst_norm, abs(ours - norm.item()) / norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = whole_weights(engine)
+    report = {"norm": worst_norm}
+    for n in names:
+        for part, truth in heads[n, _key(n, mine)].named_parameters():
+            report[f"weight {n}.{part}"] = relative(whole[f"{n}.{part}"], truth.detach())
+    engine.destroy()
+    return report
+
+
+def _head_names(axes: dict[str, int]) -> list[str]:
+    """Heads held on nothing, on each axis alone, and on all together."""
+    alone = [f"held_{a}" for a in axes]
+    return ["everywhere", *alone, *(["held_" + "_".join(axes)] if len(axes) > 1 else [])]
+
+
+def _coords(axes: dict[str, int], world: int, rank: int) -> dict[str, int]:
+    from ds_core.entries import Axis
+    from ds_core.mesh import plan_mesh
+
+    mesh = plan_mesh([Axis(n, s, inside="dp" if n == "ep" else None) for n, s in axes.items()], world, rank)
+    return {**mesh.coord, "dp": mesh.index("dp")}
+
+
+def _key(name: str, coord: dict[str, int]) -> tuple[int, ...]:
+    from ds_testing.fake_axes import held_axes
+
+    return tuple(coord[a] for a in held_axes(name + ".x"))
+
+
+def _head(name: str, coord: dict[str, int]) -> Any:
+    """A linear layer whose initial weights depend on its name and on where it is held."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(map(ord, name)) + sum(10 ** (i + 3) * (k + 1) for i, k in enumerate(_key(name, coord))))
+        return torch.nn.Linear(5, 3)
+
+
+def _axes_data(step: int, dp_index: int) -> Any:
+    import torch
+
+    return torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + dp_index))
+
+
+def _overflow(extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
+    import torch
+
+    import ds_core
+    from ds_core import comm
+    from ds_testing.models import Case, build_model, micro_batch
+
+    case = replace(Case(), dtype="float32")
+    config = with_plugins(case.config(comm.world_size()), extra, load)
+    engine, *_ = ds_core.initialize(model=build_model(case), config=config)
+    for step in range(3):
+        batch = micro_batch(case, step, 0, comm.rank())
+        if step == 1 and comm.rank() == comm.world_size() - 1:
+            batch["x"] = torch.full_like(batch["x"], torch.nan)
+        engine.backward(engine(**batch))
+        engine.step()
+    finite = all(bool(torch.isfinite(w).all()) for w in whole_weights(engine).values())
+    answer = {"skipped": engine.skipped_steps, "steps": engine.global_steps, "finite": finite}
+    engine.destroy()
+    return answer

@@ -1,0 +1,41 @@
+"""Subprocesses of tests: an environment without what would leak into them, and a run that shows what went wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+__all__ = ["clean_environment", "run"]
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """This process's environment without what would let a checkout, a launcher or a choice of ours leak in."""
+    leaks = ("PYTHON", "VIRTUAL_ENV", "DS_", "MASTER_", "TORCHELASTIC", "COV_")
+    exact = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(leaks) and k not in exact}
+    return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "400", "NO_COLOR": "1"} | extra
+
+
+def run(
+    command: list[str],
+    *,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    status: int = 0,
+    timeout: int = 120,
+) -> str:
+    """Run and give back stdout and stderr together; the exit status must be `status` (-1: any but 0)."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        check=False,
+        env=clean_environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert (done.returncode != 0) if status == -1 else (done.returncode == status), done.stdout
+    return done.stdout

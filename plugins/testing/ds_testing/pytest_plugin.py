@@ -1,0 +1,55 @@
+"""The pytest plugin of ds_core (entry point ``ds_core`` in group ``pytest11``).
+
+Every pytest run of an environment with ds_core imports this module, so it imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import pytest
+
+__all__ = ["Ranks", "clean_ds", "ranks"]
+
+
+class Ranks(Protocol):
+    """What the fixture `ranks` gives: see `ds_testing.run_ranks`."""
+
+    def __call__(self, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+        """Call ``fn(*args)`` on `size` gloo ranks; the results by rank."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers that the suites of ds_core and of its plugins use."""
+    config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
+    config.addinivalue_line("markers", "gpu: needs a GPU; leave out with -m 'not gpu'")
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[Ranks]:
+    from ds_testing.pool import close_pools, run_ranks
+
+    yield run_ranks
+    close_pools()
+
+
+@pytest.fixture
+def ranks(_pools: Ranks) -> Ranks:
+    """``ranks(size, fn, *args, timeout=300.0)``: run a module-level function on gloo ranks kept for the session."""
+    return _pools
+
+
+@pytest.fixture
+def clean_ds() -> Iterator[None]:
+    """Start and end the test without process-wide ds_core state (``ds_core.reset()``)."""
+    _reset()
+    yield
+    _reset()
+
+
+def _reset() -> None:
+    reset = getattr(importlib.import_module("ds_core"), "reset", None)
+    if reset is not None:
+        reset()

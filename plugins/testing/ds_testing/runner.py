@@ -1,0 +1,218 @@
+"""`RunnerConformance`: does a runner train exactly as the core's own does?
+
+Subclass it, set `config` (and `load`) to what switches your runner on and give `make_model` and `make_batch`. The kit
+checks `train_batch` and `eval_batch` against one process of plain torch: losses, weights, accumulation, an iterator
+that ends early, evaluation that changes nothing, and (for runners that cannot be driven by hand) the errors. All of a
+world size's cases are one call of its worker pool, so that hundreds take seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from ds_testing.pool import run_ranks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["RunnerConformance"]
+
+WIDTH, MICRO = 6, 2
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
+
+
+def _default_model() -> nn.Module:
+    from ds_testing.models import Case, build_model
+
+    return build_model(Case())
+
+
+def _default_batch(step: int, micro: int, index: int) -> Any:
+    from ds_testing.models import Case, micro_batch
+
+    return micro_batch(Case(), step, micro, index)
+
+
+class RunnerConformance:
+    """Subclass me; see the module's docstring.
+
+    make_model: ``() -> module`` whose output holds a scalar loss, in fp64. make_batch: ``(step, micro, dp index) ->
+    batch`` as the module takes it. make_truth: the same as one plain module with the same parameter names, where the
+    model is not one itself. All are module-level functions, given as ``staticmethod``.
+
+    worlds: world sizes, of which the smallest is used where one is enough. variants: by name what is added to the
+    config; gas: micro-batches per batch; dtypes: "float64" (to 1e-12) and "float32" (to 1e-6). `cases` chooses from
+    their product.
+    """
+
+    config: ClassVar[Mapping[str, Any]] = {}
+    load: ClassVar[tuple[str, ...]] = ()
+    worlds: ClassVar[tuple[int, ...]] = (1, 2)
+    make_model = staticmethod(_default_model)
+    make_batch = staticmethod(_default_batch)
+    make_truth: ClassVar[Any] = None
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
+    gas: ClassVar[tuple[int, ...]] = (1, 3)
+    dtypes: ClassVar[tuple[str, ...]] = ("float64",)
+    timeout: ClassVar[float] = 300.0
+
+    @classmethod
+    def cases(cls, world: int) -> list[tuple[str, int, str]]:
+        """(variant, gas, dtype) of the cases that `world` ranks train; all by default."""
+        return list(itertools.product(cls.variants, cls.gas, cls.dtypes))
+
+    def _run(self, world: int, function: Any, *arguments: Any) -> list[Any]:
+        model, batch, truth = type(self).make_model, type(self).make_batch, type(self).make_truth
+        names = [f"{f.__module__}:{f.__qualname__}" for f in (model, batch, truth or model)]
+        return run_ranks(world, function, names, dict(self.config), list(self.load), *arguments, timeout=self.timeout)
+
+    def test_train_batch_is_plain_torch(self) -> None:
+        """Losses and weights of three steps, at every world size."""
+        for world in self.worlds:
+            cases = [[name, dict(self.variants[name]), gas, dtype] for name, gas, dtype in self.cases(world)]
+            for rank, rows in enumerate(self._run(world, _train_all, cases)):
+                for (name, gas, dtype), (loss, weight) in zip(self.cases(world), rows, strict=True):
+                    where = f"world {world}, rank {rank}, {name or 'plain'}, {gas} micro-batches, {dtype}"
+                    assert loss <= TOLERANCE[dtype], f"{where}: losses off by {loss:.3g}"
+                    assert weight <= TOLERANCE[dtype], f"{where}: weights off by {weight:.3g}"
+
+    def test_an_iterator_that_ends_early_changes_nothing(self) -> None:
+        """StopIteration comes through, and no weight and no counter has changed."""
+        for world in self.worlds:
+            assert self._run(world, _short) == [True] * world
+
+    def test_evaluation_changes_nothing(self) -> None:
+        """eval_batch gives the plain loss, keeps weights, gradients and the training mode."""
+        for world in self.worlds:
+            for error, unchanged, training in self._run(world, _evaluate):
+                assert error <= 1e-12
+                assert unchanged
+                assert training
+
+    def test_manual_driving_works_or_says_why_not(self) -> None:
+        """forward / backward / step either work or raise a UsageError with the runner's reason."""
+        world = min(self.worlds)
+        assert self._run(world, _manual) == [True] * world
+
+
+def _parts(names: list[str]) -> tuple[Any, Any, Any]:
+    from ds_core.entries import resolve
+
+    return resolve(names[0]), resolve(names[1]), resolve(names[2])
+
+
+def _engine(names: list[str], extra: dict[str, Any], load: list[str], gas: int, dtype: str = "float64") -> Any:
+    import torch
+
+    import ds_core
+    from ds_testing.partitioner import with_plugins
+
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": 0.7,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    }
+    model = _parts(names)[0]().to(getattr(torch, dtype))
+    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
+    return engine
+
+
+def _train_all(names: list[str], extra: dict[str, Any], load: list[str], cases: list[Any]) -> list[list[float]]:
+    return [_train(names, {**extra, **variant}, load, gas, dtype) for _, variant, gas, dtype in cases]
+
+
+def _train(names: list[str], extra: dict[str, Any], load: list[str], gas: int, dtype: str) -> list[float]:
+    import torch
+
+    from ds_core.precision import cast_floats
+    from ds_core.runner import call_with_batch, loss_of
+    from ds_testing.partitioner import relative, whole_weights
+
+    _, make_batch, make_truth = _parts(names)
+    engine = _engine(names, extra, load, gas, dtype)
+    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    kind = getattr(torch, dtype)
+    truth = make_truth().to(kind)
+    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)
+    worst = 0.0
+    for step in range(3):
+        ours = engine.train_batch(iter([cast_floats(make_batch(step, m, index), kind) for m in range(gas)])).item()
+        theirs = 0.0
+        for micro in range(gas):
+            for i in range(dp):
+                loss = loss_of(call_with_batch(truth, cast_floats(make_batch(step, micro, i), kind))) / gas / dp
+                loss.backward()
+                theirs += loss.item()
+        torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.7)
+        optimizer.step()
+        optimizer.zero_grad()
+        worst = max(worst, abs(ours - theirs) / max(abs(theirs), 1e-3))
+    mine = whole_weights(engine)
+    weights = {n: p.detach() for n, p in truth.named_parameters() if n in mine}
+    assert weights, f"no parameter has a name of the plain model's: {sorted(mine)}"
+    answer = [worst, max(relative(mine[n], w) for n, w in weights.items())]
+    engine.destroy()
+    return answer
+
+
+def _short(names: list[str], extra: dict[str, Any], load: list[str]) -> bool:
+    import torch
+
+    from ds_testing.partitioner import whole_weights
+
+    _, make_batch, _ = _parts(names)
+    engine = _engine(names, extra, load, 3)
+    before = whole_weights(engine)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter([make_batch(0, 0, 0)]))
+    same = all(torch.equal(a, b) for a, b in zip(before.values(), whole_weights(engine).values(), strict=True))
+    answer = same and engine.global_steps == 0 and engine.micro_steps == 0
+    engine.destroy()
+    return answer
+
+
+def _evaluate(names: list[str], extra: dict[str, Any], load: list[str]) -> list[Any]:
+    import torch
+
+    from ds_core.runner import call_with_batch, loss_of
+    from ds_testing.partitioner import whole_weights
+
+    _, make_batch, make_truth = _parts(names)
+    engine = _engine(names, extra, load, 2)
+    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    before = whole_weights(engine)
+    ours = engine.eval_batch(iter([make_batch(0, m, index) for m in range(2)])).item()
+    truth = make_truth().eval()
+    with torch.no_grad():
+        losses = [loss_of(call_with_batch(truth, make_batch(0, m, i))).item() for m in range(2) for i in range(dp)]
+    theirs = sum(losses) / len(losses)
+    same = all(torch.equal(a, b) for a, b in zip(before.values(), whole_weights(engine).values(), strict=True))
+    answer = [abs(ours - theirs) / max(abs(theirs), 1e-3), same, engine.module.training]
+    engine.destroy()
+    return answer
+
+
+def _manual(names: list[str], extra: dict[str, Any], load: list[str]) -> bool:
+    from ds_core.errors import UsageError
+    from ds_core.runner import call_with_batch, loss_of
+
+    engine = _engine(names, extra, load, 1)
+    batch = _parts(names)[1](0, 0, 0)
+    if engine.runner.manual:
+        engine.backward(loss_of(call_with_batch(engine, batch)))
+        engine.step()
+        answer = bool(engine.global_steps == 1)
+    else:
+        assert engine.runner.manual_reason, "manual is False, so manual_reason must say what to call instead"
+        with pytest.raises(UsageError, match="by hand"):
+            call_with_batch(engine, batch)
+        with pytest.raises(UsageError, match="by hand"):
+            engine.step()
+        answer = True
+    engine.destroy()
+    return answer
