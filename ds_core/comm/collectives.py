@@ -91,9 +91,9 @@ def members(group: ProcessGroup | None) -> int:
 
 def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
     """Let the installed interceptors see each call of `function` among several ranks; one `if` when there are none."""
-    op, parameters = function.__name__, inspect.signature(function).parameters
-    names, at = tuple(parameters), list(parameters).index("group")
-    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    op, signature = function.__name__, inspect.signature(function).parameters
+    parameters = {p.name: (i, None if p.default is p.empty else p.default) for i, p in enumerate(signature.values())}
+    at = parameters["group"][0]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -105,8 +105,8 @@ def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
         if not isinstance(group, ProcessGroup) or group.size() == 1:
             interceptor.label("")
             return function(*args, **kwargs)
-        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        return cast(R, interceptor.intercept(op, group, arguments, functools.partial(function, *args, **kwargs)))
+        made = interceptor.Collective(op, group, parameters, args, kwargs)
+        return cast(R, interceptor.intercept(made, functools.partial(function, *args, **kwargs)))
 
     return call
 
@@ -361,8 +361,8 @@ def open_transports(groups: Iterable[ProcessGroup]) -> None:
         if lane is None or lane.size == 1:
             continue
         if interceptor.installed:
-            open_it = functools.partial(shared.open_transport, lane)
-            interceptor.intercept("open_transports", group, {"tensor": nothing}, open_it)
+            made = interceptor.Collective("open_transports", group, {"tensor": (0, None)}, (nothing,), {})
+            interceptor.intercept(made, functools.partial(shared.open_transport, lane))
         else:
             shared.open_transport(lane)
 

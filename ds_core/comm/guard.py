@@ -57,6 +57,7 @@ LOOK_FOR_OTHERS = 5.0
 """Seconds between questions of a rank that does not wait: have the others given up, or do they ask where it is?"""
 
 _UNEVEN = ("all_gather", "all_to_all_single", "gather", "scatter", "barrier")  # sizes may differ between ranks
+_BY_OUTPUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
 _MESSAGES = ("send", "recv", "isend", "irecv")
 
 active: Guard | None = None
@@ -153,8 +154,7 @@ class Guard(Interceptor):
         line = self._lines.get(collective.group) or self._line(collective.group)
         numel, dtype = -1, None
         if op not in _UNEVEN:
-            message = collective.arguments.get("tensor", collective.arguments.get("output"))
-            assert message is not None
+            message = collective.argument("output" if op in _BY_OUTPUT else "tensor")
             numel, dtype = message.numel(), message.dtype
         key = (op, collective.label, numel, dtype)
         mark = self._marks.get(key)

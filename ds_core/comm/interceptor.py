@@ -53,7 +53,7 @@ OPERATIONS: Mapping[str, str] = {
 """Every collective and point-to-point function of `ds_core.comm`: the argument that holds its message."""
 
 TAG_BITS = 27
-"""A collective's tag is below ``2 ** TAG_BITS``."""
+"""Of a collective's tag; transports use the rest of a message's tag themselves."""
 
 
 class Order(IntEnum):
@@ -63,25 +63,41 @@ class Order(IntEnum):
     CHECK = 20
 
 
+Parameters = Mapping[str, tuple[int, Any]]
+"""A function's parameters: name -> (position, default)."""
+
+
 class Collective:
     """A collective that this thread is starting.
 
     op: the function of `ds_core.comm`; "open_transports" when the ranks of a group open one. group: never None.
-    label: what the caller said of it, or "". arguments: as the function was called, by name. tag: None, or a number
-    that an interceptor sets: equal on all ranks for the same collective, different for others. Transports send it
-    along where they can, so that data of two collectives is never mixed up.
+    label: what the caller said of it, or "". tag: None, or a number below ``2 ** TAG_BITS`` that an interceptor sets:
+    equal on all ranks for the same collective, different for others. Transports send it along where they can, so that
+    data of two collectives is never mixed up.
     """
 
-    __slots__ = ("arguments", "group", "label", "op", "tag")
+    __slots__ = ("_args", "_kwargs", "_parameters", "group", "label", "op", "tag")
 
-    def __init__(self, op: str, group: ProcessGroup, arguments: Mapping[str, Any], label: str) -> None:
-        self.op, self.group, self.arguments, self.label = op, group, arguments, label
+    def __init__(
+        self, op: str, group: ProcessGroup, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self.op, self.group, self.label = op, group, _local.label
         self.tag: int | None = None
+        self._parameters, self._args, self._kwargs = parameters, args, kwargs
+
+    def argument(self, name: str) -> Any:
+        """What the function was called with, or the default; None if it has no such parameter."""
+        if name in self._kwargs:
+            return self._kwargs[name]
+        position, default = self._parameters.get(name, (len(self._args), None))
+        return self._args[position] if position < len(self._args) else default
 
     @property
     def message(self) -> tuple[Tensor, ...]:
         """The tensors of the message: of all ranks together where one argument has that (``output`` of a gather)."""
-        found = self.arguments.get(OPERATIONS.get(self.op, ""), ())
+        found = self.argument(OPERATIONS.get(self.op, ""))
+        if found is None:
+            return ()
         return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
@@ -176,10 +192,9 @@ def tag() -> int | None:
     return None if current is None else current.tag
 
 
-def intercept(op: str, group: ProcessGroup, arguments: Mapping[str, Any], call: Callable[[], Any]) -> Any:
-    """Make a collective through all interceptors; used by `ds_core.comm.collectives`."""
-    text, _local.label = _local.label, ""
-    outer, _local.current = _local.current, (collective := Collective(op, group, arguments, text))
+def intercept(collective: Collective, call: Callable[[], Any]) -> Any:
+    """Make a collective, which is ``call()``, through all interceptors; for `ds_core.comm.collectives`."""
+    outer, _local.current, _local.label = _local.current, collective, ""
     for interceptor in reversed(installed):
         call = partial(interceptor.around, collective, call)
     try:
