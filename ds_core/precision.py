@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.errors import LossScaleError
+from ds_core.nested import map_leaves
 from ds_core.process import STATE, tell_once
 from ds_core.stash import StashKey
 
@@ -211,14 +212,7 @@ def cast_module(module: nn.Module, precision: Precision) -> None:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating-point tensor in it (in lists, tuples, dicts) cast."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {k: cast_floats(v, dtype) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        items: Iterable[Any] = [cast_floats(v, dtype) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------

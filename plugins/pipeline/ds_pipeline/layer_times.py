@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.accelerator import get_accelerator
-from ds_pipeline.micro_batches import place
+from ds_core.nested import map_leaves, tensors_of
+from ds_pipeline.micro_batches import to_device
 
 __all__ = ["measure"]
 
@@ -22,12 +23,12 @@ Made = tuple[Callable[[Any], Any], nn.Module | None]
 def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
     """Seconds of forward and backward of each layer on the accelerator, the least of several runs.
 
-    makers: give a layer's call and the module behind it, if any, of which one exists at a time; they may be changed.
-    example: the first layer's input.
+    makers: each builds one layer, and returns its callable and the module behind it, if any. Layers are built and moved
+    to the device one at a time. example: the first layer's input.
     """
     accelerator = get_accelerator()
     device = accelerator.device(accelerator.local_index())
-    value, times = place(example, device), []
+    value, times = to_device(example, device), []
     with torch.random.fork_rng(), torch.enable_grad():
         for make in makers:
             (call, module), given = make(), value
@@ -35,11 +36,11 @@ def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
                 module.to(device)
             best = float("inf")
             for _ in range(REPEATS + 1):  # the first is not like the others
-                inputs = _leaves(given)
+                inputs = map_leaves(_as_leaf, given)
                 accelerator.synchronize()
                 start = time.perf_counter()
                 value = call(inputs)
-                outputs = [t for t in _tensors(value) if t.requires_grad]
+                outputs = [t for t in tensors_of(value) if t.requires_grad]
                 if outputs:
                     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
                 accelerator.synchronize()
@@ -48,13 +49,8 @@ def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
     return times
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, Tensor)]
-
-
-def _leaves(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_leaves(v) for v in value)
+def _as_leaf(value: Any) -> Any:
+    """A tensor without the graph behind it, whose gradient is computed where it can have one."""
     if not isinstance(value, Tensor):
         return value
     leaf = value.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ds_core import comm
 from ds_core.errors import UsageError
+from ds_core.nested import map_leaves, tensors_of
 
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Work", "agree", "place", "signature", "take"]
+__all__ = ["Work", "agree", "signature", "take", "to_device"]
 
 
 class Work(NamedTuple):
@@ -41,7 +42,7 @@ def take(
     for _ in range(count):
         batch = next(batches)
         given.append(_pair(fn(batch) if fn is not None else batch, needs_labels))
-        versions += [(t, t._version) for t in _tensors(given[-1]) if not t.is_inference()]
+        versions += [(t, t._version) for t in tensors_of(given[-1]) if not t.is_inference()]
     if any(tensor._version != version for tensor, version in versions):
         raise UsageError(
             "the iterator changed the tensors of a micro-batch after it had given them; a pipeline takes all of a "
@@ -83,33 +84,11 @@ def agree(ctx: Context, work: Work, flags: list[bool]) -> list[bool]:
     return [bool(x) for x in numbers[:-6]]
 
 
-def place(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {k: place(v, device) for k, v in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(place(v, device) for v in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(place(v, device) for v in value)
-    return value
+    return map_leaves(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, value)
 
 
 def signature(inputs: Any) -> Any:
-    """What must be equal for two inputs to have the same shapes."""
-    if isinstance(inputs, Tensor):
-        return tuple(inputs.shape), str(inputs.dtype)
-    if isinstance(inputs, Mapping):
-        return tuple((k, signature(v)) for k, v in inputs.items())
-    if isinstance(inputs, (tuple, list)):
-        return tuple(signature(v) for v in inputs)
-    return type(inputs).__name__
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+    """Structure, shapes and dtypes of `inputs`: equal for two micro-batches whose activations have the same shapes."""
+    return map_leaves(lambda x: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x), inputs)

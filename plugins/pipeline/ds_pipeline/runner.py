@@ -19,7 +19,7 @@ from ds_core.precision import autocast_context, cast_floats
 from ds_core.runner import Runner, loss_of
 from ds_pipeline import schedule as s
 from ds_pipeline.choose import make_schedule
-from ds_pipeline.micro_batches import Work, agree, place, signature, take
+from ds_pipeline.micro_batches import Work, agree, signature, take, to_device
 from ds_pipeline.module import PipelineModule
 from ds_pipeline.split_backward import Later, backward_inputs
 from ds_pipeline.tied_weights import Ties, copies_elsewhere
@@ -269,12 +269,12 @@ class PipelineRunner(Runner):
         inputs, labels = self._micros[micro]
         part, device = self._part(what), self.ctx.accelerator.current_device()
         if part == 0:
-            inputs = place(inputs, device)
+            inputs = to_device(inputs, device)
             if self.ctx.precision.cast_inputs:
                 inputs = cast_floats(inputs, torch.float16)
             self._slots[what.chunk, what.buffer_id] = _Slot(inputs=inputs)
         if part == self.parts - 1:
-            self._slot(what).labels = place(labels, device)
+            self._slot(what).labels = to_device(labels, device)
 
     def _receive_activation(self, what: s.BufferOpInstruction) -> None:
         meta, tensors = self.transport.receive_activation(self._part(what))

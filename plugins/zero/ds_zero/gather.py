@@ -15,14 +15,13 @@ follows from the order of modules, which must be the same on all ranks; below a 
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_core import comm
 from ds_zero.flat import Rounded
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
     from ds_zero.flat import FlatBucket
 
-__all__ = ["Gathering", "State", "Unit", "rounded_dtype", "tensors_in"]
+__all__ = ["Gathering", "State", "Unit", "rounded_dtype"]
 
 log = logging.getLogger("ds_zero")
 
@@ -308,18 +307,3 @@ def rounded_dtype(
     wanted = {listed.get(p) for p in params}
     dtype = wanted.pop() if len(wanted) == 1 else None
     return dtype if dtype is not None and dtype.itemsize < own.itemsize else None
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))

@@ -25,7 +25,8 @@ from torch.nn.modules.module import (
 )
 
 from ds_core import comm
-from ds_zero.gather import Gathering, State, Unit, tensors_in
+from ds_core.nested import tensors_of
+from ds_zero.gather import Gathering, State, Unit
 
 if TYPE_CHECKING:
     from ds_zero.units import Gatherer
@@ -210,7 +211,7 @@ class Watch:
 
     def _hand_on(self, output: Any, units: Sequence[Unit]) -> None:
         """A module that returns one of its parameters: the module around it will use it."""
-        for tensor in tensors_in(output):
+        for tensor in tensors_of(output):
             unit = self._unit_of.get(tensor) if isinstance(tensor, nn.Parameter) else None
             if unit is not None and unit in units:
                 self._use_elsewhere(unit)
@@ -239,14 +240,14 @@ class Watch:
     def _expect_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Arrange for the units to be whole when backward comes to `module`."""
         units = self._units[module]
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        outputs = [t for t in tensors_of(output) if t.requires_grad]
         if not outputs:
             for unit in units:  # its output is hidden from us, so nothing tells when backward comes
                 unit.pinned |= bool(output is not None and unit.bucket.trainable and not _plain(output))
             return
         register_multi_grad_hook(outputs, functools.partial(self._before_backward, module), mode="any")
         if any(not p.requires_grad for u in units for p in u.bucket.params) or any(u.leaf for u in units):
-            before = [t for t in tensors_in(inputs) if t.requires_grad]
+            before = [t for t in tensors_of(inputs) if t.requires_grad]
             if before:
                 register_multi_grad_hook(before, functools.partial(self._after_backward, module))
 
@@ -304,5 +305,5 @@ class Watch:
 
 
 def _plain(output: Any) -> bool:
-    """Whether the output is of kinds that `tensors_in` sees into."""
+    """Whether the output is of kinds that `tensors_of` sees into."""
     return isinstance(output, (Tensor, list, tuple, set, Mapping, int, float, str, bool)) or output is None

@@ -11,7 +11,6 @@ without a gather.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_core import comm
+from ds_core.nested import tensors_of
 from ds_zero.sharded_param import fill_alias, untracked
 from ds_zero.weights import WeightHandle, handle_of
 
@@ -89,7 +89,7 @@ class GatherOnAccess(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sharded = []
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             handle = handle_of(tensor)
             if handle is None:
                 if func not in _NEED_NO_VALUES:
@@ -144,15 +144,3 @@ def _agree(handles: list[WeightHandle], flags: list[bool]) -> list[bool]:
             for index, vote in zip(members, votes.tolist(), strict=True):
                 agreed[index] = bool(vote)
     return agreed
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments, which may lie in lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
