@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_core.catalogue import PLANNED, install, offered_by
+from ds_core.catalogue import install, offered_by, planned
 from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError, Problem, UsageError, nearest
 from ds_core.plugins import blaming
@@ -132,7 +132,7 @@ def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
     if (dist := offered_by("state_stores", device)) is not None:
         message = f"the state store {device!r} is served by {dist}, which is not installed"
         return Problem(path, message, f"install it with {install(dist)}, or use {' or '.join(names)}")
-    if (dist := PLANNED["state_stores"].get(device.lower())) is not None:
+    if (dist := planned("state_stores", device)) is not None:
         message = f"the state store {device!r} will come with {dist}, which is not built yet"
         return Problem(path, message, f"use {' or '.join(names)}")
     hint = nearest(device, names)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ds_core.catalogue import install, offered_by
+from ds_core.catalogue import documented, install, offered_by
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig
+from ds_core.config.documented import is_off, misspelt_keys
 from ds_core.config.keys import Place, bare, iter_keys, reach
-from ds_core.config.known import OWNERS, is_off
 from ds_core.config.notes import notes_on
 from ds_core.config.paths import join, path_text
 from ds_core.config.redaction import scrub
@@ -116,10 +116,10 @@ class _Builder:
         if name in self.disabled:
             why = f"the plugin that owns this section is disabled: {self.disabled[name]}"
             return [Problem(name, why, "enable it, or remove the section")]
-        if name in OWNERS:
+        if name in documented():
             if not is_off(name, value):
-                return [_not_there(name, OWNERS[name])]
-            return _misspelt(name, value) if value else []
+                return [_not_there(name)]
+            return [*misspelt_keys(name, value)] if value else []
         if name in self.installed:
             why = "the plugin that claims this section gives no model for it (ds_config)"
             return [Problem(name, why, "repair or uninstall the plugin")]
@@ -130,7 +130,7 @@ class _Builder:
         inside = _Elsewhere(self.models).get(name)
         if inside:
             return Problem(name, message, f"{name!r} belongs at {inside!r}")
-        close = nearest(name, {*CORE_KEYS, *self.models, *self.installed, *OWNERS})
+        close = nearest(name, {*CORE_KEYS, *self.models, *self.installed, *documented()})
         if close is None:
             return Problem(name, message, "no key of ds-core, of an installed plugin or of the documents is like it")
         return Problem(name, message, f"did you mean {close!r} ({self._owner(close)})?")
@@ -141,9 +141,9 @@ class _Builder:
         if name in self.models:
             return self.models[name][1]
         if name in self.installed:
-            return OWNERS.get(name, "an installed plugin")
+            return documented()[name]["owner"] if name in documented() else "an installed plugin"
         state = "not built yet" if offered_by("sections", name) is None else "not installed"
-        return f"{OWNERS[name]}, {state}"
+        return f"{documented()[name]['owner']}, {state}"
 
     def _unique(self) -> list[Problem]:
         found: dict[str, Problem] = {}
@@ -152,15 +152,9 @@ class _Builder:
         return join_autos(found.values())
 
 
-def _misspelt(name: str, value: Any) -> list[Problem]:
-    """The misspelt keys in a documented section that is switched off."""
-    from ds_core.config.documented import misspelt_keys  # reads a file that most configs have no need of
-
-    return [*misspelt_keys(name, value, OWNERS[name])]
-
-
-def _not_there(name: str, owner: str) -> Problem:
+def _not_there(name: str) -> Problem:
     """The problem of a documented section whose plugin is not installed."""
+    owner = documented()[name]["owner"]
     if offered_by("sections", name) is not None:
         why = f"this section is served by {owner}, which is not installed"
         return Problem(name, why, f"install it with {install(owner)}")
@@ -183,7 +177,7 @@ class _Elsewhere(Mapping[str, str]):
                 for key in iter_keys(model, prefix, ""):
                     if "*" not in key.path and "[]" not in key.path:
                         places.setdefault(key.path.rpartition(".")[2], set()).add(key.path)
-            for name in (*OWNERS, *self._models):
+            for name in (*documented(), *self._models):
                 places.setdefault(name, set()).add(name)
             self._found = {n: next(iter(p)) for n, p in places.items() if len(p) == 1}
         return self._found

@@ -1,38 +1,42 @@
-"""The documented keys of every section, for sections whose plugin is not here: read when such a section occurs.
+"""Documented sections whose plugin is not installed: whether they are off, and whether their keys are spelt right.
 
-``documented.json`` holds, per section, key -> null, or the keys below it; ``*`` stands for any name, and the items of
-a list have the keys of their list. A section that is switched off is accepted without its plugin; a misspelt key in it
-is an error all the same.
+A section that is off is accepted without its plugin; a misspelt key in it is an error all the same.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from typing import Any
 
+from ds_core.catalogue import documented
 from ds_core.config.paths import join
 from ds_core.config.translate import show_unknown
 from ds_core.errors import Problem, nearest
 
-__all__ = ["documented_keys", "misspelt_keys"]
+__all__ = ["is_off", "misspelt_keys"]
 
 
-@functools.cache
-def documented_keys() -> Mapping[str, Mapping[str, Any]]:
-    """Section -> its tree of keys."""
-    found: dict[str, dict[str, Any]] = json.loads(files("ds_core.config").joinpath("documented.json").read_text())
-    return found
+def is_off(name: str, value: Any) -> bool:
+    """Whether a documented section asks for nothing, in so many words.
 
-
-def misspelt_keys(section: str, value: Any, owner: str) -> Iterator[Problem]:
-    """A problem for each key in `value`, the data of `section`, that the documents do not have.
-
-    owner: the distribution that serves the section, named with the nearest key.
+    Off: null, false, ``{}``, a switch that is false or 0, or nothing but false and null. A switch that is
+    *absent* does not count: a misspelt one (``"stgae": 3``) must not train with stage 0 in silence.
     """
-    yield from _walk(value, documented_keys().get(section, {"*": None}), section, owner)
+    if value is None or value is False or value in ({}, []):
+        return True
+    if not isinstance(value, dict):
+        return False
+    row = documented()[name]
+    switch, off = value.get(row.get("switch", "enabled")), row.get("off", False)
+    if switch is not None:
+        return type(switch) is type(off) and bool(switch == off)
+    return all(v is None or v is False for v in value.values())
+
+
+def misspelt_keys(section: str, value: Any) -> Iterator[Problem]:
+    """A problem for each key in `value`, the data of a documented section, that the documents do not have."""
+    found = documented()[section]
+    yield from _walk(value, found["keys"], section, found["owner"])
 
 
 def _walk(value: Any, keys: Mapping[str, Any] | None, path: str, owner: str) -> Iterator[Problem]:

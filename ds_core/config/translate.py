@@ -172,16 +172,8 @@ _SIMPLE: Mapping[Any, str] = {
 
 
 def _describe_type(kind: Any, args: tuple[Any, ...]) -> str:
-    simple = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-        None: "null",
-    }
-    if kind in simple:
-        return simple[kind]
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
     if not isinstance(kind, type):
         return describe(kind) if get_origin(kind) else ""
     if issubclass(kind, BaseModel):

@@ -1,4 +1,4 @@
-"""Writes ``ds_core/catalogue.json`` from the entry points of every distribution in this repository.
+"""Writes ``ds_core/catalogue.json`` from the entry points of every distribution and from ``documented.json``.
 
 Run by ``make catalogue``. Declaration modules are imported from their folders; nothing needs to be installed.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "ds_core" / "catalogue.json"
+DOCUMENTED = Path(__file__).with_name("documented.json")  # sections and names of the documents, written by hand
 HOOKS = {
     "ds_optimizers": "optimizers",
     "ds_schedulers": "schedulers",
@@ -49,7 +50,9 @@ def made() -> str:
     plugins = Plugins(found=found)
     broken = [r.why for r in plugins.examine() if r.why]
     assert not broken, broken
-    catalogue: dict[str, dict[str, str]] = {"folders": folders, "sections": sections}
+    listed = json.loads(DOCUMENTED.read_text())
+    catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "planned": listed["planned"]}
+    catalogue["documented"] = listed["sections"]
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
         catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}

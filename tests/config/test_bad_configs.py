@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, RootModel
 
+from ds_core.catalogue import documented
 from ds_core.config import Section, build_config, option, read_config, resolve_batch, secret
-from ds_core.config.documented import documented_keys
 from ds_core.errors import ConfigError
 
 
@@ -429,7 +429,7 @@ def test_a_missing_plugin_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_PLUGIN)
 def test_an_empty_section_needs_no_plugin(name: str) -> None:
-    for off in ({}, {"enabled": False}) if "enabled" in documented_keys()[name] else ({}, None):
+    for off in ({}, {"enabled": False}) if "enabled" in documented()[name]["keys"] else ({}, None):
         assert build_config({name: off}, {}).section(name) is None
 
 

@@ -11,10 +11,9 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from ds_core.catalogue import install, offered_by
+from ds_core.catalogue import documented, install, offered_by
 from ds_core.config.core import CoreConfig
 from ds_core.config.keys import Key, bare, iter_keys
-from ds_core.config.known import OWNERS
 from ds_core.config.redaction import REDACTED
 from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, is_secret, marks, names_of, old_names
 from ds_core.config.translate import describe
@@ -64,7 +63,7 @@ def explain(key: str, models: Models, named: Mapping[str, Models] | None = None)
     found = table.get(re.sub(r"\[\d+\]", "[]", key)) or _open_key(key, table)
     if found is not None:
         return _explained(key, found)
-    if key.partition(".")[0] in OWNERS and key.partition(".")[0] not in models:
+    if key.partition(".")[0] in documented() and key.partition(".")[0] not in models:
         return _documented(key)
     ends = [path for path in table if path.endswith(f".{key}")]
     if len(ends) == 1:
@@ -152,15 +151,13 @@ def _open_key(key: str, table: Mapping[str, Key]) -> Key | None:
 
 def _documented(key: str) -> Explanation:
     name = key.partition(".")[0]
-    owner = OWNERS[name]
+    owner = documented()[name]["owner"]
     say = (
         f"install it with {install(owner)}"
         if offered_by("sections", name) is not None
         else f"documented but not built yet; it will come with {owner}"
     )
-    from ds_core.config.documented import documented_keys
-
-    keys: Any = documented_keys()[name]
+    keys: Any = documented()[name]["keys"]
     parts = re.sub(r"\[\d+\]", "", key).split(".")
     for at, part in enumerate(parts[1:], 1):
         if not keys or (part not in keys and "*" not in keys):
@@ -174,7 +171,7 @@ def _documented(key: str) -> Explanation:
 
 
 def _miss(key: str, ends: list[str], table: Mapping[str, Key], models: Mapping[str, Any]) -> Problem:
-    names = {*table, *models, *OWNERS}
+    names = {*table, *models, *documented()}
     leaf = key.rpartition(".")[2]
     same = ends or sorted(n for n in table if n.rpartition(".")[2] == leaf)
     close = same or [c for c in [nearest(key, names)] if c]
