@@ -21,13 +21,12 @@ from ds_core import comm, joint
 from ds_core.accelerator import get_accelerator
 from ds_core.batches import make_loader
 from ds_core.comm import guard, shared
-from ds_core.communicating import SelfReduced
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
 from ds_core.engine import Engine, required
 from ds_core.entries import OptimizerEntry, resolve
-from ds_core.errors import ConfigError, DSError, UsageError
+from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
@@ -118,7 +117,7 @@ def initialize(
     precision, scaler = make_precision(chosen.config)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     entry = _entry(optimizer, chosen)
-    ctx.grain, ctx.communicates, ctx.own_optimizer = entry.grain, entry.communicates, optimizer is not None
+    ctx.grain, ctx.own_optimizer = entry.grain, optimizer is not None
     comm.check_ranks_agree(_fingerprint(ctx))
     if mesh.rank == 0:
         _tell_kernels(kernels)
@@ -143,13 +142,11 @@ def initialize(
     _check_vocabulary(core.vocabulary_size, ctx)
 
     # Who owns its states, who runs it, what updates it.
-    partitioner = _driver(ctx, "ds_partitioner") or (SelfReduced(ctx) if ctx.communicates else Replicated(ctx))
+    partitioner = _partitioner(ctx, entry)
     runner = _driver(ctx, "ds_runner") or Sequential()
     built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
-    if (use_kernels := getattr(built, "use_kernels", None)) is not None:
-        use_kernels(kernels)
-    if isinstance(partitioner, SelfReduced):
-        partitioner.meet(built)
+    if built is not None:
+        partitioner.bind(built, kernels)
     scheduler = _make_scheduler(lr_scheduler, built, chosen)
     monitors = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
     loader = make_loader(ctx, training_data, collate_fn=collate_fn) if training_data is not None else None
@@ -389,6 +386,24 @@ def _transformed(ctx: Context, model: nn.Module) -> nn.Module:
 def _driver(ctx: Context, hook: str) -> Any:
     answer = ctx.plugins.driver(hook, ctx=ctx)
     return answer.value if answer is not None else None
+
+
+def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
+    """The partitioner of a plugin, of the optimizer, or else `Replicated`."""
+    answer = ctx.plugins.driver("ds_partitioner", ctx=ctx)
+    if optimizer.partitioner is None:
+        return answer.value if answer is not None else Replicated(ctx)
+    if answer is not None:
+        raise UsageError(
+            f"this optimizer reduces gradients by itself, and so does plugin {answer.plugin}; leave its section out "
+            "(zero_optimization: stage 0), or use another optimizer"
+        )
+    made = resolve(optimizer.partitioner)(ctx)
+    if not isinstance(made, Partitioner):
+        raise PluginError(
+            f"{optimizer.partitioner} of an OptimizerEntry gave a {type(made).__name__}, not a Partitioner"
+        )
+    return made
 
 
 def _attach(

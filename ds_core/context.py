@@ -28,10 +28,10 @@ class Context:
     """One run, as plugins see it. Filled from top to bottom while the engine is built.
 
     batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None when
-    it is an object or function of the user's that nobody has declared. communicates: whether the optimizer reduces
-    gradients by itself. own_optimizer: whether the optimizer is an object or function, not the config's. params: per
-    parameter of the transformed model, its name and axes; empty until the transforms have run. buffers: the same of
-    buffers, by name. module: the transformed model, None before. stash: typed plugin state.
+    it is an object or function of the user's that nobody has declared. own_optimizer: whether the optimizer is an
+    object or function, not the config's. params: per parameter of the transformed model, its name and axes; empty until
+    the transforms have run. buffers: the same of buffers, by name. module: the transformed model, None before. stash:
+    typed plugin state.
     """
 
     config: RunConfig
@@ -42,7 +42,6 @@ class Context:
     precision: Precision
     batch: Batch
     grain: Grain | None = None
-    communicates: bool = False
     own_optimizer: bool = False
     module: nn.Module | None = None
     params: dict[nn.Parameter, ParamInfo] = field(default_factory=dict)

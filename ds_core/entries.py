@@ -156,8 +156,8 @@ class OptimizerEntry(_Record):
 
     params: reference to a pydantic model of the keyword arguments, which is validated before anything starts.
     grain: what its arithmetic needs whole: single elements, tensors (norms), or matrices; None when nobody knows.
-    communicates: True when it reduces gradients by itself (the 1-bit family); what such an optimizer must offer is in
-    `ds_core.communicating`.
+    partitioner: for one that reduces gradients by itself: reference to a function ``ctx -> Partitioner`` that
+    leaves them to it, and is given the optimizer by `Partitioner.bind`. None: any partitioner will do.
     groups: for one that treats parameters differently by name or shape; called before anything is partitioned, as
     ``groups(param_groups, names, **params)`` with the names of parameters, and gives the groups to use.
     """
@@ -165,8 +165,8 @@ class OptimizerEntry(_Record):
     load: Ref
     params: Ref | None = None
     grain: Grain | None = "element"
-    communicates: bool = False
     groups: Ref | None = None
+    partitioner: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ds_core.catalogue import install, offered_by
 from ds_core.entries import KernelEntry, ask, resolve
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ds_core.plugins import Found, Plugins
 
-__all__ = ["Candidate", "Kernels"]
+__all__ = ["Candidate", "Kernels", "UsesKernels"]
 
 log = logging.getLogger("ds_core.kernels")
 
@@ -52,6 +52,14 @@ class _Key(NamedTuple):
     op: str
     device: str
     dtype: str
+
+
+@runtime_checkable
+class UsesKernels(Protocol):
+    """An optimizer whose updates are kernels, and which takes them from the run's table."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Resolve kernels by this table from now on."""
 
 
 class Kernels:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.boxes import Box
+from ds_core.kernels import UsesKernels
 from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
 from ds_core.process import STATE
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
     from ds_core.window import Window
 
@@ -136,6 +138,14 @@ class Partitioner(ABC):
         It becomes the state of what the optimizer updates in its place; empty: none.
         """
         return dict(state)
+
+    def bind(self, optimizer: Optimizer, kernels: Kernels) -> None:
+        """Called once, when the optimizer has been made of what `attach` returned.
+
+        Gives the optimizer the run's kernels, where it asks for them (`UsesKernels`). An override calls this too.
+        """
+        if isinstance(optimizer, UsesKernels):
+            optimizer.use_kernels(kernels)
 
     def note_other_driver(self) -> None:
         """For hooks on gradients: one has come while `STATE.driver` is not this partitioner.

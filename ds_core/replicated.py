@@ -8,7 +8,7 @@ already averaged is the same on all ranks, so averaging it again together with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +83,17 @@ class Replicated(Partitioner):
         self._refresh: Any = None
         self._module: nn.Module | None = None
         self._plain = True  # the optimizer updates the module's own parameters
-        self._given: list[Tensor | None] = []  # of each slot, from `gradients` to the step; none where it is plain
+        self.given: list[Tensor | None] = []  # per master, from `gradients` to the step
         self._stepper = Stepper([], [])
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged over replicas; if not, each rank keeps its own (see `communicating`)."""
+        """Whether gradients are averaged over replicas; if not, each rank keeps its own ."""
         return True
+
+    def masters(self) -> Iterator[tuple[ParamInfo, nn.Parameter]]:
+        """Each trainable parameter's place on the mesh, and what the optimizer updates for it; ordered as `given`."""
+        return ((self.ctx.params[slot.param], slot.master) for slot in self._slots)
 
     # -- set-up ----------------------------------------------------------------------------------------------
 
@@ -252,7 +256,7 @@ class Replicated(Partitioner):
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        self._given = []
+        self.given = []
         for slot in self._slots:
             grad = slot.param.grad if slot.total is None else slot.total
             if grad is not None:
@@ -265,7 +269,7 @@ class Replicated(Partitioner):
                     grad = self.weighted(slot.master, grad, 1.0 / self.ctx.mesh.size("dp"))
                 if self.ctx.params[slot.param].counted:
                     by_axes.setdefault(slot.held, []).append(grad)
-            self._given.append(grad)
+            self.given.append(grad)
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
 
     def weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
@@ -274,12 +278,12 @@ class Replicated(Partitioner):
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`."""
-        self._stepper.step(optimizer, None if self._plain else self._given, factor)
+        self._stepper.step(optimizer, None if self._plain else self.given, factor)
 
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
         self._reduced = False
-        self._given = []
+        self.given = []
         if self._running:  # a backward broke off
             self._running = False
             for bucket in self._buckets or ():

@@ -140,8 +140,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("ds_optimizers", "return {'a': OptimizerEntry('m:a', grain='row')}", "grain is 'row'; it must be 'element', 'ten"),
     (
         "ds_optimizers",
-        "return {'a': OptimizerEntry('m:a', communicates='no')}",
-        "communicates is 'no'; .*True or False",
+        "return {'a': OptimizerEntry('m:a', partitioner='no')}",
+        "partitioner is 'no'; .*a reference",
     ),
     ("ds_kernels", "return [KernelEntry('o', 'p', 'm:a', 'high')]", "priority is 'high'; it must be an integer"),
     ("ds_kernels", "return [KernelEntry('o', 'p', 'm:a', 0, devices='cpu')]", "devices is 'cpu'; .*a tuple of strings"),

@@ -19,6 +19,8 @@ def _entry(load: str, params: str, **declared: object) -> OptimizerEntry:
     return OptimizerEntry(f"ds_optimizers.{load}", f"ds_optimizers.config:{params}Params", **declared)  # type: ignore[arg-type]
 
 
+SELF_REDUCED = "ds_optimizers.onebit.partitioner:OptimizerReduced"
+
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "Adam": _entry("adam:make_adam", "Adam"),
     "AdamW": _entry("adam:make_adamw", "AdamW"),
@@ -36,9 +38,9 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor"),
     "Muon": _entry("muon:Muon", "Muon", grain="matrix", groups="ds_optimizers.muon:split_groups"),
     "SGD": _entry("sgd:SGD", "SGD"),
-    "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", communicates=True),
-    "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", communicates=True),
-    "OneBitLamb": _entry("onebit.lamb:OneBitLamb", "OneBitLamb", grain="tensor", communicates=True),
+    "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", partitioner=SELF_REDUCED),
+    "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", partitioner=SELF_REDUCED),
+    "OneBitLamb": _entry("onebit.lamb:OneBitLamb", "OneBitLamb", grain="tensor", partitioner=SELF_REDUCED),
 }
 LAMB_FORMS = ("lamb", "fusedlamb", "onebitlamb")
 

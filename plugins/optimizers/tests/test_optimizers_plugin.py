@@ -56,7 +56,7 @@ def test_every_documented_name_is_there() -> None:
         assert isinstance(getattr(ds_optimizers, name), type)
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "tensor"} == {"Lamb", "FusedLamb", "OneBitLamb"}
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "matrix"} == {"Muon"}
-    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].communicates} == {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].partitioner} == {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}
 
 
 @pytest.mark.parametrize("name", NAMES)

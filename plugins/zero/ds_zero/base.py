@@ -24,7 +24,6 @@ from ds_zero.offload_states import offload_states, reload_states
 from ds_zero.owned_tensors import regroup
 from ds_zero.piece_shard import PieceShard
 from ds_zero.placement import Offload, tiled_step
-from ds_zero.rules import SELF_REDUCED
 from ds_zero.sharded_param import prepare_module, unshard_module
 from ds_zero.state_offload import BACKWARD, FORWARD, Moved
 from ds_zero.weights import WeightOwner
@@ -297,10 +296,6 @@ class ZeroPartitioner(WeightOwner):
 
 def _check_grain(ctx: Context) -> None:
     """An optimizer that nobody knows is served whole tensors, but not without being asked for."""
-    if ctx.communicates:
-        raise UsageError(
-            f"zero_optimization: {SELF_REDUCED}; leave zero_optimization out (stage 0), or use another optimizer"
-        )
     if ctx.grain is None and not ctx.config.core.zero_allow_untested_optimizer:
         raise UsageError(
             "zero_optimization: nobody has declared what this optimizer's arithmetic looks at. Set "

@@ -26,7 +26,7 @@ def optimizer_problems(section: ZeroConfig, optimizer: OptimizerConfig | None, p
     if section.stage == 0 or optimizer is None:
         return
     answer = plugins.named("ds_optimizers", "optimizer").get(optimizer.type.lower())
-    if answer is not None and answer.value.communicates:
+    if answer is not None and answer.value.partitioner is not None:
         yield Problem("optimizer.type", f"{optimizer.type!r}: {SELF_REDUCED}", "set stage 0, or use another optimizer")
 
 

@@ -60,7 +60,7 @@ def check_arguments(
 
 
 class OneBit(Optimizer):
-    """Base of the family; see the module's notes. Satisfies `ds_core.communicating.CommunicatingOptimizer`."""
+    """Base of the family; see the module's notes. Satisfies `ds_optimizers.onebit.partitioner.ReducingOptimizer`."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._masks: dict[Tensor, Tensor] = {}

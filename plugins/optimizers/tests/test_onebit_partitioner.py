@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_optimizers.plugin import SELF_REDUCED
 from ds_testing import run_ranks
 from torch import nn
 
@@ -19,18 +20,9 @@ from ds_core.errors import UsageError
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:
     """This module is its own plugin."""
     return {
-        "Local": OptimizerEntry(f"{__name__}:Local", communicates=True),
-        "Mute": OptimizerEntry("torch.optim:SGD", communicates=True),
-        "Odd": OptimizerEntry("torch.optim:SGD", groups=f"{__name__}:biases_apart"),
+        "Local": OptimizerEntry(f"{__name__}:Local", partitioner=SELF_REDUCED),
+        "Mute": OptimizerEntry("torch.optim:SGD", partitioner=SELF_REDUCED),
     }
-
-
-def biases_apart(groups: Any, names: Mapping[nn.Parameter, str], *, lr: float) -> Any:
-    (group,) = groups
-    parts: dict[bool, list[Any]] = {False: [], True: []}
-    for param in group["params"]:
-        parts[names[param].endswith("bias")].append(param)
-    return [{"params": parts[False]}, {"params": parts[True], "lr": lr / 10}]
 
 
 class Local(torch.optim.SGD):
@@ -103,16 +95,6 @@ def test_gradients_are_averaged_when_the_optimizer_wants_that(tmp_path: Any, pla
         assert found["ranks"] == 2
 
 
-def test_what_declares_that_it_communicates_must_be_able_to() -> None:
-    with pytest.raises(UsageError, match="SGD is declared as communicating.*takes_averages"):
+def test_what_is_declared_to_reduce_must_be_able_to() -> None:
+    with pytest.raises(UsageError, match="SGD is declared to reduce.*takes_averages"):
         start("Mute", nn.Linear(1, 1))
-
-
-def test_an_entry_may_split_groups_by_name() -> None:
-    engine = start("Odd", nn.Linear(2, 2))
-    assert [(len(g["params"]), g["lr"]) for g in engine.optimizer.param_groups] == [(1, 0.1), (1, 0.01)]
-
-
-def test_an_optimizer_by_its_dotted_path() -> None:
-    assert type(start(f"{__name__}.Local", nn.Linear(1, 1)).optimizer) is Local
-    assert type(start("torch.optim.NAdam", nn.Linear(1, 1)).optimizer) is torch.optim.NAdam

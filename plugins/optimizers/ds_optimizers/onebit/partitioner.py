@@ -1,8 +1,8 @@
-"""Data parallelism for optimizers that reduce gradients by themselves, such as the 1-bit family.
+"""Data parallelism for optimizers that reduce gradients by themselves.
 
-Such an optimizer says before each backward whether it wants the average over ranks, which is then taken as always,
+Before each backward the optimizer says whether it wants the average over ranks, which is then taken as usual,
 overlapped with backward, or each rank's own gradient. In the latter case ranks see different gradients: the global
-norm is then the root of the mean square of theirs, and all ranks still skip or clip alike.
+norm is then the root mean square of theirs, and all ranks still skip a step or clip alike.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.kernels import Kernels
 
-__all__ = ["CommunicatingOptimizer", "SelfReduced"]
+__all__ = ["OptimizerReduced", "ReducingOptimizer"]
 
 
 @runtime_checkable
-class CommunicatingOptimizer(Protocol):
-    """What an optimizer offers that is declared with ``communicates=True``, besides being a torch optimizer."""
+class ReducingOptimizer(Protocol):
+    """What `OptimizerReduced` asks of its optimizer, besides being a torch optimizer."""
 
     @property
     def takes_averages(self) -> bool:
         """Whether the next step wants gradients that are averaged over ranks. The same on all ranks."""
 
     def connect(self, group_of: Callable[[Tensor], ProcessGroup | None]) -> None:
-        """Called once: `group_of` gives the ranks that hold the same as this one of what it updates."""
+        """Called once: `group_of` gives the group of ranks that have replicas of a tensor which it updates."""
 
     def synchronize(self) -> None:
         """Make weights and states equal on all ranks, where they are not. Collective."""
@@ -45,21 +46,22 @@ class CommunicatingOptimizer(Protocol):
         """Its states have been replaced by those of a checkpoint."""
 
 
-class SelfReduced(Replicated):
+class OptimizerReduced(Replicated):
     """`Replicated`, where the optimizer decides whether gradients are averaged before it sees them."""
 
     def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
-        self._optimizer: CommunicatingOptimizer | None = None
+        self._optimizer: ReducingOptimizer | None = None
 
-    def meet(self, optimizer: Any) -> None:
-        """Be told of the optimizer, once it is built. Raises UsageError for one that lacks the protocol."""
-        if not isinstance(optimizer, CommunicatingOptimizer):
+    def bind(self, optimizer: Any, kernels: Kernels) -> None:
+        """See `Partitioner.bind`. Raises UsageError for an optimizer that is no `ReducingOptimizer`."""
+        super().bind(optimizer, kernels)
+        if not isinstance(optimizer, ReducingOptimizer):
             raise UsageError(
-                f"{type(optimizer).__name__} is declared as communicating by itself, but has not all of "
-                "takes_averages, connect, synchronize and loaded (ds_core.communicating.CommunicatingOptimizer)"
+                f"{type(optimizer).__name__} is declared to reduce gradients by itself, but lacks one of "
+                "takes_averages, connect, synchronize and loaded (ds_optimizers.onebit.partitioner.ReducingOptimizer)"
             )
-        groups = {s.master: self.ctx.mesh.group(*self._replicas(s)) for s in self._slots}
+        groups = {master: self.ctx.mesh.group(*info.replicas) for info, master in self.masters()}
         optimizer.connect(lambda tensor: groups.get(tensor, ALONE))  # type: ignore[call-overload]
         self._optimizer = optimizer
 
@@ -74,22 +76,22 @@ class SelfReduced(Replicated):
         world = self.ctx.mesh.size("dp")
         if self.averages or world == 1:
             return groups
-        by_place: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
-        for place, (slot, grad) in enumerate(zip(self._slots, self._given, strict=True)):
-            if grad is not None:
-                axes = self._replicas(slot)
-                copies = len(self.ctx.mesh.ranks(*axes))
-                if 1 < copies < world:  # the mean over fewer ranks than dp has, as its average would have counted it
-                    grad = self._given[place] = self.weighted(slot.master, grad, copies / world)
-                by_place.setdefault(((*slot.held, *axes), copies), []).append(grad)
-        return [GradGroup(axes, t, 1.0 / n) for (axes, n), t in by_place.items()] or [GradGroup((), [])]
+        by_layout: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
+        for place, (info, master) in enumerate(self.masters()):
+            if (grad := self.given[place]) is None:
+                continue
+            replicas = len(self.ctx.mesh.ranks(*info.replicas))
+            if 1 < replicas < world:  # the mean over fewer ranks than dp has, as its average would have counted it
+                grad = self.given[place] = self.weighted(master, grad, replicas / world)
+            by_layout.setdefault(((*info.held, *info.replicas), replicas), []).append(grad)
+        return [GradGroup(axes, grads, 1.0 / n) for (axes, n), grads in by_layout.items()] or [GradGroup((), [])]
 
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
-        return {*super().axes(), *(self.ctx.mesh.expand((*s.held, *self._replicas(s))) for s in self._slots)}
+        return {*super().axes(), *(self.ctx.mesh.expand((*i.held, *i.replicas)) for i, _ in self.masters())}
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; ranks that have gone their own way are brought together first."""
+        """See `Partitioner.states`; ranks whose weights and states differ are made equal first."""
         if self._optimizer is not None:
             self._optimizer.synchronize()
         return super().states(optimizer)

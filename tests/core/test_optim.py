@@ -1,0 +1,72 @@
+"""Optimizers by name: what an entry may say, and classes by their dotted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_core
+from ds_core.entries import OptimizerEntry
+from ds_core.errors import PluginError, UsageError
+from ds_core.replicated import Replicated
+
+
+def ds_optimizers() -> Mapping[str, OptimizerEntry]:
+    """This module is its own plugin."""
+    return {
+        "Odd": OptimizerEntry("torch.optim:SGD", groups=f"{__name__}:biases_apart"),
+        "Own": OptimizerEntry("torch.optim:SGD", partitioner=f"{__name__}:Bound"),
+        "Wrong": OptimizerEntry("torch.optim:SGD", partitioner="builtins:repr"),
+    }
+
+
+def biases_apart(groups: Any, names: Mapping[nn.Parameter, str], *, lr: float) -> Any:
+    (group,) = groups
+    parts: dict[bool, list[Any]] = {False: [], True: []}
+    for param in group["params"]:
+        parts[names[param].endswith("bias")].append(param)
+    return [{"params": parts[False]}, {"params": parts[True], "lr": lr / 10}]
+
+
+class Bound(Replicated):
+    def bind(self, optimizer: Any, kernels: Any) -> None:
+        self.bound = type(optimizer)
+
+
+def start(kind: str, model: nn.Module, **config: Any) -> Any:
+    engine, *_ = ds_core.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": kind, "params": {"lr": 0.1}},
+            "plugins": {"load": [__name__]},
+            **config,
+        },
+    )
+    return engine
+
+
+def test_an_entry_may_split_groups_by_name() -> None:
+    engine = start("Odd", nn.Linear(2, 2))
+    assert [(len(g["params"]), g["lr"]) for g in engine.optimizer.param_groups] == [(1, 0.1), (1, 0.01)]
+
+
+def test_an_optimizer_by_its_dotted_path() -> None:
+    assert type(start("torch.optim.Adamax", nn.Linear(1, 1)).optimizer) is torch.optim.Adamax
+    assert type(start("torch.optim.NAdam", nn.Linear(1, 1)).optimizer) is torch.optim.NAdam
+
+
+def test_an_optimizer_brings_its_partitioner() -> None:
+    partitioner = start("Own", nn.Linear(1, 1)).partitioner
+    assert type(partitioner) is Bound and partitioner.bound is torch.optim.SGD
+    with pytest.raises(PluginError, match="builtins:repr of an OptimizerEntry gave a str, not a Partitioner"):
+        start("Wrong", nn.Linear(1, 1))
+
+
+def test_two_that_reduce_gradients_are_refused() -> None:
+    with pytest.raises((UsageError, ds_core.errors.ConfigError), match="reduces gradients by itself"):
+        start("Own", nn.Linear(1, 1), zero_optimization={"stage": 1})
