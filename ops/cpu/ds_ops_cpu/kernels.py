@@ -26,8 +26,8 @@ from ds_kernel_kit.marshal import (
     Lists,
     Reference,
     Row,
-    Steps,
     Tensors,
+    compiled_steps,
     empty_quantized,
     pairs_by_kind,
     quantized_parts,
@@ -68,7 +68,7 @@ def _step(
     copies: Tensors | None,
     first: int = 0,
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.marshal.Run`.
+    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.steps.Run`.
 
     first: the number of the first place, for who reads of an error.
     """
@@ -160,16 +160,10 @@ def together(prepare: Callable[[], None]) -> None:
             step()
 
 
-def _overlapping(step: Any) -> Callable[..., None]:
-    """See [Note: portions] in `ds_kernel_kit.portions`."""
-    offered = functools.partial(step)
-    offered.together = together  # type: ignore[attr-defined]
-    return offered
-
-
-_STEPS = Steps(_step)
-adam, adagrad, lion, sgd = map(_overlapping, (_STEPS.adam, _STEPS.adagrad, _STEPS.lion, _STEPS.sgd))
-lamb = _STEPS.lamb
+_STEPS = compiled_steps(_step)
+for _op in OVERLAPPING:
+    _STEPS[_op].together = together  # type: ignore[attr-defined]  # see [Note: portions] in `ds_kernel_kit.portions`
+adam, adagrad, lion, sgd, lamb = (_STEPS[op] for op in ("adam", "adagrad", "lion", "sgd", "lamb"))
 
 _EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 

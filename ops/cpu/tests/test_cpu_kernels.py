@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ds_kernel_kit import build
-from ds_kernel_kit.comparisons import STEPS
+from ds_kernel_kit.steps import STEPS
 from ds_ops_cpu import kernels
 from ds_ops_cpu.extension import EXTENSION
 from ds_testing import KernelConformance
@@ -63,7 +63,9 @@ class TestWithoutExchangeTable(KernelConformance):
 
 def operands(op: str, n: int) -> list[Tensor]:
     torch.manual_seed(n)
-    return [torch.randn(n).abs_() if i == 3 or op == "adagrad" else torch.randn(n) for i in range(2 + STEPS[op][0])]
+    return [
+        torch.randn(n).abs_() if i == 3 or op == "adagrad" else torch.randn(n) for i in range(len(STEPS[op].tensors))
+    ]
 
 
 @pytest.mark.usefixtures("instruction_set")
@@ -74,9 +76,9 @@ def test_a_result_does_not_depend_on_how_tensors_are_cut(op: str) -> None:
     whole, cut = operands(op, 100_003), operands(op, 100_003)
     pieces = [list(t.split([1, 1023, 5000, 1025, 16, 60_000, 32_937, 1])) for t in cut]
     torch.set_num_threads(1)
-    run(*[[t] for t in whole], **STEPS[op][1][1])
+    run(*[[t] for t in whole], **STEPS[op].trials[1])
     torch.set_num_threads(2)
-    run(*pieces, **STEPS[op][1][1])
+    run(*pieces, **STEPS[op].trials[1])
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
@@ -102,15 +104,15 @@ def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> Non
     whole, parts = ([[t.clone() for t in tensors * 2] for tensors in among_many(op)] for _ in range(2))
     one, two = ([torch.zeros(p.shape, dtype=torch.bfloat16) for p in lists[0]] for lists in (whole, parts))
     torch.set_num_threads(threads)
-    run(*whole, **STEPS[op][1][1], copies=one)
+    run(*whole, **STEPS[op].trials[1], copies=one)
     for place, row in enumerate(zip(*parts, two, strict=True)):
-        run(*([t] for t in row[:-1]), **STEPS[op][1][1], copies=[row[-1]])
+        run(*([t] for t in row[:-1]), **STEPS[op].trials[1], copies=[row[-1]])
         assert all(torch.equal(a, b[place]) for a, b in zip(row, (*whole, one), strict=True)), place
     with pytest.raises(KernelError, match=r"have \[400, 399(, 400)*\] tensors"):
-        run(whole[0], whole[1][1:], *whole[2:], **STEPS[op][1][1])
+        run(whole[0], whole[1][1:], *whole[2:], **STEPS[op].trials[1])
     whole[1][300] = torch.ones(12345)
     with pytest.raises(KernelError, match=r"tensors at place 300 have \[70000, 12345(, 70000)*\] elements"):
-        run(*whole, **STEPS[op][1][1])
+        run(*whole, **STEPS[op].trials[1])
 
 
 @pytest.mark.parametrize("threads", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -119,11 +121,11 @@ def test_steps_in_portions_are_the_step(op: str, threads: int) -> None:
     run: Callable[..., Any] = getattr(kernels, op)
     whole, parts, untouched = among_many(op), among_many(op), among_many(op)
     torch.set_num_threads(threads)
-    run(*whole, **STEPS[op][1][1])
+    run(*whole, **STEPS[op].trials[1])
 
     def prepare() -> None:
         for first in range(0, 200, 32):
-            run(*(tensors[first : first + 32] for tensors in parts), **STEPS[op][1][1])
+            run(*(tensors[first : first + 32] for tensors in parts), **STEPS[op].trials[1])
 
     run.together(prepare)  # type: ignore[attr-defined]
     for place, (a, b, before) in enumerate(zip(whole[0], parts[0], untouched[0], strict=True)):
@@ -165,7 +167,7 @@ def test_only_a_thread_that_prepares_hands_out_work() -> None:
         kernels.adam(*[[t] for t in lists], **ADAM)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(elsewhere).result()
-        ratios = kernels.lamb(*[[t] for t in lamb], **STEPS["lamb"][1][1])
+        ratios = kernels.lamb(*[[t] for t in lamb], **STEPS["lamb"].trials[1])
         assert len(ratios) == 1 and not torch.equal(lamb[0], before)
 
     kernels.together(prepare)
@@ -181,7 +183,7 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(count)
         norms.add(float(kernels.squared_norm(x)))
         lists = [[t] for t in operands("lamb", 90_000)]
-        coeffs.add(tuple(kernels.lamb(*lists, **STEPS["lamb"][1][0])))
+        coeffs.add(tuple(kernels.lamb(*lists, **STEPS["lamb"].trials[0])))
         params.append(lists[0][0])
     assert len(norms) == len(coeffs) == 1
     assert torch.equal(params[0], params[1]) and torch.equal(params[0], params[2])

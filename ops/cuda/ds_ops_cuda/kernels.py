@@ -19,8 +19,8 @@ from ds_kernel_kit import references
 from ds_kernel_kit.marshal import (
     Reference,
     Row,
-    Steps,
     Tensors,
+    compiled_steps,
     empty_quantized,
     pairs_by_kind,
     quantized_parts,
@@ -46,7 +46,7 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 def _step(
     name: str, reference: Reference, numbers: tuple[float, ...], lists: Sequence[Tensors], copies: Tensors | None
 ) -> list[float]:
-    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.marshal.Run`."""
+    """Call `name` for the places that C++ can take, `reference` for the others; see `ds_kernel_kit.steps.Run`."""
     params, has_copies = lists[0], copies is not None
     everything = [*lists, copies] if copies is not None else lists
     sizes = list(map(Tensor.numel, params))
@@ -75,8 +75,8 @@ def _step(
     return out
 
 
-_STEPS = Steps(_step)
-adam, adagrad, lion, sgd, lamb = _STEPS.adam, _STEPS.adagrad, _STEPS.lion, _STEPS.sgd, _STEPS.lamb
+_STEPS = compiled_steps(_step)
+adam, adagrad, lion, sgd, lamb = (_STEPS[op] for op in ("adam", "adagrad", "lion", "sgd", "lamb"))
 
 
 def _call(name: str, numbers: tuple[float, ...], lists: Sequence[Tensors], has_copies: bool) -> list[float]:

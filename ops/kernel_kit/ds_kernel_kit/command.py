@@ -200,7 +200,7 @@ def _timed_calls(n: int) -> dict[str, Callable[[Any], Any]]:
     import torch
 
     from ds_kernel_kit import references
-    from ds_kernel_kit.comparisons import STEPS
+    from ds_kernel_kit.steps import STEPS
 
     p, g, m, v = (torch.rand(n) for _ in range(4))
     half = g.bfloat16()
@@ -212,9 +212,9 @@ def _timed_calls(n: int) -> dict[str, Callable[[Any], Any]]:
         "quantize": lambda f: f(g, **how, symmetric=True),
         "dequantize": lambda f: f(q, scales, lows, **how, numel=n, dtype=torch.float32),
     }
-    for op, (states, factors) in STEPS.items():
-        lists = [[t] for t in (p, g, m, v)[: 2 + states]]
-        calls[op] = lambda f, lists=lists, factors=factors[0]: f(*lists, **factors)  # type: ignore[misc]
+    for op, spec in STEPS.items():
+        lists = [[t] for t in (p, g, m, v)[: len(spec.tensors)]]
+        calls[op] = lambda f, lists=lists, options=spec.trials[0]: f(*lists, **options)  # type: ignore[misc]
     return calls
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_core.entries import KernelEntry, resolve
 from ds_kernel_kit import references
+from ds_kernel_kit.steps import STEPS, StepSpec
 
 __all__ = ["CHECKS", "check", "has_check"]
 
@@ -61,8 +62,7 @@ def check(entry: KernelEntry, device: str = "cpu") -> int:
     return done
 
 
-Case = tuple[str, Callable[[], None]]
-Cases = Iterator[Case]
+Cases = Iterator[tuple[str, Callable[[], None]]]
 Comparisons = Callable[[Function, str, tuple[str, ...]], Cases]
 
 
@@ -108,46 +108,11 @@ def _close(kind: str, got: Lists, wanted: Lists, loosest: float) -> None:
 
 # -- optimizer steps ---------------------------------------------------------------------------------------------------
 
-_MOMENTS = {"lr": 0.1, "beta1": 0.875, "beta2": 0.96875, "weight_decay": 0.125}
-_ADAM = {**_MOMENTS, "eps": 1e-3}
-_LAMB = {**_ADAM, "min_coeff": 0.01, "max_coeff": 10.0}
-_SGD = {"lr": 0.1, "momentum": 0.875, "dampening": 0.0, "weight_decay": 0.125, "nesterov": False}
-# op -> number of states, and the factors of the calls that are made one after another on the same tensors
-STEPS: dict[str, tuple[int, list[dict[str, Any]]]] = {
-    "adam": (
-        2,
-        [
-            {**_ADAM, "step": 1},
-            {**_ADAM, "step": 7, "scale": 0.375, "decoupled": False},
-            {**_ADAM, "step": 3, "bias_correction": False, "weight_decay": 0.0},
-            {**_ADAM, "step": 900, "lr": 0.0},
-        ],
-    ),
-    "adagrad": (1, [{"lr": 0.1, "eps": 1e-3, "weight_decay": w, "scale": s} for w, s in ((0.0, 1.0), (0.125, 0.375))]),
-    "lion": (1, [_MOMENTS, {**_MOMENTS, "scale": 0.5}, {**_MOMENTS, "weight_decay": 0.0, "lr": 0.5}]),
-    "sgd": (
-        1,
-        [
-            {**_SGD, "first": True},
-            {**_SGD, "first": False, "dampening": 0.25},
-            {**_SGD, "first": False, "nesterov": True, "scale": 0.375, "weight_decay": 0.0},
-        ],
-    ),
-    "lamb": (
-        2,
-        [
-            {**_LAMB, "step": 1, "bias_correction": True, "eps_inside_sqrt": False},
-            {**_LAMB, "step": 5, "bias_correction": True, "eps_inside_sqrt": True, "scale": 0.375, "max_coeff": 0.5},
-            {**_LAMB, "step": 5, "bias_correction": False, "eps_inside_sqrt": False, "weight_decay": 0.0},
-        ],
-    ),
-}
 
-
-def _operands(op: str, mixture: tuple[torch.dtype, ...], device: str, layouts: tuple[str, ...]) -> Lists:
+def _operands(spec: StepSpec, mixture: tuple[torch.dtype, ...], device: str, layouts: tuple[str, ...]) -> Lists:
     """Parameters, gradients and states; a state that holds squares is at least 1, so that updates are of size 1."""
-    kinds = [mixture[0], mixture[1], *[mixture[2]] * STEPS[op][0]]
-    squares = {"adam": 3, "lamb": 3, "adagrad": 2}.get(op)
+    kinds = [mixture[0], mixture[1], *[mixture[2] for _ in spec.states]]
+    squares = spec.tensors.index(spec.squares) if spec.squares is not None else None
     lists = []
     for number, kind in enumerate(kinds):
         members = [
@@ -157,21 +122,20 @@ def _operands(op: str, mixture: tuple[torch.dtype, ...], device: str, layouts: t
     return lists
 
 
-def _calls(op: str, function: Function, lists: Lists, copies: list[Tensor] | None) -> list[Any]:
-    """All calls of `STEPS`, on these tensors; what they return."""
-    return [function(*lists, copies=copies, **factors) for factors in STEPS[op][1]]
+def _calls(spec: StepSpec, function: Function, lists: Lists, copies: list[Tensor] | None) -> list[Any]:
+    """All trials of the step, on these tensors; what they return."""
+    return [function(*lists, copies=copies, **options) for options in spec.trials]
 
 
-def _steps(op: str) -> Callable[[Function, str, tuple[str, ...]], Cases]:
-    reference: Function = getattr(references, op)
-    states = STEPS[op][0]
+def _steps(spec: StepSpec) -> Comparisons:
+    width = len(spec.tensors)
 
     def same(function: Function, lists: Lists, copy: torch.dtype | None) -> None:
         """Gradients stay as they are; parameters, states, copies and returned values are the reference's."""
         mine, theirs = _copies(lists), _copies(lists)
         copies = None if copy is None else [torch.full_like(p, 3.0, dtype=copy) for p in mine[0]]
         others = None if copy is None else [torch.full_like(p, 3.0, dtype=copy) for p in theirs[0]]
-        got, wanted = _calls(op, function, mine, copies), _calls(op, reference, theirs, others)
+        got, wanted = _calls(spec, function, mine, copies), _calls(spec, spec.reference, theirs, others)
         # What has few digits is rounded in every step, and each rounding carries into what follows.
         kept = {t.dtype for tensors in (lists[0], *lists[2:]) for t in tensors}
         coarse = 2 * max((_ROUNDING[d] for d in kept & {BF16, F16}), default=0.0)
@@ -190,27 +154,27 @@ def _steps(op: str) -> Callable[[Function, str, tuple[str, ...]], Cases]:
         for number, mixture in enumerate(mixtures):
             copy = (None, BF16, F16, F32)[number % 4] if mixture[0] is F32 else None
             for layouts in (("contiguous",), LAYOUTS):
-                lists = _operands(op, mixture, device, layouts)
+                lists = _operands(spec, mixture, device, layouts)
                 what = f"{'/'.join(str(d).removeprefix('torch.') for d in mixture)} {layouts[-1]}, copies {copy}"
                 yield what, lambda lists=lists, copy=copy: same(function, lists, copy)  # type: ignore[misc]
-        some = [_operands(op, m, device, ("contiguous",)) for m in mixtures[:5]]
-        mixed = [[t for lists in some for t in lists[i][1:5]] for i in range(states + 2)]
+        some = [_operands(spec, m, device, ("contiguous",)) for m in mixtures[:5]]
+        mixed = [[t for lists in some for t in lists[i][1:5]] for i in range(width)]
         yield "several dtypes in one call", lambda: same(function, mixed, None)
         uneven = [
             [tensor(n, F32, device, LAYOUTS[(i + k) % 4], 5 * k + i).abs() for i, n in enumerate(SIZES)]
-            for k in range(states + 2)
+            for k in range(width)
         ]
         flat = [[t.reshape(-1) for t in ts] for ts in uneven]
         yield "each operand in a layout of its own", lambda: same(function, flat, BF16)
-        yield "no tensors", lambda: same(function, [[] for _ in range(states + 2)], None)
-        if op == "sgd":
+        yield "no tensors", lambda: same(function, [[] for _ in range(width)], None)
+        if spec.op == "sgd":
             yield "no momentum", lambda: _no_momentum(function, device)
 
     return cases
 
 
 def _no_momentum(function: Function, device: str) -> None:
-    lists = _operands("sgd", (F32, F32, F32), device, LAYOUTS)[:2]
+    lists = _operands(STEPS["sgd"], (F32, F32, F32), device, LAYOUTS)[:2]
     mine, theirs = _copies(lists), _copies(lists)
     factors = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.125, "nesterov": False, "first": False}
     function(*mine, None, **factors)
@@ -308,7 +272,7 @@ def _dequantisations(function: Function, device: str, dtypes: tuple[str, ...]) -
 
 
 CHECKS: dict[str, Comparisons] = {
-    **{op: _steps(op) for op in STEPS},
+    **{op: _steps(spec) for op, spec in STEPS.items()},
     "squared_norm": _norms,
     "accumulate": _accumulations,
     "quantize": _quantisations,

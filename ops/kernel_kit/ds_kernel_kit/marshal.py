@@ -1,27 +1,28 @@
-"""What compiled providers of the core's operations share, whatever they are compiled for.
+"""What compiled providers share: lists of tensors sorted into calls that compiled code can take.
 
-`Steps` turns each optimizer step of the table into a name, plain numbers and lists of tensors, which is all that
-compiled code wants to know. The rest is for the lists: sorting them into calls that compiled code can take, with the
-reference for what it cannot; and the memory that quantisation fills.
+A step arrives as a name, plain numbers and lists of tensors (`StepSpec.compiled`). `sorted_out` makes one call for the
+places of each kind, and leaves those that compiled code cannot take to the reference. The rest allocates and checks
+what quantisation fills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_core.errors import KernelError
 from ds_kernel_kit import references
+from ds_kernel_kit.steps import GRADS, STEPS, Lists, Reference, Run, Tensors
 
 __all__ = [
     "Lists",
     "Reference",
     "Row",
-    "Steps",
     "Tensors",
+    "compiled_steps",
     "empty_quantized",
     "in_one_order",
     "pairs_by_kind",
@@ -31,164 +32,12 @@ __all__ = [
 ]
 
 K = TypeVar("K", bound=Hashable)
-Tensors = Sequence[Tensor]
 Row = tuple[Tensor, ...]
-Lists = list[list[Tensor]]
-Reference = Callable[[Lists, "list[Tensor] | None"], "list[float] | None"]
-"""An operation's reference with its options: lists and copies -> what it returns."""
 
 
-class Run(Protocol):
-    """Carries out one step; returns the values of all places, in order, if the step has any."""
-
-    def __call__(
-        self,
-        name: str,
-        reference: Reference,
-        numbers: tuple[float, ...],
-        lists: Sequence[Tensors],
-        copies: Tensors | None,
-    ) -> list[float]:
-        """lists: parameters, gradients and states. numbers: the options, in the order of the compiled `name`."""
-
-
-class Steps:
-    """The optimizer steps of `ds_kernel_kit.references`, carried out by `run`."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def adam(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        *,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        bias_correction: bool = True,
-        scale: float = 1.0,
-        copies: Tensors | None = None,
-    ) -> None:
-        """See `ds_kernel_kit.references.adam`."""
-        correction1 = 1 - beta1**step if bias_correction else 1.0
-        correction2 = 1 - beta2**step if bias_correction else 1.0
-        numbers = (scale, lr, beta1, beta2, eps, weight_decay, decoupled, correction1, correction2)
-
-        def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-            references.adam(
-                *lists, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-                decoupled=decoupled, bias_correction=bias_correction, scale=scale, copies=copies,
-            )  # fmt: skip
-
-        self._run("adam", reference, numbers, [params, grads, exp_avgs, exp_avg_sqs], copies)
-
-    def adagrad(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        sums: Tensors,
-        *,
-        lr: float,
-        eps: float,
-        weight_decay: float,
-        scale: float = 1.0,
-        copies: Tensors | None = None,
-    ) -> None:
-        """See `ds_kernel_kit.references.adagrad`."""
-
-        def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-            references.adagrad(*lists, lr=lr, eps=eps, weight_decay=weight_decay, scale=scale, copies=copies)
-
-        self._run("adagrad", reference, (scale, lr, eps, weight_decay), [params, grads, sums], copies)
-
-    def lion(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        scale: float = 1.0,
-        copies: Tensors | None = None,
-    ) -> None:
-        """See `ds_kernel_kit.references.lion`."""
-
-        def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-            references.lion(
-                *lists, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, scale=scale, copies=copies
-            )
-
-        self._run("lion", reference, (scale, lr, beta1, beta2, weight_decay), [params, grads, exp_avgs], copies)
-
-    def sgd(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        momenta: Tensors | None,
-        *,
-        lr: float,
-        momentum: float,
-        dampening: float,
-        weight_decay: float,
-        nesterov: bool,
-        first: bool,
-        scale: float = 1.0,
-        copies: Tensors | None = None,
-    ) -> None:
-        """See `ds_kernel_kit.references.sgd`."""
-
-        def reference(lists: Lists, copies: list[Tensor] | None) -> None:
-            references.sgd(
-                lists[0], lists[1], lists[2] if len(lists) > 2 else None, lr=lr, momentum=momentum,
-                dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, first=first, scale=scale,
-                copies=copies,
-            )  # fmt: skip
-
-        numbers = (scale, lr, momentum, 1 - dampening, weight_decay, nesterov, first)
-        self._run("sgd", reference, numbers, [params, grads, *([] if momenta is None else [momenta])], copies)
-
-    def lamb(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        *,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        bias_correction: bool,
-        eps_inside_sqrt: bool,
-        min_coeff: float,
-        max_coeff: float,
-        scale: float = 1.0,
-        copies: Tensors | None = None,
-    ) -> list[float]:
-        """See `ds_kernel_kit.references.lamb`; on a GPU, reading the trust ratios waits for the device once."""
-        size = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
-        numbers = (scale, size, beta1, beta2, eps, eps_inside_sqrt, weight_decay, min_coeff, max_coeff)
-
-        def reference(lists: Lists, copies: list[Tensor] | None) -> list[float]:
-            return references.lamb(
-                *lists, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-                bias_correction=bias_correction, eps_inside_sqrt=eps_inside_sqrt, min_coeff=min_coeff,
-                max_coeff=max_coeff, scale=scale, copies=copies,
-            )  # fmt: skip
-
-        return self._run("lamb", reference, numbers, [params, grads, exp_avgs, exp_avg_sqs], copies)
+def compiled_steps(run: Run) -> dict[str, Callable[..., list[float] | None]]:
+    """Every operation of `STEPS` with its reference's signature, carried out by `run`."""
+    return {op: spec.compiled(run) for op, spec in STEPS.items()}
 
 
 # -- lists of tensors --------------------------------------------------------------------------------------------------
@@ -221,7 +70,7 @@ def sorted_out(
             values = call([list(c) for c in zip(*flat, strict=True)])
             for row, worked in zip(members, flat, strict=True):
                 for index, (tensor, copy) in enumerate(zip(row, worked, strict=True)):
-                    if copy is not tensor and index != 1:
+                    if copy is not tensor and index != GRADS:
                         tensor.detach().copy_(copy)
         out.update(zip(places, values, strict=bool(values)))
     return [out[i] for i in sorted(out)]

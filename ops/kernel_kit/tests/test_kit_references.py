@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
 from ds_kernel_kit import references
+from ds_kernel_kit.marshal import compiled_steps
+from ds_kernel_kit.steps import STEPS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -65,3 +70,29 @@ def test_a_tensor_without_gaps_is_known() -> None:
     assert all(references.is_dense(t) for t in dense)
     gaps = [x[:, ::2], x[:, :3], x[:1].expand(4, 6), x.as_strided((2, 2, 2), (1, 1, 5))]
     assert not any(references.is_dense(t) for t in gaps)
+
+
+# -- the records of steps ----------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_step_has_its_references_arguments() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def run(name: str, reference: Any, numbers: Any, lists: Any, copies: Any) -> list[float]:
+        calls.append((name, numbers, len(lists)))
+        return reference(lists, copies) or []
+
+    steps = compiled_steps(run)
+    assert {op: str(inspect.signature(f)) for op, f in steps.items()} == {
+        op: str(inspect.signature(getattr(references, op))) for op in STEPS
+    }
+    p, g = [torch.ones(3)], [torch.ones(3)]
+    plain = {"lr": 0.5, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": False}
+    assert steps["sgd"](p, g, None, **plain, scale=2.0) is None
+    assert calls == [("sgd", (2.0, 0.5, 0.0, 1.0, 0.0, False, False), 2)] and torch.equal(p[0], torch.zeros(3))
+    with pytest.raises(TypeError, match="'lrr'"):
+        steps["sgd"](p, g, None, **plain, lrr=1.0)
+    with pytest.raises(TypeError, match="'first'"):
+        steps["sgd"](p, g, None, **{k: v for k, v in plain.items() if k != "first"})
+    with pytest.raises(TypeError, match="'momenta'"):
+        steps["sgd"](p, g, **plain)
