@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core import checkpoint, joint
+from ds_core import joint
 from ds_core.absent import no_attribute
 from ds_core.accumulation import Accumulation
 from ds_core.batches import Batches, make_loader
+from ds_core.checkpointer import Checkpointer, LoadOptions, SaveOptions, find_checkpointer
 from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
 from ds_core.ended import end
 from ds_core.errors import UsageError
@@ -30,7 +31,7 @@ from ds_core.precision import LossScaler, autocast_context, cast_floats
 from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
 from ds_core.running import RunningEngine
-from ds_core.runstate import load_run_state, run_state
+from ds_core.runstate import RunState
 from ds_core.zerograd import unwatch_zero_grad, watch_zero_grad
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Engine(RunningEngine):
         self._batches = Batches(loader)
         self._accumulation = Accumulation(ctx, partitioner, self._batches)
         self._window = self._accumulation.window
+        self._checkpointer: Checkpointer | None = None  # found at the first save or load
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
@@ -429,12 +431,20 @@ class Engine(RunningEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write all that a resumed run needs to ``save_dir/tag``; atomic. Every rank calls it.
+        """Save all that a resumed run needs to ``save_dir/tag``. Every rank calls it.
 
-        With ``checkpoint.async`` it returns when the states are copied, and writes while training goes on.
+        tag: default ``global_step{N}``. client_state: rank 0's values are kept, and given back by `load_checkpoint`.
+        save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out weights that do not
+        require gradients. UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
         """
-        checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        options = SaveOptions(tag, client_state, save_latest, exclude_frozen_parameters)
+        self._find_checkpointer().save(RunState(self), save_dir, options)
         return True
+
+    def _find_checkpointer(self) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = find_checkpointer(self.ctx)
+        return self._checkpointer
 
     def load_checkpoint(
         self,
@@ -451,40 +461,36 @@ class Engine(RunningEngine):
         """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank calls it.
 
         Without a tag and without a file ``latest``: (None, None) and a warning, or (None, {}) with missing_ok.
-        fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpoint.loading.load`.
+        fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpointer.LoadOptions`.
         """
-        return checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
+        options = LoadOptions(
+            tag=tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom=custom_load_fn,
             missing_ok=missing_ok,
             fallback=fallback,
         )
+        return self._find_checkpointer().load(RunState(self), load_dir, options)
 
     def wait_for_checkpoint(self) -> None:
-        """Until a save under ``checkpoint.async`` is on the disk; raises what went wrong. Every rank calls it."""
-        checkpoint.wait(self)
+        """Return when the save under way, if any, is durable; raises what went wrong with it. Every rank calls it."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did. Collective."""
-        return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        export = self._find_checkpointer().export
+        return export(RunState(self), save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model  # its old name
 
-    def run_state(self) -> dict[str, Any]:
-        """All that is not a tensor of the model: counters, scaler, hyperparameters, schedule, data position."""
-        return run_state(self)
-
-    def load_run_state(self, state: Mapping[str, Any], *, optimizer: bool = True, scheduler: bool = True) -> None:
-        """The reverse of `run_state`; `optimizer` and `scheduler` say whether those parts are taken too."""
-        load_run_state(self, state, optimizer=optimizer, scheduler=scheduler)
+    def begin_anew(self) -> None:
+        """See `RunningEngine`."""
         self.partitioner.zero_grad()
         self._report.drop_loss()
         self._accumulation.begin_window()
@@ -500,7 +506,8 @@ class Engine(RunningEngine):
             STATE.engines.discard(self)
             STATE.taken.pop(self.partitioner, None)
             joint.leave(self.serial)
-            checkpoint.close(self)
+            if self._checkpointer is not None:
+                self._checkpointer.close()
             self._report.close()
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
+    from ds_core.checkpointer import Checkpointer
     from ds_core.comm.interceptor import Interceptor
     from ds_core.config import RunConfig
     from ds_core.context import Context
@@ -48,6 +49,7 @@ __all__ = [
     "ds_charts",
     "ds_check",
     "ds_checkpointables",
+    "ds_checkpointer",
     "ds_close",
     "ds_commands",
     "ds_config",
@@ -174,6 +176,17 @@ def ds_partitioner(ctx: Context) -> Partitioner | None:
 @gives(one_or_none("ds_core.runner:Runner"))
 def ds_runner(ctx: Context) -> Runner | None:
     """Driver: who turns micro-batches into forwards and backwards. None: not this plugin. Nobody: `Sequential`."""
+
+
+@hookspec
+@gives(one_or_none("ds_core.checkpointer:Checkpointer"))
+def ds_checkpointer(ctx: Context) -> Checkpointer | None:
+    """Driver: who saves and loads checkpoints. None: not this plugin.
+
+    Asked at the engine's first save or load, on every rank. Where no plugin that takes part answers, installed backends
+    are asked, so a plugin in the group ``ds_core.backends`` serves without being named in the config. Nobody: saving
+    and loading raise UsageError.
+    """
 
 
 @hookspec

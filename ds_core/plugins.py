@@ -362,13 +362,27 @@ class Plugins:
             raise PluginError(f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to describe it")
         return found
 
-    def driver(self, hook: str, **arguments: Any) -> Answer | None:
-        """The one answer to a driver hook, or None. Two answers are an error that names both."""
+    def driver(self, hook: str, *, or_installed: bool = False, **arguments: Any) -> Answer | None:
+        """The one answer to a driver hook, or None. Two answers are an error that names both.
+
+        or_installed: where none of those who take part answers, ask every backend; the one that answers takes part.
+        """
         answers = self.ask(hook, **arguments)
+        if or_installed and not answers:
+            answers = self._ask_backends(hook, arguments)
         if len(answers) > 1:
             both = " and ".join(str(a.plugin) for a in answers)
             raise PluginError(f"{hook} is answered by {both}; only one can drive: disable one with plugins.disable")
+        if or_installed and answers:
+            self.join(answers[0].plugin)
         return answers[0] if answers else None
+
+    def _ask_backends(self, hook: str, arguments: Mapping[str, Any]) -> list[Answer]:
+        self.load_backends()
+        backends = {found.module for found in self._reports if found.group == BACKENDS}
+        rows = [impl for impl in self._impls(hook) if impl.plugin_name in backends]
+        answers = [Answer(self._by_module[i.plugin_name], self._call(hook, i, arguments)) for i in rows]
+        return [a for a in answers if a.value is not None]
 
     def named(self, hook: str, kind: str) -> Offers:
         """Merge the name -> entry mappings of a by-name driver hook; keys are lower-case.

@@ -67,6 +67,10 @@ class RunningEngine(ABC):
         """Drop the gradients of the window."""
 
     @abstractmethod
+    def begin_anew(self) -> None:
+        """Forget the window, its gradients and the position in the data: all states have been replaced."""
+
+    @abstractmethod
     def destroy(self) -> None:
         """Close monitors, remove hooks and free buffers."""
 

@@ -1,52 +1,300 @@
-"""What a resumed run needs besides tensors: counters, loss scaler, hyperparameters, schedule and data position."""
+"""All that a resumed run needs, as one record: what checkpointers save and load.
+
+Tensors of the model and the optimizer are pieces of named states (`StateTensor`), each element stored once over all
+ranks; everything else is plain values that may hold small tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from torch import Tensor, nn
+
+from ds_core import rng
 from ds_core.errors import CheckpointError
+from ds_core.slices import SLICES, as_wholes, shares
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_core.checkpointer import LoadOptions
+    from ds_core.context import Context
+    from ds_core.partition import StateSource, StateTensor
     from ds_core.running import RunningEngine
 
-__all__ = ["load_run_state", "run_state"]
+__all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers"]
+
+log = logging.getLogger("ds_core.checkpoint")
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
-def run_state(engine: RunningEngine) -> dict[str, Any]:
-    """A fresh dict of plain values (and whatever the schedule's own state holds)."""
-    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
-    loader = engine.training_dataloader
-    return {
-        **{counter: getattr(engine, counter) for counter in COUNTERS},
-        # A checkpoint holds no half-summed gradients, so a window that is not complete will run again.
-        "micro_steps": engine.micro_steps - engine.partitioner.window.micros,
-        "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
-        "optimizer_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "data": loader.state_dict() if loader is not None else None,
-    }
+@runtime_checkable
+class HasRankState(Protocol):
+    """An optimizer with a state that is this rank's own, such as the errors of compressed communication."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Values and tensors, kept among this rank's own values."""
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Called after all other states are loaded, and only if there are as many ranks as when it was saved."""
 
 
-def load_run_state(engine: RunningEngine, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
-    """Put `state` back; raises CheckpointError, with nothing changed, when its optimizer groups do not fit."""
-    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
-    saved = state["optimizer_groups"]
-    if optimizer and groups and len(saved) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint has {len(saved)} optimizer groups, this run {len(groups)}; "
-            "use the same groups, or load_optimizer_states=False"
-        )
-    for counter in COUNTERS:
-        setattr(engine, counter, int(state[counter]))
-    if optimizer:
-        if engine.scaler is not None and state["scaler"] is not None:
-            engine.scaler.load_state_dict(state["scaler"])
-        for group, values in zip(groups, saved, strict=False):
-            group.update(values)
-    if scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if engine.training_dataloader is not None and state["data"] is not None:
-        engine.training_dataloader.load_state_dict(state["data"])
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A checkpoint, as `RunState.restore` takes it.
+
+    states: the tensors. common, local: what the methods of `RunState` gave; local is another rank's where `own` is
+    False (there were fewer ranks). world_size: when it was saved. has_optimizer: whether optimizer states were saved.
+    partial: weights were left out on purpose. shared: further name -> name of module tensors that share memory.
+    """
+
+    states: StateSource
+    common: Mapping[str, Any]
+    local: Mapping[str, Any]
+    own: bool
+    world_size: int
+    has_optimizer: bool
+    partial: bool = False
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+
+class RunState:
+    """The state of an engine's run, to save and to load. Its methods are not collective, but for `restore`."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+
+    @property
+    def ctx(self) -> Context:
+        """The run."""
+        return self._engine.ctx
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self._engine.module
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, if any."""
+        return self._engine.optimizer
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self._engine.global_steps
+
+    @property
+    def not_exported(self) -> str:
+        """Why the weights are not to be exported, where the config says so."""
+        return self._engine.partitioner.not_exported
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def pieces(self, *, exclude: Sequence[str] = ()) -> Iterator[StateTensor]:
+        """The pieces that this rank is to save: over all ranks every element once. exclude: names of states."""
+        left_out = set(exclude)
+        return shares((p for p in self.states(self.optimizer) if p.name not in left_out), self.ctx.mesh)
+
+    def states(self, optimizer: Optimizer | None = None) -> Iterator[StateTensor]:
+        """All pieces that this rank holds, of the weights and buffers and of the states of `optimizer`."""
+        states = self._engine.partitioner.states(optimizer)
+        return as_wholes(states, self.ctx.stash.get(SLICES), self.ctx.mesh)
+
+    def expected(self, *, optimizer: bool) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, on this rank, of the states that `restore` reads; those of the optimizer too if asked for."""
+        states = self._engine.partitioner.states(self.optimizer if optimizer else None)
+        return {state.name: tuple(state.shape) for state in states}
+
+    def frozen_states(self) -> list[str]:
+        """The names that ``exclude_frozen_parameters`` leaves out."""
+        names = [info.name for param, info in self.ctx.params.items() if not param.requires_grad]
+        return [f"{kind}/{name}" for name in names for kind in ("module", "master")]
+
+    def common(self) -> dict[str, Any]:
+        """Equal on all ranks: counters, loss scaler, hyperparameters, schedule, data position."""
+        engine = self._engine
+        loader = engine.training_dataloader
+        return {
+            **{counter: getattr(engine, counter) for counter in COUNTERS},
+            # A checkpoint holds no half-summed gradients, so a window that is not complete will run again.
+            "micro_steps": engine.micro_steps - engine.partitioner.window.micros,
+            "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
+            "optimizer_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.param_groups()],
+            "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+            "data": loader.state_dict() if loader is not None else None,
+        }
+
+    def local(self) -> dict[str, Any]:
+        """This rank's own: random states, states of plugins and of modules, buffers, the optimizer's plain values.
+
+        Buffers are saved as pieces by one rank, and here by the others, where they may differ: running statistics see
+        each rank's own data.
+        """
+        optimizer = self.optimizer
+        return {
+            "random": rng.capture(self.ctx.accelerator),
+            "plugins": {name: item.state_dict() for name, item in _plugin_objects(self.ctx).items()},
+            "module_extra": {name: m.get_extra_state() for name, m in self.extra_modules().items()},
+            "optimizer": _optimizer_values(optimizer),
+            "optimizer_rank": optimizer.rank_state_dict() if isinstance(optimizer, HasRankState) else None,
+            "buffers": {n: b for n, b in persistent_buffers(self.module).items() if self.first_holder(n) != self.rank},
+        }
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self.ctx.rank
+
+    def first_holder(self, buffer: str) -> int:
+        """The rank whose values of a buffer are saved as a piece."""
+        mesh, info = self.ctx.mesh, self.ctx.buffers.get(buffer)  # None: one that came after initialize
+        held = info.held if info is not None else ()
+        return mesh.ranks(*(axis for axis in mesh.expand(mesh.names) if axis not in held))[0]
+
+    def extra_modules(self) -> dict[str, nn.Module]:
+        """The modules, by name, that keep a state of their own with ``get_extra_state``."""
+        plain = nn.Module.get_extra_state
+        return {name: m for name, m in self.module.named_modules() if type(m).get_extra_state is not plain}
+
+    # -- loading -----------------------------------------------------------------------------------------------
+
+    def restore(self, saved: SavedRun, options: LoadOptions) -> None:
+        """Make this run what `saved` is, but for what `options` leaves as it is.
+
+        Whoever calls it has checked everything that can be: an error may leave the run half loaded. Random states come
+        last, so that nothing done here draws from them.
+        """
+        takes = options.optimizer and not options.module_only and saved.has_optimizer
+        optimizer = self.optimizer if takes else None
+        if options.custom is not None:
+            options.custom(_module_tensors(saved), self.module)
+            # Without weights in the source, master weights are made from those that the function has just set.
+            weights = _Without(saved.states, ("module/", "master/"))
+            self._engine.partitioner.load_states(weights, optimizer, strict=False)
+        else:
+            strict = options.strict and not saved.partial
+            self._engine.partitioner.load_states(saved.states, optimizer, strict=strict)
+            self._load_module_values(saved)
+        if options.module_only:
+            return
+        if optimizer is not None:
+            _set_optimizer_values(optimizer, saved.local["optimizer"])
+            if isinstance(optimizer, HasRankState) and self.ctx.world_size == saved.world_size:
+                # Checkpoints of other programs, and of ds_core before it kept this, have none.
+                optimizer.load_rank_state_dict(saved.local.get("optimizer_rank") or {})
+        self._load_common(saved.common, optimizer=optimizer is not None, scheduler=options.scheduler)
+        self._engine.begin_anew()
+        _load_plugins(self.ctx, saved.local["plugins"])
+        if saved.own and saved.local["random"] is not None:  # None: imported from another program
+            rng.restore(saved.local["random"], self.ctx.accelerator)
+        else:
+            log.debug("rank %d is new: it keeps its random state and takes another's plugin states", self.rank)
+
+    def _load_common(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
+        """Put `state` back; raises CheckpointError, with nothing changed, when its optimizer groups do not fit."""
+        engine, groups = self._engine, self._engine.param_groups()
+        saved = state["optimizer_groups"]
+        if optimizer and groups and len(saved) != len(groups):
+            raise CheckpointError(
+                f"the checkpoint has {len(saved)} optimizer groups, this run {len(groups)}; "
+                "use the same groups, or load_optimizer_states=False"
+            )
+        for counter in COUNTERS:
+            setattr(engine, counter, int(state[counter]))
+        if optimizer:
+            if engine.scaler is not None and state["scaler"] is not None:
+                engine.scaler.load_state_dict(state["scaler"])
+            for group, values in zip(groups, saved, strict=False):
+                group.update(values)
+        if scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if engine.training_dataloader is not None and state["data"] is not None:
+            engine.training_dataloader.load_state_dict(state["data"])
+
+    def _load_module_values(self, saved: SavedRun) -> None:
+        """Buffers of this rank's own, and what modules keep by themselves."""
+        if saved.own:
+            here = persistent_buffers(self.module)
+            for name, tensor in saved.local.get("buffers", {}).items():
+                if name in here:
+                    here[name].data.copy_(tensor)
+        modules = self.extra_modules()
+        for name, state in saved.local["module_extra"].items():
+            if name in modules:
+                modules[name].set_extra_state(state)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers, by name, that are part of the module's state dict."""
+    kept = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+class _Without:
+    """A `StateSource` in which states whose names begin with one of `prefixes` are left out."""
+
+    def __init__(self, source: StateSource, prefixes: tuple[str, ...]) -> None:
+        self._source, self._prefixes = source, prefixes
+        self.shape: Callable[..., tuple[int, ...]] = source.shape
+        self.read: Callable[..., Tensor] = source.read
+
+    def names(self) -> Sequence[str]:
+        """See `StateSource`."""
+        return [n for n in self._source.names() if not n.startswith(self._prefixes)]
+
+
+def _module_tensors(saved: SavedRun) -> dict[str, Tensor]:
+    """The unsharded tensors of the saved module, under all their names."""
+    names = [n for n in saved.states.names() if n.startswith("module/")]
+    tensors = {n.removeprefix("module/"): saved.states.read(n).view(saved.states.shape(n)) for n in names}
+    return tensors | {alias: tensors[name] for alias, name in saved.shared.items() if name in tensors}
+
+
+def _plugin_objects(ctx: Context) -> dict[str, Any]:
+    """What plugins want kept: ``plugins/<plugin>/<name>`` -> an object with state_dict and load_state_dict."""
+    found: dict[str, Any] = {}
+    for answer in ctx.plugins.ask("ds_checkpointables", ctx=ctx):
+        for name, item in answer.value.items():
+            key = f"plugins/{answer.plugin.name}/{name}"
+            if key in found:
+                raise CheckpointError(f"two plugins keep a state under {key!r}: {answer.plugin} is the second")
+            found[key] = item
+    return found
+
+
+def _load_plugins(ctx: Context, saved: Mapping[str, Any]) -> None:
+    objects = _plugin_objects(ctx)
+    for name, item in objects.items():
+        if name in saved:
+            item.load_state_dict(saved[name])
+        else:
+            log.warning("the checkpoint has no state for %s, which starts as it is", name)
+    for name in sorted(set(saved) - set(objects)):
+        log.warning("the checkpoint has a state for %s, which this run does not have; it is left out", name)
+
+
+def _optimizer_values(optimizer: Optimizer | None) -> dict[str, dict[str, Any]]:
+    """State that is not in tensors (a step counted as an int, say): "<group>.<position>" -> key -> value."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, param in _positions(optimizer):
+        state = optimizer.state.get(param, {}) if optimizer is not None else {}
+        if values := {k: v for k, v in state.items() if not isinstance(v, Tensor)}:
+            found[place] = values
+    return found
+
+
+def _set_optimizer_values(optimizer: Optimizer, values: Mapping[str, Mapping[str, Any]]) -> None:
+    for place, param in _positions(optimizer):
+        if place in values:
+            optimizer.state[param].update(values[place])
+
+
+def _positions(optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    for g, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for p, param in enumerate(group["params"]):
+            yield f"{g}.{p}", param

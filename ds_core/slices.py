@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.partition import StateTensor
 
-__all__ = ["SLICES", "Slice", "as_wholes"]
+__all__ = ["SLICES", "Slice", "as_wholes", "shares"]
+
+UNDIVIDED = 1 << 14
+"""Pieces of at most so many elements are written by one rank: more files to read from would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +89,27 @@ def as_wholes(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None,
             yield dataclasses.replace(state, shape=piece.shape, start=start, stop=stop, held=held)
         else:
             yield dataclasses.replace(state, shape=piece.shape, box=piece.box, held=held)
+
+
+def shares(pieces: Iterable[StateTensor], mesh: Mesh) -> Iterator[StateTensor]:
+    """What of `pieces` this rank writes; ranks that hold the same piece write equal parts of it.
+
+    Small pieces, and those that are not contiguous (a part of them would need a copy of the whole), go to one rank
+    each, which their names choose.
+    """
+    places: dict[tuple[str, ...], tuple[int, int]] = {}
+    for piece in pieces:
+        if not piece.store:
+            continue
+        if piece.copies not in places:
+            places[piece.copies] = mesh.size(*piece.copies), mesh.index(*piece.copies)
+        (count, index), size = places[piece.copies], piece.stop - piece.start
+        if count == 1:
+            yield piece
+        elif size <= UNDIVIDED or not piece.tensor.is_contiguous():
+            if zlib.crc32(piece.name.encode()) % count == index:
+                yield piece
+        else:
+            low, high = size * index // count, size * (index + 1) // count
+            part = piece.tensor.detach().reshape(-1)[low:high]
+            yield dataclasses.replace(piece, tensor=part, start=piece.start + low, stop=piece.start + high)

@@ -19,7 +19,6 @@ __all__ = [
     "BF16",
     "FP16",
     "AmpConfig",
-    "CheckpointConfig",
     "CommsGuard",
     "CommsLogger",
     "CoreConfig",
@@ -202,54 +201,6 @@ class CommsGuard(Section):
     )
 
 
-class ParallelWrite(Section):
-    """Which ranks write at once."""
-
-    pipeline_stage: bool = option(
-        False, "Pipeline stages write at the same time.", without_effect="every rank writes its own share, at once"
-    )
-
-
-class Writer(Section):
-    """DeepSpeed's checkpoint writer; ds_core has its own."""
-
-    type: Literal["MOCK", "PYTHON", "FAST"] = option("FAST", "Kind of DeepSpeed's writer.")
-    io_buffer_size: int = option(67108864, "Bytes of the write buffer.", gt=0)
-    io_buffer_double: bool = option(True, "Two buffers, so that filling and writing overlap.")
-    io_multiplier: int = option(1, "Buffers per writer.", gt=0)
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = option(None, "Which ranks share the writing.")
-    decoupled: bool = option(False, "Write in another process.")
-    show_statistics: bool = option(False, "Log the speed of each write.")
-
-
-class CheckpointConfig(Section):
-    """How checkpoints are saved and loaded."""
-
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _word(str.capitalize)] = option(
-        "Warn", "When ranks save under unequal tags: Ignore, Warn or Fail (any case)."
-    )
-    asynchronous: bool = option(
-        False, "Copy states to host memory and write them while training goes on.", alias="async"
-    )
-    keep_last: int | None = option(None, "Remove all but so many of the newest checkpoints after each save.", ge=1)
-    verify: bool = option(True, "Compare every file with its checksum before anything is loaded.")
-    load_universal: bool = option(
-        False,
-        "Load a checkpoint that was saved at another layout.",
-        without_effect="every checkpoint loads at any layout",
-    )
-    use_node_local_storage: bool = not_built(False, "checkpoints need storage that every rank sees")
-    checkpoint_serialization: bool = option(
-        True, "False: tensors without a container.", without_effect="checkpoints are always safetensors and JSON"
-    )
-    parallel_write: ParallelWrite = option(ParallelWrite(), "Which ranks write at once.")
-    writer: Writer | None = option(
-        None,
-        "DeepSpeed's checkpoint writer.",
-        without_effect="ds_core writes safetensors by itself; checkpoint.async writes while training goes on",
-    )
-
-
 class PluginsConfig(Section):
     """Which plugins take part. A bare list means `load`."""
 
@@ -323,7 +274,6 @@ class CoreConfig(Section):
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")
     zero_allow_untested_optimizer: bool = option(False, "Let ZeRO run an optimizer that nobody has declared.")
     zero_force_ds_cpu_optimizer: bool = option(True, "Let ZeRO refuse a user's optimizer with offload.")
-    checkpoint: CheckpointConfig = option(CheckpointConfig(), "How checkpoints are saved and loaded.")
     kernels: dict[str, Annotated[str, Field(min_length=1)]] = option(
         {}, 'Operation -> provider, such as {"adam": "reference"}.'
     )

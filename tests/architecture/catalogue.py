@@ -20,6 +20,8 @@ HOOKS = {
     "ds_launchers": "launchers",
     "ds_commands": "commands",
 }
+DRIVERS = ("ds_checkpointer",)
+"""Hooks that an installed backend answers without being named; see `Plugins.driver`."""
 
 
 def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
@@ -58,6 +60,8 @@ def made() -> str:
         catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
     kernels = [(e, a.plugin.dist) for a in plugins.offers("ds_kernels") for e in a.value if a.plugin.dist in folders]
     catalogue["kernels"] = {e.op: dist for e, dist in sorted(kernels, key=lambda row: -row[0].priority)}
+    rows = [(hook, report.found) for report in plugins.reports() for hook in report.hooks if hook in DRIVERS]
+    catalogue["drivers"] = {hook: found.dist for hook, found in rows if found.dist in folders}
     return json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1) + "\n"
 
 

@@ -93,12 +93,10 @@ BOOLEANS = [
     "comms_logger.prof_all",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
-    "checkpoint.load_universal",
-    "checkpoint.writer.io_buffer_double",
     "disable_allgather",
 ]
 OBJECTS = ["fp16", "bf16", "torch_autocast", "data_types", "timers", "timers.throughput", "comms_logger", "optimizer"]
-OBJECTS += ["optimizer.params", "scheduler", "scheduler.params", "checkpoint", "kernels", "amp", "checkpoint.writer"]
+OBJECTS += ["optimizer.params", "scheduler", "scheduler.params", "kernels", "amp"]
 WORDS: dict[str, list[Any]] = {
     "torch_autocast.dtype": ["fp32", "int8", 16],
     "data_types.grad_accum_dtype": ["fp8", 32],
@@ -107,10 +105,8 @@ WORDS: dict[str, list[Any]] = {
     "communication_data_type": ["int8", 16],
     "gradient_allreduce_op": ["max", True],
     "log_level": ["warn", "loud", 10],
-    "checkpoint.tag_validation": ["Fial", True, None],
     "optimizer.type": [3, "", ["Adam"], None],
     "scheduler.type": [False, "", None],
-    "checkpoint.writer.type": ["SLOW"],
     "fp16.initial_scale_power": [400, 128, -1],
 }
 NOT_BUILT = {

@@ -77,7 +77,6 @@ def test_the_defaults_are_the_documents() -> None:
     assert core.optimizer is None and core.scheduler is None
     assert core.zero_force_ds_cpu_optimizer and not core.zero_allow_untested_optimizer
     assert core.comms_logger.prof_all and core.comms_logger.prof_ops == [] and not core.comms_logger.enabled
-    assert (core.checkpoint.tag_validation, core.checkpoint.load_universal) == ("Warn", False)
 
 
 def test_values_arrive() -> None:
@@ -89,7 +88,6 @@ def test_values_arrive() -> None:
         "data_types": {"param_dtype": "half", "grad_accum_dtype": "float32"},
         "gradient_allreduce_op": "SUM",
         "log_level": "INFO",
-        "checkpoint": {"tag_validation": "FAIL"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
         "plugins": ["my.module"],
         "level": 3,
@@ -101,7 +99,7 @@ def test_values_arrive() -> None:
     assert core.communication_data_type == "bf16"
     assert core.torch_autocast.dtype == "bfloat16"
     assert (core.data_types.param_dtype, core.data_types.grad_accum_dtype) == ("fp16", "fp32")
-    assert (core.gradient_allreduce_op, core.log_level, core.checkpoint.tag_validation) == ("sum", "info", "Fail")
+    assert (core.gradient_allreduce_op, core.log_level) == ("sum", "info")
     assert core.plugins.load == ["my.module"]
     assert core.optimizer is not None and core.optimizer.params == {"lr": 1.0}
     assert config.section("level") == Level(3)

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 import torch
+from ds_checkpoint.tensorfile import TensorFile, carry, write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_core.boxes import Box, form_grid, moves
-from ds_core.checkpoint.tensorfile import TensorFile, carry, write_tensors
 
 
 @st.composite

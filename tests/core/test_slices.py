@@ -14,13 +14,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_checkpoint import open_saved
+from ds_checkpoint.format import checksum
+from ds_checkpoint.layout import merge
 from ds_testing import run_ranks
 from ds_testing.partitioner import whole_weights
 
 import ds_core
-from ds_core.checkpoint import open_saved
-from ds_core.checkpoint.format import checksum
-from ds_core.checkpoint.layout import merge
 from ds_core.errors import CheckpointError
 from ds_core.slices import SLICES, Slice, as_wholes
 
@@ -158,7 +158,7 @@ def test_boxes_that_leave_something_out_are_told_of(change: str, tmp_path: Path)
 
 def test_a_state_that_is_each_coordinates_own_may_be_a_part_of_the_whole(tmp_path: Path) -> None:
     """As experts of format 2 are: whole along ep, and what tp leaves here along tp."""
-    from ds_core.checkpoint.state import SavedStates
+    from ds_checkpoint.source import SavedStates
 
     run_ranks(2, save, 2, 1, 0, str(tmp_path))
     with open_saved(tmp_path) as saved:

@@ -18,7 +18,6 @@ def ds_commands() -> Mapping[str, CommandEntry]:
         ),
         "doctor": CommandEntry("ds_cli.doctor:doctor", "Examine this machine and the installation."),
         "config": CommandEntry("ds_cli.config:app", "Check and explain configs."),
-        "checkpoint": CommandEntry("ds_cli.checkpoint:app", "Inspect, verify, compare, export and prune checkpoints."),
     }
 
 

@@ -29,6 +29,7 @@ _KINDS = {
     "ds_step_begin": "observer",
     "ds_step_end": "observer",
     "ds_checkpointables": "checkpoint",
+    "ds_checkpointer": "checkpointer",
     "ds_launchers": "launcher",
     "ds_commands": "command",
     "ds_charts": "chart",

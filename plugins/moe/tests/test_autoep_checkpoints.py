@@ -97,8 +97,7 @@ def check_files(folder: Path, truth: Any) -> None:
 def check_hugging_face(folder: Path, truth: Any) -> None:
     """The library itself reads what was saved and what is exported, into the model that it always was."""
     import transformers as hf
-
-    from ds_core.checkpoint import export_weights, open_saved
+    from ds_checkpoint import export_weights, open_saved
 
     with open_saved(folder) as saved:
         export_weights(saved, folder / "fp32")

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 import moe_models as m
+from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from ds_checkpoint.offline import open_saved
 from ds_moe import MoE, utils
 from ds_testing import RunnerConformance, run_ranks
 from ds_testing.partitioner import relative, whole_weights
 from test_moe_conformance import zero
-
-from ds_core.checkpoint import get_fp32_state_dict_from_zero_checkpoint
-from ds_core.checkpoint.offline import open_saved
 
 WORLD = 4
 

@@ -11,11 +11,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from ds_checkpoint.offline import open_saved
 from ds_testing import run_ranks
 from pipe_models import MICRO, Plain, batch, pipeline
-
-from ds_core.checkpoint import get_fp32_state_dict_from_zero_checkpoint
-from ds_core.checkpoint.offline import open_saved
 
 GAS = 2
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ds_checkpoint.offline import differences, open_saved
 from ds_testing import run_ranks
 from ds_testing.models import Case, build_model, micro_batch
 from ds_testing.partitioner import PRODUCTS, _axes_data, _coords, _head, _head_names
 from ds_zero.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ds_core.checkpoint.offline import differences, open_saved
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
 CASES = {"bf16": Case(dtype="bfloat16", model="shared"), "fp32": Case(dtype="float32", model="frozen")}
@@ -129,7 +128,7 @@ def test_states_that_differ_over_axes(name: str, stage: int, tmp_path: Path) -> 
 
 
 def _values(folder: Path, state: dict[str, Any]) -> list[float]:
-    from ds_core.checkpoint.tensorfile import TensorFile
+    from ds_checkpoint.tensorfile import TensorFile
 
     values: list[float] = []
     for chunk in state["chunks"]:

@@ -1,0 +1,107 @@
+"""The contract of what saves and loads checkpoints, and how the one that serves a run is found.
+
+What there is to save comes from `ds_core.runstate.RunState`; where and in which format it is kept is the
+checkpointer's.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ds_core.catalogue import install, offered_by
+from ds_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ds_core.context import Context
+    from ds_core.runstate import RunState
+
+__all__ = ["Checkpointer", "LoadOptions", "SaveOptions", "find_checkpointer"]
+
+Folder = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """The arguments of ``engine.save_checkpoint`` beside the folder.
+
+    tag: name of the checkpoint; None: ``global_step{N}``. client_state: the user's values, rank 0's are kept.
+    save_latest: a load without a tag finds this checkpoint. exclude_frozen_parameters: leave out weights that do not
+    require gradients.
+    """
+
+    tag: str | None = None
+    client_state: Mapping[str, Any] | None = None
+    save_latest: bool = True
+    exclude_frozen_parameters: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The arguments of ``engine.load_checkpoint`` beside the folder.
+
+    tag: None: the checkpoint that was saved last with `save_latest`. strict: weights that only the model or only the
+    checkpoint has are an error. optimizer: load its states, its hyperparameters and the loss scaler. scheduler: load
+    the schedule. module_only: load weights and buffers, nothing else. custom: loads the weights itself, from the
+    unsharded module tensors (CPU, by name) into the module. missing_ok: that there is no checkpoint is no warning.
+    fallback: where the checkpoint cannot be loaded, take the newest that can.
+    """
+
+    tag: str | None = None
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+    custom: Callable[[dict[str, Tensor], nn.Module], None] | None = None
+    missing_ok: bool = False
+    fallback: bool = False
+
+
+class Checkpointer(ABC):
+    """Saves and loads the state of one engine, for as long as the engine lives.
+
+    Every method is collective: all ranks call it with the same folder, in the same order. When it fails on one rank it
+    must raise `CheckpointError` on all of them. What was saved before must then still be loadable, and a load must not
+    have changed the run. An option that is not supported must raise `UsageError`.
+    """
+
+    @abstractmethod
+    def save(self, run: RunState, folder: Folder, options: SaveOptions) -> None:
+        """Save all of `run` below `folder`. It may go on writing after it returns, until `wait`."""
+
+    @abstractmethod
+    def load(self, run: RunState, folder: Folder, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint below `folder` into `run` with `RunState.restore`; returns (its path, client state).
+
+        (None, None) where none was saved and no tag is given; (None, {}) with ``missing_ok``.
+        """
+
+    @abstractmethod
+    def export(self, run: RunState, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
+        """Write the unsharded 16-bit weights to one file ``folder/filename``; whether it did."""
+
+    def wait(self) -> None:  # noqa: B027
+        """Return when the save under way is durable; raises what went wrong with it."""
+
+    def close(self) -> None:
+        """The engine is being destroyed: finish, and release what other jobs may want (locks, connections)."""
+        self.wait()
+
+
+def find_checkpointer(ctx: Context) -> Checkpointer:
+    """The checkpointer of a run: of a plugin that takes part, else of one that is installed.
+
+    Raises UsageError that names a package to install where there is none, PluginError where several are installed.
+    """
+    answer = ctx.plugins.driver("ds_checkpointer", or_installed=True, ctx=ctx)
+    if answer is None:
+        dist = offered_by("drivers", "ds_checkpointer")
+        hint = f"; {dist} is one: {install(dist)}" if dist is not None else ""
+        raise UsageError(f"no package that saves and loads checkpoints is installed{hint}{ctx.plugins.quarantined()}")
+    checkpointer: Checkpointer = answer.value
+    return checkpointer

@@ -1,0 +1,178 @@
+"""Saving while training goes on: ``"checkpoint": {"async": true}``.
+
+`save` copies this rank's states to host memory and returns; a thread then writes them. Ranks' threads talk through
+the directory that they write to (a collective would get between those of training): each leaves a report when its
+files are on the disk, and rank 0's commits once all have. At most one save is under way. What went wrong is raised by
+the next `save`, `load` or `wait`, on all ranks; the end of the process waits for the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_checkpoint import files
+from ds_checkpoint.collective_errors import on_every_rank, tell
+from ds_checkpoint.writing import Job, Prepared, commit, publish, write
+from ds_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ds_core.accelerator import Accelerator
+
+__all__ = ["Background"]
+
+log = logging.getLogger("ds_checkpoint")
+
+POLL_SECONDS = 0.02
+ORPHAN_SECONDS = 60.0
+"""How long rank 0 goes on waiting for other ranks' files once its own program has ended."""
+
+_HostCopies = dict[tuple[Any, ...], Tensor]
+
+
+class _Elsewhere(CheckpointError):
+    """This rank gave up because another did, which knows why."""
+
+
+@dataclasses.dataclass(slots=True)
+class _InFlight:
+    thread: threading.Thread
+    action: str
+    error: Exception | None = None
+
+
+class Background:
+    """At most one save under way, and the host memory that saves use again."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._flight: _InFlight | None = None
+        self._copies: _HostCopies = {}
+
+    def start(self, action: str, prepared: Prepared, job: Job) -> None:
+        """Copy what `prepared` refers to, and go on writing it in another thread."""
+        snapshot, self._copies = _snapshot(self._accelerator, prepared, self._copies)
+        thread = threading.Thread(target=lambda: _run(flight, snapshot, job), name=f"saving {job.tag}")
+        flight = self._flight = _InFlight(thread, action)
+        thread.start()
+
+    def wait(self) -> None:
+        """Until the save under way is done; CheckpointError on all ranks if it failed on one. Collective then."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        flight.thread.join()
+
+        def work() -> None:
+            if flight.error is not None and not isinstance(flight.error, _Elsewhere):
+                raise flight.error
+
+        _, elsewhere = on_every_rank(flight.action, work, lambda _: flight.error is not None)
+        if any(elsewhere):
+            raise CheckpointError(f"{flight.action}: {flight.error or 'rank 0 gave up'}")
+
+
+def _snapshot(accelerator: Accelerator, prepared: Prepared, copies: _HostCopies) -> tuple[Prepared, _HostCopies]:
+    """(`prepared` with copies of all tensors in host memory, that memory); copies: memory of an earlier save."""
+    kept: _HostCopies = {}
+
+    def copy(kind: str, name: str, start: int, tensor: Tensor) -> Tensor:
+        key = (kind, name, start, tensor.numel(), tensor.dtype)
+        host = copies.get(key)
+        if host is None:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            host = host if tensor.device.type == "cpu" else accelerator.pin(host)
+        kept[key] = host.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        return kept[key]
+
+    pieces = [
+        dataclasses.replace(p, tensor=copy("state", p.name, p.start, p.values().reshape(-1)), read=None)
+        for p in prepared.pieces
+    ]
+    local = {name: copy("local", name, 0, t) for name, t in prepared.local_tensors.items()}
+    common = {name: copy("common", name, 0, t) for name, t in prepared.common_tensors.items()}
+    accelerator.synchronize()
+    snapshot = dataclasses.replace(prepared, pieces=pieces, local_tensors=local, common_tensors=common, buffers={})
+    return snapshot, kept
+
+
+def _run(flight: _InFlight, prepared: Prepared, job: Job) -> None:
+    try:
+        _write_and_commit(prepared, job)
+    except Exception as error:
+        flight.error = error
+        log.error("%s: %s", flight.action, tell(error))
+    else:
+        if prepared.rank == 0:
+            log.info("saved checkpoint %s", job.root / job.tag)
+
+
+def _write_and_commit(prepared: Prepared, job: Job) -> None:
+    try:
+        _leave_report(job.temporary, prepared.rank, {"report": write(prepared, job)})
+    except Exception as error:
+        if not job.temporary.is_dir():
+            raise _Elsewhere("another rank could not write its files") from error
+        _give_up(prepared.rank, job.temporary, tell(error))
+        raise
+    if prepared.rank != 0:
+        return
+    try:
+        written = _reports(job.temporary, prepared.head["world_size"])
+        commit(prepared, job, written)
+    except Exception:
+        files.discard(job.temporary)
+        raise
+    publish(job)
+
+
+def _give_up(rank: int, folder: Path, text: str) -> None:
+    """Let rank 0 know. Where no report can be left (the disk is full), the directory goes, which tells it as well."""
+    if rank != 0:
+        with contextlib.suppress(OSError):
+            _leave_report(folder, rank, {"error": text})
+            return
+    with contextlib.suppress(OSError):
+        files.discard(folder)
+
+
+def _report_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank:05d}.report"
+
+
+def _leave_report(folder: Path, rank: int, report: Any) -> None:
+    path = _report_path(folder, rank)
+    files.replace_with(path, lambda aside: files.write_file(aside, json.dumps(report).encode()))
+
+
+def _reports(folder: Path, world_size: int) -> list[Any]:
+    """Wait for every rank's report and take them away; CheckpointError when one tells of an error."""
+    reports: dict[int, Any] = {}
+    ended: float | None = None
+    while len(reports) < world_size:
+        for rank in range(world_size):
+            path = _report_path(folder, rank)
+            if rank not in reports and path.is_file():
+                reports[rank] = json.loads(path.read_bytes())
+                path.unlink()
+                if "error" in reports[rank]:
+                    raise _Elsewhere(f"rank {rank}: {reports[rank]['error']}")
+        if len(reports) < world_size:
+            if not folder.is_dir():
+                raise _Elsewhere("another rank could not write its files")
+            if ended is None and not threading.main_thread().is_alive():
+                ended = time.monotonic()
+            if ended is not None and time.monotonic() - ended > ORPHAN_SECONDS:
+                missing = sorted(set(range(world_size)) - set(reports))
+                raise CheckpointError(f"ranks {missing} have not written their files, and the program has ended")
+            time.sleep(POLL_SECONDS)
+    return [reports[rank]["report"] for rank in range(world_size)]

@@ -1,0 +1,51 @@
+"""`FolderCheckpointer`: checkpoints as folders of safetensors files with a manifest, see docs/checkpoint-format.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_checkpoint.background import Background
+from ds_checkpoint.config import CheckpointConfig
+from ds_checkpoint.export import save_16bit_model
+from ds_checkpoint.loading import load
+from ds_checkpoint.lock import FolderLock
+from ds_checkpoint.saving import save
+from ds_core.checkpointer import Checkpointer, Folder, LoadOptions, SaveOptions
+from ds_core.context import Context
+from ds_core.runstate import RunState
+
+__all__ = ["FolderCheckpointer"]
+
+
+class FolderCheckpointer(Checkpointer):
+    """What saves and loads where the config names no other; its options are the section ``checkpoint``."""
+
+    def __init__(self, ctx: Context) -> None:
+        section = ctx.config.section("checkpoint")
+        self._config = section if isinstance(section, CheckpointConfig) else CheckpointConfig()
+        self._background = Background(ctx.accelerator)
+        self._lock = FolderLock()
+
+    def save(self, run: RunState, folder: Folder, options: SaveOptions) -> None:
+        """See `Checkpointer`. With ``checkpoint.async`` it returns when the states are copied to host memory."""
+        save(run, folder, options, self._config, self._lock, self._background)
+
+    def load(self, run: RunState, folder: Folder, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+        """See `Checkpointer`. The world size, ZeRO stage and offload may be others than when it was saved."""
+        self.wait()
+        return load(run, folder, options, verify=self._config.verify)
+
+    def export(self, run: RunState, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
+        """See `Checkpointer`. The file is safetensors."""
+        return save_16bit_model(run, folder, filename, exclude_frozen_parameters)
+
+    def wait(self) -> None:
+        """See `Checkpointer`."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait for a save under way, and let other jobs have its folders. Collective."""
+        try:
+            self.wait()
+        finally:
+            self._lock.close()

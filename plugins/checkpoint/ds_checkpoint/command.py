@@ -1,0 +1,152 @@
+"""``dscore checkpoint``: inspect, verify, compare, export and prune checkpoints. torch is loaded when one is read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from ds_cli.show import show_json, show_table
+
+if TYPE_CHECKING:
+    from ds_checkpoint.offline import Saved
+
+__all__ = ["app"]
+
+Folder = Annotated[Path, typer.Argument(help="A checkpoint, or the folder above it (then its `latest` counts).")]
+Tag = Annotated[str | None, typer.Option("--tag", help="The checkpoint below FOLDER.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+app = typer.Typer(help="Inspect, verify, compare, export and prune checkpoints.", no_args_is_help=True)
+
+
+@app.command()
+def inspect(folder: Folder, tag: Tag = None, as_json: Json = False) -> None:
+    """Show what a checkpoint holds: where it comes from, its files, and every state."""
+    from ds_checkpoint.offline import open_saved
+
+    with open_saved(folder, tag) as saved:
+        told = _told(saved)
+    if as_json:
+        show_json(told)
+        return
+    for key in ("path", "step", "world_size", "mesh", "optimizer", "versions", "parameters", "bytes"):
+        typer.echo(f"{key + ':':<12}{told[key]}")
+    typer.echo()
+    rows = [[s["name"], str(tuple(s["shape"])), s["dtype"], str(s["chunks"]), _at(s["at"])] for s in told["states"]]
+    show_table(("state", "shape", "dtype", "chunks", "at"), rows)
+
+
+def _told(saved: Saved) -> dict[str, Any]:
+    manifest = saved.manifest
+    return {
+        "path": str(saved.path),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "mesh": manifest.mesh,
+        "optimizer": manifest.optimizer,
+        "versions": manifest.versions,
+        "plugins": manifest.plugins,
+        "parameters": sum(s.numel for s in manifest.states if s.name.startswith("module/")),
+        "bytes": sum(mark.size for mark in manifest.files.values()),
+        "files": {name: mark.size for name, mark in manifest.files.items()},
+        "config": manifest.config,
+        "states": [
+            {"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "chunks": len(s.chunks), "at": s.at}
+            for s in manifest.states
+        ],
+    }
+
+
+def _at(place: dict[str, int]) -> str:
+    return ", ".join(f"{axis} {index}" for axis, index in place.items())
+
+
+@app.command()
+def verify(folder: Folder, tag: Tag = None) -> None:
+    """Compare every file with its checksum; exits with 1 and names the first that is not as it was written."""
+    from ds_checkpoint.offline import open_saved
+
+    with open_saved(folder, tag) as saved:
+        saved.source.verify(0, 1)
+        count, size = len(saved.manifest.files), sum(mark.size for mark in saved.manifest.files.values())
+        plain = any(mark.checksum is None for mark in saved.manifest.files.values())
+    note = " (written by an old version, without checksums: only sizes and headers were compared)" if plain else ""
+    typer.echo(f"{saved.path}: ok, {count} files, {size} bytes{note}")
+
+
+@app.command()
+def export(
+    folder: Folder,
+    output: Annotated[Path, typer.Argument(help="Folder to write model.safetensors (or several and an index) into.")],
+    tag: Tag = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or saved: as the model had it.")] = "fp32",
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes per file, such as 5GB.")] = "5GB",
+    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave out what was not trained.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the weights that are in OUTPUT.")] = False,
+) -> None:
+    """Write the whole model's weights as safetensors, in Hugging Face's layout, one weight at a time in memory."""
+    from ds_checkpoint.offline import check_output, export_weights, open_saved
+
+    with open_saved(folder, tag) as saved:
+        check_output(output, overwrite)
+        saved.source.verify(0, 1)
+        paths = export_weights(
+            saved,
+            output,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            exclude_frozen_parameters=exclude_frozen,
+            overwrite=overwrite,
+        )
+    for path in paths:
+        typer.echo(str(path))
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A checkpoint, or the folder above it.")],
+    second: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Show which states differ, and by how much; exits with 1 when any does."""
+    from ds_checkpoint.offline import differences, open_saved
+
+    with open_saved(first) as one, open_saved(second) as two:
+        found = list(differences(one, two))
+    if as_json:
+        rows = [{"name": d.name, "kind": d.kind, "detail": d.detail, "largest": _finite(d.largest)} for d in found]
+        show_json(rows)
+    elif found:
+        largest = [["" if d.largest is None else f"{d.largest:.3g}"] for d in found]
+        rows_ = [[d.name, d.kind, d.detail, *shown] for d, shown in zip(found, largest, strict=True)]
+        show_table(("state", "differs in", "how", "by at most"), rows_)
+    else:
+        typer.echo("all states are equal")
+    if found:
+        raise typer.Exit(1)
+
+
+def _finite(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+@app.command()
+def prune(
+    folder: Annotated[Path, typer.Argument(help="The folder above the checkpoints.")],
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep, beside the latest.")],
+) -> None:
+    """Remove old checkpoints; never the one that `latest` names, and nothing that is not a checkpoint."""
+    from ds_checkpoint import files
+    from ds_core.errors import CheckpointError
+
+    tags = files.existing_tags(folder)
+    if not tags:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    for tag in files.prune(folder, keep, tags[0]):
+        typer.echo(f"removed {folder / tag}")
+
+
+app = make_app()

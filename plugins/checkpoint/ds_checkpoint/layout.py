@@ -1,0 +1,75 @@
+"""From each rank's pieces to whole states: the rows that ranks tell each other, and their merging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ds_checkpoint.format import Chunk, State, check_coverage
+from ds_checkpoint.tensorfile import Item, dtype_name
+from ds_core.boxes import Box
+from ds_core.errors import CheckpointError
+from ds_core.partition import StateTensor
+
+__all__ = ["items_of", "merge", "rows_of"]
+
+Row = dict[str, Any]
+
+
+def rows_of(pieces: Sequence[StateTensor], coord: Mapping[str, int], file: str) -> list[Row]:
+    """Per piece what the manifest says of it; JSON. coord: this rank's place on the mesh."""
+    return [
+        {
+            "name": piece.name,
+            "at": {axis: coord[axis] for axis in piece.held},
+            "shape": list(piece.shape),
+            "dtype": dtype_name(piece.tensor.dtype, piece.name),
+            "chunk": [file, key, piece.start, piece.stop],
+            "box": None if piece.box is None else [piece.box.first, piece.box.size],
+        }
+        for key, piece in _keyed(pieces)
+    ]
+
+
+def items_of(pieces: Sequence[StateTensor]) -> list[Item]:
+    """The same pieces as 1-d tensors to be written: flat, so that any range of them is one stretch of bytes."""
+    return [
+        (key, (p.tensor.numel(),), p.tensor.dtype, lambda piece=p: piece.values().reshape(-1))  # type: ignore[misc]
+        for key, p in _keyed(pieces)
+    ]
+
+
+def _keyed(pieces: Sequence[StateTensor]) -> Iterator[tuple[str, StateTensor]]:
+    """Each piece under its state's name; further pieces of one state add where they start."""
+    taken: set[str] = set()
+    for piece in pieces:
+        yield piece.name if piece.name not in taken else f"{piece.name}@{piece.start}", piece
+        taken.add(piece.name)
+
+
+def merge(rows: Iterable[Row]) -> tuple[State, ...]:
+    """All ranks' rows as states, in order of name.
+
+    Raises CheckpointError when ranks disagree about one, or its pieces do not cover it once.
+    """
+    found: dict[tuple[str, tuple[tuple[str, int], ...]], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["name"], tuple(sorted(row["at"].items()))), []).append(row)
+    states = []
+    for (name, at), pieces in sorted(found.items()):
+        first = pieces[0]
+        for piece in pieces:
+            if (piece["shape"], piece["dtype"]) != (first["shape"], first["dtype"]):
+                raise CheckpointError(
+                    f"ranks disagree about state {name!r}: {first['shape']} {first['dtype']} in {first['chunk'][0]}, "
+                    f"{piece['shape']} {piece['dtype']} in {piece['chunk'][0]}"
+                )
+        chunks = sorted(map(_chunk, pieces), key=lambda c: (c.box.first if c.box else (), c.start, c.stop))
+        states.append(State(name, dict(at), tuple(first["shape"]), first["dtype"], tuple(chunks)))
+    check_coverage(states)
+    return tuple(states)
+
+
+def _chunk(row: Row) -> Chunk:
+    (file, key, start, stop), box = row["chunk"], row["box"]
+    return Chunk(file, key, start, stop, None if box is None else Box(tuple(box[0]), tuple(box[1])))

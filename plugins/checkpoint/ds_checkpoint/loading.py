@@ -1,0 +1,269 @@
+"""`load`: find -> check everything on all ranks -> only then change the run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_checkpoint import files
+from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
+from ds_checkpoint.contents import class_name
+from ds_checkpoint.format import COMMON, DAMAGED, LATEST, MANIFEST, Manifest, check_folder, local_file, parse_manifest
+from ds_checkpoint.source import SavedStates
+from ds_checkpoint.values import decode
+from ds_core.checkpointer import Folder, LoadOptions
+from ds_core.errors import CheckpointError
+from ds_core.runstate import RunState, SavedRun, persistent_buffers
+from ds_core.slices import SLICES
+
+__all__ = ["load"]
+
+log = logging.getLogger("ds_checkpoint")
+
+
+def load(
+    run: RunState, folder: Folder, options: LoadOptions, *, verify: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load ``folder/tag`` into `run`, at any world size; returns (path, client_state). Collective.
+
+    Without a tag, and without a file ``latest`` in `folder`, nothing is loaded: the answer is (None, None), with a
+    warning, or (None, {}) with `missing_ok`. With `module_only` the client state is {}. verify: compare all files with
+    their checksums first.
+
+    Raises CheckpointError on every rank, naming the file and the fix, before anything in `run` was changed, when the
+    checkpoint is missing, damaged, of another format, or of another model.
+    """
+    action = f"cannot load a checkpoint from {folder!s:.200}"
+    root, _ = on_every_rank(action, lambda: check_folder(folder, "load_dir"))
+    found = on_first_rank(action, lambda: _candidates(root, options))
+    if not found:
+        return None, {} if options.missing_ok else None
+    check = functools.partial(_check, run, options, verify)
+    path, plan, reports = _first_that_fits(action, [root / name for name in found], check)
+    try:
+        _refuse_unexpected(action, options, reports)
+        on_every_rank(f"loading {path} stopped half-way", lambda: run.restore(plan.saved, options))
+    finally:
+        plan.source.close()
+    log.info("loaded checkpoint %s (step %d, %d bytes read)", path, plan.manifest.step, plan.source.bytes_read)
+    return str(path), {} if options.module_only else plan.client
+
+
+def _candidates(root: Path, options: LoadOptions) -> list[str]:
+    """The directories' names below `root` that may be loaded, the wanted one first, or none; rank 0 decides for all."""
+    others = files.existing_tags(root)
+    try:
+        wanted = files.read_latest(root) if options.tag is None else options.tag
+        if wanted is None:
+            if options.fallback and others:
+                log.warning("%s does not exist; taking %s", root / LATEST, others[0])
+                return others
+            there = f"there are {', '.join(others[:10])}; give one as tag=" if others else "and there is no checkpoint"
+            level = logging.INFO if options.missing_ok else logging.WARNING
+            log.log(level, "nothing was loaded: %s does not exist, and no tag was given; %s", root / LATEST, there)
+            return []
+        first = files.find(root, wanted).name
+    except CheckpointError as error:
+        if not (options.fallback and others):
+            raise
+        log.warning("%s; taking %s", error, others[0])
+        return others
+    return [first, *(name for name in others if name != first)] if options.fallback else [first]
+
+
+def _first_that_fits(
+    action: str, paths: list[Path], check: Callable[[Path], _Plan]
+) -> tuple[Path, _Plan, list[list[str]]]:
+    """Check one after the other, on all ranks; CheckpointError with the first one's fault when none will do."""
+    first: CheckpointError | None = None
+    for path in paths:
+        try:
+            plan, reports = on_every_rank(action, functools.partial(check, path), lambda plan: plan.unexpected)
+        except CheckpointError as error:
+            first = first or error
+            if len(paths) > 1:
+                log.warning("%s", error)
+        else:
+            return path, plan, reports
+    assert first is not None
+    raise first
+
+
+# -- check ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A checkpoint that fits, with its values decoded. unexpected: its weights that this rank has no place for."""
+
+    manifest: Manifest
+    source: SavedStates
+    unexpected: list[str]
+    client: dict[str, Any]
+    saved: SavedRun
+
+
+def _check(run: RunState, options: LoadOptions, verify: bool, path: Path) -> _Plan:
+    """Everything that can be known to be wrong before a state changes."""
+    manifest = parse_manifest(path / MANIFEST)
+    source = SavedStates(path, manifest, run.ctx.mesh, run.ctx.stash.get(SLICES))
+    try:
+        if run.rank == 0:
+            source.check_files()
+        if verify:
+            source.verify(run.rank, run.ctx.world_size)
+        unexpected = _check_states(run, source, options)
+        own = run.rank < manifest.world_size
+        local = _local(source, run.rank if own else 0)
+
+        def common(key: str) -> Tensor:
+            return _tensor(source, COMMON, key)
+
+        values = decode(manifest.run, common, f"{path / MANIFEST}: run")
+        _check_optimizer(run.optimizer, manifest, values["optimizer_groups"], options)
+        client = decode(manifest.client, common, f"{path / MANIFEST}: client")
+        local["buffers"] = _own_buffers(run, source) if own else {}
+        local["module_extra"] = _extra(run, source, local["module_extra"] if own else {})
+        saved = SavedRun(
+            states=source,
+            common=values,
+            local=local,
+            own=own,
+            world_size=manifest.world_size,
+            has_optimizer=manifest.optimizer is not None,
+            partial=bool(manifest.excluded),
+            shared=manifest.shared,
+        )
+        return _Plan(manifest, source, unexpected, client, saved)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _check_states(run: RunState, source: SavedStates, options: LoadOptions) -> list[str]:
+    """Compare names and shapes with the module's (and optimizer's); returns the weights that this rank cannot place."""
+    saved = set(source.names())
+    mine = run.expected(optimizer=options.optimizer and not options.module_only)
+    if options.custom is not None:
+        return []
+    missing = sorted(n for n in mine if n.startswith("module/") and n not in saved | set(source.manifest.excluded))
+    if missing and options.strict:
+        raise CheckpointError(
+            f"{source.path} has no {_some(missing)}; load the model that was saved, or with load_module_strict=False"
+        )
+    wrong = [
+        f"{n} has shape {source.shape(n)} there and {shape} here"
+        for n, shape in sorted(mine.items())
+        if n in saved and source.shape(n) != tuple(shape)
+    ]
+    if wrong:
+        raise CheckpointError(f"{source.path}: {'; '.join(wrong[:5])}; load into the model that was saved")
+    return sorted(n for n in saved if n.startswith("module/") and n not in mine)
+
+
+def _refuse_unexpected(action: str, options: LoadOptions, reports: list[list[str]]) -> None:
+    """A weight that no rank can place is an error when strict."""
+    unexpected = sorted(set.intersection(*(set(names) for names in reports)))
+    if unexpected and options.strict:
+        raise CheckpointError(
+            f"{action}: the model has no {_some(unexpected)}; load into the model that was saved, or with "
+            "load_module_strict=False"
+        )
+    if unexpected:
+        log.info("not in the model, so left alone: %s", _some(unexpected))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(n.removeprefix("module/") for n in names[:5]) + more
+
+
+def _check_optimizer(
+    optimizer: Optimizer | None, manifest: Manifest, groups: list[dict[str, Any]], options: LoadOptions
+) -> None:
+    if options.module_only or not options.optimizer or optimizer is None:
+        return
+    saved, here = len(groups), len(optimizer.param_groups)
+    if manifest.optimizer is None:
+        log.warning("the checkpoint was saved without an optimizer; this run's starts as it is")
+    elif saved != here:
+        raise CheckpointError(
+            f"the checkpoint has {saved} optimizer groups, this run {here}; use the same groups, or "
+            "load_optimizer_states=False"
+        )
+    elif differs := _state_switch(groups, optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer had {differs}: their states are not the same. Set it as it was, or start the "
+            "optimizer afresh with load_optimizer_states=False"
+        )
+    elif manifest.optimizer.startswith("deepspeed:"):
+        log.info("the optimizer's states are those of DeepSpeed's %s", manifest.optimizer.partition(":")[2])
+    elif manifest.optimizer != class_name(optimizer):
+        log.warning(
+            "the checkpoint's optimizer states are of %s, this run has %s; load_optimizer_states=False starts afresh",
+            manifest.optimizer,
+            class_name(optimizer),
+        )
+
+
+def _state_switch(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
+    """How groups differ in a hyperparameter that adds a state to each parameter; empty where they do not.
+
+    An optimizer whose class has no such hyperparameter keeps no such state.
+    """
+    words = {True: "on", False: "off"}
+    for name in ("amsgrad", "centered"):  # of Adam's kind; of RMSprop
+        for old, new in zip(saved, here, strict=True):
+            was, is_now = bool(old.get(name)), bool(new.get(name))
+            if was != is_now:
+                return f"{name} {words[was]}, and this run has it {words[is_now]}"
+    return ""
+
+
+def _local(source: SavedStates, rank: int) -> dict[str, Any]:
+    name = local_file(rank)
+    file = source.file(name)
+    try:
+        data = json.loads(file.metadata["values"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.path}: its values cannot be read ({error}); {DAMAGED}") from error
+    values: dict[str, Any] = decode(data, lambda key: _tensor(source, name, key), str(file.path))
+    return values
+
+
+def _own_buffers(run: RunState, source: SavedStates) -> dict[str, Tensor]:
+    """The buffers in which this rank differed from the others."""
+    name = local_file(run.ctx.rank)
+    here = persistent_buffers(run.module)
+    found = {key.removeprefix("buffer/"): key for key in source.file(name).tensors if key.startswith("buffer/")}
+    return {buffer: _tensor(source, name, key) for buffer, key in found.items() if buffer in here}
+
+
+def _tensor(source: SavedStates, name: str, key: str) -> Tensor:
+    file = source.file(name)
+    if key not in file.tensors:
+        raise CheckpointError(f"{file.path} has no tensor {key!r}; {DAMAGED}")
+    return file.read(key).view(file.tensors[key][1])
+
+
+def _extra(run: RunState, source: SavedStates, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra state of each of this rank's modules that was saved with one: its own, else any rank's."""
+    found: dict[str, Any] = {}
+    others: dict[int, Mapping[str, Any]] = {}
+    for name in run.extra_modules():
+        if name in own:
+            found[name] = own[name]
+        elif (rank := source.manifest.module_extra.get(name)) is not None:
+            if rank not in others:
+                others[rank] = _local(source, rank)["module_extra"]
+            if name in others[rank]:
+                found[name] = others[rank][name]
+    return found

@@ -1,0 +1,35 @@
+"""What ds-checkpoint declares: the section ``checkpoint``, the checkpointer and ``dscore checkpoint`` (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ds_core.entries import CommandEntry
+
+if TYPE_CHECKING:
+    from ds_checkpoint.config import CheckpointConfig
+    from ds_core.checkpointer import Checkpointer
+    from ds_core.context import Context
+
+__all__ = ["ds_checkpointer", "ds_commands", "ds_config"]
+
+
+def ds_config() -> type[CheckpointConfig]:
+    """The section's model."""
+    from ds_checkpoint.config import CheckpointConfig
+
+    return CheckpointConfig
+
+
+def ds_checkpointer(ctx: Context) -> Checkpointer:
+    """Folders of safetensors files."""
+    from ds_checkpoint.checkpointer import FolderCheckpointer
+
+    return FolderCheckpointer(ctx)
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore checkpoint``."""
+    help_line = "Inspect, verify, compare, export and prune checkpoints."
+    return {"checkpoint": CommandEntry("ds_checkpoint.command:app", help_line)}

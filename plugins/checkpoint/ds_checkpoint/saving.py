@@ -1,0 +1,150 @@
+"""`save`: prepare (nothing written) -> every rank writes its files aside -> rank 0 commits.
+
+Each step ends with word from all ranks, so a failure anywhere is raised everywhere, and leaves the checkpoints that
+were there, and ``latest``, as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import ds_core
+from ds_checkpoint import files
+from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
+from ds_checkpoint.contents import class_name, differing, digests, shared_names
+from ds_checkpoint.format import LATEST, check_folder, check_tag
+from ds_checkpoint.tensorfile import check_tensor
+from ds_checkpoint.values import encode
+from ds_checkpoint.writing import Job, Prepared, commit, publish, write
+from ds_core.checkpointer import Folder, SaveOptions
+from ds_core.errors import CheckpointError
+from ds_core.runstate import RunState
+
+if TYPE_CHECKING:
+    from ds_checkpoint.background import Background
+    from ds_checkpoint.config import CheckpointConfig
+    from ds_checkpoint.lock import FolderLock
+
+__all__ = ["save"]
+
+log = logging.getLogger("ds_checkpoint")
+
+
+def save(
+    run: RunState, folder: Folder, options: SaveOptions, config: CheckpointConfig, lock: FolderLock, later: Background
+) -> Path:
+    """Write a checkpoint to ``folder/tag`` and return that path; atomic and durable. Collective: every rank calls it.
+
+    The tag is equal on all ranks (config ``checkpoint.tag_validation``). Client state: None, bool, int, float, str,
+    tensors, and lists, tuples and dicts (str keys) of them. lock: of the folders that this engine saves into. later:
+    with ``checkpoint.async`` it goes on writing after this function has returned.
+
+    Raises CheckpointError on every rank, with the rank and the cause, when it fails on any; what was in `folder`
+    before is then as it was. One job at a time may save to a folder: it is locked until the engine is destroyed.
+    """
+    later.wait()
+    action = f"cannot save a checkpoint to {folder!s:.200}"
+    prepared, reports = on_every_rank(
+        action,
+        lambda: _prepare(run, folder, options),
+        lambda p: {"tag": p.tag, "buffers": digests(run.module)},
+    )
+    tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
+    own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
+    prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
+    root = Path(folder)
+    began = on_first_rank(action, lambda: _begin(lock, root, tag))
+    job = Job(root, tag, root / began["name"], began["id"], began["serial"], options.save_latest, config.keep_last)
+    if config.asynchronous:
+        later.start(action, prepared, job)
+        return root / tag
+    try:
+        _, written = on_every_rank(action, lambda: write(prepared, job), lambda report: report)
+        on_first_rank(action, lambda: commit(prepared, job, written))
+    except CheckpointError:
+        if prepared.rank == 0:
+            files.discard(job.temporary)
+        raise
+    on_first_rank(f"{root / tag} is saved, but not {LATEST}", lambda: publish(job))
+    log.info("saved checkpoint %s", root / tag)
+    return root / tag
+
+
+def _begin(lock: FolderLock, root: Path, tag: str) -> dict[str, Any]:
+    """Rank 0: have the folder for this job, and in it a directory to write into."""
+    files.make_root(root)
+    lock.take(root)
+    name = files.make_temporary(root, tag).name
+    return {"name": name, "id": secrets.token_hex(16), "serial": files.next_serial(root)}
+
+
+# -- prepare -------------------------------------------------------------------------------------------------------
+
+
+def _prepare(run: RunState, folder: Folder, options: SaveOptions) -> Prepared:
+    """Collect and check everything that this rank would write; changes nothing."""
+    check_folder(folder, "save_dir")
+    client = options.client_state
+    if not isinstance(client, Mapping | None):
+        raise CheckpointError(
+            f"client_state is a {type(client).__name__}; give a dict with str keys, such as {{'epoch': 3}}"
+        )
+    ctx = run.ctx
+    excluded = run.frozen_states() if options.exclude_frozen_parameters else []
+    pieces = list(run.pieces(exclude=excluded))
+    for piece in pieces:
+        check_tensor(piece.tensor, f"state {piece.name!r}")
+        assert piece.tensor.numel() == piece.stop - piece.start, piece.name
+    common: dict[str, Tensor] = {}
+    local: dict[str, Tensor] = {}
+    values = run.local()
+    buffers = values.pop("buffers")
+    return Prepared(
+        tag=check_tag(options.tag if options.tag is not None else f"global_step{run.step}"),
+        rank=ctx.rank,
+        pieces=pieces,
+        coord=dict(ctx.mesh.coord),
+        excluded=excluded,
+        frozen=[info.name for param, info in ctx.params.items() if not param.requires_grad],
+        shared=shared_names(run.module),
+        extra=list(run.extra_modules()),
+        local=encode(values, "rank", local, own=True),
+        local_tensors=local,
+        buffers=buffers,
+        common_tensors=common,
+        head={
+            "step": run.step,
+            "world_size": ctx.world_size,
+            "mesh": ctx.mesh.describe(),
+            "versions": {
+                "ds_core": ds_core.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "plugins": ctx.plugins.loaded_versions(),
+            "config": encode(ctx.config.redacted(), "config", {}, own=True),
+            "optimizer": None if run.optimizer is None else class_name(run.optimizer),
+            "run": encode(run.common(), "run_state", common, own=True),
+            "client": encode(dict(client or {}), "client_state", common),
+        },
+    )
+
+
+def _agreed_tag(tags: list[str], mode: str) -> str:
+    """Rank 0's tag, after what ``checkpoint.tag_validation`` wants said about the others'."""
+    different = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
+    if different and mode != "ignore":
+        rank, other = next(iter(different.items()))
+        told = f"the tag is {tags[0]!r} on rank 0 but {other!r} on rank {rank} ({len(different)} ranks differ)"
+        if mode == "fail":
+            raise CheckpointError(f"{told}; pass one tag on all ranks (checkpoint.tag_validation is Fail)")
+        log.warning("%s; rank 0's is used", told)
+    return tags[0]

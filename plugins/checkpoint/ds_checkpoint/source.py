@@ -1,0 +1,193 @@
+"""The states of a saved checkpoint, as the ranks of another run read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ds_checkpoint.format import DAMAGED, Manifest, State
+from ds_checkpoint.tensorfile import DTYPES, TensorFile
+from ds_core.boxes import Box, moves
+from ds_core.errors import CheckpointError
+from ds_core.slices import Slice, param_of
+
+if TYPE_CHECKING:
+    from ds_core.mesh import Mesh
+
+__all__ = ["SavedStates"]
+
+MOST_OPEN = 256
+"""Files of a checkpoint that are open at once."""
+
+
+class SavedStates:
+    """The states of a checkpoint as this rank may read them: a `StateSource`.
+
+    Files are opened when first needed, and only the bytes asked for are read. mesh: None where no run is going on; then
+    only states that are the same on all ranks have a name. slices: parameters of which this rank holds a slice, so that
+    its slice is what their names mean.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, mesh: Mesh | None, slices: Mapping[str, Slice] | None = None
+    ) -> None:
+        self.path, self.manifest, self._slices = path, manifest, slices or {}
+        self._files: dict[str, TensorFile] = {}
+        self._open: dict[str, None] = {}  # names of `_files` that are open, the least recently used first
+        self._states = _readable(manifest, mesh)
+        self._turn = mesh.rank if mesh is not None else 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Tensor data read so far, by this rank."""
+        return sum(f.bytes_read for f in self._files.values())
+
+    def names(self) -> Sequence[str]:
+        """Every state that this rank may read."""
+        return list(self._states)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole state's shape."""
+        return self._box(name).size
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._states
+
+    def dtype(self, name: str) -> str:
+        """The state's dtype as safetensors spells it."""
+        return self._state(name).dtype
+
+    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
+        """See `StateSource`. Fresh memory costs as much as reading: the system gives it out page by page."""
+        state, box = self._state(name), self._box(name)
+        stop = box.numel if stop is None else stop
+        assert 0 <= start <= stop <= box.numel, f"range [{start}, {stop}) of {name!r}, which has {box.numel}"
+        dtype = DTYPES[state.dtype]
+        if _takes(into, stop - start, dtype):
+            out = into.detach().view(-1)
+        else:
+            out = torch.empty(stop - start, dtype=dtype)
+        # Ranks that read the same begin with another file each, and find in the system's cache what another has read.
+        first = self._turn % len(state.chunks)
+        for chunk in state.chunks[first:] + state.chunks[:first]:
+            for move in moves(chunk.within(state.shape), (chunk.start, chunk.stop), box, (start, stop)):
+                self.file(chunk.file).read_move(chunk.key, move, out)
+        return out
+
+    def whole(self, name: str) -> Tensor:
+        """The whole state in its shape."""
+        return self.read(name).view(self.shape(name))
+
+    def _box(self, name: str) -> Box:
+        """What of a stored state this rank's parameter has.
+
+        Of one that bears its name at other coordinates too, there may be less than the whole that the slice tells of.
+        """
+        stored, piece = self._state(name), self._slices.get(param_of(name))
+        whole = Box.whole(stored.shape)
+        if piece is None or len(stored.shape) != len(piece.shape):
+            return whole
+        dims = list(zip(stored.shape, piece.shape, piece.box.first, piece.box.size, strict=True))
+        if stored.shape == piece.shape or (stored.at and all(s in (n, size) for s, n, _, size in dims)):
+            return Box(tuple(f if s == n else 0 for s, n, f, _ in dims), piece.box.size)
+        return whole
+
+    def _state(self, name: str) -> State:
+        if name not in self._states:
+            raise CheckpointError(f"{self.path} has no state {name!r}; was it saved by another model?")
+        return self._states[name]
+
+    def file(self, name: str) -> TensorFile:
+        """One of the checkpoint's files, opened, and known to belong to this checkpoint."""
+        if name not in self._files:
+            file = TensorFile(self.path / name)
+            if file.metadata.get("save_id") != self.manifest.save_id or file.metadata.get("file") != name:
+                told = ", ".join(f"{k} {file.metadata[k]!r}" for k in ("file", "step") if k in file.metadata)
+                file.close()
+                raise CheckpointError(f"{file.path} is not of this checkpoint ({told or 'no mark of ours'}); {DAMAGED}")
+            self._files[name] = file
+        self._open.pop(name, None)
+        self._open[name] = None
+        if len(self._open) > MOST_OPEN:  # a checkpoint of many ranks has more files than a process may open
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            self._files[oldest].close()
+        return self._files[name]
+
+    def check_files(self) -> None:
+        """CheckpointError unless every file is there, has its size, and holds the tensors that the manifest says."""
+        for name, mark in self.manifest.files.items():
+            file = self.path / name
+            if not os.path.lexists(file):
+                raise CheckpointError(f"{file} is missing; {DAMAGED}")
+            if (size := file.lstat().st_size) != mark.size and file.is_file() and not file.is_symlink():
+                raise CheckpointError(f"{file} has {size} bytes, it was written with {mark.size}; {DAMAGED}")
+            self.file(name)
+        for state in self.manifest.states:
+            for chunk in state.chunks:
+                found = self.file(chunk.file).tensors.get(chunk.key)
+                want = (DTYPES.get(state.dtype), (chunk.stop - chunk.start,))
+                if found is None or found[:2] != want:
+                    raise CheckpointError(
+                        f"{self.path / chunk.file} does not hold {chunk.key!r} as the manifest describes it; {DAMAGED}"
+                    )
+
+    def verify(self, rank: int, world_size: int) -> None:
+        """CheckpointError unless every file is, byte for byte, as it was written; ranks divide the files.
+
+        Files of version 1 have no checksum and are taken as they are.
+        """
+        marks = self.manifest.files
+        # The largest to whoever has read least, which every rank works out alike.
+        load = [0] * world_size
+        for name in sorted(marks, key=lambda n: (-marks[n].size, n)):
+            reader = load.index(min(load))
+            load[reader] += marks[name].size
+            if reader == rank and marks[name].checksum not in (None, self.file(name).checksum()):
+                raise CheckpointError(f"{self.path / name} is not as it was written: its checksum is wrong; {DAMAGED}")
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+
+
+def _takes(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    """Whether `into` is a tensor whose memory can be read into."""
+    if not isinstance(into, Tensor) or into.dtype != dtype or into.numel() != count:
+        return False
+    return into.is_cpu and into.is_contiguous() and not into.is_quantized
+
+
+def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, State]:
+    """The state that each name means on this rank.
+
+    A name that only one set of coordinates holds means the same everywhere. Of several, this rank's own is meant;
+    that makes sense only while the axes are as long as they were.
+    """
+    by_name: dict[str, list[State]] = {}
+    for state in manifest.states:
+        by_name.setdefault(state.name, []).append(state)
+    found: dict[str, State] = {}
+    here = mesh.describe() if mesh is not None else {}
+    for name, variants in by_name.items():
+        if len(variants) == 1:
+            found[name] = variants[0]
+            continue
+        if mesh is None:
+            continue
+        for axis in sorted({a for v in variants for a in v.at}):
+            if here.get(axis, 1) != manifest.mesh.get(axis, 1):
+                raise CheckpointError(
+                    f"state {name!r} differs along mesh axis {axis!r}, of size {manifest.mesh.get(axis, 1)} when "
+                    f"it was saved and {here.get(axis, 1)} now; load with the same size"
+                )
+        for state in variants:
+            if all(mesh.coord[axis] == index for axis, index in state.at.items()):
+                found[name] = state
+    return found

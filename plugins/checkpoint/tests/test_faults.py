@@ -1,0 +1,463 @@
+"""A save that goes wrong leaves the checkpoint before it; a checkpoint that is wrong changes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ds_checkpoint import files, writing
+from ds_checkpoint.format import MANIFEST
+from ds_testing import RemoteError
+from torch import nn
+
+import ds_core
+from ds_core import comm
+from ds_core.errors import CheckpointError
+from ds_core.runstate import RunState
+
+
+def make(value: float, **config: Any) -> Any:
+    model = nn.Linear(50, 40)
+    full = {"train_batch_size": comm.world_size(), "optimizer": {"type": "AdamW"}} | config
+    engine, *_ = ds_core.initialize(model=model, config=full)
+    fill(engine, value)
+    return engine
+
+
+def fill(engine: Any, value: float) -> None:
+    with torch.no_grad():
+        engine.module.weight.fill_(value)
+        engine.module.bias.fill_(value)
+
+
+def save(folder: str, value: float, tag: str) -> None:
+    make(value).save_checkpoint(folder, tag)
+
+
+def load(folder: str, tag: str | None = None) -> Any:
+    """(path, the one value of all weights) or the error, after which nothing may have changed."""
+    engine = make(-1.0)
+    torch.manual_seed(5)
+    before = json.dumps(RunState(engine).common()), torch.get_rng_state()
+    try:
+        path, _ = engine.load_checkpoint(folder, tag)
+    except CheckpointError as error:
+        assert engine.module.weight.eq(-1).all() and engine.module.bias.eq(-1).all()
+        assert (json.dumps(RunState(engine).common()), torch.get_rng_state().tolist()) == (
+            before[0],
+            before[1].tolist(),
+        )
+        return str(error)
+    [value] = {*engine.module.weight.flatten().tolist(), *engine.module.bias.tolist()}
+    return [path and Path(path).name, value]
+
+
+# -- a process that dies -------------------------------------------------------------------------------------------
+
+
+def die_at(folder: str, tag: str, where: str, count: int, rank: int) -> None:
+    """Save value 2, and die at the n-th call of something on one rank."""
+    engine = make(2.0)
+    if comm.rank() == rank:
+        module: Any = {"os": os, "files": files, "writing": writing}[where.split(".")[0]]
+        name = where.split(".")[1]
+        real, calls = getattr(module, name), []
+
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) == count:
+                os._exit(9)
+            return real(*args, **kwargs)
+
+        setattr(module, name, deadly)
+    engine.save_checkpoint(folder, tag)
+
+
+# Tag "a" is saved first, with value 1, and is what latest names; the save that dies has value 2. "a" once more is
+# replaced, "b" is new. The last column: what loads after the crash.
+BEFORE = [
+    "writing.write_tensors 1",
+    "writing.write_tensors 2",
+    "files.write_file 1",
+    "files.put_in_place 1",
+    "os.replace 1",
+]
+CRASHES: list[Any] = [("a", where, 1.0) for where in BEFORE]
+CRASHES += [pytest.param("b", where, 1.0, marks=pytest.mark.slow) for where in BEFORE]
+CRASHES += [("a", "os.replace 2", 1.0)]  # the old one has stepped aside, the new one has no name yet
+CRASHES += [("a", where, 2.0) for where in ("files.discard 1", "os.replace 3", "files.write_latest 1", "os.replace 4")]
+CRASHES += [("b", where, 1.0) for where in ("files.write_latest 1", "os.replace 2")]
+
+
+@pytest.mark.parametrize("tag, where, expected", CRASHES)
+def test_a_crash_leaves_a_whole_checkpoint(ranks: Any, tmp_path: Path, tag: str, where: str, expected: float) -> None:
+    ranks(1, save, str(tmp_path), 1.0, "a")
+    place, _, count = where.partition(" ")
+    with pytest.raises(RemoteError, match="exit code 9"):
+        ranks(1, die_at, str(tmp_path), tag, place, int(count), 0)
+    [[_, value]] = ranks(1, load, str(tmp_path))
+    assert value == expected
+    ranks(1, save, str(tmp_path), 3.0, tag)
+    assert ranks(1, load, str(tmp_path)) == [[tag, 3.0]]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted({".lock", "a", tag, "latest"})
+
+
+def test_a_dead_rank_leaves_the_previous_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, save, str(tmp_path), 1.0, "a")
+    with pytest.raises(RemoteError):
+        ranks(2, die_at, str(tmp_path), "a", "writing.write_tensors", 1, 1)
+    assert ranks(2, load, str(tmp_path)) == [["a", 1.0]] * 2
+
+
+# -- errors while saving -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes: writing then fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_disk(folder: str, size: int, full_rank: int, what: str) -> str:
+    engine = make(2.0)
+    with largest_file(size) if comm.rank() == full_rank else nullcontext():
+        with pytest.raises(CheckpointError) as caught:
+            if what == "16bit":
+                engine.save_16bit_model(folder)
+            else:
+                engine.save_checkpoint(folder, "a", client_state={"many": list(range(20000))})
+    assert comm.all_gather_json(comm.rank()) == [0, 1]  # the ranks are still in step
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size, rank", [(100, 0), (2000, 0), (30_000, 0), (100, 1)])
+def test_a_full_disk_on_any_rank_fails_all_and_harms_nothing(ranks: Any, tmp_path: Path, size: int, rank: int) -> None:
+    ranks(2, save, str(tmp_path), 1.0, "a")
+    for message in ranks(2, full_disk, str(tmp_path), size, rank, "checkpoint"):
+        assert f"rank {rank}: OSError" in message and "File too large" in message
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "a", "latest"]
+    assert ranks(2, load, str(tmp_path)) == [["a", 1.0]] * 2
+
+
+def test_a_full_disk_and_the_16bit_model(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2, full_disk, str(tmp_path), 1000, 0, "16bit"):
+        assert "File too large" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(folder: str, arguments: dict[str, Any], bad_rank: int) -> list[str]:
+    engine, found = make(1.0), []
+    bad = {
+        "set": {"client_state": {"a": {"b": [1, {2}]}}},
+        "keys": {"client_state": {"a": {3: 1}}},
+        "complex": {"client_state": {"a": torch.zeros(1, dtype=torch.complex128)}},
+        "tag": {"tag": "../up"},
+    }[arguments["kind"]]
+    mine: dict[str, Any] = bad if comm.rank() == bad_rank else {}
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder, **mine)
+    found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("set", ["client_state['a']['b'][1]", "sorted(it)"]),
+        ("keys", ["client_state['a']", "str(key)"]),
+        ("complex", ["client_state['a']", "view_as_real"]),
+        ("tag", ["'../up'", "A-Z"]),
+    ],
+)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_what_cannot_be_saved_is_refused_before_writing(
+    ranks: Any, tmp_path: Path, kind: str, words: list[str], bad_rank: int
+) -> None:
+    for [message] in ranks(2, refused, str(tmp_path / "new"), {"kind": kind}, bad_rank):
+        assert all(word in message for word in [*words, f"rank {bad_rank}"]), message
+    assert list(tmp_path.iterdir()) == []
+
+
+def complex_buffer(folder: str) -> str:
+    model = nn.Linear(1, 1)
+    model.register_buffer("freqs", torch.zeros(2, dtype=torch.complex128))
+    engine, *_ = ds_core.initialize(model=model, config={"train_batch_size": 1})
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_a_dtype_that_safetensors_lacks(ranks: Any, tmp_path: Path) -> None:
+    [message] = ranks(1, complex_buffer, str(tmp_path / "new"))
+    assert "module/freqs" in message and "complex128" in message and "view_as_real" in message
+    assert not (tmp_path / "new").exists()
+
+
+def empty_names() -> list[str]:
+    engine, found = make(1.0), []
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(CheckpointError) as caught:
+            call("")
+        found.append(str(caught.value))
+    return found
+
+
+def test_empty_directory_names(ranks: Any) -> None:
+    for [messages] in [ranks(1, empty_names)]:
+        assert all("is empty; name a directory" in m for m in messages)
+
+
+# -- tags ----------------------------------------------------------------------------------------------------------
+
+
+def different_tags(folder: str, mode: str) -> Any:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ds_checkpoint")
+    logger.addHandler(handler)
+    engine = make(1.0, checkpoint={"tag_validation": mode})
+    try:
+        engine.save_checkpoint(folder, f"tag{comm.rank()}")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        logger.removeHandler(handler)
+    return [m for m in messages if "tag" in m and "saved" not in m]
+
+
+@pytest.mark.parametrize("mode", ["ignore", "Warn", "FAIL"])
+def test_tags_that_differ_between_ranks(ranks: Any, tmp_path: Path, mode: str) -> None:
+    answers = ranks(2, different_tags, str(tmp_path), mode)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    if mode == "FAIL":
+        assert all("'tag0' on rank 0 but 'tag1' on rank 1" in a and "one tag" in a for a in answers)
+        assert names == []
+        return
+    assert names == [".lock", "latest", "tag0"]
+    assert all(len(messages) == (1 if mode == "Warn" else 0) for messages in answers)
+
+
+def save_without_latest(folder: str) -> Any:
+    engine = make(1.0)
+    engine.save_checkpoint(folder, "x", save_latest=False)
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_checkpoint").addHandler(handler)
+    expected = engine.load_checkpoint(folder, missing_ok=True)
+    assert messages == []
+    found = engine.load_checkpoint(folder), engine.load_checkpoint(folder + "/nowhere")
+    logging.getLogger("ds_checkpoint").removeHandler(handler)
+    assert engine.module.weight.eq(1).all()
+    return expected, *found, messages
+
+
+def test_without_latest(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, save_without_latest, str(tmp_path))
+    assert first[:3] == second[:3] == ((None, {}), (None, None), (None, None))
+    assert len(first[3]) == 2 and second[3] == []  # rank 0 tells
+    assert "latest does not exist, and no tag was given; there are x; give one as tag=" in first[3][0]
+    assert "nowhere/latest does not exist" in first[3][1] and "there is no checkpoint" in first[3][1]
+    assert ranks(2, load, str(tmp_path), "x") == [["x", 1.0]] * 2
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from ds_checkpoint.lock import FolderLock
+lock = FolderLock()
+lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def save_beside_another_job(folder: str, half_made: str) -> Any:
+    engine = make(1.0)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder, "mine")
+    assert Path(half_made).exists()  # the other job's save, under way, is not cleared away
+    return str(caught.value)
+
+
+def save_with_two_engines(folder: str) -> None:
+    one, two = make(1.0), make(2.0)
+    for tag in ("a", "b"):
+        one.save_checkpoint(folder, f"one_{tag}")
+        two.save_checkpoint(folder, f"two_{tag}")
+    one.destroy()
+    two.save_checkpoint(folder, "after")
+    two.destroy()
+
+
+def test_a_second_job_in_one_folder_is_told_at_once(ranks: Any, tmp_path: Path) -> None:
+    half_made = tmp_path / ".tmp-theirs-0123456789abcdef"
+    half_made.mkdir()
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == "held\n"
+        for message in ranks(2, save_beside_another_job, str(tmp_path), str(half_made)):
+            assert f"another job is saving into {tmp_path} (host " in message and f"process {other.pid}," in message
+            assert "a save_dir of its own" in message
+        other.stdin.close()
+        other.wait()
+    ranks(2, save_with_two_engines, str(tmp_path))  # one job may have several engines
+    ranks(1, save, str(tmp_path), 3.0, "b")  # of another process: destroyed engines have let go
+    assert not half_made.exists()
+
+
+def wrong_arguments(folder: str) -> list[str]:
+    engine, found = make(1.0), []
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        for wrong in (None, 3, b"x"):
+            with pytest.raises(CheckpointError) as caught:
+                call(wrong)
+            found.append(str(caught.value))
+    for wrong in ([("epoch", 3)], "epoch", 3):
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(folder, client_state=wrong)
+        found.append(str(caught.value))
+    return found
+
+
+def test_arguments_of_a_wrong_type(ranks: Any, tmp_path: Path) -> None:
+    [messages] = ranks(1, wrong_arguments, str(tmp_path))
+    assert all("name a directory" in m for m in messages[:9]) and "save_dir is None" in messages[0]
+    assert [m.split(": ", 1)[1].split(";")[0] for m in messages[9:]] == [
+        "client_state is a list", "client_state is a str", "client_state is a int"
+    ]  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_checkpoint_is_an_error(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, save, str(tmp_path), 1.0, "good")
+    assert "there are good" in ranks(1, load, str(tmp_path), "bad")[0]
+    assert "tag '../x'" in ranks(1, load, str(tmp_path), "../x")[0]
+    shutil.rmtree(tmp_path / "good")
+    assert "good does not exist" in ranks(1, load, str(tmp_path))[0]
+
+
+# -- damage --------------------------------------------------------------------------------------------------------
+
+FILES = ["manifest.json", "rank00000.safetensors", "rank00000-local.safetensors", "rank00001-local.safetensors"]
+
+
+def damage(folder: Path, name: str, how: str, other: Path) -> None:
+    file = folder / name
+    whole = file.read_bytes()
+    if how == "delete":
+        file.unlink()
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "truncate":
+        file.write_bytes(whole[: len(whole) // 2])
+    elif how == "longer":
+        file.write_bytes(whole + b"\0")
+    elif how == "swap ranks":
+        a, b = folder / FILES[2], folder / FILES[3]
+        a_bytes = a.read_bytes()
+        a.write_bytes(b.read_bytes())
+        b.write_bytes(a_bytes)
+    elif how == "other step":
+        shutil.copyfile(other / name, file)
+    elif how == "pickle":
+        file.write_bytes(b"cos\nsystem\n(S'touch " + str(folder / "owned").encode() + b"'\ntR.".ljust(len(whole)))
+    elif how == "link":
+        shutil.move(file, folder.parent / "moved")
+        file.symlink_to(folder.parent / "moved")
+    elif how == "header":
+        file.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+
+
+DAMAGE = [(name, how) for name in FILES for how in ("delete", "empty", "truncate", "pickle", "header")]
+DAMAGE += [(name, how) for name in FILES[1:] for how in ("other step", "link", "longer")]
+DAMAGE += [("rank00000-local.safetensors", "swap ranks")]
+
+
+@pytest.mark.parametrize("name, how", DAMAGE)
+def test_damage_is_named_before_anything_changes(ranks: Any, tmp_path: Path, name: str, how: str) -> None:
+    ranks(2, save, str(tmp_path), 1.0, "a")
+    ranks(2, save, str(tmp_path), 2.0, "b")
+    damage(tmp_path / "b", name, how, tmp_path / "a")
+    for message in ranks(2, load, str(tmp_path)):
+        assert isinstance(message, str)
+        assert name in message, message
+    assert not (tmp_path / "b" / "owned").exists()
+    assert ranks(2, load, str(tmp_path), "a") == [["a", 1.0]] * 2
+
+
+def test_a_newer_format_says_so(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, save, str(tmp_path), 1.0, "a")
+    manifest = tmp_path / "a" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"version": 3', '"version": 99', 1))
+    assert "format version 99, this ds-core reads versions 1 to 3" in ranks(1, load, str(tmp_path))[0]
+
+
+# -- no pickle -----------------------------------------------------------------------------------------------------
+
+AUDITED = """
+import sys, tempfile
+seen = []
+forbidden = ("pickle.", "marshal.load", "exec")
+sys.addaudithook(lambda event, args: seen.append(event) if on and event.startswith(forbidden) else None)
+on = False
+import torch, ds_core
+from torch import nn
+model = nn.Linear(3, 3)
+engine, *_ = ds_core.initialize(model=model, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}})
+engine.backward(engine(torch.ones(1, 3)).sum()); engine.step()
+folder = tempfile.mkdtemp()
+import ds_checkpoint.checkpointer, numpy.random
+on = True
+engine.save_checkpoint(folder, client_state={"t": torch.ones(2)})
+engine.save_16bit_model(folder)
+engine.load_checkpoint(folder)
+on = False
+print("events", sorted(set(seen)))
+"""
+
+
+def test_nothing_is_unpickled_or_executed(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", AUDITED], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "events []" in done.stdout
+
+
+def test_the_source_never_names_pickle() -> None:
+    folder = Path(writing.__file__).parent
+    texts = {p.name: p.read_text() for p in folder.glob("*.py")}
+    assert len(texts) >= 10
+    forbidden = re.compile(
+        r"^\s*(import|from) (pickle|marshal|shelve|dill)|torch\.save\(|torch\.load\((?!.*weights_only=True)|_object\(",
+        re.MULTILINE,
+    )
+    assert [name for name, text in texts.items() if forbidden.search(text)] == []
+
+
+def secret(folder: str) -> None:
+    make(1.0, optimizer={"type": "AdamW", "params": {"lr": 0.1}}).save_checkpoint(folder, "a")
+
+
+def test_the_config_is_kept(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, secret, str(tmp_path))
+    config = json.loads((tmp_path / "a" / MANIFEST).read_text())["config"]
+    assert config["optimizer"] == {"type": "AdamW", "params": {"lr": 0.1}}

@@ -1,0 +1,164 @@
+"""Making a checkpoint of ds_core out of other files: DeepSpeed's checkpoints, safetensors, and torch state dicts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+from ds_checkpoint import files
+from ds_checkpoint.format import check_tag
+from ds_checkpoint.lock import FolderLock
+from ds_checkpoint.opening import open_plain, read_small, read_start
+from ds_checkpoint.tensorfile import check_tensor
+from ds_checkpoint.values import encode
+from ds_checkpoint.writing import Job, Prepared, commit, publish, write
+from torch import Tensor
+
+import ds_core
+from ds_checkpoint_deepspeed.deepspeed import Foreign, find_deepspeed, read_deepspeed
+from ds_core.errors import CheckpointError
+from ds_core.partition import StateTensor
+
+__all__ = ["import_checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
+
+NEW_RUN: dict[str, Any] = {
+    **dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0),
+    "scaler": None,
+    "optimizer_groups": [],
+    "lr_scheduler": None,
+    "data": None,
+}
+
+
+def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | None = None) -> tuple[Path, list[str]]:
+    """Write ``output_dir/tag`` out of `source`; (its path, what could not be taken over, and why).
+
+    source: a folder of DeepSpeed's (the tag's, or the one above it) with all its ranks' files; a ``.safetensors`` file;
+    a folder with ``model.safetensors`` or its index, as Hugging Face has them; or a state dict that torch saved.
+    tag: default as in `source`, or ``imported``. `engine.load_checkpoint` then resumes at any stage and world size.
+    CheckpointError when it is none of these, or would need code in it to be run.
+    """
+    path = Path(source)
+    folder = find_deepspeed(path, None)
+    found = read_deepspeed(folder) if folder is not None else _weights(path)
+    tag = check_tag(tag if tag is not None else found.tag)
+    for piece in found.pieces:
+        check_tensor(piece.tensor, f"{path}: {piece.name!r}")
+    common: dict[str, Tensor] = {}
+    own: dict[str, Any] = {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
+    prepared = Prepared(
+        tag=tag,
+        rank=0,
+        pieces=found.pieces,
+        coord={},
+        excluded=[],
+        frozen=found.frozen,
+        shared=found.shared,
+        extra=[],
+        local=encode(own, "rank", {}, own=True),
+        local_tensors={},
+        buffers={},
+        common_tensors=common,
+        head={
+            "step": found.run["global_steps"],
+            "world_size": 1,
+            "mesh": {},
+            "versions": {"ds_core": ds_core.__version__, "torch": torch.__version__},
+            "plugins": {},
+            "config": None,
+            "optimizer": found.optimizer,
+            "run": encode(found.run, "run_state", common, own=True),
+            "client": encode(found.client, "client_state", common),
+        },
+    )
+    root = Path(output_dir)
+    files.make_root(root)
+    with contextlib.closing(FolderLock()) as lock:
+        lock.take(root)
+        temporary = files.make_temporary(root, tag)
+        job = Job(root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None)
+        try:
+            commit(prepared, job, [write(prepared, job)])
+        except BaseException:
+            files.discard(job.temporary)
+            raise
+        publish(job)
+    return root / tag, found.missing
+
+
+def _weights(path: Path) -> Foreign:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    paths = _of_index(path) if path.is_dir() else [path]
+    if path.name.endswith(_INDEX):
+        paths = _of_index(path.parent)
+    tensors: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    for one in paths:
+        found, aliases = _safetensors(one) if one.suffix == ".safetensors" else (_state_dict(one), {})
+        tensors |= found
+        shared |= aliases
+    pieces = [StateTensor(f"module/{n}", t, tuple(t.shape), 0, t.numel(), (), True) for n, t in tensors.items()]
+    return Foreign("imported", pieces, shared, [], dict(NEW_RUN), {}, None, [])
+
+
+def _of_index(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if os.path.lexists(index):
+        try:
+            names = sorted(set(json.loads(read_small(index, 1 << 27))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+        if bad := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
+            raise CheckpointError(f"{index} names {bad[0]!r}, which is not a safetensors file beside it")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise CheckpointError(
+        f"{folder} holds no checkpoint of DeepSpeed, no model.safetensors and no index; give the folder or file itself"
+    )
+
+
+def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    import safetensors
+
+    _check_is_file(path)
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except Exception as error:  # the library's own error class is not public
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return tensors, {a: n for a, n in metadata.items() if n in tensors and a not in tensors}
+
+
+def _check_is_file(path: Path) -> None:
+    try:
+        os.close(open_plain(path)[0])  # what is no file would be waited for
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    _check_is_file(path)
+    begin = read_start(path, 2)
+    if not begin.startswith((b"PK", b"\x80")):  # a zip file, or a pickle of before torch 1.6
+        raise CheckpointError(
+            f"{path} is neither a safetensors file nor one that torch.save wrote; give such a file, a folder with "
+            f"model.safetensors or {_INDEX}, or a folder of DeepSpeed's"
+        )
+    try:
+        found = torch.load(path, map_location="cpu", mmap=begin == b"PK", weights_only=True)
+    except Exception as error:  # as for DeepSpeed's files
+        why = " ".join(str(error).split("\n\n")[0].splitlines()[:2])
+        raise CheckpointError(f"{path} cannot be read without running code in it: {why}") from error
+    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+        raise CheckpointError(f"{path} is not a state dict of tensors; save model.state_dict() alone")
+    return dict(found)

@@ -1,0 +1,50 @@
+"""`dscore import` of safetensors files and indices, and its declaration."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from ds_cli.app import make_app
+from ds_testing import PluginConformance
+from typer.testing import CliRunner
+
+
+class TestDeclaration(PluginConformance):
+    entry_point = "ds_checkpoint_deepspeed.plugin"
+
+
+def dscore(*words: Any) -> Any:
+    return CliRunner().invoke(make_app(), ["import", *map(str, words)], prog_name="dscore")
+
+
+def test_an_index_of_safetensors(tmp_path: Path) -> None:
+    weights = {"a.weight": torch.randn(3, 2), "b.weight": torch.randn(4)}
+    index = {"weight_map": {}}
+    for number, (name, tensor) in enumerate(weights.items(), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        safetensors.torch.save_file({name: tensor}, tmp_path / file)
+        index["weight_map"][name] = file
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    for source in (path, tmp_path):
+        assert dscore(source, tmp_path / "to").exit_code == 0
+        found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "to")
+        assert found.keys() == weights.keys() and all(torch.equal(found[n], w) for n, w in weights.items())
+
+
+def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text("{}")
+    os.mkfifo(tmp_path / "fifo")
+    for name, word in (
+        ("some.json", "neither a safetensors file nor one that torch.save wrote"),
+        ("fifo", "regular file"),
+    ):
+        done = dscore(tmp_path / name, tmp_path / "to")
+        assert done.exit_code == 1 and word in done.output and "running code" not in done.output
+    assert not (tmp_path / "to").exists()
