@@ -119,7 +119,6 @@ NOT_BUILT = {
     "fp16.fp16_master_weights_and_grads": True,
     "bf16.bf16_master_weights_and_grads": True,
     "bf16.bf16_optimizer_states": True,
-    "checkpoint.use_node_local_storage": True,
 }
 MISSPELT = {
     "train_batchsize": "train_batch_size",
@@ -148,7 +147,6 @@ MISSPELT = {
     "comms_logger.verbos": "comms_logger.verbose",
     "optimizer.param": "optimizer.params",
     "scheduler.types": "scheduler.type",
-    "checkpoint.tag_valid": "checkpoint.tag_validation",
     "plugins.requires": "plugins.require",
     "plugins.prefers": "plugins.prefer",
     "fake.enabld": "fake.enabled",

@@ -147,6 +147,3 @@ def prune(
         raise CheckpointError(f"{folder} holds no checkpoint")
     for tag in files.prune(folder, keep, tags[0]):
         typer.echo(f"removed {folder / tag}")
-
-
-app = make_app()

@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import ds_core
-from ds_core import checkpoint, comm
+from ds_core import comm
 from ds_core.errors import CheckpointError
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from ds_cli.show import say_error
 
 __all__ = ["import_checkpoint"]
 
@@ -21,4 +22,4 @@ def import_checkpoint(
     path, missing = make(source, output, tag)
     typer.echo(str(path))
     for text in missing:
-        typer.echo(text, err=True)
+        say_error(text)

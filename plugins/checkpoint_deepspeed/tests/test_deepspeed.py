@@ -20,7 +20,6 @@ import pytest
 import safetensors.torch
 import torch
 from ds_checkpoint import files
-from ds_checkpoint.importing import import_checkpoint
 from ds_checkpoint.offline import get_fp32_state_dict_from_zero_checkpoint, open_saved
 from ds_checkpoint_deepspeed.importing import import_checkpoint
 from ds_cli.app import make_app
