@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_core import joint
 from ds_core.absent import no_attribute
 from ds_core.accumulation import Accumulation
 from ds_core.batches import Batches, make_loader
-from ds_core.checkpointer import Checkpointer, LoadOptions, SaveOptions, find_checkpointer
 from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
 from ds_core.ended import end
 from ds_core.errors import UsageError
@@ -30,8 +29,7 @@ from ds_core.params import GradNorm, squared_norm
 from ds_core.precision import LossScaler, autocast_context, cast_floats
 from ds_core.process import STATE, Taken
 from ds_core.report import Reporter
-from ds_core.running import RunningEngine
-from ds_core.runstate import RunState
+from ds_core.resumable import ResumableEngine
 from ds_core.zerograd import unwatch_zero_grad, watch_zero_grad
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "required"]
 
 
-class Engine(RunningEngine):
+class Engine(ResumableEngine):
     """A model being trained. Made by `ds_core.initialize`; unknown attributes are the partitioner's `methods`, then
     the module's.
 
@@ -77,7 +75,6 @@ class Engine(RunningEngine):
         self._batches = Batches(loader)
         self._accumulation = Accumulation(ctx, partitioner, self._batches)
         self._window = self._accumulation.window
-        self._checkpointer: Checkpointer | None = None  # found at the first save or load
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
@@ -421,73 +418,7 @@ class Engine(RunningEngine):
             raise UsageError(f"compile({which}=...): DeepCompile's graph passes are not built; leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save all that a resumed run needs to ``save_dir/tag``. Every rank calls it.
-
-        tag: default ``global_step{N}``. client_state: rank 0's values are kept, and given back by `load_checkpoint`.
-        save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out weights that do not
-        require gradients. UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
-        """
-        options = SaveOptions(tag, client_state, save_latest, exclude_frozen_parameters)
-        self._find_checkpointer().save(RunState(self), save_dir, options)
-        return True
-
-    def _find_checkpointer(self) -> Checkpointer:
-        if self._checkpointer is None:
-            self._checkpointer = find_checkpointer(self.ctx)
-        return self._checkpointer
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[[dict[str, Tensor], nn.Module], None] | None = None,
-        missing_ok: bool = False,
-        fallback: bool = False,
-    ) -> tuple[str | None, Any]:
-        """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank calls it.
-
-        Without a tag and without a file ``latest``: (None, None) and a warning, or (None, {}) with missing_ok.
-        fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpointer.LoadOptions`.
-        """
-        options = LoadOptions(
-            tag=tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states,
-            scheduler=load_lr_scheduler_states,
-            module_only=load_module_only,
-            custom=custom_load_fn,
-            missing_ok=missing_ok,
-            fallback=fallback,
-        )
-        return self._find_checkpointer().load(RunState(self), load_dir, options)
-
-    def wait_for_checkpoint(self) -> None:
-        """Return when the save under way, if any, is durable; raises what went wrong with it. Every rank calls it."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did. Collective."""
-        export = self._find_checkpointer().export
-        return export(RunState(self), save_dir, save_filename, exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model  # its old name
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """See `RunningEngine`."""
@@ -506,8 +437,7 @@ class Engine(RunningEngine):
             STATE.engines.discard(self)
             STATE.taken.pop(self.partitioner, None)
             joint.leave(self.serial)
-            if self._checkpointer is not None:
-                self._checkpointer.close()
+            self.close_checkpointer()
             self._report.close()
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)

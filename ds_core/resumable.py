@@ -1,0 +1,91 @@
+"""What an engine has to save and load checkpoints. A checkpointer does the work; it is found at the first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_core.checkpointer import Checkpointer, LoadOptions, SaveOptions, find_checkpointer
+from ds_core.running import RunningEngine
+from ds_core.runstate import RunState
+
+__all__ = ["ResumableEngine"]
+
+
+class ResumableEngine(RunningEngine):
+    """An engine's methods for checkpoints, under their documented names."""
+
+    _checkpointer: Checkpointer | None = None
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that a resumed run needs to ``save_dir/tag``. Every rank calls it.
+
+        tag: default ``global_step{N}``. client_state: rank 0's values are kept, and given back by `load_checkpoint`.
+        save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out weights that do not
+        require gradients. UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
+        """
+        options = SaveOptions(tag, client_state, save_latest, exclude_frozen_parameters)
+        self._find_checkpointer().save(RunState(self), save_dir, options)
+        return True
+
+    def _find_checkpointer(self) -> Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = find_checkpointer(self.ctx)
+        return self._checkpointer
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[[dict[str, Tensor], nn.Module], None] | None = None,
+        missing_ok: bool = False,
+        fallback: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank calls it.
+
+        Without a tag and without a file ``latest``: (None, None) and a warning, or (None, {}) with missing_ok.
+        fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpointer.LoadOptions`.
+        """
+        options = LoadOptions(
+            tag=tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+            custom=custom_load_fn,
+            missing_ok=missing_ok,
+            fallback=fallback,
+        )
+        return self._find_checkpointer().load(RunState(self), load_dir, options)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the save under way, if any, is durable; raises what went wrong with it. Every rank calls it."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did. Collective."""
+        export = self._find_checkpointer().export
+        return export(RunState(self), save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model  # its old name
+
+    def close_checkpointer(self) -> None:
+        """Wait for a save under way, and release what it holds."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
