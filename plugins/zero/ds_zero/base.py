@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.param_shard import ParamShard
     from ds_zero.config import ZeroConfig
-    from ds_zero.gather import Unit
+    from ds_zero.gather_unit import BucketUnit
     from ds_zero.grads import Reducer
 
 __all__ = ["ZeroPartitioner"]
@@ -60,7 +60,7 @@ class ZeroPartitioner(WeightOwner):
         self.moved = Moved(ctx.accelerator)
         self._holdings: dict[nn.Parameter, PieceShard] = {}
         self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
-        self.unit_of: dict[nn.Parameter, Unit] = {}
+        self.unit_of: dict[nn.Parameter, BucketUnit] = {}
         self.param_index: dict[nn.Parameter, int] = {}
         self.in_context: set[nn.Parameter] = set()
         self._module: nn.Module | None = None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ds_core.params import ParamInfo
     from ds_zero.owned_tensors import WholeTensors
 
-__all__ = ["FlatBucket", "Piece", "Rounded", "Share", "make_buckets", "needs_whole"]
+__all__ = ["FlatBucket", "Piece", "CastOnWait", "Share", "make_buckets", "needs_whole"]
 
 HOST_BYTES = 1 << 23
 """The most bytes of a bucket in host memory whose gradients come and go. The allocator keeps what it is given back only
@@ -65,15 +65,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
-    """A collective under way in another dtype than its result shall have; `wait` writes the result."""
+class CastOnWait:
+    """A collective that runs in another dtype than its result; `wait` casts into `out`."""
 
     work: Any
     low: Tensor
     out: Tensor
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait for the collective, and write the result."""
         self.work.wait()
         self.out.copy_(self.low)
 
@@ -320,7 +320,7 @@ class FlatBucket:
         if dtype is not None:
             low = torch.empty_like(self.full, dtype=dtype)
             return [
-                Rounded(comm.all_gather_into_tensor(low, mine.to(dtype), group=group, async_op=True), low, self.full)
+                CastOnWait(comm.all_gather_into_tensor(low, mine.to(dtype), group=group, async_op=True), low, self.full)
             ]
         if gather:
             return [comm.all_gather_into_tensor(self.full, mine, group=group, async_op=True)]

@@ -1,12 +1,11 @@
-"""Hooks on modules, which tell `Gathering` what runs: before and after forward, before and after backward.
+"""Module hooks of stage 3: they tell `GatherScheduler` which module runs, in forward and in backward.
 
-[Note: parameters used elsewhere] While a watched module runs, a parameter that is read from another module
-(``self.emb.weight`` in the forward of a parent) is gathered on the spot, for the module that runs; from then on that
-module gathers it with its own. For this the modules' parameter dicts are replaced by dicts that see reads,
-until `Watch.remove`.
+[Note: parameters used elsewhere] A parameter that a running module reads from another one (``self.emb.weight`` in the
+forward of a parent) is gathered at that moment. From then on the running module gathers it with its own parameters.
+For this the modules' parameter dicts are replaced by dicts that notice reads, until `GatherHooks.remove`.
 
-[Note: compiled modules] The hooks wait for collectives and change what parameters hold, so torch.compile must not look
-into them: a graph ends at each module that gathers, and the next begins with whole weights.
+[Note: compiled modules] The hooks wait for collectives and change what parameters hold, so torch.compile must not trace
+into them: a graph ends at each module that gathers, and the next one begins with unsharded weights.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ from torch.nn.modules.module import (
 
 from ds_core import comm
 from ds_core.nested import tensors_of
-from ds_zero.gather import Gathering, State, Unit
+from ds_zero.gather import GatherScheduler
+from ds_zero.gather_unit import BucketUnit, UnitState
 
 if TYPE_CHECKING:
     from ds_zero.units import Gatherer
 
-__all__ = ["Watch"]
+__all__ = ["GatherHooks"]
 
 
 log = logging.getLogger("ds_zero")
 
 
-class _SeenParams(dict[str, Any]):
-    """A module's parameters by name; tells when one is read."""
+class _ObservedParams(dict[str, Any]):
+    """A module's parameters by name, with a callback that is called when one is read."""
 
     def __init__(self, given: Mapping[str, Any], read: Callable[[nn.Parameter], None]) -> None:
         super().__init__(given)
@@ -50,81 +50,84 @@ class _SeenParams(dict[str, Any]):
             self._read(param)
         return param
 
-    def __reduce__(self) -> Any:  # copies of a module, by copy or pickle, are not watched
+    def __reduce__(self) -> Any:  # copies of a module, by copy or pickle, have a plain dict
         return dict, (dict(self),)
 
 
-class Watch:
-    """The hooks of one engine.
+class GatherHooks:
+    """The gather hooks of one engine.
 
-    backward_began: called when the first hook of a backward runs.
+    modules: those that gather parameters. unit_of: the unit of each sharded parameter. backward_began: called when the
+    first hook of a backward runs.
     """
 
     def __init__(
         self,
         root: nn.Module,
         modules: Sequence[Gatherer],
-        gathering: Gathering,
-        unit_of: Mapping[nn.Parameter, Unit],
+        gathering: GatherScheduler,
+        unit_of: Mapping[nn.Parameter, BucketUnit],
         backward_began: Callable[[], None],
     ) -> None:
         self._root, self._gathering, self._unit_of, self._backward_began = root, gathering, unit_of, backward_began
         self._units = {g.module: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
-        self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}  # a module: the leaf above
+        self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}  # the leaf above
         self._known = set(root.parameters())
-        self._registered: dict[nn.Module, list[Unit]] = {}
+        self._registered: dict[nn.Module, list[BucketUnit]] = {}
         self._changed = False
-        self._stack: list[tuple[nn.Module, list[Unit]]] = []
+        self._stack: list[tuple[nn.Module, list[BucketUnit]]] = []
         self._names = {g.module: g.name for g in modules}
-        self._behind: nn.Module | None = None  # the last module that backward came to
+        self._in_backward_of: nn.Module | None = None  # the last module that backward has reached
         comm.register_activity(self.activity)
         # See [Note: compiled modules].
-        self._entered, self._left = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
-        self._begun, self._lent = torch.compiler.disable(self._look_again), torch.compiler.disable(self._use_elsewhere)
+        self._pre_forward = torch.compiler.disable(self._enter)
+        self._post_forward = torch.compiler.disable(self._leave)
+        self._pre_root_forward = torch.compiler.disable(self._look_again)
+        self._read_elsewhere = torch.compiler.disable(self._use_elsewhere)
         self._hooks: list[Any] = []
         self._owners: list[nn.Module] = []
         self.install()
 
     def install(self) -> None:
-        """Put the hooks in their places (again, after `remove`)."""
+        """Install the hooks (again, after `remove`)."""
         for module in self._units:
-            self._watch(module)
+            self._hook(module)
         for module in self._root.modules():
-            self._see(module)
+            self._observe(module)
         if self._unit_of:
             self._hooks.append(register_module_module_registration_hook(self._note_change))
             self._hooks.append(register_module_parameter_registration_hook(self._note_change))
-            self._hooks.append(self._root.register_forward_pre_hook(self._begun, prepend=True))
+            self._hooks.append(self._root.register_forward_pre_hook(self._pre_root_forward, prepend=True))
 
-    def _watch(self, module: nn.Module) -> None:
-        self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=True, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(self._left, with_kwargs=True, always_call=True))
+    def _hook(self, module: nn.Module) -> None:
+        self._hooks.append(module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True))
 
-    def _see(self, module: nn.Module) -> None:
+    def _observe(self, module: nn.Module) -> None:
         mine = any(p in self._unit_of for p in module._parameters.values() if p is not None)
-        if mine and not isinstance(module._parameters, _SeenParams):
-            module._parameters = _SeenParams(module._parameters, self._on_read)
+        if mine and not isinstance(module._parameters, _ObservedParams):
+            module._parameters = _ObservedParams(module._parameters, self._on_read)
             self._owners.append(module)
 
     # -- changes after initialize ----------------------------------------------------------------------------
 
-    def _add(self, module: nn.Module, unit: Unit) -> None:
-        """`module`, or the leaf above it, gathers `unit` too."""
+    def _add(self, module: nn.Module, unit: BucketUnit) -> None:
+        """Make `module`, or the leaf above it, gather `unit` too."""
         module = self._below.get(module, module)
         if module not in self._units:
             self._units[module] = []
-            self._watch(module)
+            self._hook(module)
         if unit not in self._units[module]:
             self._units[module].append(unit)
 
     def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        """`module` uses `param`, which another module owns."""
+        """See `WeightOwner.add_external`."""
         if (unit := self._unit_of.get(param)) is not None:
             self._registered.setdefault(module, []).append(unit)
             self._add(module, unit)
 
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        """The reverse of `add_external`."""
+        """See `WeightOwner.remove_external`."""
         unit, left = self._unit_of.get(param), self._registered.get(module, [])
         if unit not in left:
             return
@@ -134,29 +137,29 @@ class Watch:
             self._units[module].remove(unit)
 
     def _note_change(self, module: nn.Module, name: str, added: Any) -> None:
-        self._changed = True  # anywhere in the process; whether it is ours is seen before the next forward
+        self._changed = True  # anywhere in the process; the next forward checks whether it is in this model
 
     def _look_again(self, root: nn.Module, args: Any) -> None:
-        """Modules and parameters were added somewhere: watch those that hold weights of ours."""
+        """After a module or parameter was added somewhere: hook modules that have parameters of a unit."""
         if not self._changed:
             return
         self._changed = False
-        strangers = []
+        untrained = []
         for name, module in root.named_modules():
             for key, param in module._parameters.items():
                 if param is None:
                     continue
                 if (unit := self._unit_of.get(param)) is not None:
-                    self._see(module)
+                    self._observe(module)
                     self._add(module, unit)
                 elif param.requires_grad and param not in self._known:
-                    strangers.append(f"{name}.{key}" if name else key)
-        if strangers:
-            more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+                    untrained.append(f"{name}.{key}" if name else key)
+        if untrained:
+            more = f" and {len(untrained) - 5} more" if len(untrained) > 5 else ""
             log.warning(
-                "%s%s came into the model after initialize: they are used as they are on each rank, and not trained; "
+                "parameters added to the model after initialize are not trained, and each rank has its own: %s%s; "
                 "add modules before initialize to train them",
-                ", ".join(strangers[:5]),
+                ", ".join(untrained[:5]),
                 more,
             )
             self._known.update(root.parameters())
@@ -166,8 +169,8 @@ class Watch:
         gathering = self._gathering
         running = [module for module, _ in list(self._stack)]
         text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
-        if gathering.in_backward and self._behind is not None:
-            text = f"in backward of module {self._names[self._behind]!r}"
+        if gathering.in_backward and self._in_backward_of is not None:
+            text = f"in backward of module {self._names[self._in_backward_of]!r}"
         return comm.Activity(text, gathering.passes, gathering.trail())
 
     # -- forward ---------------------------------------------------------------------------------------------
@@ -176,13 +179,13 @@ class Watch:
         gathering = self._gathering
         if not self._stack:
             if gathering.in_backward and torch._C._current_graph_task_id() == -1:
-                gathering.end_pass()  # that backward failed half-way
+                gathering.end_pass()  # that backward has failed
             if not gathering.in_backward:
                 gathering.open()
         units = list(self._units[module])
         self._stack.append((module, units))
         for unit in units:
-            unit.holders += 1
+            unit.uses.forward += 1
             gathering.fetch(unit)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -192,25 +195,25 @@ class Watch:
             left, units = self._stack.pop()
             if left is module:
                 break
-            self._let_go(units)
+            self._end_use(units)
         if torch.is_grad_enabled() and units:
             self._expect_backward(module, (args, kwargs), output)
-        self._hand_on(output, units)
-        self._let_go(units)
+        self._note_returned(output, units)
+        self._end_use(units)
         if not self._stack and not self._gathering.in_backward:
             self._gathering.close()
 
-    def _let_go(self, units: Sequence[Unit]) -> None:
+    def _end_use(self, units: Sequence[BucketUnit]) -> None:
         for unit in units:
-            unit.holders -= 1
-            # In backward a forward is recomputed, and its backward comes next; `_on_gradient` releases.
+            unit.uses.forward -= 1
+            # In backward this forward was a recomputation, and its backward comes next; `on_gradient` releases.
             if not self._gathering.in_backward:
                 self._gathering.drop(unit)
             elif torch.is_grad_enabled():
-                unit.wanted = True
+                unit.uses.backward = True
 
-    def _hand_on(self, output: Any, units: Sequence[Unit]) -> None:
-        """A module that returns one of its parameters: the module around it will use it."""
+    def _note_returned(self, output: Any, units: Sequence[BucketUnit]) -> None:
+        """A module returns one of its parameters: the module around it will use it."""
         for tensor in tensors_of(output):
             unit = self._unit_of.get(tensor) if isinstance(tensor, nn.Parameter) else None
             if unit is not None and unit in units:
@@ -218,13 +221,13 @@ class Watch:
 
     def _on_read(self, param: nn.Parameter) -> None:
         unit = self._unit_of.get(param)
-        if unit is not None and self._stack and unit.holders == 0:
-            self._lent(unit)
+        if unit is not None and self._stack and not unit.uses.forward:
+            self._read_elsewhere(unit)
 
-    def _use_elsewhere(self, unit: Unit) -> None:
-        """The running module uses a unit of another: gather it with its own, from now on."""
+    def _use_elsewhere(self, unit: BucketUnit) -> None:
+        """The running module uses a unit of another module: gather it with its own from now on."""
         if not self._stack:
-            unit.pinned = True  # the caller of the model has it; until this pass ends
+            unit.uses.rest_of_pass = True  # the caller of the model has it
             return
         module, units = self._stack[-1]
         if unit in units:
@@ -232,18 +235,19 @@ class Watch:
         units.append(unit)
         if unit not in self._units[module]:
             self._units[module].append(unit)
-        unit.holders += 1
+        unit.uses.forward += 1
         self._gathering.fetch(unit)
 
     # -- backward --------------------------------------------------------------------------------------------
 
     def _expect_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Arrange for the units to be whole when backward comes to `module`."""
+        """Register the hooks that gather the units when backward comes to `module`."""
         units = self._units[module]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         if not outputs:
-            for unit in units:  # its output is hidden from us, so nothing tells when backward comes
-                unit.pinned |= bool(output is not None and unit.bucket.trainable and not _plain(output))
+            if not _is_searched(output):  # it may hide tensors, so no hook tells when backward comes to this module
+                for unit in units:
+                    unit.uses.rest_of_pass |= unit.bucket.trainable
             return
         register_multi_grad_hook(outputs, functools.partial(self._before_backward, module), mode="any")
         if any(not p.requires_grad for u in units for p in u.bucket.params) or any(u.leaf for u in units):
@@ -256,46 +260,46 @@ class Watch:
         if not gathering.in_backward:
             gathering.in_backward = True
             self._backward_began()
-        self._behind = module
-        again = torch.is_grad_enabled()  # with create_graph: what this backward computes may be differentiated, too
-        gathering.kept_graph |= again
+        self._in_backward_of = module
+        create_graph = torch.is_grad_enabled()
+        gathering.kept_graph |= create_graph
         for unit in self._units[module]:
-            unit.wanted = True
-            unit.pinned |= again
+            unit.uses.backward = True
+            unit.uses.rest_of_pass |= create_graph
             gathering.fetch(unit)
 
     def _after_backward(self, module: nn.Module, grads: Any) -> None:
-        """All gradients of the inputs are there: what is frozen is not needed any more."""
+        """All gradients of the inputs are computed: frozen parameters are not needed any more."""
         for unit in self._units[module]:
             if unit.leaf or not all(p.requires_grad for p in unit.bucket.params):
-                self._through(unit)
+                self._end_backward_use(unit)
 
     def on_gradient(self, param: nn.Parameter) -> None:
-        """A parameter has its gradient; a unit of which all have is not needed any more in this backward."""
+        """A parameter has its gradient. Once all of a unit have, this backward does not need the unit any more."""
         unit = self._unit_of.get(param)
         if unit is None:
             return
         unit.arrived.add(param)
         if not unit.leaf and len(unit.arrived) == len(unit.bucket.params):
-            self._through(unit)
+            self._end_backward_use(unit)
 
-    def _through(self, unit: Unit) -> None:
-        unit.wanted = False
+    def _end_backward_use(self, unit: BucketUnit) -> None:
+        unit.uses.backward = False
         unit.arrived.clear()
-        if unit.state is State.WHOLE:
+        if unit.state is UnitState.UNSHARDED:
             self._gathering.drop(unit)
 
     @property
     def running(self) -> bool:
-        """Whether a watched module's forward is under way."""
+        """Whether the forward of a hooked module is running."""
         return bool(self._stack)
 
     def end(self) -> None:
-        """Nothing runs any more."""
+        """Forget running modules, after backward."""
         self._stack.clear()
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -304,6 +308,6 @@ class Watch:
         self._owners.clear()
 
 
-def _plain(output: Any) -> bool:
-    """Whether the output is of kinds that `tensors_of` sees into."""
+def _is_searched(output: Any) -> bool:
+    """Whether `tensors_of` finds all tensors in an output of this type."""
     return isinstance(output, (Tensor, list, tuple, set, Mapping, int, float, str, bool)) or output is None

@@ -16,12 +16,12 @@ from torch import nn
 
 from ds_core.precision import Precision, wire_dtypes
 from ds_zero.config import ZeroConfig
-from ds_zero.gather import rounded_dtype
+from ds_zero.gather import narrower_dtype
 from ds_zero.layout import Layout, arrange
-from ds_zero.simulate import DryBucket, DryUnit, Wires, gather_passes, reduction
+from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passes, reduction
 from ds_zero.units import Gatherer, gatherers, members, persistent
 
-__all__ = ["Advice", "Kinds", "Need", "Offload", "Run", "lay_out", "plan", "predict", "recommend"]
+__all__ = ["Advice", "Kinds", "Need", "Offload", "PlannedRun", "lay_out", "plan", "predict", "recommend"]
 
 
 class Offload(enum.Enum):
@@ -33,7 +33,7 @@ class Offload(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlannedRun:
     """What decides besides the model and the section.
 
     states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2).
@@ -98,10 +98,10 @@ class Need:
 class Laid:
     """A model under one stage. loose: parameters in no bucket."""
 
-    buckets: list[DryBucket]
+    buckets: list[SimulatedBucket]
     loose: list[nn.Parameter]
     modules: list[Gatherer]
-    units: list[DryUnit]
+    units: list[SimulatedUnit]
 
 
 def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_away: bool = False) -> Laid:
@@ -112,30 +112,32 @@ def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_away: bo
     everything = list(module.parameters())
     trained = [p for p in everything if p.requires_grad]
     if section.stage < 3 or (world == 1 and not weights_away):
-        buckets = list(_dry(trained, section.bucket_elements(world), world, whole=True, trained=True))
+        buckets = list(_simulated(trained, section.bucket_elements(world), world, replicated=True, trained=True))
         return Laid(buckets, [p for p in everything if not p.requires_grad], [], [])
     small = persistent(everything, section)
     parted = {p for p in everything if p not in small}
     modules = gatherers(module, parted, section)
-    whole = [p for p in trained if p not in parted]
-    buckets = list(_dry(whole, section.bucket_elements(world), world, whole=True, trained=True))
-    units: list[DryUnit] = []
+    replicated = [p for p in trained if p not in parted]
+    buckets = list(_simulated(replicated, section.bucket_elements(world), world, replicated=True, trained=True))
+    units: list[SimulatedUnit] = []
     for gatherer, chosen, mine in members(modules, set(trained)):
-        for bucket in _dry(chosen, section.unit_elements(world), world, whole=False, trained=mine):
-            units.append(DryUnit(len(units), bucket, gatherer.leaf))
+        for bucket in _simulated(chosen, section.unit_elements(world), world, replicated=False, trained=mine):
+            units.append(SimulatedUnit(len(units), bucket, gatherer.leaf))
     loose = [p for p in everything if p in small and not p.requires_grad]
-    return Laid(buckets + [u.dry for u in units], loose, modules, units)
+    return Laid(buckets + [u.bucket for u in units], loose, modules, units)
 
 
-def _dry(
-    params: Sequence[nn.Parameter], capacity: int, world: int, *, whole: bool, trained: bool
-) -> Iterator[DryBucket]:
+def _simulated(
+    params: Sequence[nn.Parameter], capacity: int, world: int, *, replicated: bool, trained: bool
+) -> Iterator[SimulatedBucket]:
     for run in arrange(params, lambda p: (p.dtype, p.requires_grad), lambda _: capacity):
-        yield DryBucket(tuple(run), Layout.of([p.numel() for p in run], world), run[0].dtype, whole, trained)
+        yield SimulatedBucket(tuple(run), Layout.of([p.numel() for p in run], world), run[0].dtype, replicated, trained)
 
 
-def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload = Offload.NONE, rank: int = 0) -> Need:
-    """What `rank` needs under ``section.stage``; rank 0 owns as much as any.
+def predict(
+    module: nn.Module, section: ZeroConfig, run: PlannedRun, offload: Offload = Offload.NONE, rank: int = 0
+) -> Need:
+    """What `rank` needs under ``section.stage``; no rank owns more than rank 0.
 
     module: may be on the meta device, in the dtypes of training.
     """
@@ -148,8 +150,8 @@ def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload =
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
     passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
     flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
-    parts = sum(b.layout.part * b.dtype.itemsize for b in laid.buckets if not b.whole)
-    weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.whole) + _bytes(laid.loose)
+    parts = sum(b.layout.part * b.dtype.itemsize for b in laid.buckets if not b.replicated)
+    weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.replicated) + _bytes(laid.loose)
     device = Kinds(
         parameters=weights + (0 if weights_away else parts),
         gradients=kept,
@@ -175,14 +177,18 @@ def predict(module: nn.Module, section: ZeroConfig, run: Run, offload: Offload =
 
 
 def _optimized(
-    trained: Sequence[DryBucket], run: Run, offload: Offload, wire: Callable[[DryBucket], torch.dtype], rank: int
+    trained: Sequence[SimulatedBucket],
+    run: PlannedRun,
+    offload: Offload,
+    wire: Callable[[SimulatedBucket], torch.dtype],
+    rank: int,
 ) -> Kinds:
     """Masters, the optimizer's states, and gradients in the masters' dtype."""
     masters = states = cast = 0
     for bucket in trained:
         size, own = bucket.layout.part, _master(run.precision, bucket)
         # On the host, masters are copies but of weights that rest there too in the masters' dtype.
-        beside = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.whole)
+        beside = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
         masters += size * own.itemsize if beside or own != bucket.dtype else 0
         states += run.states * _owned(bucket.layout, rank) * own.itemsize
         grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run, bucket, wire)
@@ -190,17 +196,19 @@ def _optimized(
     return Kinds(masters=masters, states=states, cast=cast)
 
 
-def _host_grad(run: Run, bucket: DryBucket, wire: Callable[[DryBucket], torch.dtype]) -> torch.dtype:
+def _host_grad(run: PlannedRun, bucket: SimulatedBucket, wire: Callable[[SimulatedBucket], torch.dtype]) -> torch.dtype:
     """The dtype of gradients on the host: that of masters, in which they are added, or that in which they come."""
     return run.precision.accumulate or (wire(bucket) if run.gas == 1 else _master(run.precision, bucket))
 
 
-def _staged(run: Run, bucket: DryBucket, offload: Offload) -> bool:
+def _staged(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> bool:
     """Whether a step on the host leaves 16-bit weights there, to be copied to the device."""
-    return _master(run.precision, bucket) != bucket.dtype and (offload is Offload.OPTIMIZER or bucket.whole)
+    return _master(run.precision, bucket) != bucket.dtype and (offload is Offload.OPTIMIZER or bucket.replicated)
 
 
-def _on_host(trained: Sequence[DryBucket], run: Run, wire: Callable[[DryBucket], torch.dtype]) -> int:
+def _on_host(
+    trained: Sequence[SimulatedBucket], run: PlannedRun, wire: Callable[[SimulatedBucket], torch.dtype]
+) -> int:
     return sum(b.layout.part * _host_grad(run, b, wire).itemsize for b in trained)
 
 
@@ -217,16 +225,16 @@ def _owned(layout: Layout, rank: int) -> int:
     return sum(span.stop - span.start for span in (layout.span(i, rank) for i in range(len(layout.sizes))))
 
 
-def _master(precision: Precision, bucket: DryBucket) -> torch.dtype:
+def _master(precision: Precision, bucket: SimulatedBucket) -> torch.dtype:
     wanted = precision.master
     return wanted if wanted is not None and bucket.dtype.is_floating_point else bucket.dtype
 
 
-def _grad(precision: Precision, bucket: DryBucket) -> torch.dtype:
+def _grad(precision: Precision, bucket: SimulatedBucket) -> torch.dtype:
     return precision.accumulate if precision.accumulate and bucket.dtype.is_floating_point else bucket.dtype
 
 
-def _wire(precision: Precision, special: Mapping[nn.Parameter, torch.dtype], bucket: DryBucket) -> torch.dtype:
+def _wire(precision: Precision, special: Mapping[nn.Parameter, torch.dtype], bucket: SimulatedBucket) -> torch.dtype:
     """The widest dtype that any parameter of the bucket asks for, as in `Reducer`."""
     wanted = [special.get(p) or precision.wire or p.dtype for p in bucket.params]
     return reduce(torch.promote_types, wanted)
@@ -237,41 +245,41 @@ def _special(module: nn.Module, precision: Precision) -> Mapping[nn.Parameter, t
     return wire_dtypes(module, precision.autocast, precision.autocast_modules) if precision.autocast else {}
 
 
-def _wires(module: nn.Module, section: ZeroConfig, run: Run, away: bool) -> Wires:
+def _wires(module: nn.Module, section: ZeroConfig, run: PlannedRun, away: bool) -> Wires:
     return Wires(
         world=run.world,
         keeps=section.stage == 1,
         overlap=section.overlap,
         eager=section.contiguous_gradients or run.precision.accumulate is not None,
         scatter=section.reduce_scatter,
-        away=away,
+        to_host=away,
         grad=partial(_grad, run.precision),
         wire=partial(_wire, run.precision, _special(module, run.precision)),
     )
 
 
-def _queue(laid: Laid, trained: Sequence[DryBucket]) -> list[DryBucket]:
-    """In stage 3, units whose forward is last come first, and what stays whole comes last."""
-    used = [u.dry for u in sorted(laid.units, key=lambda u: -u.first_use) if u.dry.trained]
-    return used + [b for b in trained if b.whole]
+def _queue(laid: Laid, trained: Sequence[SimulatedBucket]) -> list[SimulatedBucket]:
+    """In stage 3, units whose forward is last come first, and replicated weights come last."""
+    used = [u.bucket for u in sorted(laid.units, key=lambda u: -u.first_use) if u.bucket.trained]
+    return used + [b for b in trained if b.replicated]
 
 
-def _arrivals(module: nn.Module, trained: Sequence[DryBucket]) -> list[nn.Parameter]:
+def _arrivals(module: nn.Module, trained: Sequence[SimulatedBucket]) -> list[nn.Parameter]:
     awaited = {p for b in trained for p in b.params}
     return [p for p in reversed(list(module.parameters())) if p in awaited]
 
 
-def _gathered_bytes(units: Sequence[DryUnit], peak: int) -> int:
+def _gathered_bytes(units: Sequence[SimulatedUnit], peak: int) -> int:
     """`peak` elements in bytes; where units differ in dtype, as if they were the widest."""
-    return peak * max((u.dry.dtype.itemsize for u in units), default=0)
+    return peak * max((u.bucket.dtype.itemsize for u in units), default=0)
 
 
 def _traffic(
     laid: Laid,
     section: ZeroConfig,
-    run: Run,
+    run: PlannedRun,
     offload: Offload,
-    wire: Callable[[DryBucket], torch.dtype],
+    wire: Callable[[SimulatedBucket], torch.dtype],
     special: Mapping[nn.Parameter, torch.dtype],
 ) -> tuple[int, int, int, int]:
     """(elements of gradients, elements of weights, bytes of both, bytes between device and host), sent per step."""
@@ -283,25 +291,25 @@ def _traffic(
         if bucket.trained:
             reduced += part * others * by_reduction
             sent += part * others * by_reduction * wire(bucket).itemsize
-            if bucket.whole:
+            if bucket.replicated:
                 gathered += part * others
                 sent += part * others * bucket.dtype.itemsize
             if offload is not Offload.NONE:
                 link += part * times * wire(bucket).itemsize
-                if bucket.whole or offload is not Offload.ALL:
+                if bucket.replicated or offload is not Offload.ALL:
                     link += part * bucket.dtype.itemsize
     factor = run.gas * (2 if section.use_all_reduce_for_fetch_params else 1)
     for unit in laid.units:
-        part, count = unit.dry.layout.part, unit.gathers
+        part, count = unit.bucket.layout.part, unit.gathers
         gathered += part * others * count * factor
-        travels = rounded_dtype(unit.dry.params, unit.dry.dtype, special) or unit.dry.dtype
+        travels = narrower_dtype(unit.bucket.params, unit.bucket.dtype, special) or unit.bucket.dtype
         sent += part * others * count * factor * travels.itemsize
         if offload is Offload.ALL:
-            link += part * count * run.gas * unit.dry.dtype.itemsize
+            link += part * count * run.gas * unit.bucket.dtype.itemsize
     return reduced, gathered, sent, link
 
 
-def _replicated(module: nn.Module, run: Run) -> Need:
+def _replicated(module: nn.Module, run: PlannedRun) -> Need:
     """Stage 0: the core's data parallelism, whose gradient buckets live as long as the run."""
     trained = [p for p in module.parameters() if p.requires_grad]
     precision, special = run.precision, _special(module, run.precision)
@@ -333,7 +341,7 @@ def _replicated(module: nn.Module, run: Run) -> Need:
 # -- all choices -------------------------------------------------------------------------------------------------
 
 
-def plan(module: nn.Module, section: ZeroConfig, run: Run) -> list[Need]:
+def plan(module: nn.Module, section: ZeroConfig, run: PlannedRun) -> list[Need]:
     """Every stage with every offload that it can have."""
     needs = []
     for stage in (0, 1, 2, 3):

@@ -65,7 +65,7 @@ def plan(
     cast_module(module, precision)
     states, casts = _optimizer(chosen)
     states = states if optimizer_states is None else optimizer_states
-    run = planning.Run(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1, casts)
+    run = planning.PlannedRun(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1, casts)
     needs = planning.plan(module, section, run)
     grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
     if grain != "element":
@@ -117,7 +117,7 @@ def _config(path: Path | None, dtype: str | None, gas: int | None) -> Compositio
 
 
 def _optimizer(chosen: Composition) -> tuple[int, bool]:
-    """How many elements the config's optimizer keeps per element, seen in a step over a few; and `Run.casts`."""
+    """How many elements the config's optimizer keeps per element, seen in a step over a few; and `PlannedRun.casts`."""
     import torch
 
     if chosen.optimizer is None:

@@ -1,7 +1,7 @@
-"""A step without tensors: what stage 3 would gather, and the flat buffers gradients would go through.
+"""A simulated step without tensors: what stage 3 would gather, and which flat gradient buffers there would be.
 
-Gathers are decided by the very code that trains (`Gathering`, over units that only count). Modules are taken to run in
-the order in which the model registers them, and gradients to arrive in the reverse order of the parameters.
+Gathers are decided by the code that trains (`GatherScheduler`, over units that only count). Modules are assumed to run
+in the order in which the model registers them, and gradients to arrive in the reverse order of the parameters.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from ds_zero.gather import Gathering, State, Unit
+from ds_zero.gather import GatherScheduler
+from ds_zero.gather_unit import GatherUnit
 from ds_zero.grads import IN_FLIGHT
 from ds_zero.layout import Layout
 
@@ -22,78 +23,69 @@ if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
     from ds_zero.units import Gatherer
 
-__all__ = ["DryBucket", "DryUnit", "Wires", "gather_passes", "reduction"]
+__all__ = ["SimulatedBucket", "SimulatedUnit", "Wires", "gather_passes", "reduction"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DryBucket:
-    """What a `FlatBucket` would hold. whole: its weights are on every rank. trained: an optimizer updates it."""
+class SimulatedBucket:
+    """Sizes of a `FlatBucket`. replicated: not sharded at rest. trained: an optimizer updates it."""
 
     params: tuple[nn.Parameter, ...]
     layout: Layout
     dtype: torch.dtype
-    whole: bool
+    replicated: bool
     trained: bool
 
     @property
     def names(self) -> list[str]:
-        """For messages; units are counted, not named, here."""
+        """Shapes of the parameters, in the place of names in messages."""
         return [str(tuple(p.shape)) for p in self.params]
 
 
-class DryUnit(Unit):
+class SimulatedUnit(GatherUnit):
     """A unit that counts how often it would be gathered."""
 
-    def __init__(self, index: int, bucket: DryBucket, leaf: bool) -> None:  # no tensors, so not the parent's
-        self.index, self.leaf, self.dry = index, leaf, bucket
-        self.bucket: Any = bucket
-        self.size = bucket.layout.total
-        self.state = State.RELEASED
-        self.holders = self.kept = self.gathers = 0
-        self.wanted = self.pinned = False
-        self.arrived = set()
-        self.first_use = -1
+    def __init__(self, index: int, bucket: SimulatedBucket, leaf: bool) -> None:
+        super().__init__(index, bucket.layout.total, leaf, bucket.names[0])
+        self.bucket = bucket
+        self.gathers = 0
 
-    def start(self, *, by_all_reduce: bool, dtype: torch.dtype | None = None) -> None:
-        """See `Unit.start`."""
+    def _begin(self, by_all_reduce: bool, dtype: torch.dtype | None) -> None:
         self.gathers += 1
-        self.state = State.GATHERING
 
-    def complete(self) -> None:
-        """See `Unit.complete`."""
-        self.state = State.WHOLE
+    def _finish(self) -> None:
+        """Nothing to wait for."""
 
-    def release(self) -> None:
-        """See `Unit.release`."""
-        self.state, self.wanted, self.pinned = State.RELEASED, False, False
+    def _free(self) -> None:
+        """Nothing to free."""
 
 
-def gather_passes(modules: Sequence[Gatherer], units: Sequence[DryUnit], section: ZeroConfig) -> int:
-    """Run forwards and backwards until they repeat; the most elements gathered at a time.
+def gather_passes(modules: Sequence[Gatherer], units: Sequence[SimulatedUnit], section: ZeroConfig) -> int:
+    """Simulate forwards and backwards until they repeat; return the most elements gathered at a time.
 
     Afterwards each unit's `gathers` and `first_use` are those of one forward and backward.
     """
-    gathering = Gathering(section, units)
-    dry = _DryModules(modules, units, gathering)
+    gathering = GatherScheduler(section, units)
+    simulated = _SimulatedModules(modules, units, gathering)
     for _ in range(2):  # the second one knows the order
         for unit in units:
             unit.gathers = 0
         gathering.in_backward = False
         gathering.open()
-        dry.forward()
+        simulated.forward()
         gathering.close()
         gathering.in_backward = True
-        dry.backward()
+        simulated.backward()
         gathering.end_pass()
     return gathering.peak
 
 
-class _DryModules:
-    """Does what `Watch` does when modules run."""
+class _SimulatedModules:
+    """Does what `GatherHooks` does when modules run."""
 
-    def __init__(self, modules: Sequence[Gatherer], units: Sequence[DryUnit], gathering: Gathering) -> None:
+    def __init__(self, modules: Sequence[Gatherer], units: Sequence[SimulatedUnit], gathering: GatherScheduler) -> None:
         self._gathering = gathering
-        unit_of = {p: u for u in units for p in u.dry.params}
+        unit_of = {p: u for u in units for p in u.bucket.params}
         self._units = {g.name: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
         self._leaf = {g.name: g.leaf for g in modules}
         self._trains = {g.name: any(p.requires_grad for p in g.module.parameters()) for g in modules}
@@ -103,7 +95,7 @@ class _DryModules:
                 self._below.setdefault(gatherer.name.rpartition(".")[0], []).append(gatherer.name)
         self._flowing = False  # whether what goes into the next module requires a gradient
         self._flows: dict[str, tuple[bool, bool]] = {}  # per module the same, before and after it
-        self._uses: Counter[DryUnit] = Counter()
+        self._uses: Counter[SimulatedUnit] = Counter()
 
     def forward(self, name: str = "") -> None:
         if not name:
@@ -112,14 +104,14 @@ class _DryModules:
         before = self._flowing
         units = self._units.get(name, ())
         for unit in units:
-            unit.holders += 1
+            unit.uses.forward += 1
             self._gathering.fetch(unit)
         for child in self._below.get(name, ()):
             self.forward(child)
         self._flowing |= self._trains.get(name, False)
         self._flows[name] = before, self._flowing
         for unit in units:
-            unit.holders -= 1
+            unit.uses.forward -= 1
             self._uses[unit] += self._flowing
             self._gathering.drop(unit)
 
@@ -129,15 +121,15 @@ class _DryModules:
             return
         units = self._units.get(name, ())
         for unit in units:
-            unit.wanted = True
+            unit.uses.backward = True
             self._gathering.fetch(unit)
         for child in reversed(self._below.get(name, ())):
             self.backward(child)
         for unit in units:
             self._uses[unit] -= 1
-            by_gradients = not self._leaf[name] and all(p.requires_grad for p in unit.dry.params)
+            by_gradients = not self._leaf[name] and all(p.requires_grad for p in unit.bucket.params)
             if self._uses[unit] == 0 if by_gradients else before:
-                unit.wanted = False
+                unit.uses.backward = False
                 self._gathering.drop(unit)
 
 
@@ -146,9 +138,10 @@ class _DryModules:
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """What a reducer goes by: `grad`, `wire`: the dtypes in which a bucket's gradients accumulate and travel.
+    """What decides the buffers of a reducer.
 
-    eager: gradients go into buckets at once. away: reduced gradients leave the device.
+    keeps: buffers are kept between steps. eager: gradients go into buckets at once. to_host: reduced gradients are on
+    the host. grad, wire: the dtypes in which a bucket's gradients accumulate and travel.
     """
 
     world: int
@@ -156,13 +149,13 @@ class Wires:
     overlap: bool
     eager: bool
     scatter: bool
-    away: bool
-    grad: Callable[[DryBucket], torch.dtype]
-    wire: Callable[[DryBucket], torch.dtype]
+    to_host: bool
+    grad: Callable[[SimulatedBucket], torch.dtype]
+    wire: Callable[[SimulatedBucket], torch.dtype]
 
 
 class _Memory:
-    """Counts what `_Pool` would hold, in use or free, in bytes."""
+    """Counts the bytes that the reducer's buffer pool would hold, in use or free."""
 
     def __init__(self, most: int | None) -> None:
         self._free: list[tuple[int, torch.dtype]] = []
@@ -193,14 +186,14 @@ class _Memory:
 
 
 def reduction(
-    queue: Sequence[DryBucket], arrivals: Sequence[nn.Parameter], wires: Wires, passes: int, waits: bool
+    queue: Sequence[SimulatedBucket], arrivals: Sequence[nn.Parameter], wires: Wires, passes: int, waits: bool
 ) -> tuple[int, int]:
-    """The bytes that flat gradient buffers take: the most at a time, and between backward and step.
+    """The bytes of flat gradient buffers: the most at a time, and those between backward and step.
 
-    queue: buckets in the order in which they travel. arrivals: their parameters, in the order in which gradients come.
-    passes: backwards that reduce, before one step. waits: others come before, whose gradients stay with the rank.
+    queue: buckets in the order in which they are reduced. arrivals: their parameters in the order in which gradients
+    arrive. passes: backwards per step that reduce. waits: whether backwards without reduction come before them.
     """
-    reducer = _DryReducer(queue, wires)
+    reducer = _SimulatedReducer(queue, wires)
     if waits:
         reducer.collect(arrivals)
     for _ in range(min(passes, 2)):  # the second one adds to what there is; so do all others
@@ -208,34 +201,34 @@ def reduction(
     return reducer.memory.peak, reducer.memory.live
 
 
-class _DryReducer:
+class _SimulatedReducer:
     """Does what `Reducer` does with its buffers."""
 
-    def __init__(self, queue: Sequence[DryBucket], wires: Wires) -> None:
+    def __init__(self, queue: Sequence[SimulatedBucket], wires: Wires) -> None:
         self.queue, self.wires, self.memory = queue, wires, _Memory(None if wires.keeps else 2 * IN_FLIGHT)
-        self._place = {p: b for b in queue for p in b.params}
-        self._local: set[DryBucket] = set()
-        self._parts: set[DryBucket] = set()
-        self._travelling: deque[DryBucket] = deque()
+        self._bucket_of = {p: b for b in queue for p in b.params}
+        self._local: set[SimulatedBucket] = set()
+        self._parts: set[SimulatedBucket] = set()
+        self._in_flight: deque[SimulatedBucket] = deque()
         self._waiting: set[nn.Parameter] = set()  # in param.grad
 
     def collect(self, arrivals: Sequence[nn.Parameter]) -> None:
-        """Gradients come, and none travels."""
+        """Gradients arrive, and none is reduced."""
         for param in arrivals:
             self._take(param)
 
     def _take(self, param: nn.Parameter) -> None:
         if self.wires.eager:
-            self._absorb(self._place[param])
+            self._absorb(self._bucket_of[param])
         elif param not in self._waiting:
             self._waiting.add(param)
             self.memory.add(param.numel() * param.element_size())
 
     def backward(self, arrivals: Sequence[nn.Parameter]) -> None:
-        arrived: Counter[DryBucket] = Counter()
+        arrived: Counter[SimulatedBucket] = Counter()
         upcoming = 0
         for param in arrivals:
-            bucket = self._place[param]
+            bucket = self._bucket_of[param]
             self._take(param)
             arrived[bucket] += 1
             while upcoming < len(self.queue) and arrived[self.queue[upcoming]] == len(self.queue[upcoming].params):
@@ -245,14 +238,14 @@ class _DryReducer:
         if not self.wires.keeps:
             self.memory.clear()
 
-    def _absorb(self, bucket: DryBucket) -> None:
+    def _absorb(self, bucket: SimulatedBucket) -> None:
         if bucket not in self._local:
             if not self.wires.keeps:
                 self._drain(IN_FLIGHT - 1)
             self.memory.take(bucket.layout.total, self.wires.grad(bucket))
             self._local.add(bucket)
 
-    def _launch(self, bucket: DryBucket) -> None:
+    def _launch(self, bucket: SimulatedBucket) -> None:
         wires, memory = self.wires, self.memory
         self._absorb(bucket)
         self._local.discard(bucket)
@@ -266,20 +259,20 @@ class _DryReducer:
                 memory.give(total, wires.grad(bucket))
             if wires.scatter and not wires.keeps:
                 memory.take(bucket.layout.part, wire)
-        self._travelling.append(bucket)
+        self._in_flight.append(bucket)
         if not wires.overlap:
             self._drain(0)
 
     def _drain(self, left: int) -> None:
-        while len(self._travelling) > left:
-            self._take_in(self._travelling.popleft())
+        while len(self._in_flight) > left:
+            self._take_in(self._in_flight.popleft())
 
-    def _take_in(self, bucket: DryBucket) -> None:
+    def _take_in(self, bucket: SimulatedBucket) -> None:
         wires, memory, part = self.wires, self.memory, bucket.layout.part
         total, grad = bucket.layout.total, wires.grad(bucket)
         wire = wires.wire(bucket) if wires.world > 1 else grad
         own = wires.scatter and not wires.keeps and wires.world > 1  # the part came in a buffer of its own
-        first = bucket not in self._parts and not wires.away
+        first = bucket not in self._parts and not wires.to_host
         self._parts.add(bucket)
         if first and wire == grad and (own or wires.keeps or wires.world == 1):
             if own:

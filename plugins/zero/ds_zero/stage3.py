@@ -20,8 +20,9 @@ from ds_zero.base import ZeroPartitioner
 from ds_zero.direct import make_reducer
 from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
-from ds_zero.gather import Gathering, State, Unit, rounded_dtype
-from ds_zero.gather_hooks import Watch
+from ds_zero.gather import GatherScheduler, narrower_dtype
+from ds_zero.gather_hooks import GatherHooks
+from ds_zero.gather_unit import BucketUnit, UnitState
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.sharded_param import remove_attributes
 from ds_zero.state_offload import BACKWARD
@@ -47,13 +48,13 @@ class Stage3(ZeroPartitioner):
         super().__init__(ctx, section)
         if section.gather_16bit_weights_on_model_save is False:
             self.not_exported = "zero_optimization.gather_16bit_weights_on_model_save is false"
-        self.units: list[Unit] = []
+        self.units: list[BucketUnit] = []
         self._gatherers: list[Gatherer] = []
         self._untrained: set[FlatBucket] = set()
         self._groups: dict[tuple[str, ...], Any] = {}
         self._leaves: set[nn.Module] = set()
-        self.gathering: Gathering
-        self.watch: Watch
+        self.gathering: GatherScheduler
+        self.hooks: GatherHooks
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         trained = set(params)
@@ -84,8 +85,7 @@ class Stage3(ZeroPartitioner):
         return self.section.unit_elements(world)
 
     def _add_unit(self, bucket: FlatBucket, leaf: bool, trained: bool) -> None:
-        unit = Unit(len(self.units), bucket, leaf)
-        unit.release()
+        unit = BucketUnit(len(self.units), bucket, leaf)
         self.units.append(unit)
         if not trained:
             self._untrained.add(bucket)
@@ -98,29 +98,29 @@ class Stage3(ZeroPartitioner):
         out = super().attach(module, groups)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         low = self.ctx.precision.autocast is not None
-        self.gathering = Gathering(self.section, self.units, *([self._autocast_dtype] if low else []))
-        self.watch = Watch(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
+        self.gathering = GatherScheduler(self.section, self.units, *([self._autocast_dtype] if low else []))
+        self.hooks = GatherHooks(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
         for part in module.modules():
             for param in externals(part):
-                self.watch.add_external(part, param)
-        self.reducer.after = self.watch.on_gradient
+                self.hooks.add_external(part, param)
+        self.reducer.after = self.hooks.on_gradient
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 _describe(piece.param, bucket, piece)
         return out
 
-    def _autocast_dtype(self, unit: Unit) -> torch.dtype | None:
-        """In which the weights of `unit` travel: autocast rounds those of the listed modules to it anyway."""
+    def _autocast_dtype(self, unit: BucketUnit) -> torch.dtype | None:
+        """The dtype in which the weights of `unit` travel: the one to which autocast casts them anyway, if any."""
         listed = self.ctx.stash.get(WIRE_DTYPES)
-        return rounded_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
+        return narrower_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
 
     # -- access to weights, see `weights` --------------------------------------------------------------
 
-    def pin(self, unit: Unit) -> None:
+    def pin(self, unit: BucketUnit) -> None:
         """See `WeightOwner.pin`."""
         self.gathering.pin(unit)
 
-    def unpin(self, unit: Unit) -> None:
+    def unpin(self, unit: BucketUnit) -> None:
         """See `WeightOwner.unpin`."""
         if self.unit_of:  # else the engine was destroyed meanwhile, and its weights stay unsharded
             self.gathering.unpin(unit)
@@ -128,11 +128,11 @@ class Stage3(ZeroPartitioner):
     def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """See `WeightOwner.add_external`."""
         self._check_external(module, param)
-        self.watch.add_external(module, param)
+        self.hooks.add_external(module, param)
 
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """See `WeightOwner.remove_external`."""
-        self.watch.remove_external(module, param)
+        self.hooks.remove_external(module, param)
 
     def _check_external(self, module: nn.Module, param: nn.Parameter) -> None:
         if param not in self.ctx.params:
@@ -148,11 +148,11 @@ class Stage3(ZeroPartitioner):
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:
         """Inside, modules run without gathering; their weights are kept whole by the caller."""
-        self.watch.remove()
+        self.hooks.remove()
         try:
             yield
         finally:
-            self.watch.install()
+            self.hooks.install()
 
     @contextlib.contextmanager
     def module_hooks_removed(self) -> Iterator[None]:
@@ -194,7 +194,7 @@ class Stage3(ZeroPartitioner):
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        self.watch.end()
+        self.hooks.end()
         self.gathering.end_pass()
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
@@ -217,9 +217,9 @@ class Stage3(ZeroPartitioner):
 
     def _check_released(self) -> None:
         for unit in self.units:
-            if unit.kept:
+            if unit.uses.callers:
                 continue
-            if unit.state is not State.RELEASED or unit.bucket.full.untyped_storage().nbytes():
+            if unit.state is not UnitState.SHARDED or unit.bucket.full.untyped_storage().nbytes():
                 raise DSError(f"rank {self.ctx.rank}: {unit.bucket.names[0]!r} is still gathered after the step")
 
     def _updates(self, bucket: FlatBucket) -> bool:
@@ -228,10 +228,10 @@ class Stage3(ZeroPartitioner):
 
     def release_for_moving(self) -> None:
         """Release every unit, so that weights are where they rest. UsageError while modules run or are gathered."""
-        busy = self.watch.running or torch._C._current_graph_task_id() != -1
+        busy = self.hooks.running or torch._C._current_graph_task_id() != -1
         if not busy:
             self.gathering.release_all()
-        if busy or any(u.state is not State.RELEASED for u in self.units):
+        if busy or any(u.state is not UnitState.SHARDED for u in self.units):
             raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
 
     def unsharded_now(self, bucket: FlatBucket) -> Tensor | None:
@@ -239,21 +239,21 @@ class Stage3(ZeroPartitioner):
         unit = next((u for u in self.units if u.bucket is bucket), None)
         if unit is None:
             return bucket.full
-        if unit.state is State.GATHERING:
+        if unit.state is UnitState.GATHERING:
             unit.complete()
-        return None if unit.state is State.RELEASED else bucket.full
+        return None if unit.state is UnitState.SHARDED else bucket.full
 
     def detach(self) -> None:
         """Make the module whole again, on every rank, and remove the hooks. Collective."""
         super().detach()
         if self._module is None:
             return
-        self.watch.remove()
+        self.hooks.remove()
         self.unit_of = {}
         for unit in self.units:
-            if unit.state is State.RELEASED or not unit.exact:
+            if unit.state is UnitState.SHARDED or not unit.exact:
                 unit.refresh(by_all_reduce=False)
-            elif unit.state is State.GATHERING:
+            elif unit.state is UnitState.GATHERING:
                 unit.complete()
         for part in self._module.modules():
             if part in self._leaves:

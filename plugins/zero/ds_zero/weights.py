@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
     from ds_zero.flat import FlatBucket, Piece
-    from ds_zero.gather import Unit
+    from ds_zero.gather_unit import BucketUnit
 
 __all__ = ["FIRST", "WeightHandle", "WeightOwner", "handle_of", "handles_of", "owner_of"]
 
@@ -43,15 +43,15 @@ class WeightOwner(Partitioner):
     section: ZeroConfig
     pieces: dict[nn.Parameter, Piece]
     bucket_of: dict[nn.Parameter, FlatBucket]
-    unit_of: dict[nn.Parameter, Unit]
+    unit_of: dict[nn.Parameter, BucketUnit]
     param_index: dict[nn.Parameter, int]
     in_context: set[nn.Parameter]
 
-    def pin(self, unit: Unit) -> None:
+    def pin(self, unit: BucketUnit) -> None:
         """Gather `unit` and keep it unsharded until `unpin`. Calls nest. Collective when it is sharded now."""
         raise NotImplementedError
 
-    def unpin(self, unit: Unit) -> None:
+    def unpin(self, unit: BucketUnit) -> None:
         """Undo one `pin`."""
         raise NotImplementedError
 

@@ -17,7 +17,7 @@ import torch
 from ds_cli.app import make_app
 from ds_testing import run_ranks
 from ds_zero.config import ZeroConfig
-from ds_zero.plan import Need, Offload, Run, plan, predict, recommend
+from ds_zero.plan import Need, Offload, PlannedRun, plan, predict, recommend
 from ds_zero.plan_model import of_size
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -220,7 +220,7 @@ def foretold(case: Case, world: int, rank: int) -> Need:
     cast_module(model, precision)
     section = chosen.section("zero_optimization")
     assert isinstance(section, ZeroConfig)
-    return predict(model, section, Run(world, precision, 2, case.gas, casts=False), case.offload, rank)
+    return predict(model, section, PlannedRun(world, precision, 2, case.gas, casts=False), case.offload, rank)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def chain(params: int = 6_400_000, largest: int = 200_000) -> nn.Module:
 
 
 MIXED = Precision(param=torch.float16, master=torch.float32)
-RUN = Run(8, Precision(param=torch.bfloat16, master=torch.float32))
+RUN = PlannedRun(8, Precision(param=torch.bfloat16, master=torch.float32))
 
 
 def test_the_formulas_of_the_readme() -> None:
@@ -381,7 +381,7 @@ def test_json_holds_bytes_and_the_config_counts() -> None:
     assert (found["parameters"], found["gradient_accumulation_steps"], found["recommended"]) == (count, 2, None)
     cast_module(model, Precision(param=torch.float16))
     section = ZeroConfig(stage=2, param_persistence_threshold=0)
-    need = predict(model, section, Run(2, MIXED, states=1, gas=2, casts=False))
+    need = predict(model, section, PlannedRun(2, MIXED, states=1, gas=2, casts=False))
     row = next(r for r in found["choices"] if (r["stage"], r["offload"]) == (2, "none"))
     assert row["device"] == dataclasses.asdict(need.device)
     assert (row["sent"], row["device_peak"]) == (need.sent, need.device.peak)

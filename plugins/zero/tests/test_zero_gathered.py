@@ -70,7 +70,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 def settled(engine: Any) -> None:
     """Nothing is gathered or kept."""
     for unit in getattr(engine.partitioner, "units", ()):
-        assert not unit.is_unsharded and not unit.kept, unit.bucket.names
+        assert not unit.is_unsharded and not unit.uses, unit.bucket.names
     if engine.partitioner.section.stage == 3:
         assert engine.partitioner.gathering.live == 0
 
@@ -511,8 +511,8 @@ def check_late() -> None:
     after = weights(engine)
     assert not torch.equal(before["a.weight"], after["a.weight"])
     assert torch.equal(module.a.extra, torch.ones(D))
-    assert [r for r in records if "came into the model after initialize" in r] == [
-        "a.extra came into the model after initialize: they are used as they are on each rank, and not trained; "
+    assert [r for r in records if "added to the model after initialize" in r] == [
+        "parameters added to the model after initialize are not trained, and each rank has its own: a.extra; "
         "add modules before initialize to train them"
     ]
     logger.removeHandler(handler)

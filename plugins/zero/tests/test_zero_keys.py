@@ -168,10 +168,10 @@ def test_contiguous_gradients() -> None:
 def test_prefetch_bucket_size() -> None:
     drop = {"max_reuse_distance": 0}
     # Backward has come through c; with room for one unit, b was gathered meanwhile.
-    assert looked(3, {**drop, "prefetch_bucket_size": 0}, "states")[1] == "released"
-    assert looked(3, {**drop, "prefetch_bucket_size": 72}, "states")[1] != "released"
+    assert looked(3, {**drop, "prefetch_bucket_size": 0}, "states")[1] == "sharded"
+    assert looked(3, {**drop, "prefetch_bucket_size": 72}, "states")[1] != "sharded"
     tight = {**drop, "prefetch_bucket_size": 72, "max_live_parameters": 72}
-    assert looked(3, tight, "states")[1] == "released"
+    assert looked(3, tight, "states")[1] == "sharded"
 
 
 def test_max_live_parameters() -> None:

@@ -313,7 +313,7 @@ def check_misuse_and_detours() -> None:
     # A forward that fails half-way, on all ranks; then training goes on.
     with pytest.raises(RuntimeError):
         engine(torch.zeros(4, D + 1, dtype=torch.float64), 0)
-    assert not engine.partitioner.watch._stack
+    assert not engine.partitioner.hooks._stack
     train(engine, 1)
 
     # A backward that fails half-way, on all ranks.

@@ -1,0 +1,176 @@
+"""A unit of stage 3's weights: a bucket that is gathered and released as one.
+
+[Note: storage] A unit's parameters are views of one buffer whose storage has size 0 while the unit is sharded. What
+autograd saves for backward (the weight, or a transposed view of it) refers to that storage, so it takes no memory, and
+is right again once the unit is gathered. A sharded parameter itself is an empty tensor, so that using it by mistake is
+a shape error and not a read of freed memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_core import comm
+from ds_zero.flat import CastOnWait
+from ds_zero.status import ZeroParamStatus
+
+if TYPE_CHECKING:
+    from ds_zero.flat import FlatBucket
+
+__all__ = ["BucketUnit", "GatherUnit", "UnitState", "Uses"]
+
+
+class UnitState(enum.Enum):
+    """A unit goes from SHARDED to GATHERING to UNSHARDED and back."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+@dataclass
+class Uses:
+    """Reference counts of a unit by reason: while any is set, it has to be unsharded.
+
+    forward: modules whose forward runs. backward: backward has come to a module of the unit, and has not used it yet.
+    rest_of_pass: it is needed until the pass ends. callers: how often it is pinned.
+    """
+
+    forward: int = 0
+    backward: bool = False
+    rest_of_pass: bool = False
+    callers: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.forward or self.backward or self.rest_of_pass or self.callers)
+
+
+class GatherUnit(ABC):
+    """State and reference counts of a unit; subclasses move the data.
+
+    index: of the unit. size: elements, padding included. leaf: belongs to a leaf module, below which ranks may run
+    different modules. name: a parameter of it, for messages. exact: whether the last gather was in the weights' own
+    dtype. for_caller: whether it was gathered for a caller only. arrived: parameters whose gradient this backward
+    has computed. first_use: when the last forward first needed it, as a count of fetches; -1: never.
+    """
+
+    def __init__(self, index: int, size: int, leaf: bool, name: str) -> None:
+        self.index, self.size, self.leaf, self.name = index, size, leaf, name
+        self.state = UnitState.SHARDED
+        self.uses = Uses()
+        self.exact, self.for_caller = True, False
+        self.arrived: set[nn.Parameter] = set()
+        self.first_use = -1
+
+    @abstractmethod
+    def _begin(self, by_all_reduce: bool, dtype: torch.dtype | None) -> None:
+        """Start the collective."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait for the collective, and give the parameters their values."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Free the memory of the unsharded weights."""
+
+    def _expect(self, state: UnitState) -> None:
+        assert self.state is state, f"{self.name} is {self.state.value}, not {state.value}"
+
+    @torch.no_grad()
+    def start(self, *, by_all_reduce: bool, dtype: torch.dtype | None = None) -> None:
+        """Begin to gather. Collective over the bucket's ranks. dtype: in which weights travel, if not their own."""
+        self._expect(UnitState.SHARDED)
+        self._begin(by_all_reduce, dtype)
+        self.state = UnitState.GATHERING
+
+    def complete(self) -> None:
+        """Wait until the gather that was started is over."""
+        self._expect(UnitState.GATHERING)
+        self._finish()
+        self.state = UnitState.UNSHARDED
+
+    def refresh(self, *, by_all_reduce: bool) -> None:
+        """Gather again, in the weights' own dtype, into the memory of which the parameters are views."""
+        if self.state is UnitState.GATHERING:
+            self.complete()
+        self.state = UnitState.SHARDED  # but the memory stays
+        self.start(by_all_reduce=by_all_reduce)
+        self.complete()
+
+    def release(self) -> None:
+        """Free the unsharded weights. Only uses that outlive this (forward's and callers' counts) are kept."""
+        if self.state is UnitState.GATHERING:
+            self.complete()
+        self._expect(UnitState.UNSHARDED)
+        self._free()
+        self.state = UnitState.SHARDED
+        self.uses.backward = self.uses.rest_of_pass = False
+        self.for_caller = False
+        self.arrived.clear()
+
+    def end_uses(self) -> None:
+        """Nothing runs any more: forget uses by forward and backward."""
+        self.uses.forward, self.uses.backward = 0, False
+        self.arrived.clear()
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters have their values."""
+        return self.state is UnitState.UNSHARDED
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is unsharded without a use."""
+        return self.state is UnitState.UNSHARDED and not self.uses
+
+
+class BucketUnit(GatherUnit):
+    """A unit whose weights are those of `bucket`. See [Note: storage]."""
+
+    def __init__(self, index: int, bucket: FlatBucket, leaf: bool) -> None:
+        super().__init__(index, bucket.layout.total, leaf, bucket.names[0])
+        self.bucket = bucket
+        self._works: list[Any] = []
+        self._bytes = bucket.full.untyped_storage().nbytes()
+        self._empty = [p.data.new_empty(0) for p in bucket.params]
+        self._free()
+
+    def _begin(self, by_all_reduce: bool, dtype: torch.dtype | None) -> None:
+        bucket = self.bucket
+        bucket.full.untyped_storage().resize_(self._bytes)
+        self.exact = dtype is None or bucket.world == 1
+        if by_all_reduce and bucket.world > 1:
+            low = bucket.full if dtype is None else torch.empty_like(bucket.full, dtype=dtype)
+            low.zero_()
+            bucket.own(low).copy_(bucket.part)
+            comm.label(bucket.about_weights)
+            work = comm.all_reduce(low, group=bucket.group, async_op=True)
+            self._works = [work if dtype is None else CastOnWait(work, low, bucket.full)]
+        else:
+            self._works = bucket.spread(bucket.group, gather=True, dtype=dtype)
+        self._set_status(ZeroParamStatus.INFLIGHT)
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for param, view in zip(self.bucket.params, self.bucket.views(self.bucket.full), strict=True):
+            param.data = view
+        self._set_status(ZeroParamStatus.AVAILABLE)
+
+    def _free(self) -> None:
+        for param, empty in zip(self.bucket.params, self._empty, strict=True):
+            param.data = empty
+        self.bucket.full.untyped_storage().resize_(0)
+        self._set_status(ZeroParamStatus.NOT_AVAILABLE)
+
+    def _set_status(self, status: ZeroParamStatus) -> None:
+        for param in self.bucket.params:
+            param.ds_status = status  # type: ignore[attr-defined]
