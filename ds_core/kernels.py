@@ -8,7 +8,7 @@ provider that ``"kernels": {"op": "provider"}`` forces. With no provider install
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -33,11 +33,15 @@ MANY = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A provider of an operation and, when it cannot serve here, the reason."""
+    """A provider of an operation and, when it cannot serve here, the reason.
+
+    meant: whether it says that it serves tensors of this device and dtype.
+    """
 
     entry: KernelEntry
     plugin: Found
     reason: str | None
+    meant: bool = True
 
     @property
     def dist(self) -> str:
@@ -72,6 +76,7 @@ class Kernels:
         self._broken: dict[KernelEntry, str] = {}
         self._functions: dict[_Key, Function] = {}
         self._providers: dict[_Key, str] = {}
+        self._passed_over: dict[_Key, list[str]] = {}
 
     def ops(self) -> list[str]:
         """Every operation that an installed plugin offers."""
@@ -86,7 +91,13 @@ class Kernels:
         if rows is None:
             raise KernelError(self._unknown(op))
         ranked = sorted(rows, key=lambda r: (-r[0].priority, r[0].provider))
-        return [Candidate(e, found, self._broken.get(e) or _reason(e, device, dtype)) for e, found in ranked]
+        return [self._candidate(entry, plugin, device, dtype) for entry, plugin in ranked]
+
+    def _candidate(self, entry: KernelEntry, plugin: Found, device: str, dtype: str) -> Candidate:
+        for served, wanted in ((entry.devices, device), (entry.dtypes, dtype)):
+            if served and wanted not in served:
+                return Candidate(entry, plugin, f"serves {', '.join(served)} only", meant=False)
+        return Candidate(entry, plugin, self._broken.get(entry) or ask(entry.available))
 
     def get(self, op: str, device: str = "cpu", dtype: str = "float32", default: Function | None = None) -> Function:
         """The function that serves `op` for tensors of `dtype` on `device` (names as torch prints them).
@@ -128,20 +139,11 @@ class Kernels:
 
     def summary(self) -> tuple[str, list[str]]:
         """For the log: which provider serves which operations, and why a better one that is installed does not."""
-        serving: dict[str, list[str]] = {}
-        passed_over: dict[str, list[str]] = {}
-        for key, name in sorted(self._providers.items()):
-            serving.setdefault(name, []).append(key.op)
-            if key.op in self._forced or key not in self._functions:
-                continue
-            for candidate in self.candidates(*key):
-                if candidate.reason is None:
-                    break
-                if not _not_meant_for(candidate.entry, key.device, key.dtype):
-                    passed_over.setdefault(str(candidate), []).append(key.op)
+        serving = _by_text((name, key.op) for key, name in sorted(self._providers.items()))
+        passed_over = _by_text((why, key.op) for key, reasons in sorted(self._passed_over.items()) for why in reasons)
         return (
-            "; ".join(f"{', '.join(dict.fromkeys(ops))} by {name}" for name, ops in serving.items()),
-            [f"{', '.join(dict.fromkeys(ops))} not by {why}" for why, ops in passed_over.items()],
+            "; ".join(f"{ops} by {name}" for name, ops in serving.items()),
+            [f"{ops} not by {why}" for why, ops in passed_over.items()],
         )
 
     def check_forced(self) -> None:
@@ -168,7 +170,7 @@ class Kernels:
             raise KernelError(f"{head} {why} on {key.device} {key.dtype}")
         best = usable[0]
         for other in usable[1:]:
-            if _same_claim(other.entry, best.entry):
+            if _claim(other.entry) == _claim(best.entry):
                 raise KernelError(
                     f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and {other.dist}; "
                     "disable one with plugins.disable"
@@ -184,6 +186,8 @@ class Kernels:
             self._broken[best.entry] = why  # the next one serves; ranks compare providers at start
             return self._resolve(key, default)
         self._providers[key] = str(best)
+        better = asked[: asked.index(best)]
+        self._passed_over[key] = [] if forced else [str(c) for c in better if c.meant]
         log.debug("kernel %s on %s %s is served by %s", *key, best)
         return function
 
@@ -209,19 +213,14 @@ def _accumulate(into: list[Tensor], added: list[Tensor]) -> None:
         total.add_(more)
 
 
-def _same_claim(one: KernelEntry, other: KernelEntry) -> bool:
-    """Whether nothing tells two entries of one operation apart."""
-    return (one.provider, one.devices, one.dtypes) == (other.provider, other.devices, other.dtypes)
+def _claim(entry: KernelEntry) -> tuple[object, ...]:
+    """What tells entries of one operation apart."""
+    return entry.provider, entry.devices, entry.dtypes
 
 
-def _reason(entry: KernelEntry, device: str, dtype: str) -> str | None:
-    return _not_meant_for(entry, device, dtype) or ask(entry.available)
-
-
-def _not_meant_for(entry: KernelEntry, device: str, dtype: str) -> str | None:
-    """Why the entry does not claim such tensors; None when it does."""
-    if entry.devices and device not in entry.devices:
-        return f"serves {', '.join(entry.devices)} only"
-    if entry.dtypes and dtype not in entry.dtypes:
-        return f"serves {', '.join(entry.dtypes)} only"
-    return None
+def _by_text(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """(text, operation) pairs -> text -> "op, op"."""
+    found: dict[str, dict[str, None]] = {}
+    for text, op in pairs:
+        found.setdefault(text, {})[op] = None
+    return {text: ", ".join(ops) for text, ops in found.items()}
