@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         KernelEntry,
         LauncherEntry,
         OptimizerEntry,
+        Ref,
         SchedulerEntry,
         StateStoreEntry,
         Transform,
@@ -53,6 +54,7 @@ __all__ = [
     "ds_close",
     "ds_commands",
     "ds_config",
+    "ds_config_formats",
     "ds_interceptors",
     "ds_kernels",
     "ds_launchers",
@@ -83,6 +85,16 @@ def ds_config() -> type[BaseModel]:  # type: ignore[empty-body]
 
     Called once per process before any other hook, on every rank. Forbid extra keys (inherit
     `ds_core.config.Section`). A section that is one number or string uses a ``RootModel``.
+    """
+
+
+@hookspec
+@gives(named("builtins:str"))
+def ds_config_formats() -> Mapping[str, Ref]:  # type: ignore[empty-body]
+    """Driver, by the suffix of a config file (".yaml"): reference to a function ``text -> data``.
+
+    It raises `ds_core.config.Unreadable` with line and column, and makes its objects by `ds_core.config.to_pairs`,
+    which remembers repeated keys. ``.json`` is the core's; where JSON fails, the parser for ".hjson" is tried.
     """
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ds_core.config.batch import Batch, resolve_batch, with_micro_batch_size, with_train_batch_size
     from ds_core.config.build import build_config, plugin_settings
     from ds_core.config.core import CORE_KEYS, CoreConfig
+    from ds_core.config.parse import Pairs, Unreadable, to_pairs
     from ds_core.config.redaction import REDACTED, is_secret_name, redact
     from ds_core.config.run import RunConfig
     from ds_core.config.section import Section, not_built, option, secret
@@ -29,7 +30,9 @@ __all__ = [
     "ConfigSource",
     "CoreConfig",
     "RunConfig",
+    "Pairs",
     "Section",
+    "Unreadable",
     "build_config",
     "is_secret_name",
     "not_built",
@@ -41,6 +44,7 @@ __all__ = [
     "secret",
     "with_micro_batch_size",
     "with_train_batch_size",
+    "to_pairs",
     "translate_errors",
 ]
 
@@ -50,6 +54,7 @@ __getattr__, __dir__ = names_on_first_use(
         "batch": "Batch resolve_batch with_micro_batch_size with_train_batch_size",
         "build": "build_config plugin_settings",
         "core": "CORE_KEYS CoreConfig",
+        "parse": "Pairs Unreadable to_pairs",
         "redaction": "REDACTED is_secret_name redact",
         "run": "RunConfig",
         "section": "Section not_built option secret",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from ds_core.config.parse import PARSERS, Pairs, Unreadable, parse_hjson
+from ds_core.config.parse import Pairs, Unreadable, format_parser, parse_json
 from ds_core.config.paths import join
 from ds_core.errors import ConfigError, Problem
 
@@ -42,8 +42,9 @@ class ConfigSource:
 def read_config(source: Any) -> ConfigSource:
     """Read a config and copy it; nothing of the caller's is kept or changed.
 
-    source: a mapping; the path of a .json, .hjson, .yaml, .yml or .toml file (anything else is read as JSON,
-    then hjson); or JSON text in URL-safe base64. Raises ConfigError for everything that is not a config.
+    source: a mapping; the path of a .json file, or of one whose format a plugin reads (anything else is read as
+    JSON, then hjson where that is installed); or JSON text in URL-safe base64. Raises ConfigError for everything
+    that is not a config.
     """
     if isinstance(source, ConfigSource):
         return source
@@ -107,11 +108,8 @@ def _parsed(text: str, suffix: str, origin: str) -> ConfigSource:
     if not text.strip():
         raise ConfigError("the config is empty; an empty config is written {}", origin)
     try:
-        parse = PARSERS.get(suffix)
-        if parse is not None and suffix != ".json":
-            data = parse(text)
-        else:
-            data = _json_or_hjson(text)
+        parse = format_parser(suffix) if suffix not in ("", ".json") else None
+        data = _json_or_hjson(text) if parse is None else parse(text)
     except Unreadable as error:
         raise ConfigError([Problem(error.path, error.message)], origin) from None
     except RecursionError:
@@ -122,12 +120,14 @@ def _parsed(text: str, suffix: str, origin: str) -> ConfigSource:
 def _json_or_hjson(text: str) -> Any:
     """JSON; failing that hjson, which the documents allow in a .json file. The error is JSON's."""
     try:
-        return PARSERS[".json"](text)
+        return parse_json(text)
     except Unreadable as error:
         try:
-            return parse_hjson(text)
+            if (parse := format_parser(".hjson")) is not None:
+                return parse(text)
         except Unreadable:
-            raise error from None
+            pass
+        raise error from None
 
 
 # -- from whatever the parser or the caller gave to plain data ------------------------------------------------------

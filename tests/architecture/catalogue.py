@@ -19,6 +19,7 @@ HOOKS = {
     "ds_state_stores": "state_stores",
     "ds_launchers": "launchers",
     "ds_commands": "commands",
+    "ds_config_formats": "config_formats",
 }
 DRIVERS = ("ds_checkpointer",)
 """Hooks that an installed backend answers without being named; see `Plugins.driver`."""

@@ -75,6 +75,15 @@ def test_hjson_is_read_from_a_json_file_too(tmp_path: Path) -> None:
     assert read.raw == {"train_batch_size": 500000000, "fp16": {"enabled": True}}
 
 
+def test_a_format_that_is_not_installed_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
+    with pytest.raises(ConfigError, match=r"\.yaml files are read by ds-config-formats, which is not installed"):
+        read_config(write(tmp_path, "c.yaml", "a: 1"))
+    with pytest.raises(ConfigError, match="not JSON"):
+        read_config(write(tmp_path, "c.json", "{a: 1}"))
+    assert read_config(write(tmp_path, "c.conf", '{"a": 1}')).raw == {"a": 1}
+
+
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     for name, text in (("c.json", '{"a": 1}'), ("c.yaml", "a: 1"), ("c.toml", "a = 1"), ("c.hjson", "a: 1")):
         assert read_config(write(tmp_path, name, b"\xef\xbb\xbf" + text.encode())).raw == {"a": 1}

@@ -29,7 +29,8 @@ import torch
 
 import ds_core
 from ds_testing import (
-    AcceleratorConformance, KernelConformance, MonitorConformance, PluginConformance, RunnerConformance, run_ranks,
+    AcceleratorConformance, ConfigFormatConformance,
+    KernelConformance, MonitorConformance, PluginConformance, RunnerConformance, run_ranks,
 )
 
 class TestEarlyStop(PluginConformance):
@@ -37,6 +38,15 @@ class TestEarlyStop(PluginConformance):
 
 class TestHello(PluginConformance):
     entry_point, section, good_config, bad_configs = "ds_hello.plugin", "hello", {"every": 3}, [{"every": 0}]
+
+class TestMyIni(PluginConformance):
+    entry_point = "my_ini.plugin"
+
+class TestMyIniFormat(ConfigFormatConformance):
+    plugin = "my_ini.plugin"
+    samples = {".ini": ("a = 1\\n[fp16]\\nenabled = true", {"a": 1, "fp16": {"enabled": True}})}
+    broken = {".ini": "a = {"}
+    repeated = {".ini": "a = 1\\na = 2"}
 
 class TestMyOptim(PluginConformance):
     entry_point = "my_optim.plugin"
@@ -203,7 +213,7 @@ def recipes() -> dict[str, dict[str, str]]:
 RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
-    *("my-norm", "my-survey", "my-launch", "my-greeting"),
+    *("my-norm", "my-survey", "my-launch", "my-greeting", "my-ini"),
 )
 
 

@@ -11,6 +11,7 @@ from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_testing.accelerator import AcceleratorConformance
+    from ds_testing.formats import ConfigFormatConformance
     from ds_testing.kernels import KernelConformance
     from ds_testing.monitor import MonitorConformance
     from ds_testing.plugin import PluginConformance
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceleratorConformance",
+    "ConfigFormatConformance",
     "KernelConformance",
     "MonitorConformance",
     "PluginConformance",
@@ -31,6 +33,7 @@ __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
         "accelerator": "AcceleratorConformance",
+        "formats": "ConfigFormatConformance",
         "kernels": "KernelConformance",
         "monitor": "MonitorConformance",
         "partitioner": "PartitionerConformance",

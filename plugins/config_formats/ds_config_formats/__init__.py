@@ -1,0 +1,1 @@
+"""Config files in hjson, YAML and TOML for ds_core."""

@@ -1,0 +1,60 @@
+"""The conformance kit of config formats: `ds_config_formats`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from ds_core.config import Pairs, Unreadable
+from ds_core.entries import resolve
+
+__all__ = ["ConfigFormatConformance"]
+
+
+class ConfigFormatConformance:
+    """Inherit, and set the class attributes.
+
+    plugin: reference to the declaration module. samples: per suffix, a text and the data that it stands for. broken:
+    per suffix, a text that is not of the format. repeated: per suffix, a text in which the top level repeats the key
+    ``"a"``; leave out a format that cannot.
+    """
+
+    plugin: str = ""
+    samples: ClassVar[Mapping[str, tuple[str, Any]]] = {}
+    broken: ClassVar[Mapping[str, str]] = {}
+    repeated: ClassVar[Mapping[str, str]] = {}
+
+    def parsers(self) -> dict[str, Callable[[str], Any]]:
+        """Suffix -> its parser."""
+        found: Mapping[str, str] = resolve(self.plugin).ds_config_formats()
+        return {suffix: resolve(ref) for suffix, ref in found.items()}
+
+    def test_every_suffix_starts_with_a_dot_and_has_samples(self) -> None:
+        """``".ini"``, in lower case, with a sample and a broken text."""
+        suffixes = set(self.parsers())
+        assert suffixes and all(s.startswith(".") and s == s.lower() for s in suffixes)
+        assert suffixes == set(self.samples) == set(self.broken)
+
+    def test_samples_are_read(self) -> None:
+        """Each sample gives its data."""
+        for suffix, parse in self.parsers().items():
+            text, data = self.samples[suffix]
+            assert parse(text) == data
+
+    def test_broken_text_is_unreadable(self) -> None:
+        """A broken text raises `Unreadable`, and nothing else."""
+        for suffix, parse in self.parsers().items():
+            with pytest.raises(Unreadable):
+                parse(self.broken[suffix])
+
+    def test_repeated_keys_are_remembered_or_refused(self) -> None:
+        """The result is a `Pairs` that names the key, or `Unreadable` has the key as its path."""
+        for suffix, text in self.repeated.items():
+            try:
+                found = self.parsers()[suffix](text)
+            except Unreadable as error:
+                assert error.path == "a"
+            else:
+                assert isinstance(found, Pairs) and found.repeated == ("a",)
