@@ -8,13 +8,12 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ds_core.errors import UsageError
-from ds_core.process import STATE
-from ds_core.window import Window
 
 if TYPE_CHECKING:
     from ds_core.batches import Batches
     from ds_core.config.batch import Batch
     from ds_core.context import Context
+    from ds_core.gradient_hooks import GradientHooks
     from ds_core.partition import Partitioner
 
 __all__ = ["Accumulation"]
@@ -31,13 +30,13 @@ class Reduction(Enum):
 class Accumulation:
     """The accumulation of one engine's gradients; tells its partitioner what the next backward shall do."""
 
-    def __init__(self, ctx: Context, partitioner: Partitioner, batches: Batches) -> None:
-        self._ctx, self._partitioner, self._batches = ctx, partitioner, batches
+    def __init__(self, ctx: Context, partitioner: Partitioner, hooks: GradientHooks, batches: Batches) -> None:
+        self._ctx, self._partitioner, self._hooks, self._batches = ctx, partitioner, hooks, batches
         self._managed = ctx.config.core.managed_gradient_accumulation
         self._forced: bool | None = None  # the boundary, where the user decides
         self._next_batch: Batch | None = None  # set in the middle of a window, for the next one
         self._reduction = Reduction.AT_BOUNDARY
-        self.window = partitioner.window = Window(ctx.batch.gas, counts=not self._managed)
+        self.window = hooks.window
         self.update()
 
     @property
@@ -97,6 +96,7 @@ class Accumulation:
                 "step() inside no_sync() or coalesce_grad_reduction(): gradients are not reduced yet; call "
                 "it after the block"
             )
+        self._hooks.forget()
         self.window.check(factor, scales=scales)
 
     def samples(self) -> int:
@@ -117,14 +117,12 @@ class Accumulation:
             if batch.micro != self._ctx.batch.micro:
                 self._batches.set_batch_size(batch.micro)
             self._ctx.batch, self._next_batch = batch, None
-            self._partitioner.rewatch()
+            self._hooks.install()
         self.window.restart(self._ctx.batch.gas)
-        if STATE.joint is not None:
-            STATE.joint.forget()
+        self._hooks.forget()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
         self._partitioner.zero_grad()
         self.window.drop()
-        if STATE.joint is not None:
-            STATE.joint.forget()
+        self._hooks.forget()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_core import comm, joint
+from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.batches import make_loader
 from ds_core.comm import guard, shared
@@ -30,12 +30,12 @@ from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
+from ds_core.multi_engine import ENGINES, release_model
 from ds_core.optim import torch_grain
 from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
 from ds_core.plugins import blaming
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
-from ds_core.process import make_free
 from ds_core.replicated import Replicated
 from ds_core.report import LEFT_OUT, Reporter
 from ds_core.runner import Sequential
@@ -126,9 +126,9 @@ def initialize(
             comm.add_interceptor(interceptor)
     guard.configure(core.comms_guard, {m.partition(".")[0] for m in chosen.plugins.loaded_versions()})
     shared.configure(kernels.get("collectives", "cpu"))
-    make_free(model)
+    release_model(model)
     if world_size > 1:
-        mesh.build_groups(own=joint.others())
+        mesh.build_groups(own=ENGINES.others)
 
     # The model.
     accelerator.set_device(accelerator.local_index())
@@ -417,7 +417,7 @@ def _attach(
     """Let the partitioner take the model and give the optimizer the tensors it is to update."""
     if isinstance(optimizer, Optimizer):
         old = optimizer.param_groups
-        _note_left_out(ctx, old)
+        _note_trained(ctx, old)
         for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
                 if before is not after and before in optimizer.state:
@@ -426,7 +426,7 @@ def _attach(
             group["params"] = new["params"]
         return optimizer
     wanted = _param_groups(model, model_parameters)
-    _note_left_out(ctx, wanted)
+    _note_trained(ctx, wanted)
     if optimizer is None and chosen.optimizer is not None:
         wanted = chosen.optimizer.groups(wanted, {p: info.name for p, info in ctx.params.items()})
     groups = partitioner.attach(model, wanted)
@@ -450,9 +450,10 @@ def _attach(
     return built
 
 
-def _note_left_out(ctx: Context, groups: ParamGroups) -> None:
-    """Take down which frozen parameters the optimizer does not have, for the case that they are thawed."""
-    given = {p for group in groups for p in group["params"]}
+def _note_trained(ctx: Context, groups: ParamGroups) -> None:
+    """Note the optimizer's parameters, and which frozen ones it does not have, for the case that they are unfrozen."""
+    ctx.trained = [p for group in groups for p in group["params"]]
+    given = set(ctx.trained)
     ctx.stash[LEFT_OUT] = {p: info.name for p, info in ctx.params.items() if not p.requires_grad and p not in given}
 
 

@@ -7,8 +7,9 @@ collective; the flags are only looked at when this rank lacks a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import enum
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,29 @@ from ds_core.precision import WIRE_DTYPES
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["BUCKET_BYTES", "Bucket", "make_buckets"]
+__all__ = ["BUCKET_BYTES", "Bucket", "GradState", "arrange", "averaging_factors", "make_buckets", "wire_dtype"]
+
+
+class _Sized(Protocol):
+    def numel(self) -> int: ...
+
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T", bound=_Sized)
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough that a reduction's start-up cost vanishes, small enough to start while backward still runs."""
+
+
+class GradState(enum.Enum):
+    """How far a partitioner's gradients are reduced: LOCAL -> RUNNING -> REDUCED, and back to LOCAL when others come.
+
+    LOCAL: this rank's own. RUNNING: a backward that reduces them is under way. REDUCED: final, unless others come.
+    """
+
+    LOCAL = "local"
+    RUNNING = "running"
+    REDUCED = "reduced"
 
 
 class Bucket:
@@ -95,30 +115,49 @@ def _shaped_like(param: nn.Parameter, flat: Tensor) -> Tensor:
 
 
 def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
-    """Lay `params` into buckets in reverse order, which is about the order in which backward finishes them."""
-    core, mesh = ctx.config.core, ctx.mesh
-    world = mesh.size("dp")
-    before = 1.0 / world if core.prescale_gradients else 1.0 / core.gradient_predivide_factor
-    after = 1.0 if core.prescale_gradients else core.gradient_predivide_factor / world
-    special = ctx.stash.get(WIRE_DTYPES) or {}
-    open_: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    buckets = []
+    """The buckets of those of `params` that have replicas, in about the order in which backward finishes them."""
+    before, after = averaging_factors(ctx)
+    place = {p: i for i, p in enumerate(params)}
 
-    def close(key: tuple[Any, ...]) -> None:
-        axes, dtype, _ = key
-        members = open_.pop(key)
-        about = f"gradients of {ctx.params[members[0]].name!r} to {ctx.params[members[-1]].name!r}"
-        buckets.append(Bucket(members, dtype, mesh.group(*axes), before, after, about))
+    def kind(param: nn.Parameter) -> tuple[tuple[str, ...], torch.dtype, torch.device]:
+        return ctx.params[param].replicas, wire_dtype(param, ctx), param.device
 
+    def bucket(run: list[nn.Parameter]) -> Bucket:
+        axes, dtype, _ = kind(run[0])
+        about = f"gradients of {ctx.params[run[0]].name!r} to {ctx.params[run[-1]].name!r}"
+        return Bucket(run, dtype, ctx.mesh.group(*axes), before, after, about)
+
+    shared = [p for p in params if ctx.params[p].replicas]
+    runs = arrange(shared, kind, lambda key, filled, size: filled * key[1].itemsize >= BUCKET_BYTES)
+    return [bucket(run) for run in sorted(runs, key=lambda run: -place[run[-1]])]
+
+
+def averaging_factors(ctx: Context) -> tuple[float, float]:
+    """What gradients are multiplied by before and after they are summed over ranks; the product is 1 / size of dp."""
+    core, world = ctx.config.core, ctx.mesh.size("dp")
+    if core.prescale_gradients:
+        return 1.0 / world, 1.0
+    return 1.0 / core.gradient_predivide_factor, core.gradient_predivide_factor / world
+
+
+def wire_dtype(param: nn.Parameter, ctx: Context) -> torch.dtype:
+    """The dtype in which the gradient of `param` is reduced."""
+    return (ctx.stash.get(WIRE_DTYPES) or {}).get(param) or ctx.precision.wire or param.dtype
+
+
+def arrange(params: Sequence[T], kind: Callable[[T], K], full: Callable[[K, int, int], bool]) -> list[list[T]]:
+    """Which parameters share a buffer: runs of one kind, in reverse order, about that in which backward finishes them.
+
+    kind: what must be the same in a buffer. full: kind, elements in the buffer, elements of the next parameter ->
+    whether that one begins a new buffer.
+    """
+    runs: dict[K, list[list[T]]] = {}
+    filled: dict[K, int] = {}
     for param in reversed(params):
-        axes = ctx.params[param].replicas
-        if not axes:
-            continue
-        dtype = special.get(param) or ctx.precision.wire or param.dtype
-        key = (axes, dtype, param.device)
-        open_.setdefault(key, []).append(param)
-        if sum(p.numel() for p in open_[key]) * dtype.itemsize >= BUCKET_BYTES:
-            close(key)
-    for key in list(open_):
-        close(key)
-    return buckets
+        key, size = kind(param), param.numel()
+        if key not in runs or full(key, filled[key], size):
+            runs.setdefault(key, []).append([])
+            filled[key] = 0
+        runs[key][-1].append(param)
+        filled[key] += size
+    return [run for members in runs.values() for run in members]

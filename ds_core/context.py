@@ -30,8 +30,8 @@ class Context:
     batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None when
     it is an object or function of the user's that nobody has declared. own_optimizer: whether the optimizer is an
     object or function, not the config's. params: per parameter of the transformed model, its name and axes; empty until
-    the transforms have run. buffers: the same of buffers, by name. module: the transformed model, None before. stash:
-    typed plugin state.
+    the transforms have run. trained: the parameters that the optimizer was given, frozen ones too. buffers: as params,
+    of buffers, by name. module: the transformed model, None before. stash: typed plugin state.
     """
 
     config: RunConfig
@@ -45,6 +45,7 @@ class Context:
     own_optimizer: bool = False
     module: nn.Module | None = None
     params: dict[nn.Parameter, ParamInfo] = field(default_factory=dict)
+    trained: list[nn.Parameter] = field(default_factory=list)
     buffers: dict[str, ParamInfo] = field(default_factory=dict)
     stash: Stash = field(default_factory=Stash)
 

@@ -10,14 +10,12 @@ import contextlib
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ds_core import joint
 from ds_core.absent import no_attribute
 from ds_core.accumulation import Accumulation
 from ds_core.batches import Batches, make_loader
@@ -25,11 +23,14 @@ from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
 from ds_core.ended import end
 from ds_core.errors import UsageError
 from ds_core.evaluation import evaluate, mean_over_dp
+from ds_core.gradient_hooks import GradientHooks
+from ds_core.multi_engine import ENGINES
 from ds_core.params import GradNorm, squared_norm
 from ds_core.precision import LossScaler, autocast_context, cast_floats
-from ds_core.process import STATE, Taken
+from ds_core.process import STATE
 from ds_core.report import Reporter
 from ds_core.resumable import ResumableEngine
+from ds_core.window import Origin
 from ds_core.zerograd import unwatch_zero_grad, watch_zero_grad
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ class Engine(ResumableEngine):
         self._report = reporter
         self._timers = reporter.timers
         self._batches = Batches(loader)
-        self._accumulation = Accumulation(ctx, partitioner, self._batches)
-        self._window = self._accumulation.window
+        self._hooks = GradientHooks(ctx, partitioner)
+        self._window = self._hooks.window
+        self._accumulation = Accumulation(ctx, partitioner, self._hooks, self._batches)
         core = ctx.config.core
         self._clip = core.gradient_clipping
         self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
@@ -88,13 +90,12 @@ class Engine(ResumableEngine):
         )
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
-        self._distributed = ctx.mesh.size("dp") > 1 or partitioner.partitions_gradients
+        self._phase = reporter.phase if self._timers is not None else None
         self._schedule_needs = required(lr_scheduler.step) if lr_scheduler is not None else ()
         self._num_optimized = sum(len(g["params"]) for g in self.param_groups())
         self.serial = STATE.next_serial()
         STATE.engines.add(self)
-        joint.enter(self.serial, partitioner, ctx.mesh, ctx.accelerator.current_device())
-        STATE.taken[partitioner] = Taken(weakref.ref(self), weakref.ref(self.module))
+        ENGINES.enter(self, self._hooks, ctx.mesh, ctx.accelerator.current_device())
         watch_zero_grad(self.optimizer, self.module)
 
     def __getattr__(self, name: str) -> Any:
@@ -171,28 +172,16 @@ class Engine(ResumableEngine):
         self._backward(loss, self.ctx.batch.gas, False)
 
     def _backward(self, loss: Tensor, gas: int, retain_graph: bool) -> None:
-        self._window.drive()
+        self._window.add(Origin.ENGINE)
         factor = self.loss_factor(gas)
         root = loss * factor if factor != 1.0 else loss
         wanted = self.ctx.batch.gas
         self._report.loss(loss if gas == wanted else loss.detach() * wanted)
-        outer = STATE.driver, STATE.factor
-        STATE.driver, STATE.factor = self.partitioner, self.loss_factor()
-        try:
-            if not self._distributed and self._timers is None:
-                root.backward(retain_graph=retain_graph)
-                return
-            with self._report.phase("backward"):
-                self.partitioner.begin()
-                with self._report.phase("backward_inner"):
-                    root.backward(retain_graph=retain_graph)
-                with self._report.phase("backward_allreduce"):
-                    if STATE.joint is None:
-                        self.partitioner.finish()
-                    else:
-                        STATE.joint.finish(self.partitioner)
-        finally:
-            STATE.driver, STATE.factor = outer
+        self._hooks.run(lambda: root.backward(retain_graph=retain_graph), self.loss_factor(), self._phase)
+
+    def run_backward(self, backward: Callable[[], object]) -> None:
+        """For runners: run `backward`, whose losses are multiplied by `loss_factor`; then reduce what is due."""
+        self._hooks.run(backward, self.loss_factor())
 
     def check_loss(self, loss: Any) -> None:
         """Raise UsageError unless `loss` is a scalar tensor with a graph."""
@@ -333,7 +322,7 @@ class Engine(ResumableEngine):
             raise
         loss = mean_over_dp(loss, self.ctx.mesh)
         self._report.set_loss(loss)
-        self._window.take_batch()
+        self._window.add_batch()
         self._update(None)
         self.micro_steps += self.ctx.batch.gas
         self._accumulation.update()
@@ -435,8 +424,8 @@ class Engine(ResumableEngine):
         """
         if self in STATE.engines:
             STATE.engines.discard(self)
-            STATE.taken.pop(self.partitioner, None)
-            joint.leave(self.serial)
+            ENGINES.leave(self.serial)
+            self._hooks.remove()
             self.close_checkpointer()
             self._report.close()
             self.partitioner.detach()

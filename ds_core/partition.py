@@ -15,15 +15,14 @@ from ds_core.boxes import Box
 from ds_core.kernels import UsesKernels
 from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
-from ds_core.process import STATE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
+    from ds_core.gradient_hooks import GradientHooks
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
-    from ds_core.window import Window
 
 __all__ = [
     "Partitioner",
@@ -85,21 +84,12 @@ class StateSource(Protocol):
         """
 
 
-def origin_matters(ctx: Context) -> bool:
-    """Whether it must be known which gradients came from another backward than ``engine.backward``.
-
-    They differ by a factor, or (without managed accumulation) backwards are counted.
-    """
-    several = sum(r() is not None for r in STATE.attached.values()) > 1
-    counted = not ctx.config.core.managed_gradient_accumulation
-    return ctx.batch.gas > 1 or ctx.precision.scales_loss or several or counted
-
-
 class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
-    The engine calls, in order: `attach` once; per micro-batch sets `sync` and runs backward; `finish` after the
-    boundary's backward; then `gradients`, `step`, `publish`, `zero_grad`.
+    The core calls `attach` once. Around every backward that comes to its parameters, whoever started it, it calls
+    `begin`, `on_gradient` for each gradient, and `finish`; for an optimizer step `finish`, `gradients`, `step`,
+    `publish`, `zero_grad`. It sets `sync`, `hold` and `may_wait` beforehand.
     """
 
     partitions_gradients = False
@@ -108,21 +98,30 @@ class Partitioner(ABC):
     releases_weights = False
     """True when weights may be away between a forward and its backward."""
 
+    takes_gradients = True
+    """Whether `on_gradient` is called. False where gradients just accumulate in ``param.grad``: then no hook on
+    parameters is needed, and `begin` and `finish` may not be called around a plain ``loss.backward()``."""
+
     not_exported = ""
     """Why `save_16bit_model` writes nothing, where the config says so; it is told to the user."""
-
-    sync = True
-    """Whether the backward that comes next may reduce gradients as they become ready."""
 
     methods: Mapping[str, Callable[..., Any]] = {"empty_partition_cache": lambda engine: None}
     """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine. Here, a name that
     is documented for every engine, and has something to do only where weights come and go."""
 
-    hold = False
-    """True where gradients must stay with this rank for now, even if they are partitioned (`sync` is off then)."""
+    sync = True
+    """Set by the core: whether the backward that comes next may reduce gradients as they become ready."""
 
-    window: Window
-    """Its engine's accumulation window, which the engine sets."""
+    hold = False
+    """Set by the core: gradients must stay with this rank for now, even partitioned ones (`sync` is off then)."""
+
+    may_wait = True
+    """Set by the core: whether `on_gradient` may wait for other ranks. False where a backward may come to the models of
+    several engines, in an order that differs between ranks."""
+
+    gradient_hooks: GradientHooks
+    """Set by the core: what calls `on_gradient`. A partitioner with hooks on modules, which see a backward before there
+    is a gradient, calls ``gradient_hooks.enter()`` in them, so that `begin` and `finish` are called in any case."""
 
     @abstractmethod
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
@@ -147,32 +146,17 @@ class Partitioner(ABC):
         if isinstance(optimizer, UsesKernels):
             optimizer.use_kernels(kernels)
 
-    def note_other_driver(self) -> None:
-        """For hooks on gradients: one has come while `STATE.driver` is not this partitioner.
+    def begin(self, changed: bool) -> None:  # noqa: B027
+        """A backward begins, and `finish` will be called after it.
 
-        The engine multiplies a loss before backward, and what came otherwise in the step; so where `origin_matters`, a
-        partitioner's hooks must say what came otherwise.
+        changed: parameters were frozen or unfrozen since the last one; also true in the first.
         """
-        self.note_origin()
-        if STATE.joint is not None:
-            STATE.joint.touch(self)
 
-    def note_origin(self) -> None:
-        """Gradients come from a backward that this partitioner's engine did not begin."""
-        self.window.note(None if STATE.driver is None else STATE.factor)
+    def on_gradient(self, param: nn.Parameter) -> None:  # noqa: B027
+        """``param.grad`` is complete for this backward; may move it elsewhere. Runs inside backward.
 
-    def finish_later(self) -> None:
-        """Have `finish` called when the running backward ends, which nobody else will do."""
-        if STATE.joint is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        else:
-            STATE.joint.touch(self)
-
-    def rewatch(self) -> None:  # noqa: B027
-        """What `origin_matters` says may have changed."""
-
-    def begin(self) -> None:  # noqa: B027
-        """The engine starts a backward and will call `finish` after it. Not called for a plain ``loss.backward()``."""
+        Called again for the same parameter where a backward is nested in another (re-entrant activation checkpointing).
+        """
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made by hand."""

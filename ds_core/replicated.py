@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core.buckets import Bucket, make_buckets
+from ds_core.buckets import Bucket, GradState, make_buckets
 from ds_core.errors import UsageError
 from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
@@ -26,12 +26,10 @@ from ds_core.partition import (
     StateTensor,
     broadcast_from_first,
     buffer_states,
-    origin_matters,
     read_state,
     saved_optimizer_states,
     set_optimizer_state,
 )
-from ds_core.process import STATE
 from ds_core.stepping import Stepper
 
 if TYPE_CHECKING:
@@ -72,15 +70,13 @@ class Replicated(Partitioner):
         self.ctx = ctx
         self._slots: list[_Slot] = []
         self._by_param: dict[nn.Parameter, _Slot] = {}
-        self._buckets: list[Bucket] | None = None
-        self._place: dict[nn.Parameter, Bucket] = {}
-        self._next = 0
-        self._running = False  # a backward that reduces is under way, and somebody will call `finish`
+        self._shares = False  # some parameter has replicas
+        self._buckets: list[Bucket] | None = None  # None: to be made before the next reduction
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._next = 0  # the bucket that is reduced next
         self._twice = False  # a gradient has arrived in parts, so nothing is reduced before backward ends
-        self._reduced = False  # all gradients are reduced
-        self._trainable: list[bool] = []
-        self._hooks: list[Any] = []
-        self._refresh: Any = None
+        self.grad_state = GradState.LOCAL
+        self._load_hook: Any = None
         self._module: nn.Module | None = None
         self._plain = True  # the optimizer updates the module's own parameters
         self.given: list[Tensor | None] = []  # per master, from `gradients` to the step
@@ -109,11 +105,10 @@ class Replicated(Partitioner):
         self._by_param = {s.param: s for s in self._slots}
         self._plain = all(s.master is s.param for s in self._slots)
         self._stepper = Stepper([s.master for s in self._slots], [s.copy for s in self._slots])
-        if not any(self._replicas(s) for s in self._slots):
-            self._buckets = []
-        self._install_hooks()
+        self._shares = any(self._replicas(s) for s in self._slots)
+        self.takes_gradients = self._shares or any(self._accumulates(s) for s in self._slots)
         if not self._plain:
-            self._refresh = module.register_load_state_dict_post_hook(lambda *_: self._masters_from_weights())
+            self._load_hook = module.register_load_state_dict_post_hook(lambda *_: self._masters_from_weights())
         return out
 
     @torch.no_grad()
@@ -122,22 +117,6 @@ class Replicated(Partitioner):
         for slot in self._slots:
             if slot.master is not slot.param:
                 slot.master.copy_(slot.param)
-
-    def _install_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._trainable = [s.param.requires_grad for s in self._slots]
-        watched = origin_matters(self.ctx)
-        self._hooks = [
-            s.param.register_post_accumulate_grad_hook(self._on_gradient)
-            for s in self._slots
-            if s.param.requires_grad and (self._buckets != [] or watched or self._accumulates(s))
-        ]
-
-    def rewatch(self) -> None:
-        """See `Partitioner.rewatch`; with one rank, hooks are there only for what needs them."""
-        if self._hooks or self._module is not None:
-            self._install_hooks()
 
     def _slot(self, param: nn.Parameter) -> _Slot:
         info = self.ctx.params.get(param)
@@ -171,26 +150,32 @@ class Replicated(Partitioner):
 
     # -- backward --------------------------------------------------------------------------------------------
 
-    def _on_gradient(self, param: Tensor) -> None:
-        """Runs inside backward each time the gradient of `param` is complete for this backward."""
-        if STATE.driver is not self:
-            self.note_other_driver()
-        slot = self._by_param[param]  # type: ignore[index]
+    @property
+    def _reduces(self) -> bool:
+        """Whether the running backward is to reduce gradients."""
+        return self.sync and self._shares and self.averages
+
+    def begin(self, changed: bool) -> None:
+        """See `Partitioner.begin`."""
+        if changed:
+            self._buckets = None
+        self.grad_state = GradState.LOCAL
+        if self._reduces:
+            self._start()
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """See `Partitioner.on_gradient`."""
+        slot = self._by_param[param]
         if self._accumulates(slot):
             assert param.grad is not None
             if slot.total is None:
                 slot.total = torch.zeros_like(param, dtype=self.ctx.precision.accumulate)
             self.ctx.kernels.accumulate(slot.total, param.grad)
             param.grad = None
-        self._reduced = False
-        if not self.sync or self._buckets == [] or not self.averages:
+        if self.grad_state is not GradState.RUNNING:
             return
-        if not self._running:
-            # A plain loss.backward(): gradients shall be final after it, too.
-            self._start()
-            self.finish_later()
         assert self._buckets is not None
-        if (bucket := self._place.get(param)) is not None:  # type: ignore[call-overload]
+        if (bucket := self._bucket_of.get(param)) is not None:
             # [Note: gradients that arrive twice] Re-entrant recomputation runs a backward inside the backward, so a
             # shared weight's hook fires for each. A bucket on its way has then missed a part: all are sent again at
             # the end, and from now on none is sent earlier (every rank runs the same program, so all decide alike).
@@ -200,19 +185,12 @@ class Replicated(Partitioner):
             self._launch(self._buckets[self._next])
             self._next += 1
 
-    def begin(self) -> None:
-        """See `Partitioner.begin`."""
-        self._reduced = False
-        if self.sync and self._buckets != [] and self.averages:
-            self._start()
-
     def _start(self) -> None:
-        """Prepare the buckets for one backward; parameters may have been frozen or unfrozen since the last."""
-        self._running = True
-        if self._buckets is None or self._trainable != [s.param.requires_grad for s in self._slots]:
-            self._install_hooks()
+        """Prepare the buckets for one backward."""
+        self.grad_state = GradState.RUNNING
+        if self._buckets is None:
             self._buckets = make_buckets([s.param for s in self._slots if s.param.requires_grad], self.ctx)
-            self._place = {p: b for b in self._buckets for p in b.params}
+            self._bucket_of = {p: b for b in self._buckets for p in b.params}
         self._next = 0
         for bucket in self._buckets:
             bucket.settle()
@@ -226,9 +204,9 @@ class Replicated(Partitioner):
 
     def finish(self) -> None:
         """See `Partitioner.finish`."""
-        if not self.sync or self._buckets == [] or self._reduced or not self.averages:
+        if not self._reduces or self.grad_state is GradState.REDUCED:
             return
-        if not self._running:
+        if self.grad_state is GradState.LOCAL:
             self._start()
         assert self._buckets is not None
         if self._twice and self._next:
@@ -237,8 +215,7 @@ class Replicated(Partitioner):
             self._next = 0
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
-        self._running = False
-        self._reduced = True
+        self.grad_state = GradState.REDUCED
         for bucket in self._buckets:
             for param, reduced in bucket.collect():
                 slot = self._by_param[param]
@@ -282,12 +259,11 @@ class Replicated(Partitioner):
 
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
-        self._reduced = False
-        self.given = []
-        if self._running:  # a backward broke off
-            self._running = False
+        if self.grad_state is GradState.RUNNING:  # a backward failed half-way
             for bucket in self._buckets or ():
                 bucket.settle()
+        self.grad_state = GradState.LOCAL
+        self.given = []
         for slot in self._slots:
             slot.param.grad = None
         if not self._plain or self.ctx.precision.accumulate is not None:
@@ -348,15 +324,12 @@ class Replicated(Partitioner):
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._refresh is not None:
-            self._refresh.remove()
+        if self._load_hook is not None:
+            self._load_hook.remove()
         self._stepper.release()
         for slot in self._slots:
             slot.total = None
-        self._buckets, self._place = [], {}
+        self._buckets, self._bucket_of, self._shares = None, {}, False
 
 
 class _Copy(ParamShard):
@@ -397,7 +370,7 @@ class _Copy(ParamShard):
     def _factor(self) -> float:
         """What the step will still multiply what this rank holds by, in effect: reduction sums over ranks, then
         divides by all of dp. What is averaged already is the same on all of them."""
-        reduced = self._owner._reduced and not self._lone
+        reduced = self._owner.grad_state is GradState.REDUCED and not self._lone
         return 1.0 if reduced else len(self.ranks) / self._owner.ctx.mesh.size("dp")
 
     def _held(self) -> Tensor | None:
@@ -412,7 +385,8 @@ class _Copy(ParamShard):
     @property
     def has_pending(self) -> bool:
         """See `ParamShard.has_pending`."""
-        return not (self._lone or self._owner._reduced) and self._owner._gradient(self.param) is not None
+        final = self._lone or self._owner.grad_state is GradState.REDUCED
+        return not final and self._owner._gradient(self.param) is not None
 
     def pending(self) -> Tensor | None:
         """See `ParamShard.pending`."""

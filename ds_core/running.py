@@ -6,6 +6,7 @@ Getters have DeepSpeed's names where it has them. The engine itself, in `ds_core
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class RunningEngine(ABC):
     @abstractmethod
     def backward_micro(self, loss: Tensor, *, last: bool) -> None:
         """Backward of one micro-batch's loss; gradients are reduced after the `last`."""
+
+    @abstractmethod
+    def run_backward(self, backward: Callable[[], object]) -> None:
+        """Run `backward`, whose losses are multiplied by `loss_factor`; gradients are reduced as `sync` says."""
 
     @abstractmethod
     def check_loss(self, loss: Any) -> None:

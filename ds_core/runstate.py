@@ -122,7 +122,7 @@ class RunState:
         return {
             **{counter: getattr(engine, counter) for counter in COUNTERS},
             # A checkpoint holds no half-summed gradients, so a window that is not complete will run again.
-            "micro_steps": engine.micro_steps - engine.partitioner.window.micros,
+            "micro_steps": engine.micro_steps - engine.partitioner.gradient_hooks.window.micros,
             "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
             "optimizer_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.param_groups()],
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,

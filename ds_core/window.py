@@ -1,19 +1,18 @@
-"""The accumulation window: how the gradients between two updates came about, and what is left to divide them by.
+"""The accumulation window: where the gradients between two updates came from, and what they are still divided by.
 
-`engine.backward` divides a loss by the accumulation steps beforehand. A plain ``loss.backward()`` does not, so the step
-does it for the whole window. A joint loss was divided by the engine whose `backward` it was. Two of these in one window
+`engine.backward` divides a loss by the accumulation steps before backward. A plain ``loss.backward()`` does not, so the
+step divides by them. The loss of a joint backward was divided by the engine that ran it. Mixing these in one window
 would be wrong by a factor, so the checks here refuse it.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-
-import torch
 
 from ds_core.errors import UsageError
 
-__all__ = ["Window"]
+__all__ = ["Origin", "Window"]
 
 MIXED = (
     "gradients of one accumulation window came both from engine.backward(loss), which divides by "
@@ -34,39 +33,44 @@ UNSCALED = (
 )
 
 
-ENGINE, PLAIN, JOINT = 1, 2, 4
-"""Which backwards gradients came from: bits of `Window.seen` and `Window.micro`. JOINT: another engine's, of a loss
-that both share. (Plain integers, since an operation on `enum.Flag` costs a microsecond, and every step has several.)"""
+class Origin(enum.IntEnum):
+    """Whose backward gradients of one engine come from; several are or-ed together as bits of an int.
+
+    NONE: no backward. ENGINE: the engine's own ``backward``. PLAIN: a ``loss.backward()``. JOINT: another engine's
+    ``backward``, of a loss that both engines contributed to.
+    """
+
+    NONE = 0
+    ENGINE = 1
+    PLAIN = 2
+    JOINT = 4
 
 
 class Window:
-    """One engine's window; `restart` makes it the next one.
+    """One engine's accumulation window; `restart` makes it the next one.
 
-    gas: the accumulation steps of this window. micros: micro-batches that `step` has ended. seen, micro: where the
-    gradients of the window, and of the running micro-batch, came from. scaled: whether the running micro-batch's loss
-    went through ``engine.scale``. counts: whether `backwards` counts them, which takes hooks on gradients.
+    gas: accumulation steps of this window. micros: micro-batches that `step` has ended. seen, micro: the origins, as
+    bits, of the gradients of the window and of the running micro-batch. scaled: whether the running micro-batch's loss
+    went through ``engine.scale``. backwards: how many there were, as far as hooks on gradients saw them.
     """
 
-    def __init__(self, gas: int, *, counts: bool = False) -> None:
-        self.counts = counts
-        self._inside = False  # a backward that is counted already
+    def __init__(self, gas: int) -> None:
         self.restart(gas)
 
     def restart(self, gas: int) -> None:
-        """The weights were updated, or will be from other gradients: begin anew."""
+        """Begin a new window: the weights were updated, or other gradients follow."""
         self.gas, self.micros = gas, 0
         self.drop()
 
     def drop(self) -> None:
-        """The gradients so far are dropped, and with them how they came about."""
-        self.seen = self.micro = 0
-        self.scaled = self._inside = False
-        self.backwards = 0
+        """Forget where the gradients so far came from; they were dropped."""
+        self.seen = self.micro = self.backwards = 0
+        self.scaled = False
         self._joint_factor: float | None = None
 
     @property
     def open(self) -> bool:
-        """Whether a part of it has come, so that `gas` must stay."""
+        """Whether the window has begun, so that `gas` must stay."""
         return bool(self.micros or self.seen)
 
     @property
@@ -76,48 +80,30 @@ class Window:
 
     @property
     def divisor(self) -> int:
-        """What the step still divides the gradients by; 1 where losses were divided before backward."""
-        return 1 if self.seen & (ENGINE | JOINT) else self.gas
+        """What the step still divides gradients by; 1 where losses were divided before backward."""
+        return 1 if self.seen & (Origin.ENGINE | Origin.JOINT) else self.gas
 
-    def drive(self) -> None:
-        """``engine.backward`` begins."""
-        if self.seen & PLAIN and self.gas > 1:
-            raise UsageError(MIXED if self.micro & PLAIN else BEGAN_PLAIN)
-        self._add(ENGINE)
-        self.backwards += 1
-
-    def note(self, factor: float | None) -> None:
-        """For hooks on gradients: one has come from another backward than this engine's.
-
-        factor: what the engine that runs it multiplied the loss by; None in a plain backward.
-        """
-        self._add(PLAIN if factor is None else JOINT)
-        if factor is not None and factor != self._joint_factor:
+    def add(self, origin: Origin, factor: float = 1.0) -> None:
+        """A backward gives gradients. factor: what another engine multiplied a joint loss by."""
+        if origin is Origin.ENGINE and self.seen & Origin.PLAIN and self.gas > 1:
+            raise UsageError(MIXED if self.micro & Origin.PLAIN else BEGAN_PLAIN)
+        if origin is Origin.JOINT and factor != self._joint_factor:
             self._joint_factor = factor if self._joint_factor is None else math.nan
-        if self.counts and not self._inside:
-            self.backwards += 1
-            if torch._C._current_graph_task_id() != -1:
-                self._inside = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._over)
-
-    def _over(self) -> None:
-        self._inside = False
-
-    def _add(self, origin: int) -> None:
         self.seen |= origin
         self.micro |= origin
+        self.backwards += 1
 
-    def take_batch(self) -> None:
-        """A runner has run the whole window, with losses divided beforehand."""
-        self.seen, self.micro, self.backwards = ENGINE, 0, self.gas
+    def add_batch(self) -> None:
+        """A runner has run the whole window, with losses divided before backward."""
+        self.seen, self.micro, self.backwards = Origin.ENGINE, 0, self.gas
 
     def check(self, factor: float, *, scales: bool) -> None:
-        """``engine.step`` was called: refuse gradients that cannot be right.
+        """``engine.step`` was called: raise UsageError for gradients that cannot be right.
 
         factor: what this engine multiplies losses by. scales: whether it has a loss scaler.
         """
-        several, driven, joint = self.gas > 1, self.micro & ENGINE, self.seen & JOINT
-        if several and self.seen & PLAIN and (driven or joint):
+        several, driven, joint = self.gas > 1, self.micro & Origin.ENGINE, self.seen & Origin.JOINT
+        if several and self.seen & Origin.PLAIN and (driven or joint):
             raise UsageError(MIXED)
         if joint and self._joint_factor != factor:
             raise UsageError(
@@ -126,14 +112,14 @@ class Window:
                 "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
                 "and bf16 or fp32, or the same fp16.loss_scale"
             )
-        if scales and not self.scaled and (self.seen & PLAIN or not (driven or joint)):
+        if scales and not self.scaled and (self.seen & Origin.PLAIN or not (driven or joint)):
             raise UsageError(UNSCALED)
-        if several and not driven and not joint and self.seen & ENGINE:
+        if several and not driven and not joint and self.seen & Origin.ENGINE:
             raise UsageError(NO_BACKWARD)
-        if not driven and not joint:  # hooks may not watch plain backwards, and there may have been none
-            self.seen |= PLAIN
+        if not driven and not joint:  # without hooks a plain backward is not seen, and there may have been none
+            self.seen |= Origin.PLAIN
 
     def next_micro(self) -> None:
-        """A micro-batch is over, and it was not the last."""
+        """A micro-batch has ended that was not the last."""
         self.micros += 1
         self.micro, self.scaled = 0, False

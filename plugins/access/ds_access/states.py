@@ -340,12 +340,12 @@ def _check_trainable(who: str, held: ParamShard) -> None:
 
 def _divided(grad: Tensor, engine: RunningEngine) -> Tensor:
     """`grad`, a copy, divided in place by what the step still divides by; see [Note: which gradient]."""
-    return grad if (by := engine.partitioner.window.divisor) == 1 else grad.div_(by)
+    return grad if (by := engine.partitioner.gradient_hooks.window.divisor) == 1 else grad.div_(by)
 
 
 def _undivided(value: Tensor, engine: RunningEngine) -> Tensor:
     """The reverse, for what is set: the step will divide it."""
-    return value if (by := engine.partitioner.window.divisor) == 1 else value * by
+    return value if (by := engine.partitioner.gradient_hooks.window.divisor) == 1 else value * by
 
 
 # -- values ---------------------------------------------------------------------------------------------------

@@ -351,11 +351,7 @@ class PipelineRunner(Runner):
         self._collect(slot)
 
     def _run_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        partitioner = self._engine.partitioner
-        partitioner.begin()
-        if roots:
-            torch.autograd.backward(roots, grads)
-        partitioner.finish()
+        self._engine.run_backward(lambda: torch.autograd.backward(roots, grads) if roots else None)
 
     def _collect(self, slot: _Slot) -> None:
         """The inputs' gradients; zeros for one that was not used."""
@@ -373,10 +369,11 @@ class PipelineRunner(Runner):
             self._run_backward(roots, grads)
             self._collect(slot)
             return
-        partitioner = self._engine.partitioner
-        partitioner.begin()
-        slot.later = backward_inputs(roots, grads, slot.leaves)
-        partitioner.finish()
+
+        def backward() -> None:
+            slot.later = backward_inputs(roots, grads, slot.leaves)
+
+        self._engine.run_backward(backward)
         self._collect(slot)
 
     def _can_cut(self, roots: Sequence[Tensor]) -> bool:
@@ -391,10 +388,7 @@ class PipelineRunner(Runner):
             self._run_backward(*slot.whole)
             slot.whole = None
         elif slot.later is not None:
-            partitioner = self._engine.partitioner
-            partitioner.begin()
-            slot.later.run()
-            partitioner.finish()
+            self._engine.run_backward(slot.later.run)
             slot.later = None
 
     def _reduce_ties(self, what: s.PipeInstruction) -> None:

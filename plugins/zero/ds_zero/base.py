@@ -16,13 +16,14 @@ from ds_core.params import GradGroup
 from ds_core.partition import StateSource, StateTensor, broadcast_from_first
 from ds_core.stepping import Stepper
 from ds_zero import states
-from ds_zero.direct import make_reducer
 from ds_zero.flat import FlatBucket, Piece, needs_whole
 from ds_zero.gathered_parameters import empty_partition_cache
+from ds_zero.grads import Reducer
+from ds_zero.local_grads import LocalGradients, serves
 from ds_zero.module_hooks import hooks_removed, install_hooks, remove_hooks
 from ds_zero.offload_states import offload_states, reload_states
 from ds_zero.owned_tensors import regroup
-from ds_zero.piece_shard import PieceShard
+from ds_zero.piece_shard import LocalPieceShard, PieceShard
 from ds_zero.placement import Offload, tiled_step
 from ds_zero.sharded_param import prepare_module, unshard_module
 from ds_zero.state_offload import BACKWARD, FORWARD, Moved
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ds_core.param_shard import ParamShard
     from ds_zero.config import ZeroConfig
     from ds_zero.gather_unit import BucketUnit
-    from ds_zero.grads import Reducer
+    from ds_zero.gradient_source import GradientSource
 
 __all__ = ["ZeroPartitioner"]
 
@@ -65,7 +66,7 @@ class ZeroPartitioner(WeightOwner):
         self.in_context: set[nn.Parameter] = set()
         self._module: nn.Module | None = None
         self._load_hooks: list[Any] = []
-        self._reducer: Reducer | None = None
+        self._reducer: GradientSource | None = None
         self._stepper: Stepper | None = None
 
     # -- set-up ----------------------------------------------------------------------------------------------
@@ -94,8 +95,7 @@ class ZeroPartitioner(WeightOwner):
         unshard_module(module)
         self._broadcast_rest(module)
         self._reducer = self._make_reducer()
-        self._reducer.owner, self._reducer.finish_later = self, self.finish_later
-        self._reducer.reducing = lambda: not self.hold and (self.sync or self.partitions_gradients)
+        self.takes_gradients = not self._reducer.local
         self._install_hooks(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
 
@@ -139,9 +139,17 @@ class ZeroPartitioner(WeightOwner):
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         """The buckets of `params` (of the optimizer), and of any other that is partitioned."""
 
-    def _make_reducer(self) -> Reducer:
-        trained = [b for b in self.buckets if b.trains]
-        return make_reducer(self.ctx, self.section, trained, lambda b: b.group)
+    def _make_reducer(self) -> GradientSource:
+        return self._reducer_of([b for b in self.buckets if b.trains], lambda b: b.group)
+
+    def _reducer_of(
+        self,
+        buckets: Sequence[FlatBucket],
+        groups: Callable[[FlatBucket], Any],
+        order: Callable[[], Sequence[FlatBucket]] | None = None,
+    ) -> GradientSource:
+        """What takes the gradients of `buckets`; see `Reducer` for the arguments."""
+        return LocalGradients(self, buckets) if serves(self, buckets) else Reducer(self, buckets, groups, order)
 
     def _broadcast_rest(self, module: nn.Module) -> None:
         """Give every rank the parameters that are in no bucket, and the buffers, of the first of its replicas."""
@@ -157,22 +165,21 @@ class ZeroPartitioner(WeightOwner):
         return self._module
 
     @property
-    def reducer(self) -> Reducer:
+    def reducer(self) -> GradientSource:
         """Who takes gradients; there once a module is attached."""
         assert self._reducer is not None
         return self._reducer
 
     # -- backward and step -----------------------------------------------------------------------------------
 
-    def rewatch(self) -> None:
-        """See `Partitioner.rewatch`."""
-        if self._reducer is not None:
-            self._reducer.rewatch()
-
-    def begin(self) -> None:
+    def begin(self, changed: bool) -> None:
         """See `Partitioner.begin`."""
         self.moved.refuse("backward", BACKWARD)
-        self.reducer.begin()
+        self.reducer.begin(changed)
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """See `Partitioner.on_gradient`."""
+        self.reducer.on_gradient(param)
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See `Partitioner.add_gradient`; a released parameter takes one too."""
@@ -271,9 +278,8 @@ class ZeroPartitioner(WeightOwner):
     def locate(self, param: nn.Parameter) -> ParamShard | None:
         """See `Partitioner.locate`."""
         if not self._holdings:
-            self._holdings = {
-                p.param: PieceShard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)
-            }
+            shard = LocalPieceShard if self.reducer.local else PieceShard
+            self._holdings = {p.param: shard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)}
         return self._holdings.get(param)
 
     def _updates(self, bucket: FlatBucket) -> bool:

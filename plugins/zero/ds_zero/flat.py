@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.buckets import arrange
 from ds_core.stores import away
-from ds_zero.layout import Layout, arrange
+from ds_zero.layout import Layout
 from ds_zero.placement import ON_DEVICE, Home
 from ds_zero.sharded_param import pop_weight
 
@@ -366,5 +367,5 @@ def make_buckets(
         limit = capacity(ctx.mesh.size(*axes))
         return min(limit, HOST_BYTES // dtype.itemsize) if brief and device.type == "cpu" else limit
 
-    runs = arrange(params, kind, most)
+    runs = arrange(params, kind, lambda key, filled, size: filled + size > most(key))
     return [FlatBucket(run, [ctx.params[p] for p in run], ctx, share, masters, home(run[0])) for run in runs]

@@ -1,7 +1,7 @@
 """Gradients on their way from backward to the part of the rank that owns them.
 
-Each bucket gathers its gradients in a flat buffer (`_Grads.local`); a full buffer is reduced to its owners while
-backward goes on, and what arrives is added to this rank's part (`_Grads.part`). Buckets travel in one fixed order on
+Each bucket gathers its gradients in a flat buffer (`Grads.local`); a full buffer is reduced to its owners while
+backward goes on, and what arrives is added to this rank's part (`Grads.part`). Buckets travel in one fixed order on
 all ranks.
 
 [Note: flags] At the end of each reduction ranks exchange one byte per parameter ("I had a gradient") and one per
@@ -12,7 +12,7 @@ that nobody used keeps ``grad=None`` as in one-process torch, and ranks whose co
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.errors import UsageError
+from ds_core.buckets import GradState, averaging_factors, wire_dtype
 from ds_core.params import GradGroup
-from ds_core.precision import WIRE_DTYPES
-from ds_core.process import STATE
+from ds_zero.gradient_source import GradientSource
 
 if TYPE_CHECKING:
-    from ds_core.context import Context
-    from ds_core.partition import Partitioner
-    from ds_zero.config import ZeroConfig
+    from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
 
-__all__ = ["Reducer"]
+__all__ = ["Grads", "Reducer"]
 
 IN_FLIGHT = 2
 """Buckets travelling at a time from stage 2 on: one is being reduced while the next one leaves."""
@@ -62,7 +59,7 @@ class _Pool:
         self._free.clear()
 
 
-class _Grads:
+class Grads:
     """The gradients of one bucket.
 
     local: this rank's, not reduced yet, laid out as the bucket; filled: which of them it holds. part: what this rank
@@ -127,99 +124,78 @@ class _Grads:
 class _Travelling:
     """A reduction under way: `out` will hold this rank's part of the sum of `source` over ranks."""
 
-    grads: _Grads
+    grads: Grads
     works: list[Any]
     source: Tensor
     out: Tensor
 
 
-class Reducer:
-    """Takes gradients from backward, reduces them, and gives the optimizer its pieces.
+class Reducer(GradientSource):
+    """Reduces gradients to the ranks that own them. See the module's docstring.
 
     groups: per replica axes the process group that reductions use.
     order: which buckets travel after which, asked at the start of each backward; equal on all ranks.
-    given: between `gradients` and the end of the step, the gradient of each of what is `optimized` of all buckets.
-    direct: what is in ``param.grad`` is reduced as it is.
     """
-
-    direct = False
 
     def __init__(
         self,
-        ctx: Context,
-        section: ZeroConfig,
+        owner: ZeroPartitioner,
         buckets: Sequence[FlatBucket],
         groups: Callable[[FlatBucket], Any],
         order: Callable[[], Sequence[FlatBucket]] | None = None,
     ) -> None:
-        self.ctx, self.section = ctx, section
+        super().__init__(owner, buckets)
         self._group, self._order = groups, order
-        self._all = {b: _Grads(b) for b in buckets}
+        self._all = {b: Grads(b) for b in buckets}
         self._place = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
-        self._queue: list[_Grads] = []
+        self._queue: list[Grads] = []
         self._next = 0
         self._travelling: deque[_Travelling] = deque()
         self._wires: dict[FlatBucket, torch.dtype] = {}
-        self._trainable: list[bool] = []
-        self._hooks: list[Any] = []
-        self.given: list[Tensor | None] = []
-        self.running = False  # a backward that reduces is under way, and somebody will call `finish`
-        self._reduced = False
-        core, world = ctx.config.core, ctx.mesh.size("dp")
-        self._before = 1.0 / world if core.prescale_gradients else 1.0 / core.gradient_predivide_factor
-        self._after = 1.0 if core.prescale_gradients else core.gradient_predivide_factor / world
-        self._keeps = section.stage == 1
+        self._state = GradState.LOCAL
+        self._before, self._after = averaging_factors(self.ctx)
+        self._keeps = self.section.stage == 1
         self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
-        self._eager = section.contiguous_gradients or ctx.precision.accumulate is not None
-        self.reducing: Callable[[], bool] = lambda: True
-        self.owner: Partitioner | None = None
-        self.finish_later: Callable[[], None] = lambda: None
-        self.after: Callable[[nn.Parameter], None] | None = None
-        self._install_hooks()
+        self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
 
     # -- backward --------------------------------------------------------------------------------------------
 
-    def _install_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._trainable = [p.requires_grad for p in self._place]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._place if p.requires_grad]
-        for grads in self._all.values():
-            grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
+    @property
+    def _reduces(self) -> bool:
+        """Whether the running backward is to reduce gradients."""
+        owner = self.owner
+        return not owner.hold and (owner.sync or owner.partitions_gradients)
 
-    def rewatch(self) -> None:
-        """What `origin_matters` says may have changed; here there are hooks in any case."""
+    def begin(self, changed: bool) -> None:
+        """See `Partitioner.begin`."""
+        if changed:
+            for grads in self._all.values():
+                grads.awaited = sum(p.requires_grad for p in grads.bucket.params)
+        self._state = GradState.LOCAL
+        if self._reduces:
+            self._start()
 
-    def _on_gradient(self, param: Tensor) -> None:
-        """Runs inside backward when the gradient of `param` is complete for this backward (or a nested one)."""
-        assert isinstance(param, nn.Parameter)
-        if STATE.driver is not self.owner and self.owner is not None:
-            self.owner.note_other_driver()
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """See `Partitioner.on_gradient`."""
+        if param not in self._place:
+            return
         grads, index = self._place[param]
-        self._reduced = False
-        reducing = self.reducing()
-        if reducing and not self.running:
-            # A plain loss.backward(): gradients shall be final after it, too.
-            self.start()
-            self.finish_later()
         if self._eager:
             self._absorb(grads, index)
-        if reducing:
+        if self._state is GradState.RUNNING:
             grads.arrived.add(index)
             self._advance()
-        if self.after is not None:
-            self.after(param)
 
     @torch.no_grad()
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Take a gradient that no backward has made; like one that comes at the end of a backward."""
+        """See `GradientSource.add`."""
         if param in self._place:
-            self._reduced = False
+            self._state = GradState.LOCAL if self._state is GradState.REDUCED else self._state
             self._absorb(*self._place[param], grad)
 
     @torch.no_grad()
-    def _absorb(self, grads: _Grads, index: int, grad: Tensor | None = None) -> None:
+    def _absorb(self, grads: Grads, index: int, grad: Tensor | None = None) -> None:
         """Move a parameter's gradient (or `grad`) into the flat buffer."""
         bucket = grads.bucket
         param = bucket.params[index]
@@ -240,17 +216,9 @@ class Reducer:
         if not given:
             param.grad = None
 
-    def begin(self) -> None:
-        """The engine starts a backward and will call `finish` after it."""
-        self._reduced = False
-        if self.reducing():
-            self.start()
-
-    def start(self) -> None:
-        """Prepare for one backward; parameters may have been frozen or thawed since the last."""
-        self.running = True
-        if self._trainable != [p.requires_grad for p in self._place]:
-            self._install_hooks()
+    def _start(self) -> None:
+        """Prepare for one backward."""
+        self._state = GradState.RUNNING
         self._wires = self._wires or {b: self._wire(b) for b in self._all}
         self._next = 0
         order = self._order() if self._order is not None else list(self._all)
@@ -260,8 +228,7 @@ class Reducer:
 
     def _wire(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which a bucket travels: the widest that any of its parameters asks for."""
-        special = self.ctx.stash.get(WIRE_DTYPES) or {}
-        wanted = [special.get(p) or self.ctx.precision.wire or p.dtype for p in bucket.params]
+        wanted = [wire_dtype(p, self.ctx) for p in bucket.params]
         wire = wanted[0]
         for dtype in wanted[1:]:
             wire = torch.promote_types(wire, dtype)
@@ -270,8 +237,8 @@ class Reducer:
     def _advance(self) -> None:
         # [Note: several engines] Buckets are waited for in backward, too, to keep few in memory. If ranks came to the
         # engines' parts in different orders, each would wait for a bucket of another engine. So only the engine that
-        # drives sends before backward ends.
-        if STATE.joint is not None and STATE.driver is not self.owner:
+        # runs the backward sends before its end.
+        if not self.owner.may_wait:
             return
         while self._next < len(self._queue) and len(self._queue[self._next].arrived) >= self._queue[self._next].awaited:
             self._launch(self._queue[self._next])
@@ -280,7 +247,7 @@ class Reducer:
     # -- reduction -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _launch(self, grads: _Grads) -> None:
+    def _launch(self, grads: Grads) -> None:
         """Start reducing what the bucket has; parameters without a gradient count as zeros."""
         bucket = grads.bucket
         for index, param in enumerate(bucket.params):
@@ -307,7 +274,7 @@ class Reducer:
         if not self.section.overlap:
             self._drain(0)
 
-    def _send(self, grads: _Grads, source: Tensor) -> _Travelling:
+    def _send(self, grads: Grads, source: Tensor) -> _Travelling:
         """Start the reduction. What stage 1 keeps anyway, it reduces in place."""
         bucket, group = grads.bucket, self._group(grads.bucket)
         if bucket.world == 1:
@@ -363,24 +330,24 @@ class Reducer:
         return (self.ctx.precision.accumulate if bucket.full.is_floating_point() else None) or bucket.dtype
 
     def finish(self) -> None:
-        """Complete the reduction of all gradients; nothing when none is due. Collective."""
-        if not self.reducing() or self._reduced:
+        """See `Partitioner.finish`."""
+        if not self._reduces or self._state is GradState.REDUCED:
             return
-        if not self.running:
-            self.start()
+        if self._state is GradState.LOCAL:
+            self._start()
         for grads in self._queue[self._next :]:
             self._launch(grads)
         for grads in self._agree():
             self._launch(grads)
         self._drain(0)
         self._settle()
-        self.running, self._reduced = False, True
+        self._state = GradState.REDUCED
         if not self._keeps:
             self._pool.clear()
 
-    def _agree(self) -> list[_Grads]:
+    def _agree(self) -> list[Grads]:
         """Let ranks know which parameters anybody used; the buckets that must travel again. See [Note: flags]."""
-        by_axes: dict[tuple[str, ...], list[_Grads]] = {}
+        by_axes: dict[tuple[str, ...], list[Grads]] = {}
         for grads in self._queue:
             by_axes.setdefault(grads.bucket.axes, []).append(grads)
         again = []
@@ -403,71 +370,47 @@ class Reducer:
 
     @torch.no_grad()
     def gradients(self) -> list[GradGroup]:
-        """All gradients that this rank's optimizer gets, in the dtypes in which they arrived; and `given`."""
-        if not self.section.ignore_unused_parameters:
-            self._refuse_unused()
-        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        self.given = []
-        for bucket, grads in self._all.items():
-            part = grads.part
-            if part is None or not any(grads.used):
-                mine: list[Tensor | None] = [None] * len(bucket.pieces)
-            elif bucket.whole is not None:
-                mine = bucket.whole.gradients(part, grads.used)
-            else:
-                used = (grads.used[p.index] and p.stop > p.start for p in bucket.pieces)
-                mine = [part[p.within] if u else None for p, u in zip(bucket.pieces, used, strict=True)]
-            if bucket.whole is not None and not self._keeps:
-                grads.part = None  # whatever of it the optimizer needs, its gradients refer to
-            self.given += mine
-            found = by_axes.setdefault(self.ctx.mesh.expand((*bucket.held, *bucket.axes)), [])
-            if bucket.counted:
-                found += [g for g in mine if g is not None]
-        return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
+        """See `GradientSource.gradients`."""
+        self.refuse_unused(g.used for g in self._all.values())
+        return self.grouped([self._mine(b, g) for b, g in self._all.items()])
 
-    def _refuse_unused(self) -> None:
-        unused = [
-            name
-            for bucket, grads in self._all.items()
-            for name, param, used in zip(bucket.names, bucket.params, grads.used, strict=True)
-            if param.requires_grad and not used
-        ]
-        if unused:
-            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-            raise UsageError(
-                f"no rank had a gradient for {', '.join(unused[:5])}{more}, and zero_optimization."
-                "ignore_unused_parameters is false; freeze them, use them, or set it to true"
-            )
+    def _mine(self, bucket: FlatBucket, grads: Grads) -> list[Tensor | None]:
+        """The gradients of what this rank updates of `bucket`."""
+        part = grads.part
+        if bucket.whole is not None and not self._keeps:
+            grads.part = None  # whatever of it the optimizer needs, its gradients refer to
+        if part is None or not any(grads.used):
+            return [None] * len(bucket.pieces)
+        if bucket.whole is not None:
+            return bucket.whole.gradients(part, grads.used)
+        used = (grads.used[p.index] and p.stop > p.start for p in bucket.pieces)
+        return [part[p.within] if u else None for p, u in zip(bucket.pieces, used, strict=True)]
 
-    @property
-    def buckets(self) -> Sequence[FlatBucket]:
-        """Those whose gradients it takes."""
-        return list(self._all)
-
-    def grads(self, bucket: FlatBucket) -> _Grads | None:
-        """The gradients of `bucket`; None where its elements cannot have any."""
+    def grads(self, bucket: FlatBucket) -> Grads | None:
+        """See `GradientSource.grads`."""
         return self._all.get(bucket)
 
-    @property
-    def share(self) -> float:
-        """What the sum of a gradient over its replicas is multiplied by: one over the size of dp."""
-        return self._before * self._after
+    def tensors(self, bucket: FlatBucket, *, reduced: bool) -> Iterable[Tensor | None]:
+        """See `GradientSource.tensors`."""
+        if (grads := self._all.get(bucket)) is None:
+            return []
+        return [grads.part, grads.whole, *(p.grad for p in bucket.params)] if reduced else [grads.local]
 
     @property
     def any_gradient(self) -> bool:
-        """Whether there is any gradient on this rank, reduced or not."""
+        """See `GradientSource.any_gradient`."""
         found = any(any(g.used) or any(g.filled) for g in self._all.values())
         return found or any(p.grad is not None for p in self._place)
 
     def used(self, bucket: FlatBucket) -> bool:
-        """Whether any rank had a gradient for any parameter of `bucket` since the last step."""
+        """See `GradientSource.used`."""
         return bucket in self._all and any(self._all[bucket].used)
 
     def zero_grad(self) -> None:
-        """Drop all gradients, those of a backward that failed half-way too."""
+        """See `GradientSource.zero_grad`."""
         self._drain(0)
         self._settle()
-        self.running = self._reduced = False
+        self._state = GradState.LOCAL
         self.given = []
         for bucket, grads in self._all.items():
             for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
@@ -481,12 +424,9 @@ class Reducer:
                 piece.param.grad = None
 
     def detach(self) -> None:
-        """Remove hooks and free buffers."""
+        """See `GradientSource.detach`."""
         self._drain(0)
         self._settle()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         self._pool.clear()
         for grads in self._all.values():
             grads.drop()

@@ -7,19 +7,12 @@ all-gathered as it is. Part r is rank r's; where tensors begin plays no role for
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
-__all__ = ["ALIGN", "Layout", "Span", "arrange", "pack"]
+__all__ = ["ALIGN", "Layout", "Span"]
 
-
-class _Sized(Protocol):
-    def numel(self) -> int: ...
-
-
-K = TypeVar("K", bound=Hashable)
-T = TypeVar("T", bound=_Sized)
 
 ALIGN = 2
 """Each part is a multiple of this many elements, so that parts of 16-bit elements begin at whole words."""
@@ -69,31 +62,3 @@ class Layout:
         """The ranks whose parts hold elements of tensor `index`."""
         begin, size = self.offsets[index], self.sizes[index]
         return range(begin // self.part, (begin + size - 1) // self.part + 1) if size else range(0)
-
-
-def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Cut ``range(len(sizes))`` into runs of at most `capacity` elements; a larger tensor is a run of its own."""
-    runs: list[list[int]] = []
-    filled = 0
-    for index, size in enumerate(sizes):
-        if not runs or filled + size > capacity:
-            runs.append([])
-            filled = 0
-        runs[-1].append(index)
-        filled += size
-    return runs
-
-
-def arrange(params: Sequence[T], kind: Callable[[T], K], capacity: Callable[[K], int]) -> list[list[T]]:
-    """Which parameters share a buffer: runs of one kind, in reverse order, about that in which backward finishes them.
-
-    kind: what must be the same in a buffer. capacity: kind -> the most elements of a buffer.
-    """
-    kinds: dict[K, list[T]] = {}
-    for param in reversed(params):
-        kinds.setdefault(kind(param), []).append(param)
-    return [
-        [members[i] for i in run]
-        for key, members in kinds.items()
-        for run in pack([p.numel() for p in members], capacity(key))
-    ]

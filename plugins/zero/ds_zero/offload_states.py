@@ -108,9 +108,6 @@ def _tensors(partitioner: ZeroPartitioner, optimizer: Any, kind: OffloadStateTyp
         found = _weights(partitioner)
     else:
         here = (b for b in partitioner.buckets if not b.host_steps)
-        grads = [g for b in here if (g := partitioner.reducer.grads(b)) is not None]
-        if kind is OffloadStateTypeEnum.lp_grads:
-            found = (t for g in grads for t in (g.part, g.whole, *(p.grad for p in g.bucket.params)))
-        else:
-            found = (g.local for g in grads)
+        reduced = kind is OffloadStateTypeEnum.lp_grads
+        found = (t for b in here for t in partitioner.reducer.tensors(b, reduced=reduced))
     return (t for t in found if t is not None and t.numel())

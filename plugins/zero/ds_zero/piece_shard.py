@@ -13,9 +13,9 @@ from ds_zero.flat import FlatBucket, Piece, Share
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
-    from ds_zero.grads import _Grads
+    from ds_zero.grads import Grads
 
-__all__ = ["PieceShard"]
+__all__ = ["LocalPieceShard", "PieceShard"]
 
 
 class PieceShard(ParamShard):
@@ -82,7 +82,7 @@ class PieceShard(ParamShard):
     # -- gradients -------------------------------------------------------------------------------------------
 
     @property
-    def _grads(self) -> _Grads | None:
+    def _grads(self) -> Grads | None:
         return self._partitioner.reducer.grads(self._bucket)
 
     @property
@@ -102,10 +102,6 @@ class PieceShard(ParamShard):
     def reduced(self) -> Tensor | None:
         """See `ParamShard.reduced`."""
         grads = self._grads
-        if grads is not None and self._partitioner.reducer.direct:
-            if self.param.grad is not None and (self.param.grad.is_sparse or not self.param.grad.is_contiguous()):
-                self.param.grad = self.param.grad.to_dense().contiguous()  # whoever asks may write
-            return None if self.param.grad is None else self.read(self.param.grad).view(-1)
         if grads is None or grads.part is None or not grads.used[self._piece.index]:
             return None
         return self.read(grads.part)[self._piece.within]
@@ -114,8 +110,6 @@ class PieceShard(ParamShard):
     def has_pending(self) -> bool:
         """See `ParamShard.has_pending`."""
         grads = self._grads
-        if self._partitioner.reducer.direct:
-            return False
         return grads is not None and (grads.filled[self._piece.index] or self.param.grad is not None)
 
     def pending(self) -> Tensor | None:
@@ -128,23 +122,37 @@ class PieceShard(ParamShard):
             total.add_(self._bucket.view(self.read(grads.local), self._piece.index).reshape(-1))
         if (grad := self.param.grad) is not None:
             total.add_((grad.to_dense() if grad.is_sparse else grad).reshape(-1))
-        return total.mul_(self._partitioner.reducer.share)
+        return total.mul_(1.0 / self._partitioner.ctx.mesh.size("dp"))
 
     def set_grad(self, values: Tensor) -> None:
         """See `ParamShard.set_grad`."""
         grads, index = self._grads, self._piece.index
         assert grads is not None, self.name
-        if self._partitioner.reducer.direct:
-            if (grad := self.reduced()) is not None:
-                grad.copy_(values)
-                return
-            hidden, values = self.param.data, values.to(self._bucket.dtype, copy=True).view(self.shape)
-            self.param.data = values  # while weights are away it is empty, and its gradient must have its shape
-            self.param.grad, self.param.data = values, hidden
-            return
         if grads.part is None:  # nothing was reduced yet; what will be is added to it
             grads.begin_part(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
         grads.used[index], grads.filled[index] = True, False
         self.param.grad = None
         assert grads.part is not None
         self.read(grads.part)[self._piece.within].copy_(values)
+
+
+class LocalPieceShard(PieceShard):
+    """A piece whose gradient stays in ``param.grad``, see `ds_zero.local_grads`."""
+
+    def reduced(self) -> Tensor | None:
+        """See `ParamShard.reduced`."""
+        grad = self.param.grad
+        if grad is None:
+            return None
+        if grad.is_sparse or not grad.is_contiguous():
+            grad = self.param.grad = grad.to_dense().contiguous()  # the caller may write to it
+        return self.read(grad).view(-1)
+
+    def set_grad(self, values: Tensor) -> None:
+        """See `ParamShard.set_grad`."""
+        if (grad := self.reduced()) is not None:
+            grad.copy_(values)
+            return
+        hidden, values = self.param.data, values.to(self._bucket.dtype, copy=True).view(self.shape)
+        self.param.data = values  # while the weight is sharded it is empty, and its gradient must have its shape
+        self.param.grad, self.param.data = values, hidden

@@ -14,10 +14,11 @@ from functools import partial, reduce
 import torch
 from torch import nn
 
+from ds_core.buckets import arrange
 from ds_core.precision import Precision, wire_dtypes
 from ds_zero.config import ZeroConfig
 from ds_zero.gather import narrower_dtype
-from ds_zero.layout import Layout, arrange
+from ds_zero.layout import Layout
 from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passes, reduction
 from ds_zero.units import Gatherer, gatherers, members, persistent
 
@@ -130,7 +131,7 @@ def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_away: bo
 def _simulated(
     params: Sequence[nn.Parameter], capacity: int, world: int, *, replicated: bool, trained: bool
 ) -> Iterator[SimulatedBucket]:
-    for run in arrange(params, lambda p: (p.dtype, p.requires_grad), lambda _: capacity):
+    for run in arrange(params, lambda p: (p.dtype, p.requires_grad), lambda _, filled, size: filled + size > capacity):
         yield SimulatedBucket(tuple(run), Layout.of([p.numel() for p in run], world), run[0].dtype, replicated, trained)
 
 

@@ -17,7 +17,6 @@ from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.precision import WIRE_DTYPES
 from ds_zero.base import ZeroPartitioner
-from ds_zero.direct import make_reducer
 from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
 from ds_zero.gather import GatherScheduler, narrower_dtype
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.partition import StateSource
     from ds_zero.config import ZeroConfig
-    from ds_zero.grads import Reducer
+    from ds_zero.gradient_source import GradientSource
 
 __all__ = ["Stage3"]
 
@@ -103,7 +102,6 @@ class Stage3(ZeroPartitioner):
         for part in module.modules():
             for param in externals(part):
                 self.hooks.add_external(part, param)
-        self.reducer.after = self.hooks.on_gradient
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 _describe(piece.param, bucket, piece)
@@ -166,10 +164,10 @@ class Stage3(ZeroPartitioner):
         super().load_states(source, optimizer, strict=strict)
         self.gathering.refresh()
 
-    def _make_reducer(self) -> Reducer:
+    def _make_reducer(self) -> GradientSource:
         self._groups = _own_groups(self.ctx.mesh, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
-        return make_reducer(self.ctx, self.section, trained, lambda b: self._groups.get(b.axes), self._order)
+        return self._reducer_of(trained, lambda b: self._groups.get(b.axes), self._order)
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; what stays whole comes last."""
@@ -180,17 +178,21 @@ class Stage3(ZeroPartitioner):
 
     # -- backward and step -----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, changed: bool) -> None:
         """See `Partitioner.begin`."""
-        self.gathering.in_backward = False
-        super().begin()
+        if torch._C._current_graph_task_id() == -1:  # else hooks on modules may have seen the backward before
+            self.gathering.in_backward = False
+        super().begin(changed)
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """See `Partitioner.on_gradient`."""
+        super().on_gradient(param)
+        self.hooks.on_gradient(param)
 
     def _backward_began(self) -> None:
         """The first hook of a backward runs, in its outermost graph: whoever started it, it will be finished."""
         self.moved.refuse("backward", BACKWARD)
-        if self.reducer.reducing() and not self.reducer.running:
-            self.reducer.start()
-            self.finish_later()
+        self.gradient_hooks.enter()
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:

@@ -102,7 +102,7 @@ def compare(stage: int, how: str) -> str:
 @pytest.mark.parametrize("how", ["manual", "direct"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bit_for_bit_as_plain_torch(stage: int, how: str) -> None:
-    assert run_ranks(1, compare, stage, how) == ["DirectReducer"]
+    assert run_ranks(1, compare, stage, how) == ["LocalGradients"]
 
 
 def compare_masters(stage: int, config: dict[str, Any]) -> str:
@@ -119,8 +119,8 @@ def compare_masters(stage: int, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("config", "reducer"),
     [
-        ({"bf16": {"enabled": True}}, "DirectReducer"),
-        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "DirectReducer"),
+        ({"bf16": {"enabled": True}}, "LocalGradients"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "LocalGradients"),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "Reducer"),
     ],
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from ds_zero.layout import Layout, pack
+from ds_zero.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ds_core.buckets import arrange
 
 SIZES = st.lists(st.integers(0, 50), max_size=12)
 
@@ -33,11 +35,16 @@ def test_parts_are_equal_and_padding_is_small(sizes: list[int], world: int) -> N
         assert layout.total == sum(sizes)
 
 
+class Sized(int):
+    def numel(self) -> int:
+        return int(self)
+
+
 @given(SIZES, st.integers(1, 100))
 def test_runs_hold_everything_in_order_and_keep_to_the_capacity(sizes: list[int], capacity: int) -> None:
-    runs = pack(sizes, capacity)
-    assert [i for run in runs for i in run] == list(range(len(sizes)))
+    runs = arrange([Sized(n) for n in sizes], lambda _: None, lambda _, filled, size: filled + size > capacity)
+    assert [n for run in runs for n in run] == sizes[::-1]
     for run in runs:
-        assert len(run) == 1 or sum(sizes[i] for i in run) <= capacity
+        assert len(run) == 1 or sum(run) <= capacity
     for before, after in itertools.pairwise(runs):
-        assert sum(sizes[i] for i in before) + sizes[after[0]] > capacity
+        assert sum(before) + after[0] > capacity

@@ -1,0 +1,136 @@
+"""Hooks on the parameters of one engine, and whose backward each gradient comes from.
+
+`GradientHooks` calls `Partitioner.begin` before, `on_gradient` during and `finish` after every backward that comes to
+the engine's parameters: its own ``backward``, a plain ``loss.backward()``, and another engine's ``backward`` of a loss
+that both contributed to. So a partitioner need not know which one runs. No hook is installed where none is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ds_core.multi_engine import ENGINES
+from ds_core.window import Origin, Window
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_core.partition import Partitioner
+
+__all__ = ["GradientHooks"]
+
+
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+class GradientHooks:
+    """The gradients of one engine. A partitioner has it as `Partitioner.gradient_hooks`.
+
+    window: where the gradients since the last update came from. origin: whose backward gives gradients now.
+    """
+
+    def __init__(self, ctx: Context, partitioner: Partitioner) -> None:
+        self._ctx, self.partitioner = ctx, partitioner
+        self.window = Window(ctx.batch.gas)
+        self.origin = Origin.NONE
+        self._entered = False  # in a backward that the engine did not start, and after which `leave` will be called
+        self._handles: list[Any] = []
+        self._trainable: list[bool] = []
+        self._changed = True
+        partitioner.gradient_hooks = self
+
+    def install(self) -> None:
+        """Install the hooks that are needed now; called again when accumulation steps or live engines changed."""
+        self.remove()
+        trained = self._ctx.trained
+        before, self._trainable = self._trainable, [p.requires_grad for p in trained]
+        self._changed |= self._trainable != before
+        if self.partitioner.takes_gradients or self._origin_matters():
+            self._handles = [
+                p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained if p.requires_grad
+            ]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _origin_matters(self) -> bool:
+        """Whether it must be known which gradients came from another backward than the engine's own.
+
+        They differ by a factor, or (without managed accumulation) backwards are counted.
+        """
+        ctx = self._ctx
+        counted = not ctx.config.core.managed_gradient_accumulation
+        return ctx.batch.gas > 1 or ctx.precision.scales_loss or counted or ENGINES.several
+
+    # -- backwards -------------------------------------------------------------------------------------------
+
+    def run(self, backward: Callable[[], object], factor: float, phase: Phase | None = None) -> None:
+        """Run `backward`, of a loss that this engine has scaled, and complete the reductions that are due.
+
+        factor: what the engine multiplies losses by; other engines whose parameters the loss comes through are told.
+        phase: times the phases "backward", "backward_inner" and "backward_allreduce".
+        """
+        outer, self.origin = self.origin, Origin.ENGINE
+        outer_driver, ENGINES.driver = ENGINES.driver, (self, factor)
+        try:
+            if phase is None:
+                self.begin()
+                backward()
+                ENGINES.finish(self)
+                return
+            with phase("backward"):
+                self.begin()
+                with phase("backward_inner"):
+                    backward()
+                with phase("backward_allreduce"):
+                    ENGINES.finish(self)
+        finally:
+            self.origin, ENGINES.driver = outer, outer_driver
+
+    def _on_gradient(self, param: Tensor) -> None:
+        """Runs inside backward each time ``param.grad`` is complete for this backward, or one nested in it."""
+        if self.origin is Origin.NONE:
+            self.enter()
+            self.note()
+        if self.partitioner.takes_gradients:
+            self.partitioner.on_gradient(param)  # type: ignore[arg-type]
+
+    def enter(self) -> None:
+        """A backward has come to the engine's modules or parameters: if the engine does not run it, begin it here.
+
+        For hooks on modules, which see a backward before any gradient is there. Runs inside backward.
+        """
+        if self.origin is Origin.NONE and not self._entered:
+            self.begin()
+            self._entered = True
+            ENGINES.finish_later(self)
+
+    def note(self) -> None:
+        """The running backward, which the engine did not start, gives it gradients."""
+        driver = ENGINES.driver
+        self.origin = Origin.PLAIN if driver is None else Origin.JOINT
+        self.window.add(self.origin, 1.0 if driver is None else driver[1])
+
+    def begin(self) -> None:
+        """Tell the partitioner that a backward begins."""
+        if self._handles and self._trainable != [p.requires_grad for p in self._ctx.trained]:
+            self.install()
+        changed, self._changed = self._changed, False
+        self.partitioner.may_wait = self.origin is Origin.ENGINE or not ENGINES.agree
+        self.partitioner.begin(changed)
+
+    def leave(self) -> None:
+        """The backward that was entered is over."""
+        self.forget()
+        self.partitioner.finish()
+
+    def forget(self) -> None:
+        """No backward runs, also when the last one failed half-way."""
+        self.origin, self._entered = Origin.NONE, False
+        ENGINES.forget()

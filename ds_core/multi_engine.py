@@ -1,0 +1,197 @@
+"""Several engines in one process: a model has one engine, but one backward may go through the models of several.
+
+[Note: joint losses] Which engines a backward came to, and in which order, may differ between ranks; reductions must
+not. So each engine but the first has process groups of its own, and after a backward ranks agree which engines took
+part on any of them, and finish the reductions of those: first the one whose `backward` it was, then the others in the
+order in which they were made. With one engine none of this happens.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_core import comm
+from ds_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.gradient_hooks import GradientHooks
+    from ds_core.mesh import Mesh
+    from ds_core.running import RunningEngine
+
+__all__ = ["ENGINES", "Engines", "release_model", "reset"]
+
+log = logging.getLogger("ds_core")
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """An engine that was made and not destroyed, by weak references. world: the process group of its ranks."""
+
+    engine: weakref.ref[RunningEngine]
+    module: weakref.ref[nn.Module]
+    hooks: weakref.ref[GradientHooks]
+    world: weakref.ref[Any] | None
+
+    @property
+    def here(self) -> bool:
+        """Whether it talks on the present process group; reductions of any other are impossible."""
+        return (self.world() if self.world is not None else None) is torch.distributed.group.WORLD
+
+
+class Engines:
+    """The engines of this process that were not destroyed, and the backward that runs.
+
+    driver: the engine whose ``backward`` runs, by its hooks, with what it multiplies losses by; None in a plain
+    ``loss.backward()``.
+    """
+
+    def __init__(self) -> None:
+        self.driver: tuple[GradientHooks, float] | None = None
+        self.members: dict[int, _Member] = {}
+        self._touched: set[GradientHooks] = set()
+        self._queued = False  # `finish` is called when the running backward ends
+        self._group: Any = None  # along dp, for `finish` alone
+        self._device = torch.device("cpu")
+
+    # -- which engines there are -----------------------------------------------------------------------------
+
+    def enter(self, engine: RunningEngine, hooks: GradientHooks, mesh: Mesh, device: torch.device) -> None:
+        """An engine was made. Collective."""
+        world = torch.distributed.group.WORLD
+        refs = weakref.ref(engine), weakref.ref(engine.module), weakref.ref(hooks)
+        if not self.others:
+            self._group = None
+        self.members[engine.serial] = _Member(*refs, weakref.ref(world) if world is not None else None)
+        if len(self._present()) > 1 and self._group is None and mesh.size("dp") > 1:
+            self._group, self._device = mesh.own_group("dp"), device
+        for member in self._present():
+            if (other := member.hooks()) is not None and member.engine() is not None:
+                other.install()
+
+    def leave(self, serial: int) -> None:
+        """An engine was destroyed, on all ranks."""
+        self.members.pop(serial, None)
+        if len(self._present()) < 2:
+            self._group = None
+
+    def _present(self) -> list[_Member]:
+        """In the order in which they were made; the same on all ranks, since those that were collected count too."""
+        return [self.members[serial] for serial in sorted(self.members) if self.members[serial].here]
+
+    @property
+    def others(self) -> bool:
+        """Whether a new engine needs process groups of its own. The same on all ranks."""
+        return bool(self._present())
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one engine lives on this rank."""
+        return sum(m.engine() is not None for m in self._present()) > 1
+
+    # -- joint backwards -------------------------------------------------------------------------------------
+
+    @property
+    def agree(self) -> bool:
+        """Whether ranks agree after each backward which engines it came to."""
+        return self._group is not None
+
+    def finish_later(self, hooks: GradientHooks) -> None:
+        """Have `hooks.leave` called when the running backward is over. Runs inside backward."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        if self._group is None:
+            queue(hooks.leave)
+            return
+        self._touched.add(hooks)
+        if self.driver is None and not self._queued:  # an engine that drives calls `finish` itself
+            self._queued = True
+            queue(self.finish)
+
+    def finish(self, driver: GradientHooks | None = None) -> None:
+        """A backward is over: finish the reductions of all engines that it came to on any rank. Collective.
+
+        driver: the engine that ran it.
+        """
+        if driver is not None:  # its reductions began in backward, and ranks may be waiting there for each other's
+            driver.partitioner.finish()
+        if self._group is None:
+            return
+        touched = self._touched.copy()
+        self.forget()
+        members = [m.hooks() for m in self._present()]
+        flags = torch.tensor([m in touched for m in members], dtype=torch.uint8, device=self._device)
+        comm.label("which engines took part in this backward")
+        comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        for member, took_part in zip(members, flags.tolist(), strict=True):
+            if took_part and member is not None and member is not driver:
+                if member not in touched:  # only other ranks have gradients; these count here, too
+                    member.begin()
+                    member.note()
+                member.leave()
+
+    def forget(self) -> None:
+        """Be ready for a new backward; the last one may have failed half-way."""
+        self._touched.clear()
+        self._queued = False
+
+
+ENGINES = Engines()
+
+
+def reset() -> None:
+    """Forget all engines. For `ds_core.reset`."""
+    ENGINES.members.clear()
+    ENGINES.leave(0)
+    ENGINES.forget()
+
+
+# -- one model, one engine -------------------------------------------------------------------------------------------
+
+
+def release_model(model: nn.Module) -> None:
+    """Make sure that no other engine trains `model` or a part of it. Collective.
+
+    An engine of this very model, as a second ``initialize`` in a notebook finds it, is destroyed with a warning; hooks
+    of one that was garbage-collected are removed. Raises UsageError while an engine of a part of the model, or of a
+    module around it, is in use.
+    """
+    mine = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    if _in_use(model, mine):
+        gc.collect()  # an engine in a reference cycle lives on for a while though nobody can reach it
+    for member in list(ENGINES.members.values()):
+        if member.module() is model and (engine := member.engine()) is not None:
+            log.warning(
+                "initialize was called again on a model whose engine is in use; that engine is destroyed, with its "
+                "optimizer states (call its destroy() first to avoid this warning)"
+            )
+            engine.destroy()
+    if what := _in_use(model, mine):
+        raise UsageError(
+            f"{what} belongs to the engine that an earlier initialize made, which is still in use, and two engines "
+            "cannot train the same weights; call destroy() on that engine first"
+        )
+    for member in ENGINES.members.values():
+        if (hooks := member.hooks()) is not None and _shared(member, model, mine):
+            hooks.remove()
+            hooks.partitioner.detach()
+
+
+def _in_use(model: nn.Module, trainable: dict[nn.Parameter, str]) -> str:
+    used = (m for m in ENGINES.members.values() if m.engine() is not None)
+    return next(filter(None, (_shared(m, model, trainable) for m in used)), "")
+
+
+def _shared(member: _Member, model: nn.Module, trainable: dict[nn.Parameter, str]) -> str:
+    """What of `model` the engine has too, in words; "" for nothing."""
+    module = member.module()
+    if module is None or module is model:
+        return "" if module is None else "the model"
+    name = next((trainable[p] for p in module.parameters() if p in trainable), None)
+    return "" if name is None else f"the parameter {name!r} of the model"
