@@ -84,7 +84,7 @@ class Replicated(Partitioner):
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged over replicas; if not, each rank keeps its own ."""
+        """Whether gradients are averaged over replicas; if not, each rank keeps its own."""
         return True
 
     def masters(self) -> Iterator[tuple[ParamInfo, nn.Parameter]]:
