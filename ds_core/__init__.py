@@ -9,7 +9,7 @@ from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_core.accelerator import get_accelerator, set_accelerator
-    from ds_core.assemble import add_config_arguments, initialize
+    from ds_core.assemble import initialize
     from ds_core.comm import init_distributed
     from ds_core.compose import compose
     from ds_core.config import Section
@@ -37,7 +37,6 @@ __all__ = [
     "Runner",
     "Section",
     "Sequential",
-    "add_config_arguments",
     "compose",
     "get_accelerator",
     "get_default_autocast_lower_precision_modules",
@@ -54,7 +53,7 @@ __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
         "accelerator": "get_accelerator set_accelerator",
-        "assemble": "add_config_arguments initialize",
+        "assemble": "initialize",
         "comm": "init_distributed",
         "compose": "compose",
         "config": "Section",

@@ -7,7 +7,6 @@ any process talks to another.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
     from ds_core.data import DistributedLoader
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["initialize"]
 
 log = logging.getLogger("ds_core")
 
@@ -164,41 +163,6 @@ def initialize(
     if core.dump_state:
         reporter.dump(engine)
     return engine, built, loader, scheduler
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the "DeepSpeed" group of command-line arguments to `parser` and return it."""
-    group = parser.add_argument_group("DeepSpeed", "settings of the training engine")
-    group.add_argument(
-        "--deepspeed",
-        action="store_true",
-        help="accepted so that existing commands work; the engine is chosen by calling initialize",
-    )
-    group.add_argument("--deepspeed_config", default=None, metavar="PATH", help="the config file")
-    group.add_argument(
-        "--deepscale",
-        dest="deepspeed",
-        action=_Deprecated,
-        nargs=0,
-        const=True,
-        help="deprecated spelling of --deepspeed",
-    )
-    group.add_argument(
-        "--deepscale_config",
-        dest="deepspeed_config",
-        action=_Deprecated,
-        metavar="PATH",
-        help="deprecated spelling of --deepspeed_config",
-    )
-    return parser
-
-
-class _Deprecated(argparse.Action):
-    """Store as the present spelling would, with a warning."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        log.warning("%s is deprecated; use --%s", option_string, self.dest)
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
 
 
 # -- the parts of initialize -------------------------------------------------------------------------------------

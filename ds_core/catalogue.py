@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["documented", "install", "known", "offered_by", "planned"]
+__all__ = ["documented", "install", "instead_of", "known", "offered_by", "planned"]
 
 
 @functools.cache
@@ -44,6 +44,11 @@ def documented() -> Mapping[str, Mapping[str, Any]]:
     ``enabled`` and false. keys: key -> null, or the keys below it; ``*`` stands for any name.
     """
     return _catalogue()["documented"]
+
+
+def instead_of(name: str) -> str | None:
+    """What this engine has instead of a name of DeepSpeed's engine, to go after a colon; None when nothing is known."""
+    return _catalogue()["engine"].get(name)
 
 
 def install(dist: str) -> str:

@@ -47,7 +47,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all")
     parser.add_argument("--stop-after", type=int, help="save and stop after this many steps")
     parser.add_argument("--run", type=Path, default=Path("runs/gpt"), help="folder of the checkpoint and the plot")
-    ds_core.add_config_arguments(parser).set_defaults(deepspeed_config=Path(__file__).with_name("ds_config.json"))
+    config = Path(__file__).with_name("ds_config.json")
+    parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
 
     torch.manual_seed(0)

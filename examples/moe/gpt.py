@@ -63,7 +63,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--ep", type=int, default=2, help="ranks over which the experts are divided")
     parser.add_argument("--run", type=Path, default=Path("runs/moe"), help="folder of the checkpoint")
-    ds_core.add_config_arguments(parser).set_defaults(deepspeed_config=Path(__file__).with_name("ds_config.json"))
+    config = Path(__file__).with_name("ds_config.json")
+    parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -65,7 +65,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--shrink", type=int, default=4, help="divide AlexNet's channels by this; 1: as in the paper")
-    ds_core.add_config_arguments(parser).set_defaults(deepspeed_config=Path(__file__).with_name("ds_config.json"))
+    config = Path(__file__).with_name("ds_config.json")
+    parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--run", type=Path, default=Path("runs/pipeline-gpt"), help="folder of the checkpoint")
-    ds_core.add_config_arguments(parser).set_defaults(deepspeed_config=Path(__file__).with_name("ds_config.json"))
+    config = Path(__file__).with_name("ds_config.json")
+    parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     args = parser.parse_args()
 
     context = 64

@@ -55,7 +55,7 @@ def made() -> str:
     assert not broken, broken
     listed = json.loads(DOCUMENTED.read_text())
     catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "planned": listed["planned"]}
-    catalogue["documented"] = listed["sections"]
+    catalogue["documented"], catalogue["engine"] = listed["sections"], listed["engine"]
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
         catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
