@@ -26,11 +26,11 @@ class WrongAnswer(TypeError):
     """A hook returned something that its specification does not allow."""
 
 
-def gives(check: Check) -> Callable[[F], F]:
-    """Declare the check of what a hook returns."""
+def gives(check: Check, *, observer: bool = False) -> Callable[[F], F]:
+    """Declare the check of what a hook returns. observer: a plugin that fails in it is switched off."""
 
     def mark(hook: F) -> F:
-        hook.ds_answer = check  # type: ignore[attr-defined]
+        hook.ds_answer, hook.ds_observer = check, observer  # type: ignore[attr-defined]
         return hook
 
     return mark

@@ -23,7 +23,7 @@ from ds_core.comm import guard, shared
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
-from ds_core.engine import Engine, required
+from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
@@ -31,13 +31,14 @@ from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
 from ds_core.multi_engine import ENGINES, release_model
 from ds_core.optim import torch_grain
+from ds_core.optimizer_step import required
 from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
 from ds_core.plugins import blaming
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
 from ds_core.replicated import Replicated
-from ds_core.report import LEFT_OUT, Reporter
 from ds_core.runner import Sequential
+from ds_core.telemetry import LEFT_OUT, Telemetry
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -158,10 +159,10 @@ def initialize(
         scaler=scaler,
         loader=loader,
         collate_fn=collate_fn,
-        reporter=(reporter := Reporter(ctx, MonitorMaster(monitors))),
+        telemetry=(telemetry := Telemetry(ctx, MonitorMaster(monitors))),
     )
     if core.dump_state:
-        reporter.dump(engine)
+        telemetry.log_config()
     return engine, built, loader, scheduler
 
 

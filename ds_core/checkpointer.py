@@ -70,6 +70,11 @@ class Checkpointer(ABC):
     have changed the run. An option that is not supported must raise `UsageError`.
     """
 
+    @property
+    def saving(self) -> bool:
+        """Whether the last save still goes on, until `wait`. The same on all ranks."""
+        return False
+
     @abstractmethod
     def save(self, run: RunState, folder: Folder, options: SaveOptions) -> None:
         """Save all of `run` below `folder`. It may go on writing after it returns, until `wait`."""

@@ -21,6 +21,7 @@ from ds_core.errors import PluginError, nearest
 __all__ = [
     "BACKENDS",
     "HOOKS",
+    "OBSERVERS",
     "OFFERS",
     "SECTIONS",
     "Found",
@@ -37,6 +38,8 @@ BACKENDS = "ds_core.backends"
 HOOKS: dict[str, Callable[..., Any]] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
 OFFERS = tuple(n for n, f in HOOKS.items() if not inspect.signature(f).parameters)
 """Hooks without arguments: they say what a plugin offers. All others take part in a run."""
+OBSERVERS = tuple(n for n, f in HOOKS.items() if f.ds_observer)  # type: ignore[attr-defined]
+"""Hooks in which a failure switches the plugin off, and training goes on."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

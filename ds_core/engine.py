@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +19,15 @@ from ds_core.accumulation import Accumulation
 from ds_core.batches import Batches, make_loader
 from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
 from ds_core.ended import end
-from ds_core.errors import UsageError
+from ds_core.errors import PluginError, UsageError
 from ds_core.evaluation import evaluate, mean_over_dp
 from ds_core.gradient_hooks import GradientHooks
 from ds_core.multi_engine import ENGINES
-from ds_core.params import GradNorm, squared_norm
+from ds_core.optimizer_step import OptimizerStep
 from ds_core.precision import LossScaler, autocast_context, cast_floats
 from ds_core.process import STATE
-from ds_core.report import Reporter
 from ds_core.resumable import ResumableEngine
+from ds_core.telemetry import Telemetry
 from ds_core.window import Origin
 from ds_core.zerograd import unwatch_zero_grad, watch_zero_grad
 
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.runner import Runner
 
-__all__ = ["Engine", "required"]
+__all__ = ["Engine"]
 
 
 class Engine(ResumableEngine):
@@ -62,7 +60,7 @@ class Engine(ResumableEngine):
         scaler: LossScaler | None,
         loader: DistributedLoader | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        reporter: Reporter,
+        telemetry: Telemetry,
     ) -> None:
         assert ctx.module is not None
         self.ctx, self.module = ctx, ctx.module
@@ -70,43 +68,41 @@ class Engine(ResumableEngine):
         self.optimizer, self.lr_scheduler, self.scaler = optimizer, lr_scheduler, scaler
         self.training_dataloader, self._collate_fn = loader, collate_fn
         self.config = ctx.config
-        self.monitor = reporter.monitor
-        self._report = reporter
-        self._timers = reporter.timers
+        self.monitor = telemetry.monitor
+        self.telemetry = telemetry
+        self._methods = self._plugin_methods()
         self._batches = Batches(loader)
         self._hooks = GradientHooks(ctx, partitioner)
         self._window = self._hooks.window
         self._accumulation = Accumulation(ctx, partitioner, self._hooks, self._batches)
-        core = ctx.config.core
-        self._clip = core.gradient_clipping
-        self._sum = ctx.mesh.size("dp") if core.gradient_allreduce_op == "sum" else 1
-        self._global_norm = GradNorm(
-            ctx.mesh,
-            partitioner.axes(),
-            lambda device, dtype: ctx.kernels.get(
-                "squared_norm", device, str(dtype).removeprefix("torch."), squared_norm
-            ),
-            like=[p for g in self.param_groups() for p in g["params"]],
-        )
+        self._optimizer_step = OptimizerStep(self)
         # What every forward and backward would otherwise ask again.
-        self._plain_forward = ctx.precision.autocast is None and not ctx.precision.cast_inputs and self._timers is None
-        self._phase = reporter.phase if self._timers is not None else None
-        self._schedule_needs = required(lr_scheduler.step) if lr_scheduler is not None else ()
-        self._num_optimized = sum(len(g["params"]) for g in self.param_groups())
+        as_it_is = ctx.precision.autocast is None and not ctx.precision.cast_inputs
+        self._plain_forward = as_it_is and not telemetry.follows("forward")
+        self._phase = telemetry.phase if telemetry.follows("backward", "backward_inner") else None
         self.serial = STATE.next_serial()
         STATE.engines.add(self)
         ENGINES.enter(self, self._hooks, ctx.mesh, ctx.accelerator.current_device())
         watch_zero_grad(self.optimizer, self.module)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("module", "partitioner"):
+        if name.startswith("__") or name in ("module", "_methods"):
             raise AttributeError(name)
-        if (method := self.partitioner.methods.get(name)) is not None:
+        if (method := self._methods.get(name)) is not None:
             return functools.partial(method, self)
         try:
             return getattr(self.module, name)
         except AttributeError as error:
             raise no_attribute(self, name, error) from None
+
+    def _plugin_methods(self) -> dict[str, Callable[..., Any]]:
+        """The methods that plugins give the engine, by name. Raises PluginError for a name that is taken."""
+        given, own = self.ctx.plugins.merged("ds_engine_methods", ctx=self.ctx), dir(self)
+        for name in given.keys() & own:
+            raise PluginError(
+                f"ds_engine_methods: plugin {given[name].plugin} gives {name!r}, which the engine has itself"
+            )
+        return {name: answer.value for name, answer in given.items()}
 
     # -- forward and backward --------------------------------------------------------------------------------
 
@@ -124,7 +120,7 @@ class Engine(ResumableEngine):
         if self.ctx.precision.cast_inputs:
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
-        with self._report.phase("forward"), autocast or contextlib.nullcontext():
+        with self.telemetry.phase("forward"), autocast or contextlib.nullcontext():
             return self.module(*inputs, **kwargs)
 
     def _refuse_by_hand(self, what: str) -> None:
@@ -176,12 +172,12 @@ class Engine(ResumableEngine):
         factor = self.loss_factor(gas)
         root = loss * factor if factor != 1.0 else loss
         wanted = self.ctx.batch.gas
-        self._report.loss(loss if gas == wanted else loss.detach() * wanted)
+        self.telemetry.loss(loss if gas == wanted else loss.detach() * wanted)
         self._hooks.run(lambda: root.backward(retain_graph=retain_graph), self.loss_factor(), self._phase)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
         """For runners: run `backward`, whose losses are multiplied by `loss_factor`; then reduce what is due."""
-        self._hooks.run(backward, self.loss_factor())
+        self._hooks.run(backward, self.loss_factor(), self._phase)
 
     def check_loss(self, loss: Any) -> None:
         """Raise UsageError unless `loss` is a scalar tensor with a graph."""
@@ -238,53 +234,36 @@ class Engine(ResumableEngine):
         self._refuse_by_hand("step")
         self._accumulation.check_step(self.loss_factor(), scales=self.scaler is not None)
         if self._accumulation.at_boundary:
-            self._update(lr_kwargs)
+            self._update(lr_kwargs or {})
         else:
             self._applied = False
             self._window.next_micro()
-        self.micro_steps += 1
-        self._accumulation.update()
+        self._end_step(1)
 
-    def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
-        """One optimizer step over gradients that all micro-batches have contributed to."""
-        report = self._report
-        if sum(len(g["params"]) for g in self.param_groups()) != self._num_optimized:
-            raise UsageError(
-                "parameters were added to the optimizer after initialize, which neither reduces nor clips "
-                "them; give all "
-                "groups to initialize (frozen parameters may be unfrozen later)"
-            )
-        if missing := [n for n in self._schedule_needs if n not in (lr_kwargs or {})]:
-            raise UsageError(
-                f"the schedule's step needs {', '.join(missing)}; give it with "
-                f"engine.step(lr_kwargs={{{missing[0]!r}: ...}})"
-            )
-        report.step_begin(self.global_steps)
-        with report.phase("step"):
-            self.partitioner.sync = True
-            self.partitioner.finish()
-            unscale = self._sum / self.loss_scale / self._window.divisor
-            raw = self._global_norm(self.partitioner.gradients(), self.ctx.accelerator.current_device())
-            self._norm = raw * unscale
-            overflow = not math.isfinite(raw)
-            self._applied = not (overflow and self.ctx.precision.skip_nonfinite) and self.optimizer is not None
-            if overflow:
-                report.nonfinite(self.partitioner, self.ctx, self.scaler)
-            if self._applied:
-                clip = self._clip / (self._norm + 1e-6) if self._clip and not overflow else 1.0
-                self.partitioner.step(self.optimizer, unscale * min(1.0, clip))  # type: ignore[arg-type]
-                self.partitioner.publish()
-            else:
-                self.skipped_steps += 1
-            self.partitioner.zero_grad()
-            if self.scaler is not None:
-                self.scaler.update(overflow)
-        if self._applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """One optimizer step, the schedule's, and what is reported of them."""
+        self._optimizer_step.check(self, lr_kwargs)
+        self.telemetry.step_begin(self.global_steps)
+        with self.telemetry.phase("step"):
+            self._norm, self._applied = self._optimizer_step(self)
+        if not self._applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self._accumulation.samples()
-        report.step_end(self)
+        self._request = self.telemetry.step_end(self)
         self._accumulation.begin_window()
+
+    def _end_step(self, micro_steps: int) -> None:
+        """Be ready for the next backward, and do what plugins asked for; the same on all ranks."""
+        self.micro_steps += micro_steps
+        self._accumulation.update()
+        if (request := self._request) is not None:
+            self._request = None
+            self.should_stop |= request.stop
+            if request.save is not None:
+                self.save_checkpoint(request.save)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. `step` has done so already; gradients are always dropped, not filled with zeros."""
@@ -297,7 +276,7 @@ class Engine(ResumableEngine):
     def drop_gradients(self) -> None:
         """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
         self._accumulation.drop_gradients()
-        self._report.drop_loss()
+        self.telemetry.drop_loss()
 
     # -- whole batches ---------------------------------------------------------------------------------------
 
@@ -312,20 +291,20 @@ class Engine(ResumableEngine):
         if not self.module.training:
             self.module.train()
         batches = data_iter if data_iter is not None else self._batches.iterator()
+        gas = self.ctx.batch.gas
         try:
-            loss = self.runner.train(self, iter(batches), self.ctx.batch.gas)
+            loss = self.runner.train(self, iter(batches), gas)
         except BaseException:  # whatever stopped it, the next batch starts afresh
             self.partitioner.zero_grad()
-            self._report.drop_loss()
+            self.telemetry.drop_loss()
             self._accumulation.begin_window()
             self._accumulation.update()
             raise
         loss = mean_over_dp(loss, self.ctx.mesh)
-        self._report.set_loss(loss)
+        self.telemetry.set_loss(loss)
         self._window.add_batch()
-        self._update(None)
-        self.micro_steps += self.ctx.batch.gas
-        self._accumulation.update()
+        self._update({})
+        self._end_step(gas)
         return loss
 
     def eval_batch(
@@ -412,7 +391,7 @@ class Engine(ResumableEngine):
     def begin_anew(self) -> None:
         """See `RunningEngine`."""
         self.partitioner.zero_grad()
-        self._report.drop_loss()
+        self.telemetry.drop_loss()
         self._accumulation.begin_window()
         self._batches.restart()
         self._accumulation.update()
@@ -427,17 +406,7 @@ class Engine(ResumableEngine):
             ENGINES.leave(self.serial)
             self._hooks.remove()
             self.close_checkpointer()
-            self._report.close()
+            self.telemetry.close()
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)
             end(self)
-
-
-def required(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the arguments that `function` cannot be called without."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in named)

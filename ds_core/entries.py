@@ -30,6 +30,7 @@ __all__ = [
     "Phase",
     "Probe",
     "Ref",
+    "Request",
     "SchedulerEntry",
     "StateStoreEntry",
     "Transform",
@@ -203,6 +204,17 @@ class Chart(_Record):
     title: str
     text: str
     svg: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request(_Record):
+    """What a plugin asks all ranks to do after a step (`ds_request`).
+
+    stop: end training, ``engine.should_stop`` is true from now on. save: save a checkpoint into this folder.
+    """
+
+    stop: bool = False
+    save: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,17 +33,19 @@ def evaluate(
     """See `Engine.eval_batch`; count: the number of micro-batches."""
     if reduce_output not in ("avg", None):
         raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
-    runner = engine.runner
+    engine.telemetry.notify("ds_eval_begin")
     with _eval_mode(engine.module):
-        loss, outputs = runner.evaluate(
+        loss, outputs = engine.runner.evaluate(
             engine, batches, count, return_logits=return_logits or not compute_loss, compute_loss=compute_loss
         )
-    if not compute_loss:
-        return outputs
-    if not bcast_loss and not runner.makes_loss:
+    if not compute_loss or (not bcast_loss and not engine.runner.makes_loss):
         loss = None
     if loss is not None and reduce_output == "avg":
         loss = mean_over_dp(loss, engine.ctx.mesh)
+    if engine.telemetry.observes("ds_eval_end"):
+        engine.telemetry.notify("ds_eval_end", metrics={} if loss is None else {"loss": loss.item()})
+    if not compute_loss:
+        return outputs
     return (loss, outputs) if return_logits else loss
 
 

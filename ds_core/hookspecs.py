@@ -11,7 +11,7 @@ arguments take part in a run; they are called only for plugins that the config n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
         LauncherEntry,
         OptimizerEntry,
         Ref,
+        Request,
         SchedulerEntry,
         StateStoreEntry,
         Transform,
     )
     from ds_core.errors import Problem
+    from ds_core.gradients import Gradients
     from ds_core.monitor import Monitor
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
@@ -47,14 +49,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ds_accelerators",
+    "ds_backward_begin",
+    "ds_backward_end",
     "ds_charts",
     "ds_check",
+    "ds_checkpoint_loaded",
+    "ds_checkpoint_saved",
     "ds_checkpointables",
     "ds_checkpointer",
     "ds_close",
     "ds_commands",
     "ds_config",
     "ds_config_formats",
+    "ds_engine_methods",
+    "ds_eval_begin",
+    "ds_eval_end",
+    "ds_exception",
+    "ds_forward_begin",
+    "ds_forward_end",
+    "ds_gradients",
     "ds_interceptors",
     "ds_kernels",
     "ds_launchers",
@@ -63,6 +76,7 @@ __all__ = [
     "ds_optimizers",
     "ds_param_axes",
     "ds_partitioner",
+    "ds_request",
     "ds_runner",
     "ds_schedulers",
     "ds_state_stores",
@@ -202,16 +216,38 @@ def ds_checkpointer(ctx: Context) -> Checkpointer | None:
 
 
 @hookspec
-@gives(nothing)
-def ds_step_begin(ctx: Context, step: int) -> None:
-    """Hook (observer): an optimizer step is about to happen; `step` counts from 0. Every rank.
+@gives(named(("__call__",)))
+def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
+    """Hook: methods for the engine, by name: functions whose first argument is the engine. Every rank, once.
 
-    An exception switches the plugin's observers off after one warning; training goes on.
+    A name that the engine has, or that another plugin gives, is an error; names of the module are shadowed.
     """
 
 
 @hookspec
 @gives(nothing)
+def ds_gradients(ctx: Context, gradients: Gradients) -> None:
+    """Hook: see or change the gradients of an optimizer step, before their norm is taken and they are clipped.
+
+    Called on every rank, in plugin order, once per step whose gradients are finite. They are reduced; of sharded ones
+    each rank has its shards (`ds_core.gradients.GradientShard`), to be changed in place under no_grad. They are scaled:
+    a gradient is its tensor times ``gradients.factor``. Ranks that have the same shard must change it alike, so random
+    numbers come from a generator that is seeded by step and parameter. Collectives are allowed: all ranks are here.
+    An exception ends training.
+    """
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_step_begin(ctx: Context, step: int) -> None:
+    """Hook (observer): an optimizer step is about to happen; `step` counts from 0. Every rank.
+
+    An exception in this or any other observer switches the plugin's observers off after one warning; training goes on.
+    """
+
+
+@hookspec
+@gives(nothing, observer=True)
 def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
     """Hook (observer): an optimizer step is done (or was skipped: ``metrics["skipped"]`` is 1). Every rank.
 
@@ -220,7 +256,81 @@ def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
 
 
 @hookspec
-@gives(nothing)
+@gives(one_or_none("ds_core.entries:Request"), observer=True)
+def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request | None:
+    """Hook (observer): ask all ranks to stop training, or to save a checkpoint now. Called after `ds_step_end`.
+
+    Called with the same arguments on every rank; it is enough that one rank asks. All ranks agree (one small collective
+    per step, where any plugin has this hook), save within ``engine.step()``, and have ``engine.should_stop`` true.
+    """
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_forward_begin(ctx: Context) -> None:
+    """Hook (observer): one micro-batch's forward begins; of a stage's part of it in a pipeline. Every rank."""
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_forward_end(ctx: Context) -> None:
+    """Hook (observer): the forward has ended, also by an exception. Work on the device may go on."""
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_backward_begin(ctx: Context) -> None:
+    """Hook (observer): the backward of one micro-batch begins. Not called for a plain ``loss.backward()``."""
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_backward_end(ctx: Context) -> None:
+    """Hook (observer): the backward has ended, also by an exception; at the boundary gradients are reduced."""
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_eval_begin(ctx: Context) -> None:
+    """Hook (observer): ``engine.eval_batch`` begins. Every rank."""
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_eval_end(ctx: Context, metrics: Mapping[str, float]) -> None:
+    """Hook (observer): ``engine.eval_batch`` is done. Not called when it raised. Every rank.
+
+    metrics: ``loss``, where it was computed and this rank knows it (`eval_batch` says of which ranks it is the mean).
+    """
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_checkpoint_saved(ctx: Context, folder: str, tag: str) -> None:
+    """Hook (observer): the checkpoint `tag` below `folder` is saved, and durable. Every rank.
+
+    A checkpoint that is written in the background is announced when it has been waited for: by the next save or load,
+    ``engine.wait_for_checkpoint()`` or ``engine.destroy()``.
+    """
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_checkpoint_loaded(ctx: Context, path: str) -> None:
+    """Hook (observer): a checkpoint was loaded from `path`. Every rank."""
+
+
+@hookspec
+@gives(nothing, observer=True)
+def ds_exception(ctx: Context, error: BaseException) -> None:
+    """Hook (observer): an exception ends training: nothing has caught it, or the engine is destroyed while it passes.
+
+    Only on ranks where it was raised, so use no collective here. Not called for StopIteration and ``sys.exit(0)``.
+    """
+
+
+@hookspec
+@gives(nothing, observer=True)
 def ds_close(ctx: Context) -> None:
     """Hook (observer): the engine is being destroyed. Every rank."""
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
+    from ds_core.gradients import GradientShard
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
 
@@ -105,10 +106,6 @@ class Partitioner(ABC):
     not_exported = ""
     """Why `save_16bit_model` writes nothing, where the config says so; it is told to the user."""
 
-    methods: Mapping[str, Callable[..., Any]] = {"empty_partition_cache": lambda engine: None}
-    """What its engine offers beyond `Engine`, by name: functions whose first argument is the engine. Here, a name that
-    is documented for every engine, and has something to do only where weights come and go."""
-
     sync = True
     """Set by the core: whether the backward that comes next may reduce gradients as they become ready."""
 
@@ -173,6 +170,13 @@ class Partitioner(ABC):
         Called once per step, after `finish`; the optimizer then sees the same elements.
         """
 
+    def gradient_shards(self) -> Iterable[GradientShard]:
+        """What `gradients` has just given, by parameter: the same tensors, so that changes in place count.
+
+        Asked only where a plugin implements `ds_gradients`. A partitioner without it refuses such plugins.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """Let `optimizer` update its tensors from what `gradients` gave, times `factor` (unscaling and clipping).
@@ -207,6 +211,9 @@ class Partitioner(ABC):
     def locate(self, param: nn.Parameter) -> ParamShard | None:
         """What this rank holds of the states of `param`; None when no optimizer updates it here."""
         return None
+
+    def release_idle(self) -> None:  # noqa: B027
+        """Free weights that were gathered ahead or are kept for later; for ``engine.empty_partition_cache()``."""
 
     def detach(self) -> None:  # noqa: B027
         """Remove hooks and free buffers; the module keeps its weights."""

@@ -415,6 +415,20 @@ class Plugins:
             )
         return (outside or rows)[0]
 
+    def implementing(self, hook: str) -> list[Found]:
+        """Those who take part and implement `hook`, in plugin order."""
+        return [self._by_module[i.plugin_name] for i in self._impls(hook) if i.plugin_name in self._members]
+
+    def merged(self, hook: str, **arguments: Any) -> dict[str, Answer]:
+        """Merge the mappings that `hook` gives. Two plugins with one name are an error that names both."""
+        merged: dict[str, Answer] = {}
+        for answer in self.ask(hook, **arguments):
+            for name, value in answer.value.items():
+                if name in merged:
+                    raise PluginError(f"{hook}: {name!r} is given by plugins {merged[name].plugin} and {answer.plugin}")
+                merged[name] = Answer(answer.plugin, value)
+        return merged
+
     def observers(self, hook: str) -> list[Observer]:
         """The observers of those who take part, each to be called through `Observer.__call__`."""
         rows = [i for i in self._impls(hook) if i.plugin_name in self._members]
@@ -449,17 +463,19 @@ class Observer:
     impl: pluggy.HookImpl
     found: Found
 
-    def __call__(self, arguments: Mapping[str, Any]) -> None:
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """What the plugin answers; None when it has failed, now or before."""
         if self.plugins.is_off(self.found):
-            return
+            return None
         function: Callable[..., Any] = self.impl.function
         try:
-            check_of(HOOKS[self.hook])(function(*[arguments[a] for a in self.impl.argnames]))
+            return check_of(HOOKS[self.hook])(function(*[arguments[a] for a in self.impl.argnames]))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             kind = "it " if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
             self.plugins.switch_off(self.found, f"plugin {self.found} failed in {self.hook}: {kind}{error}")
+            return None
 
 
 def _core_version() -> str:

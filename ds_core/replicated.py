@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_core.buckets import Bucket, GradState, make_buckets
 from ds_core.errors import UsageError
+from ds_core.gradients import GradientShard
 from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
 from ds_core.partition import (
@@ -248,6 +249,13 @@ class Replicated(Partitioner):
                     by_axes.setdefault(slot.held, []).append(grad)
             self.given.append(grad)
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]
+
+    def gradient_shards(self) -> Iterable[GradientShard]:
+        """See `Partitioner.gradient_shards`: every gradient is unsharded."""
+        for slot, grad in zip(self._slots, self.given, strict=True):
+            if grad is not None:
+                shape, counted = tuple(slot.param.shape), self.ctx.params[slot.param].counted
+                yield GradientShard(slot.name, grad, shape, 0, grad.numel(), slot.held, slot.held, counted)
 
     def weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
         """The gradient times `weight`: a new tensor where 16 bits would round the product."""

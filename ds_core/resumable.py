@@ -18,6 +18,7 @@ class ResumableEngine(RunningEngine):
     """An engine's methods for checkpoints, under their documented names."""
 
     _checkpointer: Checkpointer | None = None
+    _unannounced: tuple[str, str] | None = None  # folder and tag of a checkpoint that observers have not heard of
 
     def save_checkpoint(
         self,
@@ -33,11 +34,23 @@ class ResumableEngine(RunningEngine):
         save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out weights that do not
         require gradients. UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
         """
-        options = SaveOptions(tag, client_state, save_latest, exclude_frozen_parameters)
-        self._find_checkpointer().save(RunState(self), save_dir, options)
+        self._announce_saved()
+        options, checkpointer = SaveOptions(tag, client_state, save_latest, exclude_frozen_parameters), self._find()
+        checkpointer.save(RunState(self), save_dir, options)
+        if self.telemetry.observes("ds_checkpoint_saved"):
+            self._unannounced = str(save_dir), tag or f"global_step{self.global_steps}"
+            if not checkpointer.saving:
+                self._announce_saved()
         return True
 
-    def _find_checkpointer(self) -> Checkpointer:
+    def _announce_saved(self) -> None:
+        """Tell observers of the last checkpoint, if they have not heard of it, once it is durable."""
+        if (saved := self._unannounced) is not None:
+            self._unannounced = None
+            self._find().wait()
+            self.telemetry.notify("ds_checkpoint_saved", folder=saved[0], tag=saved[1])
+
+    def _find(self) -> Checkpointer:
         if self._checkpointer is None:
             self._checkpointer = find_checkpointer(self.ctx)
         return self._checkpointer
@@ -69,10 +82,15 @@ class ResumableEngine(RunningEngine):
             missing_ok=missing_ok,
             fallback=fallback,
         )
-        return self._find_checkpointer().load(RunState(self), load_dir, options)
+        self._announce_saved()
+        path, client_state = self._find().load(RunState(self), load_dir, options)
+        if path is not None:
+            self.telemetry.notify("ds_checkpoint_loaded", path=path)
+        return path, client_state
 
     def wait_for_checkpoint(self) -> None:
         """Return when the save under way, if any, is durable; raises what went wrong with it. Every rank calls it."""
+        self._announce_saved()
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -80,12 +98,13 @@ class ResumableEngine(RunningEngine):
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did. Collective."""
-        export = self._find_checkpointer().export
+        export = self._find().export
         return export(RunState(self), save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model  # its old name
 
     def close_checkpointer(self) -> None:
         """Wait for a save under way, and release what it holds."""
+        self._announce_saved()
         if self._checkpointer is not None:
             self._checkpointer.close()

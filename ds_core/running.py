@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.data import DistributedLoader
+    from ds_core.entries import Request
     from ds_core.partition import Partitioner
     from ds_core.precision import LossScaler
     from ds_core.runner import Runner
+    from ds_core.telemetry import Telemetry
 
 __all__ = ["RunningEngine"]
 
@@ -27,6 +29,7 @@ __all__ = ["RunningEngine"]
 class RunningEngine(ABC):
     """module: the (transformed) model, its parameter names as they were. optimizer: the torch optimizer; under 16-bit
     modes it holds the fp32 master weights. scaler: the loss scaler, if any. serial: numbers the process's engines.
+    should_stop: whether a plugin has asked all ranks to end training (`ds_request`), for the training loop to read.
     """
 
     ctx: Context
@@ -38,8 +41,11 @@ class RunningEngine(ABC):
     lr_scheduler: Any
     scaler: LossScaler | None
     training_dataloader: DistributedLoader | None
+    telemetry: Telemetry
     serial: int
     micro_steps = global_steps = global_samples = skipped_steps = 0
+    should_stop = False
+    _request: Request | None = None  # what plugins asked for in the step that is ending
     _norm: float | None = None
     _applied = False
 
@@ -129,6 +135,10 @@ class RunningEngine(ABC):
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether gradients are partitioned over ranks (ZeRO stages 2 and 3), which rules out `no_sync`."""
         return self.partitioner.partitions_gradients
+
+    def empty_partition_cache(self) -> None:
+        """Free weights that the partitioner has gathered ahead or keeps for later. Every rank calls it."""
+        self.partitioner.release_idle()
 
     @property
     def device(self) -> torch.device:

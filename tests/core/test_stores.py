@@ -164,7 +164,7 @@ def resolved(section: str) -> list[str]:
             section: {"enabled": True},
         },
     )
-    kinds = [f"{device} {dtype}" for device, dtype in engine._global_norm._kernels]
+    kinds = [f"{device} {dtype}" for device, dtype in engine._optimizer_step.norm._kernels]
     engine.destroy()
     return kinds
 

@@ -65,6 +65,11 @@ class Background:
         flight = self._flight = _InFlight(thread, action)
         thread.start()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save was started that nobody has waited for. The same on all ranks."""
+        return self._flight is not None
+
     def wait(self) -> None:
         """Until the save under way is done; CheckpointError on all ranks if it failed on one. Collective then."""
         flight, self._flight = self._flight, None

@@ -26,6 +26,11 @@ class FolderCheckpointer(Checkpointer):
         self._background = Background(ctx.accelerator)
         self._lock = FolderLock()
 
+    @property
+    def saving(self) -> bool:
+        """See `Checkpointer`."""
+        return self._background.under_way
+
     def save(self, run: RunState, folder: Folder, options: SaveOptions) -> None:
         """See `Checkpointer`. With ``checkpoint.async`` it returns when the states are copied to host memory."""
         save(run, folder, options, self._config, self._lock, self._background)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -290,11 +291,8 @@ class PipelineRunner(Runner):
             # A leaf cannot be changed in place.
             inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
         autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
-        if autocast is None:
+        with self._engine.telemetry.phase("forward"), autocast or contextlib.nullcontext():
             self._compute(slot, inputs, what.chunk, last)
-        else:
-            with autocast:
-                self._compute(slot, inputs, what.chunk, last)
 
     def _compute(self, slot: _Slot, inputs: Any, chunk: int, last: bool) -> None:
         out = self.module(inputs, chunk=chunk)

@@ -12,8 +12,10 @@ from ds_core.lazy import names_on_first_use
 if TYPE_CHECKING:
     from ds_testing.accelerator import AcceleratorConformance
     from ds_testing.formats import ConfigFormatConformance
+    from ds_testing.gradients import GradientsConformance
     from ds_testing.kernels import KernelConformance
     from ds_testing.monitor import MonitorConformance
+    from ds_testing.observer import ObserverConformance
     from ds_testing.plugin import PluginConformance
     from ds_testing.pool import RemoteError, WorkerPool, run_ranks
 
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceleratorConformance",
     "ConfigFormatConformance",
+    "GradientsConformance",
     "KernelConformance",
     "MonitorConformance",
+    "ObserverConformance",
     "PluginConformance",
     "RemoteError",
     "WorkerPool",
@@ -34,8 +38,10 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "accelerator": "AcceleratorConformance",
         "formats": "ConfigFormatConformance",
+        "gradients": "GradientsConformance",
         "kernels": "KernelConformance",
         "monitor": "MonitorConformance",
+        "observer": "ObserverConformance",
         "partitioner": "PartitionerConformance",
         "plugin": "PluginConformance",
         "pool": "RemoteError WorkerPool run_ranks",

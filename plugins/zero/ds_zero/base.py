@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
+from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
 from ds_core.partition import StateSource, StateTensor, broadcast_from_first
 from ds_core.stepping import Stepper
 from ds_zero import states
 from ds_zero.flat import FlatBucket, Piece, needs_whole
-from ds_zero.gathered_parameters import empty_partition_cache
 from ds_zero.grads import Reducer
 from ds_zero.local_grads import LocalGradients, serves
 from ds_zero.module_hooks import hooks_removed, install_hooks, remove_hooks
-from ds_zero.offload_states import offload_states, reload_states
 from ds_zero.owned_tensors import regroup
 from ds_zero.piece_shard import LocalPieceShard, PieceShard
 from ds_zero.placement import Offload, tiled_step
@@ -45,12 +44,6 @@ ParamGroups = list[dict[str, Any]]
 
 class ZeroPartitioner(WeightOwner):
     """Flat buckets over each parameter's replicas; the stages differ in what of a bucket stays whole."""
-
-    methods: Mapping[str, Callable[..., Any]] = {
-        "empty_partition_cache": empty_partition_cache,
-        "offload_states": offload_states,
-        "reload_states": reload_states,
-    }
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
@@ -194,6 +187,15 @@ class ZeroPartitioner(WeightOwner):
         """See `Partitioner.gradients`."""
         self.moved.refuse("step")
         return self.reducer.gradients()
+
+    def gradient_shards(self) -> Iterator[GradientShard]:
+        """See `Partitioner.gradient_shards`."""
+        pieces = [(bucket, piece) for bucket in self.reducer.buckets for piece in bucket.optimized]
+        for (bucket, piece), grad in zip(pieces, self.reducer.given, strict=True):
+            if grad is not None:
+                axes = self.ctx.mesh.expand((*bucket.held, *bucket.axes))
+                span = (piece.start, piece.stop)
+                yield GradientShard(piece.name, grad, piece.shape, *span, bucket.held, axes, bucket.counted)
 
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""

@@ -70,7 +70,7 @@ def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | s
     engines = sorted(STATE.engines, key=lambda e: -e.serial)
     engine = next((e for e in engines if e is model or e.module is model), None)
     partitioner: Any = engine.partitioner if engine is not None else None
-    if engine is None or "offload_states" not in partitioner.methods:
+    if engine is None or not hasattr(partitioner, "moved"):
         raise UsageError("get_state_devices: no live engine under ZeRO has this model; give the engine itself")
     view = partitioner.moved.view
     return {view(t).device for t in _tensors(partitioner, engine.optimizer, kind)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ds_core.entries import CommandEntry
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_commands", "ds_config", "ds_partitioner"]
+__all__ = ["ds_check", "ds_commands", "ds_config", "ds_engine_methods", "ds_partitioner"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -41,6 +41,18 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     if not isinstance(section, ZeroConfig):
         return ()
     return [*offload_problems(section, plugins), *optimizer_problems(section, config.core.optimizer, plugins)]
+
+
+def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
+    """What moves the states of stage 3 between device and host; in stages 1 and 2 it says that it needs stage 3."""
+    from ds_zero.config import ZeroConfig
+
+    section = ctx.config.section("zero_optimization")
+    if not isinstance(section, ZeroConfig) or section.stage == 0:
+        return {}
+    from ds_zero.offload_states import offload_states, reload_states
+
+    return {"offload_states": offload_states, "reload_states": reload_states}
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_core.comm import ALONE
 from ds_core.errors import UsageError
 from ds_core.params import GradGroup
-from ds_core.partition import StateSource, StateTensor
+from ds_core.partition import Partitioner, StateSource, StateTensor
 from ds_core.replicated import Replicated
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class OptimizerReduced(Replicated):
         groups = {master: self.ctx.mesh.group(*info.replicas) for info, master in self.masters()}
         optimizer.connect(lambda tensor: groups.get(tensor, ALONE))  # type: ignore[call-overload]
         self._optimizer = optimizer
+
+    gradient_shards = Partitioner.gradient_shards  # what a rank has may be its own gradients, not reduced ones
 
     @property
     def averages(self) -> bool:

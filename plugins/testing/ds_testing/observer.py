@@ -1,0 +1,109 @@
+"""`ObserverConformance`: does a plugin only watch, on any number of ranks, and what all of them agree on?
+
+Subclass it, set `config` to what switches your plugin on (and `load` to its declaration module when it is not
+installed). The kit trains and evaluates a small model with it on one and two ranks, and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ds_testing.pool import run_ranks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["ObserverConformance"]
+
+
+class ObserverConformance:
+    """Subclass me; see the module's docstring.
+
+    steps: how many optimizer steps are run, unless the plugin asks to stop. stops_at: the number of steps after which
+    it asks to, in the kit's training, whose loss falls in every step; None: never.
+    """
+
+    config: ClassVar[Mapping[str, Any]] = {}
+    load: ClassVar[tuple[str, ...]] = ()
+    steps: ClassVar[int] = 4
+    stops_at: ClassVar[int | None] = None
+    timeout: ClassVar[float] = 300.0
+
+    def _run(self, world: int, extra: Mapping[str, Any], load: tuple[str, ...], *, error: bool = False) -> list[Any]:
+        return run_ranks(world, _train, self.steps, dict(extra), list(load), error, timeout=self.timeout)
+
+    def test_training_is_the_same_with_it(self) -> None:
+        """Losses and gradient norms are bit-identical, and no observer has failed."""
+        for world in (1, 2):
+            without, with_it = self._run(world, {}, ()), self._run(world, self.config, self.load)
+            for plain, watched in zip(without, with_it, strict=True):
+                assert watched["failed"] == [], watched["failed"]
+                assert watched["seen"] == plain["seen"][: len(watched["seen"])]
+                assert watched["eval"] == plain["eval"] or self.stops_at is not None
+
+    def test_all_ranks_stop_in_the_same_step(self) -> None:
+        """It asks to stop after `stops_at` steps, or never."""
+        wanted = self.stops_at or self.steps
+        for world in (1, 2):
+            for answer in self._run(world, self.config, self.load):
+                assert (len(answer["seen"]), answer["stop"]) == (wanted, self.stops_at is not None)
+
+    def test_an_exception_that_ends_training_reaches_it(self) -> None:
+        """The exception goes on, and no observer has failed."""
+        (answer,) = self._run(1, self.config, self.load, error=True)
+        assert answer["failed"] == []
+
+
+def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> dict[str, Any]:
+    import contextlib
+
+    import torch
+
+    import ds_core
+    from ds_core import comm
+    from ds_core.plugins import PluginState
+    from ds_testing.partitioner import with_plugins
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+    }
+    torch.manual_seed(3)
+    model = _model()
+    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
+    x = torch.full((2, 3), 1.0 + comm.rank(), dtype=torch.float64)
+    seen: list[list[float | None]] = []
+    with contextlib.suppress(_Planned), contextlib.ExitStack() as stack:
+        stack.callback(engine.destroy)
+        while len(seen) < steps and not engine.should_stop:
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            seen.append([loss.item(), engine.get_global_grad_norm()])
+        evaluated = engine.eval_batch(iter([x])).item()
+        stop = engine.should_stop
+        if error:
+            raise _Planned
+    reports = engine.ctx.plugins.reports()
+    failed = [r.why for r in reports if r.state is PluginState.SWITCHED_OFF]
+    return {"seen": seen, "eval": evaluated, "stop": stop, "failed": failed}
+
+
+def _model() -> nn.Module:
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x)
+            return out.square().mean()
+
+    return Model()
+
+
+class _Planned(Exception):
+    """What ends the kit's training."""

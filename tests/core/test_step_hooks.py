@@ -1,0 +1,198 @@
+"""What plugins see of a step and change in it: observers, requests, gradients, engine methods."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ds_core
+from ds_core.errors import PluginError, UsageError
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+_number = itertools.count()
+Start = Callable[..., Any]
+
+
+class Loss(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> Iterator[Start]:
+    """An engine whose config loads plugins with these bodies."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+
+    def make(*bodies: str, **config: Any) -> Any:
+        names = [f"hooked_{next(_number)}" for _ in bodies]
+        for name, body in zip(names, bodies, strict=True):
+            (tmp_path / f"{name}.py").write_text(f"SEEN = []\n{body}\n")
+        torch.manual_seed(0)
+        given = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "plugins": {"load": names}, **config}
+        engine, *_ = ds_core.initialize(model=Loss(2, 1), config=given)
+        engine.seen = [sys.modules[name].SEEN for name in names]
+        return engine
+
+    yield make
+    for name in set(sys.modules) - before:
+        if name.startswith("hooked_"):
+            del sys.modules[name]
+
+
+def one_step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 2)))
+    engine.step()
+
+
+OBSERVERS = {
+    "ds_forward_begin": "",
+    "ds_forward_end": "",
+    "ds_backward_begin": "",
+    "ds_backward_end": "",
+    "ds_eval_begin": "",
+    "ds_eval_end": "metrics",
+    "ds_step_begin": "step",
+    "ds_step_end": "step",
+    "ds_checkpoint_saved": "tag",
+    "ds_checkpoint_loaded": "path",
+    "ds_exception": "error",
+    "ds_close": "",
+}
+WATCHER = "\n".join(f"def {n}({a}): SEEN.append(({n[3:]!r}, {a or None}))" for n, a in OBSERVERS.items())
+
+
+def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -> None:
+    engine = start(WATCHER)
+    (seen,) = engine.seen
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.load_checkpoint(str(tmp_path / "saved"))
+    loss = engine.eval_batch(iter([torch.ones(2, 2)]))
+    engine.destroy()
+    assert [name for name, _ in seen] == [
+        *("forward_begin", "forward_end", "backward_begin", "backward_end", "step_begin", "step_end"),
+        *("checkpoint_saved", "checkpoint_loaded", "eval_begin", "forward_begin", "forward_end", "eval_end", "close"),
+    ]
+    told = dict(seen)
+    assert told["checkpoint_saved"] == "global_step1"
+    assert told["checkpoint_loaded"].endswith("global_step1")
+    assert told["eval_end"] == {"loss": loss.item()}
+
+
+def test_an_exception_on_its_way_out_is_observed_once(start: Start) -> None:
+    engine = start(WATCHER)
+    (seen,) = engine.seen
+    with pytest.raises(ZeroDivisionError):
+        try:
+            raise ZeroDivisionError("training")
+        finally:
+            engine.destroy()
+    assert [(name, str(what)) for name, what in seen if name in ("exception", "close")] == [
+        ("exception", "training"),
+        ("close", "None"),
+    ]
+    hook = sys.excepthook
+    engine = start(WATCHER)
+    assert sys.excepthook is not hook
+    try:
+        next(iter(()))
+    except StopIteration:
+        engine.destroy()
+    assert sys.excepthook is hook
+    assert [name for name, _ in seen].count("exception") == 1
+
+
+def test_an_exception_that_nobody_catches_is_observed(tmp_path: Path) -> None:
+    (tmp_path / "watch.py").write_text("def ds_exception(error): print('seen:', repr(error))")
+    (tmp_path / "train.py").write_text(
+        "import torch, ds_core\n"
+        "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'SGD', 'params': {'lr': 1}},"
+        " 'plugins': {'load': ['watch']}}\n"
+        "engine, *_ = ds_core.initialize(model=torch.nn.Linear(1, 1), config=config)\n"
+        "raise ValueError('of the user')\n"
+    )
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "seen: ValueError('of the user')\n", done.stderr
+    assert "raise ValueError('of the user')" in done.stderr  # the usual traceback
+
+
+CLAMP = "def ds_gradients(gradients):\n for s in gradients.shards: SEEN.append(s.name); s.tensor.clamp_(-1e-3, 1e-3)"
+
+
+def test_gradients_that_are_not_finite_are_skipped_before_plugins_could_hide_it(start: Start) -> None:
+    engine = start(CLAMP)
+    engine.backward(engine(torch.full((2, 2), torch.inf)))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert engine.seen == [[]]
+    before = engine.module.weight.detach().clone()
+    one_step(engine)
+    assert engine.seen == [["weight", "bias"]]
+    assert 0 < (engine.module.weight - before).abs().max() <= 1.01e-4  # 0.1 times what it was clamped to
+    assert engine.get_global_grad_norm() <= 1e-3 * 3**0.5 * 1.01  # of what the optimizer got
+
+
+SUMS = """
+def ds_gradients(gradients):
+    SEEN.append((gradients.norm, gradients.total(lambda t: t.square().sum()) ** 0.5 * gradients.factor,
+                 gradients.sums(lambda t: t.sum()), gradients.factor))
+"""
+
+
+def test_what_is_seen_of_gradients(start: Start) -> None:
+    engine = start(SUMS, gradient_accumulation_steps=2, gradient_clipping=0.0)
+    engine(torch.ones(2, 2)).backward()
+    engine.step()
+    engine(torch.ones(2, 2)).backward()
+    expected = {n: p.grad.sum().item() for n, p in engine.module.named_parameters()}
+    engine.step()
+    ((norm, same, sums, factor),) = engine.seen[0]
+    assert factor == 0.5  # a plain loss.backward() leaves the division by gas to the step
+    assert norm == pytest.approx(same) == pytest.approx(engine.get_global_grad_norm())
+    assert sums == pytest.approx(expected)
+
+
+def test_a_plugin_that_fails_on_gradients_ends_training(start: Start) -> None:
+    engine = start("def ds_gradients(gradients): raise ValueError('no')")
+    with pytest.raises(PluginError, match="failed in ds_gradients: ValueError: no"):
+        one_step(engine)
+
+
+def test_gradients_that_the_optimizer_reduces_are_refused(start: Start) -> None:
+    with pytest.raises(UsageError, match=r"hooked_\d+.*ds_gradients.*OptimizerReduced does not"):
+        start(CLAMP, optimizer={"type": "OneBitAdam", "params": {"lr": 0.1}})
+
+
+METHODS = "def ds_engine_methods(ctx): return {'%s': lambda engine, more: engine.global_steps + more}"
+
+
+def test_engine_methods(start: Start) -> None:
+    engine = start(METHODS % "steps_and")
+    one_step(engine)
+    assert engine.steps_and(more=2) == 3
+
+
+def test_engine_methods_that_are_taken(start: Start) -> None:
+    with pytest.raises(PluginError, match=r"'mine' is given by plugins .*hooked_\d+.* and .*hooked_\d+"):
+        start(METHODS % "mine", METHODS % "mine")
+    with pytest.raises(PluginError, match=r"hooked_\d+.*gives 'step', which the engine has itself"):
+        start(METHODS % "step")
+
+
+def test_who_fails_to_ask_is_switched_off(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    asks = "from ds_core.entries import Request\ndef ds_request(step): return Request(stop=step == 1)"
+    engine = start("def ds_request(step): return 'stop'", asks)
+    one_step(engine)
+    assert not engine.should_stop
+    assert "must return a Request or None, not a str" in caplog.text
+    one_step(engine)
+    assert engine.should_stop
