@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.boxes import Box
 from ds_core.kernels import UsesKernels
 from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from ds_core.gradients import GradientShard
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
+    from ds_core.slices import Box
 
 __all__ = [
     "Partitioner",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_core import rng
 from ds_core.errors import CheckpointError
-from ds_core.slices import SLICES, as_wholes, shares
+from ds_core.slices import SLICES, shares, unslice
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -103,7 +103,7 @@ class RunState:
     def states(self, optimizer: Optimizer | None = None) -> Iterator[StateTensor]:
         """All pieces that this rank holds, of the weights and buffers and of the states of `optimizer`."""
         states = self._engine.partitioner.states(optimizer)
-        return as_wholes(states, self.ctx.stash.get(SLICES), self.ctx.mesh)
+        return unslice(states, self.ctx.stash.get(SLICES), self.ctx.mesh)
 
     def expected(self, *, optimizer: bool) -> dict[str, tuple[int, ...]]:
         """Name -> shape, on this rank, of the states that `restore` reads; those of the optimizer too if asked for."""

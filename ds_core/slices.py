@@ -1,8 +1,8 @@
-"""Parameters of which this rank holds a slice: some rows, columns, or both, of a whole one of the same name.
+"""Parameters of which this rank has a slice (some rows, columns, or both) of a full one with the same name.
 
-Training needs nothing of this, since param axes say all of it; checkpoints and exports do. There such a parameter, and
-each state of its optimizer with one value per element, is the whole one, so that a run in which the axis is longer or
-shorter, or a model that was never cut, can read it.
+Training does not need to know, param axes are enough; checkpoints and exports do. They store such a parameter, and each
+state of its optimizer with one value per element, as the full tensor, so that a run with another axis size, or a model
+that was never sliced, can load it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_core.boxes import Box
 from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
@@ -23,17 +22,45 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.partition import StateTensor
 
-__all__ = ["SLICES", "Slice", "as_wholes", "shares"]
+__all__ = ["SLICES", "Box", "Slice", "shares", "unslice"]
 
 UNDIVIDED = 1 << 14
-"""Pieces of at most so many elements are written by one rank: more files to read from would cost more."""
+"""Pieces with at most this many elements are written by one rank: reading from more files would cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of an array: the `size[d]` indices from `first[d]` on, of each dimension d."""
+
+    first: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of an array."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index of this part in an array."""
+        return tuple(slice(f, f + n) for f, n in zip(self.first, self.size, strict=True))
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Whether it is a part of an array of that shape."""
+        if not len(self.first) == len(self.size) == len(shape):
+            return False
+        return all(f >= 0 and n >= 0 and f + n <= s for f, n, s in zip(self.first, self.size, shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What of a whole parameter this rank holds.
+    """The part of a full parameter that this rank has.
 
-    shape: of the whole. box: the part held here. axes: the mesh axes along which ranks hold the others, which together
+    shape: of the full parameter. box: the part. axes: the mesh axes along which other ranks have the other parts, which
     form a grid; they must be among the param axes.
     """
 
@@ -43,11 +70,11 @@ class Slice:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Slice:
-        """A whole that nobody has cut yet."""
+        """All of a parameter of that shape, to be `cut`."""
         return cls(tuple(shape), Box.whole(shape), ())
 
     def cut(self, axis: str, dim: int, first: int, size: int) -> Slice:
-        """Of this, what `axis` leaves here: of dimension `dim`, `size` indices from `first` (of the whole) on."""
+        """Keep `size` indices of dimension `dim` from `first` on (of the full parameter); `axis` has the others."""
         low, count = self.box.first[dim], self.box.size[dim]
         if not low <= first <= first + size <= low + count:
             raise ValueError(f"[{first}, {first + size}) of dimension {dim} is not inside [{low}, {low + count})")
@@ -55,13 +82,13 @@ class Slice:
         firsts[dim], sizes[dim] = first, size
         return Slice(self.shape, Box(tuple(firsts), tuple(sizes)), (*self.axes, axis))
 
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, a tensor of its shape: a view."""
-        return whole[self.box.slices()]
+    def take(self, full: Tensor) -> Tensor:
+        """A view of this rank's part of `full`, a tensor of the full shape."""
+        return full[self.box.slices()]
 
 
 SLICES: StashKey[Mapping[str, Slice]] = StashKey("slices")
-"""Parameter name -> its slice. A transform that leaves each rank a part stashes it (adding to what is there)."""
+"""Parameter name -> its slice. A transform that leaves each rank a part adds it here."""
 
 
 def param_of(state: str) -> str:
@@ -69,11 +96,11 @@ def param_of(state: str) -> str:
     return state.split("/", 2 if state.startswith("optimizer/") else 1)[-1]
 
 
-def as_wholes(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None, mesh: Mesh) -> Iterator[StateTensor]:
-    """`states` as checkpoints are to have them: each slice is a part of the whole.
+def unslice(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None, mesh: Mesh) -> Iterator[StateTensor]:
+    """`states` as checkpoints store them: a slice is a part of the full tensor.
 
-    A state of one value (a step counter), which is the same for all slices, is stored once. One of another shape stays
-    the rank's own.
+    A state of one value (a step counter), which is equal for all slices, is stored once. States of any other shape
+    stay as they are, one per rank.
     """
     for state in states:
         piece = slices.get(param_of(state.name)) if slices else None
@@ -83,7 +110,7 @@ def as_wholes(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None,
         held = tuple(axis for axis in state.held if axis not in piece.axes)
         if not state.shape:
             yield dataclasses.replace(state, held=held, store=state.store and mesh.index(*piece.axes) == 0)
-        elif piece.box.size[1:] == piece.shape[1:]:  # rows: a range of the whole
+        elif piece.box.size[1:] == piece.shape[1:]:  # rows: a range of the flattened full tensor
             before = piece.box.first[0] * math.prod(piece.shape[1:])
             start, stop = state.start + before, state.stop + before
             yield dataclasses.replace(state, shape=piece.shape, start=start, stop=stop, held=held)
@@ -92,10 +119,10 @@ def as_wholes(states: Iterable[StateTensor], slices: Mapping[str, Slice] | None,
 
 
 def shares(pieces: Iterable[StateTensor], mesh: Mesh) -> Iterator[StateTensor]:
-    """What of `pieces` this rank writes; ranks that hold the same piece write equal parts of it.
+    """The parts of `pieces` that this rank writes; ranks with identical pieces write equal parts of them.
 
-    Small pieces, and those that are not contiguous (a part of them would need a copy of the whole), go to one rank
-    each, which their names choose.
+    Small pieces, and those that are not contiguous (a part of them would need a copy of all), are written by one rank
+    each, chosen by name.
     """
     places: dict[tuple[str, ...], tuple[int, int]] = {}
     for piece in pieces:

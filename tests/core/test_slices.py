@@ -22,7 +22,7 @@ from ds_testing.partitioner import whole_weights
 
 import ds_core
 from ds_core.errors import CheckpointError
-from ds_core.slices import SLICES, Slice, as_wholes
+from ds_core.slices import SLICES, Slice, unslice
 
 SHAPES = {"rows": (8, 3, 2), "rows_of_one": (8,), "plain": (5,), "columns": (3, 7, 4), "columns_end": (5, 7)}
 SHAPES |= {"both": (4, 7, 3), "both_end": (8, 7)}
@@ -194,7 +194,7 @@ def test_states_of_another_shape_stay_the_ranks_own() -> None:
         StateTensor("optimizer/rows/a.b", torch.zeros(2), (2,), 0, 2, ("ep",), True),
         StateTensor("module/other", torch.zeros(2, 3), (2, 3), 0, 6, ("ep",), True),
     ]
-    cut, counter, *rest = as_wholes(states, slices, mesh)
+    cut, counter, *rest = unslice(states, slices, mesh)
     assert (cut.shape, cut.start, cut.stop, cut.held) == ((4, 3), 7, 11, ())
     assert (counter.held, counter.store) == ((), False)
-    assert rest == states[2:] and list(as_wholes(states, None, mesh)) == states
+    assert rest == states[2:] and list(unslice(states, None, mesh)) == states

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_core.errors import PluginError, UsageError
 from ds_core.params import GradGroup, GradNorm
 from ds_core.plugins import Plugins, PluginSettings
-from ds_core.stores import HostStore, StateStore, away, check_store, open_store, owns_storage
+from ds_core.stores import HostStore, StateStore, check_store, is_evicted, open_store, owns_storage
 
 THEIRS = """
 from ds_core.entries import StateStoreEntry
@@ -45,22 +45,22 @@ class Cellar(StateStore):
         self.written = 0
 
     def fetch(self, tensors: Sequence[Tensor]) -> None:
-        for storage in (t.untyped_storage() for t in tensors if away(t)):
+        for storage in (t.untyped_storage() for t in tensors if is_evicted(t)):
             kept = self.kept[storage._cdata]
             storage.resize_(kept.untyped_storage().nbytes())
             storage.copy_(kept.untyped_storage())
 
-    def ready(self, tensors: Sequence[Tensor]) -> None:
+    def wait(self, tensors: Sequence[Tensor]) -> None:
         pass
 
-    def stow(self, tensors: Sequence[Tensor], *, changed: bool = True) -> None:
+    def evict(self, tensors: Sequence[Tensor], *, changed: bool = True) -> None:
         for storage in (t.untyped_storage() for t in tensors):
             if changed:
                 self.kept[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage.clone())
                 self.written += 1
             storage.resize_(0)
 
-    def drop(self, tensors: Sequence[Tensor]) -> None:
+    def discard(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self.kept.pop(tensor.untyped_storage()._cdata, None)
 
@@ -75,32 +75,32 @@ def test_the_hosts_memory_is_a_copy_in_the_wanted_dtype() -> None:
     ctx: Any = SimpleNamespace(accelerator=SimpleNamespace(pin=lambda t: t))
     store = HostStore(ctx, {"pin_memory": True})
     weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16))
-    host = store.place(weight, torch.float32)
+    host = store.copy_in(weight, torch.float32)
     assert (host.shape, host.dtype, host.requires_grad) == ((12,), torch.float32, False)
     assert torch.equal(host, weight.detach().float().view(-1))
-    same = store.place(weight)
+    same = store.copy_in(weight)
     assert same.dtype == torch.bfloat16
     assert same.data_ptr() != weight.data_ptr()
     assert store.resident
-    store.stow([host])
+    store.evict([host])
     assert store.read(host[2:5]) is not None
-    assert not away(host)
+    assert not is_evicted(host)
     store.write(host[2:5], torch.zeros(3))
     assert host[2:5].tolist() == [0, 0, 0]
 
 
 def test_reading_and_writing_leave_a_tensor_where_it_is() -> None:
     store = Cellar()
-    tensor = store.place(torch.arange(6.0))
+    tensor = store.copy_in(torch.arange(6.0))
     piece = tensor[2:4]
     assert owns_storage(tensor)
     assert not owns_storage(piece)
-    store.stow([tensor])
-    assert away(piece)
+    store.evict([tensor])
+    assert is_evicted(piece)
     assert store.read(piece).tolist() == [2, 3]
     assert store.written == 1  # reading writes nothing
     store.write(piece, torch.tensor([7.0, 8.0]))
-    assert away(tensor)
+    assert is_evicted(tensor)
     store.fetch([tensor])
     assert tensor.tolist() == [0, 1, 7, 8, 4, 5]
     assert store.read(piece).data_ptr() == piece.data_ptr()
@@ -122,7 +122,7 @@ def test_a_store_that_nobody_offers_is_named() -> None:
     assert check_store(offers, "cpu", "a.device") is None
     assert str(check_store(offers, "nvme", "a.device")).startswith("a.device: the state store 'nvme' will come with")
     assert "did you mean 'cpu'?" in str(check_store(offers, "cpuu", "a.device"))
-    assert "there are none, cpu" in str(check_store(offers, "zzz", "a.device"))
+    assert "choose one of none, cpu" in str(check_store(offers, "zzz", "a.device"))
     with pytest.raises(UsageError, match="no state store is called 'zzz'"):
         open_store(SimpleNamespace(plugins=offers), "zzz", {})  # type: ignore[arg-type]
 

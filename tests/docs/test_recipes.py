@@ -159,18 +159,18 @@ def test_towers_differ_and_the_rest_is_shared():
 
 def test_the_store_keeps_values_and_gives_memory_back():
     from ds_core.plugins import Plugins
-    from ds_core.stores import away, open_store
+    from ds_core.stores import is_evicted, open_store
     ctx = SimpleNamespace(plugins=Plugins(), accelerator=None)
     store = open_store(ctx, "attic", {})
-    tensor = store.place(torch.arange(6.0))
+    tensor = store.copy_in(torch.arange(6.0))
     first, middle = tensor[:2], tensor[2:4]
-    store.stow([tensor])
-    assert away(tensor) and store.read(middle).tolist() == [2, 3]
+    store.evict([tensor])
+    assert is_evicted(tensor) and store.read(middle).tolist() == [2, 3]
     store.write(first, torch.tensor([8.0, 9.0]))
     store.fetch([tensor])
-    store.ready([tensor])
+    store.wait([tensor])
     assert tensor.tolist() == [8, 9, 2, 3, 4, 5]
-    store.drop([tensor])
+    store.discard([tensor])
     assert not store.kept
 
 def test_the_device_is_found_by_its_probe():

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from ds_checkpoint import files
+from ds_checkpoint.boxes import moves
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import shared_names
 from ds_checkpoint.format import State, check_folder
 from ds_checkpoint.layout import merge, rows_of
 from ds_checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core import comm
-from ds_core.boxes import Box, moves
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
 from ds_core.runstate import RunState
+from ds_core.slices import Box
 
 __all__ = ["clone_tensors_for_torch_save", "save_16bit_model"]
 

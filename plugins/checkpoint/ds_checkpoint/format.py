@@ -19,9 +19,10 @@ from typing import Any
 
 import xxhash
 
+from ds_checkpoint.boxes import form_grid
 from ds_checkpoint.opening import parse_json, read_small, read_start
-from ds_core.boxes import Box, form_grid
 from ds_core.errors import CheckpointError
+from ds_core.slices import Box
 
 __all__ = [
     "COMMON",

@@ -7,9 +7,9 @@ from typing import Any
 
 from ds_checkpoint.format import Chunk, State, check_coverage
 from ds_checkpoint.tensorfile import Item, dtype_name
-from ds_core.boxes import Box
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
+from ds_core.slices import Box
 
 __all__ = ["items_of", "merge", "rows_of"]
 

@@ -162,12 +162,11 @@ def whole_weights(engine: Any) -> dict[str, Any]:
     import torch
 
     from ds_core import comm
-    from ds_core.boxes import Box
-    from ds_core.slices import SLICES, as_wholes
+    from ds_core.slices import SLICES, Box, unslice
 
     slices = engine.ctx.stash.get(SLICES) or {}
     pieces: dict[str, list[Any]] = {}
-    for state in as_wholes(engine.partitioner.states(None), slices, engine.ctx.mesh):
+    for state in unslice(engine.partitioner.states(None), slices, engine.ctx.mesh):
         pieces.setdefault(state.name, []).append(state)
     whole = {}
     for info in engine.ctx.params.values():

@@ -206,7 +206,7 @@ class ZeroPartitioner(WeightOwner):
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`."""
         stepper, reducer = self.stepper, self.reducer
-        if any(b.away for b in reducer.buckets):
+        if any(b.evictable for b in reducer.buckets):
             tiled_step(optimizer, reducer.buckets, stepper, reducer.given, factor)
         else:
             stepper.step(optimizer, reducer.given, factor)
@@ -218,7 +218,7 @@ class ZeroPartitioner(WeightOwner):
             buckets = self.reducer.buckets
             copies = [copy for b in buckets for copy in b.copies()]
             masters = [p.master for b in buckets for p in b.optimized]
-            self._stepper = Stepper(masters, copies, every=not any(b.away for b in buckets))
+            self._stepper = Stepper(masters, copies, every=not any(b.evictable for b in buckets))
         return self._stepper
 
     def axes(self) -> Iterable[tuple[str, ...]]:
@@ -229,7 +229,7 @@ class ZeroPartitioner(WeightOwner):
         """Have parts hold what the step has made; of masters that are away they do since they were updated."""
         self.offload.settle()
         for bucket in buckets:
-            if not bucket.away:
+            if not bucket.evictable:
                 bucket.send()
         self.offload.settle()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.buckets import arrange
-from ds_core.stores import away
+from ds_core.stores import is_evicted
 from ds_zero.layout import Layout
 from ds_zero.placement import ON_DEVICE, Home
 from ds_zero.sharded_param import pop_weight
@@ -110,16 +110,16 @@ class FlatBucket:
         mine = slice(self.rank * self.layout.part, (self.rank + 1) * self.layout.part)
         self.part = self.full[mine]
         if share is Share.PART:
-            self.part = self.part.clone() if home.part is None else home.part.place(self.part)
+            self.part = self.part.clone() if home.part is None else home.part.copy_in(self.part)
         self.part_rests = share is Share.PART and home.part is not None
         self.master_rests = False
         self._staged: Tensor | None = None
         self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.part
         self.pieces = [self._piece(i) for i in range(len(self.params))]
         self.whole: WholeTensors | None = None
-        if self.away:
+        if self.evictable:
             assert home.masters is not None
-            home.masters.stow([self.master])
+            home.masters.evict([self.master])
 
     @torch.no_grad()
     def _master(self, mine: Tensor, wanted: torch.dtype | None) -> Tensor:
@@ -128,7 +128,7 @@ class FlatBucket:
         store = self.home.masters if self.trains else None
         if store is not None and not (self.part_rests and store.resident and dtype == mine.dtype):
             self.master_rests = True
-            return store.place(mine, dtype)
+            return store.copy_in(mine, dtype)
         if store is None and self.part_rests and self.trains:
             return mine.to(dtype, copy=True)
         return self.part if dtype == mine.dtype else self.part.to(dtype)
@@ -171,8 +171,8 @@ class FlatBucket:
         return self.home.masters is not None and self.trains and self.whole is None
 
     @property
-    def away(self) -> bool:
-        """Whether masters and optimizer states rest in a store that gives memory back."""
+    def evictable(self) -> bool:
+        """Whether masters and optimizer states are in a store that frees memory."""
         return self.master_rests and self.home.masters is not None and not self.home.masters.resident
 
     @property
@@ -184,15 +184,15 @@ class FlatBucket:
     def present(self) -> Iterator[None]:
         """Inside, `master` is in memory, and may be changed."""
         store = self.home.masters
-        if store is None or not away(self.master):
+        if store is None or not is_evicted(self.master):
             yield
             return
         store.fetch([self.master])
-        store.ready([self.master])
+        store.wait([self.master])
         try:
             yield
         finally:
-            store.stow([self.master])
+            store.evict([self.master])
 
     @property
     def trainable(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_core.param_shard import ParamShard
-from ds_core.stores import StateStore, away
+from ds_core.stores import StateStore, is_evicted
 from ds_zero.flat import FlatBucket, Piece, Share
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class PieceShard(ParamShard):
     def read(self, tensor: Tensor) -> Tensor:
         """See `ParamShard.read`."""
         found = self._here(tensor)
-        return found if not away(found) else self._store.read(found)
+        return found if not is_evicted(found) else self._store.read(found)
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """See `ParamShard.write`."""
         found, values = self._here(tensor), values.view(tensor.shape)
-        if away(found):
+        if is_evicted(found):
             self._store.write(found, values)
         else:
             found.copy_(values)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.stores import StateStore, away, open_store, owns_storage
+from ds_core.stores import StateStore, is_evicted, open_store, owns_storage
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -204,8 +204,8 @@ def tiled_step(
     written while their masters are present.
     """
     owners = [b for b in buckets for _ in b.optimized]
-    present = [None if b.away else g for b, g in zip(owners, grads, strict=True)]
-    tiles = [b for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None) if b.away]
+    present = [None if b.evictable else g for b, g in zip(owners, grads, strict=True)]
+    tiles = [b for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None) if b.evictable]
     if not tiles or any(g is not None for g in present):
         stepper.step(optimizer, present, factor)
     kept = _settings(optimizer)
@@ -214,14 +214,14 @@ def tiled_step(
         assert store is not None
         if index == 0:
             store.fetch(_states(tile, optimizer))
-        store.ready(_states(tile, optimizer))
+        store.wait(_states(tile, optimizer))
         if index + 1 < len(tiles):
             store.fetch(_states(tiles[index + 1], optimizer))
         stepper.step(optimizer, [g if b is tile else None for b, g in zip(owners, grads, strict=True)], factor)
         tile.send()
         if tile.home.transfers is not None:
             tile.home.transfers.settle()
-        store.stow(_states(tile, optimizer))
+        store.evict(_states(tile, optimizer))
         if _settings(optimizer) != kept:
             raise UsageError(
                 f"{type(optimizer).__name__} changes its parameter groups in each step, and states that rest outside "
@@ -235,7 +235,7 @@ def _states(tile: FlatBucket, optimizer: Optimizer) -> list[Tensor]:
     for piece in tile.pieces:
         for value in optimizer.state.get(piece.master, {}).values():
             if isinstance(value, Tensor) and value.shape == piece.master.shape and value.numel():
-                if away(value) or owns_storage(value):
+                if is_evicted(value) or owns_storage(value):
                     found.append(value)
     return found
 

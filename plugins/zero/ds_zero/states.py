@@ -85,7 +85,7 @@ def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, stor
 
 def _reader(bucket: FlatBucket) -> Callable[[Tensor], Tensor] | None:
     """How to read the optimizer's tensors, which may not be in memory; None when they always are."""
-    return bucket.home.masters.read if bucket.home.masters is not None and bucket.away else None
+    return bucket.home.masters.read if bucket.home.masters is not None and bucket.evictable else None
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
             if piece.master not in mine:
                 continue
             values = {}
-            store = bucket.home.masters if bucket.away else None
+            store = bucket.home.masters if bucket.evictable else None
             replaced = optimizer.state.get(piece.master, {})
             for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
                 old = replaced.get(key) if store is None else None
@@ -152,11 +152,11 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
                 else:
                     values[key] = _range(source, name, piece, old)
             if store is not None:
-                store.drop([v for k, v in replaced.items() if isinstance(v, Tensor) and (k in values or not values)])
+                store.discard([v for k, v in replaced.items() if isinstance(v, Tensor) and (k in values or not values)])
                 values = {k: v.clone() for k, v in values.items()}  # storages of their own, to be emptied
             set_optimizer_state(optimizer, piece.master, values)
             if store is not None:
-                store.stow([v for k, v in values.items() if v.dim()])
+                store.evict([v for k, v in values.items() if v.dim()])
 
 
 def adopt(piece: Piece, state: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:

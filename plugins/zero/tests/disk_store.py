@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_core.config import Section
 from ds_core.entries import OptimizerEntry, StateStoreEntry
-from ds_core.stores import StateStore, away
+from ds_core.stores import StateStore, is_evicted
 
 
 class DiskSection(Section):
@@ -59,16 +59,16 @@ class DiskStore(StateStore):
         return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
 
     def fetch(self, tensors: Sequence[Any]) -> None:
-        for tensor in filter(away, tensors):
+        for tensor in filter(is_evicted, tensors):
             storage = tensor.untyped_storage()
             storage.resize_(self.sizes[storage._cdata])
             with open(self._file(tensor), "rb") as file:
                 self.moved["read"] += file.readinto(self._memory(tensor))
 
-    def ready(self, tensors: Sequence[Any]) -> None:
-        assert not any(away(t) for t in tensors)
+    def wait(self, tensors: Sequence[Any]) -> None:
+        assert not any(is_evicted(t) for t in tensors)
 
-    def stow(self, tensors: Sequence[Any], *, changed: bool = True) -> None:
+    def evict(self, tensors: Sequence[Any], *, changed: bool = True) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if changed:
@@ -76,7 +76,7 @@ class DiskStore(StateStore):
             self.sizes[storage._cdata] = storage.nbytes()
             storage.resize_(0)
 
-    def drop(self, tensors: Sequence[Any]) -> None:
+    def discard(self, tensors: Sequence[Any]) -> None:
         for tensor in tensors:
             self._file(tensor).unlink(missing_ok=True)
             self.sizes.pop(tensor.untyped_storage()._cdata, None)

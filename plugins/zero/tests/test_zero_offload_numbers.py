@@ -240,7 +240,7 @@ def test_states_on_disk_change_no_bit(
 def emptied(folder: Path) -> dict[str, Any]:
     """What of masters and moments is in memory: between steps, and at most inside one."""
     engine = make({"stage": 3, "offload_optimizer": {"device": "disk"}}, folder, dtype="bfloat16")
-    buckets = [b for b in engine.partitioner.buckets if b.away]
+    buckets = [b for b in engine.partitioner.buckets if b.evictable]
     most = 0
 
     def states() -> list[Tensor]:

@@ -1,7 +1,6 @@
-"""Boxes: parts of an array that are a range in each dimension; and what of one flattened box goes where in another.
+"""Copies between boxes of one array: which elements of a stored box go where in a wanted one (torch-free).
 
-A rank that holds some columns of a matrix holds a box of it, and a range of its flattened box is what a partitioner
-leaves it. Checkpoints are read and written in those terms (torch-free).
+A rank that has some columns of a matrix has a box of it, and a partitioner leaves it a range of that flattened box.
 """
 
 from __future__ import annotations
@@ -9,44 +8,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Box", "Move", "form_grid", "moves"]
+from ds_core.slices import Box
+
+__all__ = ["Move", "form_grid", "moves"]
 
 Range = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Of each dimension d of an array, the `size[d]` indices from `first[d]` on."""
-
-    first: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """All of an array."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def numel(self) -> int:
-        """Elements in it."""
-        return math.prod(self.size)
-
-    def slices(self) -> tuple[slice, ...]:
-        """What indexes an array to give it."""
-        return tuple(slice(f, f + n) for f, n in zip(self.first, self.size, strict=True))
-
-    def inside(self, shape: Sequence[int]) -> bool:
-        """Whether it is a part of an array of that shape."""
-        if not len(self.first) == len(self.size) == len(shape):
-            return False
-        return all(f >= 0 and n >= 0 and f + n <= s for f, n, s in zip(self.first, self.size, shape, strict=True))
-
-
 class Move(NamedTuple):
-    """`rows` stretches of `length` elements, which begin at `source` and `target` and then every so many elements."""
+    """`rows` runs of `length` elements, which start at `source` and `target`, every `source_step` and `target_step`."""
 
     source: int
     target: int
@@ -57,10 +29,10 @@ class Move(NamedTuple):
 
 
 def moves(source: Box, held: Range, target: Box, wanted: Range) -> Iterator[Move]:
-    """How to get what is in both: elements `held` of the row-major flattened `source`, and `wanted` of `target`.
+    """The copies from elements `held` of the row-major flattened `source` to elements `wanted` of `target`.
 
-    Both are boxes of one array. Places are counted from ``held[0]`` and from ``wanted[0]``. Boxes that are alike in all
-    but the first dimension take one stretch; rows of equal distance are one `Move`.
+    Both are boxes of one array, and only what is in both is copied. Offsets are relative to ``held[0]`` and
+    ``wanted[0]``. Boxes that differ in the first dimension only need one run; rows of equal distance are one `Move`.
     """
     if source == target:  # by far the most common
         start, stop = max(held[0], wanted[0]), min(held[1], wanted[1])
@@ -73,7 +45,7 @@ def moves(source: Box, held: Range, target: Box, wanted: Range) -> Iterator[Move
     if 0 in both:
         return
     alike = [n == a == b for n, a, b in zip(both, source.size, target.size, strict=True)]
-    run = len(both) - 1  # the innermost dimension in which they differ: one stretch is what they share of it
+    run = len(both) - 1  # the innermost dimension in which they differ: a run is what they share of it
     while run > 0 and alike[run]:
         run -= 1
     outer = max(run - 1, 0)  # rows: the dimensions from here to `run`, where all but the first are alike
@@ -90,7 +62,7 @@ def moves(source: Box, held: Range, target: Box, wanted: Range) -> Iterator[Move
 
 
 def _places(box: Box, low: Sequence[int], run: int, length: int) -> tuple[Callable[[Sequence[int]], int], int]:
-    """Where in flattened `box` the rows of an index (counted from `low`) begin; and how far they are apart."""
+    """The offset in flattened `box` of the rows of an index (relative to `low`), and the distance between rows."""
     strides = [math.prod(box.size[d + 1 :]) for d in range(len(low))]
     base = sum((x - f) * s for x, f, s in zip(low, box.first, strides, strict=True))
 
@@ -101,13 +73,13 @@ def _places(box: Box, low: Sequence[int], run: int, length: int) -> tuple[Callab
 
 
 def _before(bound: int, start: int, step: int, length: int) -> int:
-    """How many elements, of stretches of `length` from `start` on every `step`, lie before `bound`."""
+    """How many elements of runs of `length`, from `start` on every `step`, lie before `bound`."""
     row, column = divmod(max(0, bound - start), step)
     return row * length + min(column, length)
 
 
 def _pieces(first: int, last: int, length: int, at: Range, steps: Range) -> Iterator[Move]:
-    """Elements [first, last) of such stretches: the rest of a row, whole rows, the beginning of a row."""
+    """Elements [first, last) of such runs: the rest of a row, full rows, the beginning of a row."""
     while first < last:
         row, column = divmod(first, length)
         count = 1 if column or last - first < length else (last - first) // length
@@ -117,7 +89,7 @@ def _pieces(first: int, last: int, length: int, at: Range, steps: Range) -> Iter
 
 
 def form_grid(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether different `boxes` are all that is between cuts through an array of that shape, so that they fill it."""
+    """Whether `boxes` are the cells of a grid over an array of that shape, each once."""
     if not all(box.inside(shape) for box in boxes):
         return False
     cells = 1

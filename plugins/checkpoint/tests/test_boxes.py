@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 
 import torch
+from ds_checkpoint.boxes import form_grid, moves
 from ds_checkpoint.tensorfile import TensorFile, carry, write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_core.boxes import Box, form_grid, moves
+from ds_core.slices import Box
 
 
 @st.composite
