@@ -37,14 +37,17 @@ def build(width: int, layers: int) -> nn.Module:
 
 def measure(rank: int, stage: int, arguments: argparse.Namespace) -> dict[bool, list[tuple[float, float]]]:
     """By whether the guard is on: wall and CPU seconds per step of each block."""
+    from ds_comms_guard.config import CommsGuard
+    from ds_comms_guard.guard import guard_of_job
+
     import ds_core
-    from ds_core.comm import guard
-    from ds_core.config.core import CommsGuard
+    from ds_core import comm
+    from ds_core.comm import interceptor
 
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "comms_guard": {"enabled": True},  # while it is built, so that the model's places are watched
+        "comms_guard": {"enabled": True},
         **({"zero_optimization": {"stage": stage}} if stage else {}),
     }
     engine, *_ = ds_core.initialize(model=build(arguments.width, arguments.layers), config=config)
@@ -53,8 +56,9 @@ def measure(rank: int, stage: int, arguments: argparse.Namespace) -> dict[bool, 
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for block in range(2 * (arguments.blocks + 1)):
         on = block % 4 in (0, 3)
-        guard.reset()
-        guard.configure(CommsGuard(enabled=on))
+        interceptor.reset()
+        if on and (guard := guard_of_job(CommsGuard(enabled=True))) is not None:
+            comm.add_interceptor(guard)
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(arguments.steps):
@@ -69,7 +73,7 @@ def measure(rank: int, stage: int, arguments: argparse.Namespace) -> dict[bool, 
         print(f"torch {torch.__version__}, {arguments.nproc} ranks over gloo, {count / 1e6:.1f}M parameters")
         print("| stage | off, ms/step | on | mean of pairs | CPU off | CPU on | mean of pairs |\n" + "| --- " * 7 + "|")
     engine.destroy()
-    guard.reset()
+    interceptor.reset()
     return found
 
 

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.batches import make_loader
-from ds_core.comm import guard, shared
+from ds_core.comm import shared
+from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
@@ -36,6 +37,7 @@ from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
 from ds_core.plugins import blaming
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
+from ds_core.process import show_log
 from ds_core.replicated import Replicated
 from ds_core.runner import Sequential
 from ds_core.telemetry import LEFT_OUT, Telemetry
@@ -90,12 +92,10 @@ def initialize(
     core = chosen.config.core
     if core.log_level:
         log.setLevel(core.log_level.upper())
-    told = (core.steps_per_print, core.dump_state, core.comms_logger.enabled, core.memory_breakdown)
-    if any(told) or core.wall_clock_breakdown or core.log_level:
-        _show_log()
+    if any((core.steps_per_print, core.dump_state, core.memory_breakdown, core.wall_clock_breakdown, core.log_level)):
+        show_log()
 
     # What each rank can work out alone, before it talks.
-    comm.configure(core.comms_logger)
     asked = chosen.plugins.members()
     accelerator = get_accelerator(chosen.plugins)
     check_rules(chosen.config, chosen.plugins, newer_than=asked)
@@ -121,10 +121,7 @@ def initialize(
     comm.check_ranks_agree(_fingerprint(ctx))
     if mesh.rank == 0:
         _tell_kernels(kernels)
-    for answer in chosen.plugins.ask("ds_interceptors", config=chosen.config):
-        for interceptor in answer.value:
-            comm.add_interceptor(interceptor)
-    guard.configure(core.comms_guard, {m.partition(".")[0] for m in chosen.plugins.loaded_versions()})
+    add_interceptors_of(chosen.plugins, chosen.config)
     shared.configure(kernels.get("collectives", "cpu"))
     release_model(model)
     if world_size > 1:
@@ -241,16 +238,6 @@ def _place() -> tuple[int, int]:
         return comm.rank(), comm.world_size()
     where = comm.find_own()
     return (where.rank, where.world_size) if where is not None else (0, 1)
-
-
-def _show_log() -> None:
-    """Give our log a place to appear when the program has set up none."""
-    if not log.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s: %(message)s", "%H:%M:%S"))
-        log.addHandler(handler)
-    if log.level == logging.NOTSET:
-        log.setLevel(logging.INFO)
 
 
 def _plan(chosen: Composition, mpu: Any, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_core.running import RunningEngine
 
-__all__ = ["STATE", "ProcessState", "reset", "tell_once"]
+log = logging.getLogger("ds_core")
+
+__all__ = ["STATE", "ProcessState", "reset", "show_log", "tell_once"]
 
 
 @dataclass
@@ -31,8 +33,7 @@ class ProcessState:
 STATE = ProcessState()
 _ELSEWHERE = (
     ("ds_core.multi_engine", "reset"),
-    ("ds_core.comm.log", "reset"),
-    ("ds_core.comm.guard", "reset"),
+    ("ds_core.comm.interceptor", "reset"),
     ("ds_core.comm.shared", "reset"),
     ("ds_core.comm.start", "stop_lone"),
     ("ds_core.accelerator.select", "reset_accelerator"),
@@ -47,8 +48,18 @@ def tell_once(logger: logging.Logger, level: int, message: str, *arguments: Any)
         logger.log(level, message, *arguments)
 
 
+def show_log() -> None:
+    """Give ds_core's log a handler and the level INFO, where the program has set up none."""
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s: %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
 def reset() -> None:
-    """Destroy live engines, and forget all other state of the process: accelerator, comms log, discovered plugins."""
+    """Destroy live engines, and forget all other state of the process: accelerator, interceptors, plugins."""
     for engine in sorted(STATE.engines, key=lambda e: e.serial):
         engine.destroy()
     STATE.engines.clear()

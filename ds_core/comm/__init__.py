@@ -46,14 +46,11 @@ if TYPE_CHECKING:
         remove_interceptor,
         tag,
     )
-    from ds_core.comm.log import CommsLog, CommsRow, configure, log_summary, reset
     from ds_core.comm.objects import all_gather_json, broadcast_json
     from ds_core.comm.start import find_own, find_rendezvous, init_distributed, is_initialized, local_rank
 
 __all__ = [
     "ALONE",
-    "CommsLog",
-    "CommsRow",
     "Work",
     "all_gather",
     "all_gather_into_tensor",
@@ -65,7 +62,6 @@ __all__ = [
     "broadcast",
     "broadcast_json",
     "check_ranks_agree",
-    "configure",
     "find_own",
     "find_rendezvous",
     "gather",
@@ -75,13 +71,11 @@ __all__ = [
     "isend",
     "label",
     "local_rank",
-    "log_summary",
     "open_transports",
     "rank",
     "recv",
     "reduce",
     "reduce_scatter_tensor",
-    "reset",
     "scatter",
     "send",
     "world_size",
@@ -118,7 +112,6 @@ __getattr__, __dir__ = names_on_first_use(
             "Activity Collective Interceptor Order add_interceptor interceptors label register_activity "
             "remove_interceptor tag"
         ),
-        "log": "CommsLog CommsRow configure log_summary reset",
         "objects": "all_gather_json broadcast_json",
         "start": "find_own find_rendezvous init_distributed is_initialized local_rank",
     },

@@ -17,14 +17,19 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_core.comm.meeting import Place, meet_at_store
-from ds_core.errors import CommError, ConfigError, Problem
+from ds_core.errors import CommError, ConfigError
+
+if TYPE_CHECKING:
+    from ds_core.config import RunConfig
+    from ds_core.plugins import Plugins
 
 __all__ = [
     "DEFAULT_PORT",
     "Rendezvous",
+    "add_interceptors_of",
     "find_own",
     "find_rendezvous",
     "init_distributed",
@@ -128,34 +133,38 @@ def init_distributed(
     variables when the launcher's are missing. distributed_port: of rank 0, where no MASTER_PORT says otherwise.
     timeout: of collectives; None means DEEPSPEED_TIMEOUT minutes, or 30. init_method: torch's, with `rank` and
     `world_size`; None finds them. dist_init_required: False means that a process group must be running already.
-    config: the run's; its `comms_logger` section is put into effect. A process that no launcher started becomes a
-    group of one, without any address.
+    config: the run's; the interceptors of its sections (`ds_interceptors`) are put into effect. A process that no
+    launcher started becomes a group of one, without any address.
 
     Raises CommError, naming each variable that is missing or wrong, or who was expected where, within `timeout`.
     """
-    if config is not None:
-        _configure_log(config)
+    plugins, run = _load_sections(config) if config is not None else (None, None)
     if is_initialized():
         log.debug("process group already runs; init_distributed leaves it as it is")
-        return
-    if dist_init_required is False:
+    elif dist_init_required is False:
         raise CommError(
             "dist_init_required is False, but no process group is running; call torch.distributed.init_process_group "
             "first, or leave dist_init_required out"
         )
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        raise CommError("this torch was built without torch.distributed; install one that has it")
-    backend = dist_backend or _accelerator_backend()
-    limit = timeout if timeout is not None else _default_timeout(os.environ)
-    if init_method is not None and init_method != "env://":
-        _start_by_method(init_method, backend, limit, rank, world_size)
     else:
-        where = find_own(auto_mpi_discovery, distributed_port, rank, world_size)
-        _start_found(where, backend, limit)
-    if verbose and dist.get_rank() == 0:
-        log.info("process group started: %d ranks over %s", dist.get_world_size(), dist.get_backend())
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            raise CommError("this torch was built without torch.distributed; install one that has it")
+        backend = dist_backend or _accelerator_backend()
+        limit = timeout if timeout is not None else _default_timeout(os.environ)
+        if init_method is not None and init_method != "env://":
+            _start_by_method(init_method, backend, limit, rank, world_size)
+        else:
+            where = find_own(auto_mpi_discovery, distributed_port, rank, world_size)
+            _start_found(where, backend, limit)
+        if verbose and dist.get_rank() == 0:
+            log.info("process group started: %d ranks over %s", dist.get_world_size(), dist.get_backend())
+    if plugins is not None and run is not None:
+        from ds_core.comm.fingerprint import check_ranks_agree
+
+        check_ranks_agree({f"config.{key}": value for key, value in run.fingerprint_items().items()})
+        add_interceptors_of(plugins, run)
 
 
 def stop_lone() -> None:
@@ -346,27 +355,29 @@ def _accelerator_backend() -> str:
     return str(get_accelerator().communication_backend)
 
 
-def _configure_log(config: Any) -> None:
-    """Put the `comms_logger` section of a RunConfig, or of what one is read from, into effect."""
-    from pydantic import ValidationError
+def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
+    """Install the interceptors of the plugins that take part. Every rank calls it, with an equal config."""
+    from ds_core.comm.interceptor import add_interceptor
 
-    from ds_core.comm.log import configure
-    from ds_core.config.core import CommsLogger
+    for answer in plugins.ask("ds_interceptors", config=config):
+        for interceptor in answer.value:
+            add_interceptor(interceptor)
+
+
+def _load_sections(given: Any) -> tuple[Plugins, RunConfig]:
+    """The plugins whose sections a config (or what one is read from) has, and the checked config."""
+    from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
     from ds_core.config.run import RunConfig
-    from ds_core.config.source import read_config
+    from ds_core.plugins import Plugins
 
-    if isinstance(config, RunConfig):
-        configure(config.core.comms_logger)
-        return
-    source = read_config(config)
-    try:
-        configure(CommsLogger.model_validate(source.raw.get("comms_logger", {})))
-    except ValidationError as error:
-        problems = [
-            Problem(".".join(("comms_logger", *map(str, e["loc"]))), f"{e['msg']}; got {e['input']!r}")
-            for e in error.errors()
-        ]
-        raise ConfigError(problems, source.origin) from None
+    source = read_config(given.raw if isinstance(given, RunConfig) else given)
+    plugins = Plugins(plugin_settings(source))
+    owners = plugins.load_sections(key for key in source.raw if key not in CORE_KEYS)
+    models = {name: (plugins.model(found), f"{found.dist} {found.version}") for name, found in owners.items()}
+    config = build_config(source, models, list(plugins.sections()))
+    if problems := [p for a in plugins.ask("ds_check", config=config, plugins=plugins) for p in a.value]:
+        raise ConfigError(problems, source.origin)
+    return plugins, config
 
 
 def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: int, world_size: int) -> None:

@@ -19,8 +19,6 @@ __all__ = [
     "BF16",
     "FP16",
     "AmpConfig",
-    "CommsGuard",
-    "CommsLogger",
     "CoreConfig",
     "DataTypes",
     "OptimizerConfig",
@@ -177,30 +175,6 @@ class SchedulerConfig(Section):
     params: dict[str, Any] = option({}, "Keyword arguments of the schedule.")
 
 
-class CommsLogger(Section):
-    """The log of collectives."""
-
-    enabled: bool = option(False, "Count, size and time collectives; each logged call is synchronised.")
-    verbose: bool = option(False, "Log every call as it happens.")
-    debug: bool = option(False, "Add the caller's name to each call.")
-    prof_all: bool = option(True, "Log every collective.")
-    prof_ops: list[str] = option([], "With prof_all false: the collectives to log, by name.")
-
-    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """A choice of collectives beside prof_all."""
-        if self.enabled and self.prof_all and self.prof_ops:
-            yield "prof_ops", "has no effect: prof_all is true"
-
-
-class CommsGuard(Section):
-    """The guard against ranks that disagree on the next collective."""
-
-    enabled: bool = option(False, "End the job with a message when ranks provably wait for different collectives.")
-    patience: float = option(
-        10.0, "Seconds that a rank waits for a collective before it asks where the others are.", gt=0
-    )
-
-
 class PluginsConfig(Section):
     """Which plugins take part. A bare list means `load`."""
 
@@ -267,8 +241,6 @@ class CoreConfig(Section):
     vocabulary_size: int | None = option(None, "Warn when this is not a multiple of 8.", gt=0)
     graph_harvesting: bool = not_built(False, "CUDA graphs of the optimizer step will come with ds-fused-ops")
     timers: Timers = option(Timers(), "Timers of the engine.")
-    comms_logger: CommsLogger = option(CommsLogger(), "The log of collectives.")
-    comms_guard: CommsGuard = option(CommsGuard(), "Tell ranks that disagree on the next collective, within seconds.")
     # -- what is built by name
     optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")

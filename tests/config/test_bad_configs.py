@@ -89,13 +89,11 @@ BOOLEANS = [
     "torch_autocast.enabled",
     "timers.throughput.enabled",
     "timers.throughput.synchronized",
-    "comms_logger.enabled",
-    "comms_logger.prof_all",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
     "disable_allgather",
 ]
-OBJECTS = ["fp16", "bf16", "torch_autocast", "data_types", "timers", "timers.throughput", "comms_logger", "optimizer"]
+OBJECTS = ["fp16", "bf16", "torch_autocast", "data_types", "timers", "timers.throughput", "optimizer"]
 OBJECTS += ["optimizer.params", "scheduler", "scheduler.params", "kernels", "amp"]
 WORDS: dict[str, list[Any]] = {
     "torch_autocast.dtype": ["fp32", "int8", 16],
@@ -144,7 +142,6 @@ MISSPELT = {
     "data_types.grad_acum_dtype": "data_types.grad_accum_dtype",
     "timers.througput": "timers.throughput",
     "timers.throughput.synchronised": "timers.throughput.synchronized",
-    "comms_logger.verbos": "comms_logger.verbose",
     "optimizer.param": "optimizer.params",
     "scheduler.types": "scheduler.type",
     "plugins.requires": "plugins.require",
@@ -266,8 +263,6 @@ SINGLE: list[tuple[Any, str]] = [
     # lists and objects of the wrong things
     ({"torch_autocast": {"lower_precision_safe_modules": "Linear"}}, "torch_autocast.lower_precision_safe_modules"),
     ({"torch_autocast": {"lower_precision_safe_modules": [1]}}, "torch_autocast.lower_precision_safe_modules[0]"),
-    ({"comms_logger": {"prof_ops": "all_reduce"}}, "comms_logger.prof_ops"),
-    ({"comms_logger": {"prof_ops": ["all_reduce", 3]}}, "comms_logger.prof_ops[1]"),
     ({"kernels": {"adam": 3}}, "kernels.adam"),
     ({"kernels": {"adam": ""}}, "kernels.adam"),
     ({"kernels": {"adam": None}}, "kernels.adam"),

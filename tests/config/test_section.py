@@ -180,7 +180,6 @@ def test_what_has_no_effect_is_noted_where_it_was_written() -> None:
         ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp"),
         ({"optimizer": {"type": "Lamb", "legacy_fusion": True}}, "optimizer.legacy_fusion"),
         ({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3, "loss_scale_window": 1000}}, "fp16.hysteresis"),
-        ({"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}}, "comms_logger.prof_ops"),
     ],
 )
 def test_keys_of_the_core_without_effect(given: dict[str, Any], key: str) -> None:

@@ -29,7 +29,7 @@ import torch
 
 import ds_core
 from ds_testing import (
-    AcceleratorConformance, ConfigFormatConformance,
+    AcceleratorConformance, ConfigFormatConformance, InterceptorConformance,
     KernelConformance, MonitorConformance, PluginConformance, RunnerConformance, run_ranks,
 )
 
@@ -62,6 +62,12 @@ class TestLineMonitor(MonitorConformance):
     def read_events(self, tmp_path):
         file = tmp_path / "lines"
         return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+class TestMySlow(PluginConformance):
+    entry_point, section, good_config, bad_configs = "my_slow.plugin", "my_slow", {}, [{"seconds": 0}]
+
+class TestSlowLog(InterceptorConformance):
+    config = {"my_slow": {"seconds": 1e-9}}
 
 class TestMyDevice(PluginConformance):
     entry_point = "my_device.plugin"
@@ -213,7 +219,7 @@ def recipes() -> dict[str, dict[str, str]]:
 RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
-    *("my-norm", "my-survey", "my-launch", "my-greeting", "my-ini"),
+    *("my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow"),
 )
 
 

@@ -8,20 +8,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ds_ops_cpu import shared as ours
-from ds_testing import RemoteError, run_ranks
+from ds_testing import RemoteError, Traffic, run_ranks
 from torch import Tensor
 
 from ds_core import comm
-from ds_core.comm import collectives, guard, shared
+from ds_core.comm import collectives, shared
 from ds_core.comm.lane import Messages
 from ds_core.errors import CommError, LostRankError
 
@@ -294,24 +294,25 @@ def test_the_way_of_a_groups_messages_does_not_change() -> None:
     run_ranks(2, one_way)
 
 
-def logged() -> None:
-    """The comms log times these messages, and the guard leaves them alone."""
+class Tagging(Traffic):
+    def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
+        if collective.op == "all_reduce":
+            collective.tag = 77
+        return super().around(collective, call)
+
+
+def intercepted() -> None:
+    """Interceptors see these messages, which have no tags, and collectives that have one."""
     group = fresh()
-    comm.configure({"enabled": True, "prof_all": True})
-    guard.configure(SimpleNamespace(enabled=True, patience=20.0))
-    assert guard.active is not None
-    try:
+    with Tagging() as tagging:
         everyone(group, [3, 9000], torch.float32, "ahead")
         comm.all_reduce(torch.ones(3), group=group)
-        rows = {(row.op, row.bytes): row.count for row in comm.log_summary()}
-    finally:
-        guard.reset()
-        comm.reset()
-    assert rows == {(op, n): 1 for op in ("isend", "irecv") for n in (12, 36000)} | {("all_reduce", 12): 1}
+    seen = sorted((row.op, row.bytes) for row in tagging.sent if row.op != "open_transports")
+    assert seen == sorted([(op, n) for op in ("isend", "irecv") for n in (12, 36000)] + [("all_reduce", 12)])
 
 
-def test_the_comms_log_and_the_guard() -> None:
-    run_ranks(2, logged)
+def test_interceptors_see_messages() -> None:
+    run_ranks(2, intercepted)
 
 
 def wrong() -> str:

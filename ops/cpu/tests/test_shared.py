@@ -26,14 +26,15 @@ from ds_core import comm
 from ds_core.comm import collectives, shared
 from ds_core.errors import CommError
 
-CHECKS = Path(__file__).parents[3] / "tests" / "comm"
+ROOT = Path(__file__).parents[3]
+CHECKS = ROOT / "tests" / "comm"
 SMALL = 1 << 14  # boxes of so many bytes, so that small tensors go through in many pieces
 
 
-def core_checks(name: str) -> ModuleType:
-    """A module of the core's tests, whose functions check collectives by whatever way they go."""
+def core_checks(name: str, folder: Path = CHECKS) -> ModuleType:
+    """A module of the core's (or a plugin's) tests, whose functions check collectives by whatever way they go."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, CHECKS / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -311,7 +312,7 @@ def test_ctrl_c_breaks_off_a_wait() -> None:
 
 def guarded(name: str, *args: Any) -> Any:
     start()
-    return getattr(core_checks("test_guard"), name)(*args)
+    return getattr(core_checks("test_guard", ROOT / "plugins" / "comms_guard" / "tests"), name)(*args)
 
 
 def test_the_guard_sees_these_collectives_too() -> None:

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ds_testing.pool import RemoteError, run_ranks
+from ds_testing import RemoteError, Traffic, run_ranks
 from pipe_models import MICRO, Plain, batch, pipeline
 
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
@@ -115,23 +115,21 @@ def sends(zero: int, reduce: str, gas: int, section: dict[str, Any]) -> float:
     from ds_pipeline import PipelineModule
 
     import ds_core
-    from ds_core.comm import log
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 16, bias=False) for _ in range(4)]
     model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
-    config = make_config("1f1b", zero, gas, pipeline={"reduce": reduce}, comms_logger={"enabled": True})
+    config = make_config("1f1b", zero, gas, pipeline={"reduce": reduce})
     config["zero_optimization"] = {"stage": zero, "param_persistence_threshold": 0, **section}
     engine = ds_core.initialize(model=model, config=config)[0]
     data = [(torch.ones(MICRO, 16), torch.ones(MICRO, 16)) for _ in range(gas)]
     engine.train_batch(iter(data))
-    assert log.active is not None
-    log.active.clear()
-    engine.train_batch(iter(data))
+    with Traffic() as traffic:
+        engine.train_batch(iter(data))
     total = 0.0
-    for row in log.active.rows():
+    for row in traffic.sent:
         if row.bytes > 200 and row.op not in ("isend", "irecv"):  # less is what ranks agree upon
-            total += row.count * row.bytes * (2 if row.op == "all_reduce" else 1)
+            total += row.bytes * (2 if row.op == "all_reduce" else 1)
     engine.destroy()
     return total / (2 * 16 * 16 * 4)
 

@@ -13,22 +13,26 @@ if TYPE_CHECKING:
     from ds_testing.accelerator import AcceleratorConformance
     from ds_testing.formats import ConfigFormatConformance
     from ds_testing.gradients import GradientsConformance
+    from ds_testing.interceptor import InterceptorConformance
     from ds_testing.kernels import KernelConformance
     from ds_testing.monitor import MonitorConformance
     from ds_testing.observer import ObserverConformance
     from ds_testing.plugin import PluginConformance
     from ds_testing.pool import RemoteError, WorkerPool, run_ranks
+    from ds_testing.traffic import Traffic
 
 
 __all__ = [
     "AcceleratorConformance",
     "ConfigFormatConformance",
     "GradientsConformance",
+    "InterceptorConformance",
     "KernelConformance",
     "MonitorConformance",
     "ObserverConformance",
     "PluginConformance",
     "RemoteError",
+    "Traffic",
     "WorkerPool",
     "run_ranks",
 ]
@@ -39,6 +43,7 @@ __getattr__, __dir__ = names_on_first_use(
         "accelerator": "AcceleratorConformance",
         "formats": "ConfigFormatConformance",
         "gradients": "GradientsConformance",
+        "interceptor": "InterceptorConformance",
         "kernels": "KernelConformance",
         "monitor": "MonitorConformance",
         "observer": "ObserverConformance",
@@ -46,5 +51,6 @@ __getattr__, __dir__ = names_on_first_use(
         "plugin": "PluginConformance",
         "pool": "RemoteError WorkerPool run_ranks",
         "runner": "RunnerConformance",
+        "traffic": "Traffic",
     },
 )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ds_testing import run_ranks
+from ds_testing import Traffic, run_ranks
 from ds_testing.partitioner import CASES, PartitionerConformance
 from ds_zero.layout import Layout
 from ds_zero.owned_tensors import choose_owners
@@ -300,27 +300,26 @@ class Rows(nn.Module):
 
 def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
     import ds_core
-    from ds_core.comm import log
+    from ds_core import comm
 
+    comm.add_interceptor(traffic := Traffic())
     engine, *_ = ds_core.initialize(
         model=Rows(),
         config={
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "PaperLamb"},
-            "comms_logger": {"enabled": True},
             "bf16": {"enabled": dtype == "bfloat16"},
             "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": bucket},
             **LOAD,
         },
     )
     for _ in range(2):
-        assert log.active is not None
-        log.active.clear()
+        traffic.sent.clear()
         engine.backward(engine(torch.randn(2, 8, dtype=getattr(torch, dtype))))
         engine.step()
-    rows = [r for r in log.active.rows() if r.op == "all_to_all_single"]
-    sent = sum(r.bytes * r.count for r in rows)
-    calls = sum(r.count for r in rows)
+    comm.remove_interceptor(traffic)
+    rows = [r for r in traffic.sent if r.op == "all_to_all_single"]
+    sent, calls = sum(r.bytes for r in rows), len(rows)
     masters = sum(p.master.numel() for p in engine.partitioner.pieces.values())
     extra = sum(
         p.master.numel()

@@ -53,9 +53,9 @@ def train(stage: int, how: str, guarded: bool) -> list[float]:
         losses.append(loss.item())
     engine.destroy()
     if guarded:
-        from ds_core.comm import guard
+        from ds_core.comm.interceptor import reset
 
-        guard.reset()
+        reset()
     return losses
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_testing import run_ranks
+from ds_testing import Traffic, run_ranks
 from torch import Tensor, nn
 
 D = 8
@@ -43,7 +43,6 @@ def start(stage: int, section: dict[str, Any], **config: Any) -> Any:
         config={
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "comms_logger": {"enabled": True},
             "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, **section},
             **config,
         },
@@ -65,27 +64,22 @@ def step(engine: Any, number: int = 0, **kwargs: Any) -> float:
     return value
 
 
-def sent() -> dict[str, list[int]]:
-    """Operation -> the sizes, in fp32 elements, of what was sent since the last call; scalars left out."""
-    from ds_core.comm import log
-
-    assert log.active is not None
+def sizes(traffic: Traffic) -> dict[str, list[int]]:
+    """Operation -> the sizes, in fp32 elements, of what was sent; scalars left out."""
     found: dict[str, list[int]] = {}
-    for row in log.active.rows():
+    for row in traffic.sent:
         if row.bytes >= 4 * D:
-            found.setdefault(row.op, []).extend([row.bytes // 4] * row.count)
-    log.active.clear()
+            found.setdefault(row.op, []).append(row.bytes // 4)
     return found
 
 
 def one_step(stage: int, section: dict[str, Any]) -> dict[str, list[int]]:
     engine = start(stage, section)
     step(engine)
-    sent()
-    step(engine, 1)
-    found = sent()
+    with Traffic() as traffic:
+        step(engine, 1)
     engine.destroy()
-    return found
+    return sizes(traffic)
 
 
 SCATTER, GATHER = "reduce_scatter_tensor", "all_gather_into_tensor"
@@ -130,7 +124,7 @@ def test_what_travels(stage: int, section: dict[str, Any], expected: dict[str, l
 
 def look_in_backward(stage: int, section: dict[str, Any], what: str) -> Any:
     """What `what` is when backward has come through c and stands before b."""
-    engine = start(stage, section, comms_logger={"enabled": False})
+    engine = start(stage, section)
     reducer, model = engine.partitioner.reducer, engine.module
     model.look = {
         "travelling": lambda: len(reducer._travelling),
@@ -293,12 +287,12 @@ def test_enable_sanity_checks(stage: int) -> None:
 def check_coalesced(stage: int) -> dict[str, Any]:
     engine = start(stage, {})
     step(engine)
-    sent()
-    with engine.coalesce_grad_reduction():
-        for number in range(3):
-            engine.backward(engine(data(number)))
-        inside = sent().get(SCATTER, [])
-    outside = sent().get(SCATTER, [])
+    with Traffic() as traffic:
+        with engine.coalesce_grad_reduction():
+            for number in range(3):
+                engine.backward(engine(data(number)))
+            inside = sizes(traffic).get(SCATTER, [])
+        outside = sizes(traffic).get(SCATTER, [])
     engine.step()
     engine.destroy()
     return {"inside": len(inside), "outside": sum(outside)}
@@ -313,7 +307,7 @@ def test_coalesced_backwards_travel_once(stage: int) -> None:
 def trained(section: dict[str, Any] | None, config: dict[str, Any], gas: int) -> dict[str, Tensor]:
     from ds_testing.partitioner import whole_weights
 
-    config = {**config, "gradient_accumulation_steps": gas, "comms_logger": {"enabled": False}}
+    config = {**config, "gradient_accumulation_steps": gas}
     engine = start(0 if section is None else 3, section or {}, **config)
     for number in range(3):
         for micro in range(gas):

@@ -8,17 +8,17 @@ from typing import Any
 
 from ds_core.comm.interceptor import Activity
 
-__all__ = ["SHOWN", "Found", "Line", "Position", "judge"]
+__all__ = ["SHOWN", "GroupHistory", "Position", "Proof", "prove"]
 
 SHOWN = 8
-MEND = (
+FIX = (
     "All ranks must make the same calls in the same order: run the same modules (a module whose parts only some ranks "
     "run must be one that the partitioner treats as a leaf), and call backward and step equally often."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class GroupHistory:
     """What a rank has called on one group. calls: the last ones, as (number, digest of all up to it, description)."""
 
     members: tuple[int, ...]
@@ -30,22 +30,22 @@ class Line:
 class Position:
     """Where a rank stands that waits, or has ended.
 
-    beat: grows with each publication. lines: by group name. wait: (group, number) of what it waits for.
-    at: the user's line. places: of each watched part. ended: how, "" for a rank that waits.
+    beat: grows with each publication. groups: what it has called, by group name. wait: (group name, number) of the call
+    that it waits for. at: the user's line. activities: of its engines. ended: how, "" for a rank that waits.
     """
 
     rank: int
     beat: int
-    lines: Mapping[str, Line]
+    groups: Mapping[str, GroupHistory]
     wait: tuple[str, int] | None
     at: str = ""
-    places: tuple[Activity, ...] = ()
+    activities: tuple[Activity, ...] = ()
     ended: str = ""
 
     @property
     def issued(self) -> int:
         """All collectives that the rank has called."""
-        return sum(line.count for line in self.lines.values())
+        return sum(group.count for group in self.groups.values())
 
     def as_json(self) -> dict[str, Any]:
         """For `from_json`."""
@@ -54,24 +54,24 @@ class Position:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Position:
         """The reverse of `as_json`, after a trip through JSON."""
-        lines = {
-            name: Line(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
-            for name, v in data["lines"].items()
+        groups = {
+            name: GroupHistory(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
+            for name, v in data["groups"].items()
         }
-        places = tuple(Activity(p["text"], p["passes"], tuple(p["trail"])) for p in data["places"])
+        activities = tuple(Activity(a["text"], a["passes"], tuple(a["trail"])) for a in data["activities"])
         wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
-        return cls(data["rank"], data["beat"], lines, wait, data["at"], places, data["ended"])
+        return cls(data["rank"], data["beat"], groups, wait, data["at"], activities, data["ended"])
 
     def waits_for(self) -> str:
         """A description of what it waits for."""
         if self.wait is None:
             return "nothing"
         name, number = self.wait
-        return next((text for n, _, text in self.lines[name].calls if n == number), f"collective {number}")
+        return next((text for n, _, text in self.groups[name].calls if n == number), f"collective {number}")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Proof:
     """A proof. certain: it holds whenever the positions were read; else only while the ranks in `waiting` stay."""
 
     text: str
@@ -79,27 +79,27 @@ class Found:
     waiting: Sequence[int] = field(default=())
 
 
-def judge(positions: Mapping[int, Position], size: int) -> Found | None:
+def prove(positions: Mapping[int, Position], size: int) -> Proof | None:
     """What the positions of ranks that wait or have ended prove; None: nothing (the others may be only slow)."""
     return _difference(positions) or _deadlock(positions, size)
 
 
-def _difference(positions: Mapping[int, Position]) -> Found | None:
+def _difference(positions: Mapping[int, Position]) -> Proof | None:
     """Two ranks made different collectives under the same number of the same group."""
-    for name in sorted({name for p in positions.values() for name in p.lines}):
+    for name in sorted({name for p in positions.values() for name in p.groups}):
         made: dict[int, dict[int, list[int]]] = {}
         texts: dict[tuple[int, int], str] = {}
         for position in positions.values():
-            for number, digest, text in position.lines[name].calls if name in position.lines else ():
+            for number, digest, text in position.groups[name].calls if name in position.groups else ():
                 made.setdefault(number, {}).setdefault(digest, []).append(position.rank)
                 texts[number, digest] = text
         for number in sorted(made):
             if len(made[number]) > 1:
-                return Found(_tell_difference(positions, made[number], number, texts), True)
+                return Proof(_describe_difference(positions, made[number], number, texts), True)
     return None
 
 
-def _tell_difference(
+def _describe_difference(
     positions: Mapping[int, Position],
     by_digest: Mapping[int, Sequence[int]],
     number: int,
@@ -109,11 +109,11 @@ def _tell_difference(
     for digest, ranks in by_digest.items():
         first = positions[ranks[0]]
         lines.append(f"  {_ranks(ranks)}: {texts[number, digest]}{_where(first)}")
-    lines += _parting([positions[ranks[0]] for ranks in by_digest.values()])
-    return "\n".join([*lines, MEND])
+    lines += _divergence([positions[ranks[0]] for ranks in by_digest.values()])
+    return "\n".join([*lines, FIX])
 
 
-def _deadlock(positions: Mapping[int, Position], size: int) -> Found | None:
+def _deadlock(positions: Mapping[int, Position], size: int) -> Proof | None:
     """Ranks that wait for each other, or for one that has ended."""
     may_go_on = {rank for rank in range(size) if rank not in positions}
     waiting = {rank: p for rank, p in positions.items() if p.wait is not None and not p.ended}
@@ -132,9 +132,9 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Found | None:
         )
     if len(dead) > SHOWN:
         lines.append(f"  and {len(dead) - SHOWN} more")
-    lines += _parting([waiting[rank] for rank in dead])
+    lines += _divergence([waiting[rank] for rank in dead])
     lines += [f"  rank {p.rank} has ended ({p.ended})" for p in positions.values() if p.ended]
-    return Found("\n".join([*lines, MEND]), False, dead)
+    return Proof("\n".join([*lines, FIX]), False, dead)
 
 
 def _missing(position: Position, positions: Mapping[int, Position]) -> set[int]:
@@ -143,16 +143,16 @@ def _missing(position: Position, positions: Mapping[int, Position]) -> set[int]:
     name, number = position.wait
 
     def made(rank: int) -> bool:
-        theirs = positions[rank].lines.get(name)
+        theirs = positions[rank].groups.get(name)
         return theirs is not None and theirs.count >= number
 
-    return {r for r in position.lines[name].members if r not in positions or not made(r)}
+    return {r for r in position.groups[name].members if r not in positions or not made(r)}
 
 
-def _parting(positions: Sequence[Position]) -> list[str]:
-    """Where the ways of the first position and of another part: the modules that they ran."""
+def _divergence(positions: Sequence[Position]) -> list[str]:
+    """Where the modules that the first rank and another one ran begin to differ."""
     for first, other in ((positions[0], p) for p in positions[1:]):
-        for mine, theirs in zip(first.places, other.places, strict=False):
+        for mine, theirs in zip(first.activities, other.activities, strict=False):
             if mine.passes != theirs.passes:
                 return [
                     f"  rank {first.rank} has gone through the model {mine.passes} times, rank {other.rank} "
@@ -166,7 +166,7 @@ def _parting(positions: Sequence[Position]) -> list[str]:
 
 
 def _where(position: Position) -> str:
-    parts = [p.text for p in position.places if p.text] + ([f"at {position.at}"] if position.at else [])
+    parts = [p.text for p in position.activities if p.text] + ([f"at {position.at}"] if position.at else [])
     return "".join(f", {part}" for part in parts)
 
 

@@ -8,23 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_comms_logger import CommsLog, configure, installed_log, log_summary
+from ds_comms_logger.log import bandwidths
 from ds_testing import run_ranks
 
 from ds_core import comm
-from ds_core.comm import log as comms_log
-from ds_core.comm.log import CommsLog, bandwidths
+from ds_core.comm.interceptor import reset
 from ds_core.errors import ConfigError
 
 
 def logged_run(section: dict[str, Any]) -> list[tuple[str, str, int, int]]:
     size = comm.world_size()
-    comm.configure(section)
+    configure(section)
     try:
         for _ in range(3):
             comm.all_reduce(torch.ones(10))
         work = comm.all_reduce(torch.ones(20), async_op=True)
         assert work is not None
-        if comms_log.active is not None and comms_log.active.ops is None:
+        if (log := installed_log()) is not None and log.ops is None:
             assert work.is_completed()  # synchronised
         work.wait()
         comm.all_gather_into_tensor(torch.empty(5 * size), torch.ones(5))
@@ -39,12 +40,12 @@ def logged_run(section: dict[str, Any]) -> list[tuple[str, str, int, int]]:
             message.wait()
             message.wait()
         assert got.sum() == 3
-        rows = comm.log_summary()
+        rows = log_summary()
         assert all(row.total_ms > 0 and row.average_ms == pytest.approx(row.total_ms / row.count) for row in rows)
         assert all(row.straggler_ms is None for row in rows)
         return [(row.op, row.site, row.bytes, row.count) for row in rows]
     finally:
-        comm.reset()
+        reset()
 
 
 def test_every_operation_is_counted_by_size() -> None:
@@ -72,35 +73,36 @@ def test_off_records_nothing() -> None:
 
 
 def test_one_rank_has_nothing_to_log() -> None:
-    comm.configure({"enabled": True})
+    configure({"enabled": True})
     try:
         comm.all_reduce(torch.ones(3))
-        assert comm.log_summary() == []
+        assert log_summary() == []
     finally:
-        comm.reset()
+        reset()
 
 
 def test_debug_tells_call_sites_apart() -> None:
     rows = run_ranks(2, logged_run, {"enabled": True, "debug": True})[0]
     sites = [site for op, site, _, _ in rows if op == "all_reduce"]
     assert len(set(sites)) == 2
-    assert all(site.startswith("test_log.py:") and site.endswith(" in logged_run") for site in sites)
-    assert all(site.startswith("test_log.py:") for op, site, _, _ in rows if op in ("isend", "irecv"))
+    assert all(site.startswith("test_comms_logger.py:") and site.endswith(" in logged_run") for site in sites)
+    assert all(site.startswith("test_comms_logger.py:") for op, site, _, _ in rows if op in ("isend", "irecv"))
 
 
 def stragglers() -> list[Any]:
-    comm.configure({"enabled": True})
+    configure({"enabled": True})
     try:
-        assert comms_log.active is not None
-        comms_log.active.record("all_reduce", "", 8, 2, 0.25 if comm.rank() else 0.75)
+        log = installed_log()
+        assert log is not None
+        log.record("all_reduce", "", 8, 2, 0.25 if comm.rank() else 0.75)
         if comm.rank() == 0:
-            comms_log.active.record("send", "", 8, 2, 0.5)
-        first = [(row.op, row.straggler_ms) for row in comm.log_summary(show_straggler=True)]
-        second = [(row.op, row.straggler_ms) for row in comm.log_summary(show_straggler=True)]
+            log.record("send", "", 8, 2, 0.5)
+        first = [(row.op, row.straggler_ms) for row in log_summary(show_straggler=True)]
+        second = [(row.op, row.straggler_ms) for row in log_summary(show_straggler=True)]
         assert first == second  # looking adds nothing to what is looked at
         return first
     finally:
-        comm.reset()
+        reset()
 
 
 def test_stragglers_are_the_spread_over_the_ranks() -> None:
@@ -118,29 +120,24 @@ def test_bandwidths() -> None:
     assert bandwidths("barrier", 0, 4, 0.5) == (0.0, 0.0)
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    comm.configure({"enabled": True})
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    configure({"enabled": True})
     try:
-        assert comms_log.active is not None
-        comms_log.active.record("all_reduce", "", 4096, 2, 0.5)
-        (row,) = comm.log_summary()
+        log = installed_log()
+        assert log is not None
+        log.record("all_reduce", "", 4096, 2, 0.5)
+        (row,) = log_summary()
         assert (row.op, row.bytes, row.count, row.total_ms, row.average_ms) == ("all_reduce", 4096, 1, 500.0, 500.0)
         head, line = capsys.readouterr().out.splitlines()
         assert head.split()[:3] == ["op", "bytes", "count"]  # no site column without debug
         assert line.split()[:4] == ["all_reduce", "4096", "1", "500.000"]
-        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-        monkeypatch.setenv("COLUMNS", "40")
-        comm.log_summary()
-        assert capsys.readouterr().out.splitlines() == [head, line]  # figures are never cut
-        monkeypatch.setenv("COLUMNS", "120")
-        comm.log_summary(show_straggler=True)
-        shown = capsys.readouterr().out
-        assert "all_reduce" in shown and "4096" in shown and "communication" in shown
-        comms_log.active.clear()
-        assert comm.log_summary() == []
+        log_summary(show_straggler=True)
+        assert capsys.readouterr().out.splitlines()[0].endswith("straggler ms")
+        log.clear()
+        assert log_summary() == []
     finally:
-        comm.reset()
-    assert comms_log.active is None
+        reset()
+    assert installed_log() is None
 
 
 def test_verbose_logs_each_call(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,18 +151,19 @@ def test_verbose_logs_each_call(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_an_unknown_operation_is_named() -> None:
     with pytest.raises(ConfigError, match=r"comms_logger.prof_ops: 'all_reduse' is no operation; .*'all_reduce'"):
-        comm.configure({"enabled": True, "prof_all": False, "prof_ops": ["all_reduse"]})
-    assert comms_log.active is None
+        configure({"enabled": True, "prof_all": False, "prof_ops": ["all_reduse"]})
+    assert installed_log() is None
 
 
 def test_configuring_again_keeps_what_was_recorded() -> None:
     try:
-        comm.configure({"enabled": True})
-        assert comms_log.active is not None
-        comms_log.active.record("send", "", 1, 2, 0.1)
-        comm.configure({"enabled": True, "verbose": True})
-        assert [row.op for row in comm.log_summary()] == ["send"]
-        comm.configure({"enabled": False})
-        assert comm.log_summary() == []
+        configure({"enabled": True})
+        log = installed_log()
+        assert log is not None
+        log.record("send", "", 1, 2, 0.1)
+        configure({"enabled": True, "verbose": True})
+        assert [row.op for row in log_summary()] == ["send"]
+        configure({"enabled": False})
+        assert log_summary() == []
     finally:
-        comm.reset()
+        reset()

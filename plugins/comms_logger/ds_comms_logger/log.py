@@ -9,15 +9,24 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from ds_core.comm.interceptor import OPERATIONS, Collective, Interceptor, add_interceptor, remove_interceptor
+from ds_comms_logger.config import CommsLogger
+from ds_core.comm.interceptor import (
+    OPERATIONS,
+    Collective,
+    Interceptor,
+    add_interceptor,
+    interceptors,
+    remove_interceptor,
+)
 from ds_core.errors import ConfigError, Problem, nearest
+from ds_core.process import show_log
 
-__all__ = ["CommsLog", "CommsRow", "configure", "log_summary", "reset"]
+__all__ = ["CommsLog", "CommsRow", "bandwidths", "configure", "installed_log", "unknown_operations"]
 
 log = logging.getLogger("ds_core.comm")
 
@@ -121,140 +130,52 @@ class CommsLog(Interceptor):
         return rows
 
 
-# The log that is on, or None; the collectives look at it once per call.
-active: CommsLog | None = None
-
-
-def configure(section: Any) -> None:
-    """Put a `comms_logger` section (its model, or a mapping) into effect; what was recorded so far is kept if on.
-
-    Raises ConfigError for a `prof_ops` entry that is no operation.
-    """
-    global active
-    get: Callable[[str, Any], Any]
-    get = section.get if isinstance(section, Mapping) else lambda name, default: getattr(section, name, default)
-    if not get("enabled", False):
-        reset()
-        return
-    names = list(get("prof_ops", []))
-    problems = [
+def unknown_operations(section: CommsLogger) -> list[Problem]:
+    """What is wrong with ``prof_ops`` of a section that is enabled."""
+    return [
         Problem(
             "comms_logger.prof_ops",
-            f"{name!r} is no operation"
-            + (f"; did you mean {near!r}?" if (near := nearest(str(name), OPERATIONS)) else ""),
+            f"{name!r} is no operation" + (f"; did you mean {near!r}?" if (near := nearest(name, OPERATIONS)) else ""),
             f"known: {', '.join(sorted(OPERATIONS))}",
         )
-        for name in names
-        if name not in OPERATIONS
+        for name in section.prof_ops
+        if section.enabled and name not in OPERATIONS
     ]
-    if problems:
-        raise ConfigError(problems)
-    ops = None if get("prof_all", True) else frozenset(names)
-    kept = active._tallies if active is not None else {}
-    reset()
-    active = CommsLog(ops, bool(get("verbose", False)), bool(get("debug", False)), kept)
-    add_interceptor(active)
 
 
-def reset() -> None:
-    """Switch the log off and forget what was recorded."""
-    global active
-    if active is not None:
-        remove_interceptor(active)
-        active = None
+def installed_log() -> CommsLog | None:
+    """The log that is called around collectives now."""
+    return next((i for i in interceptors() if isinstance(i, CommsLog)), None)
 
 
-def log_summary(show_straggler: bool = False) -> list[CommsRow]:
-    """Print the summary on rank 0 and return this rank's rows; empty when the log is off.
+def configure(section: CommsLogger | Mapping[str, Any]) -> CommsLog | None:
+    """Put a ``comms_logger`` section into effect; the log that is on then, None if it is off.
 
-    show_straggler: also how far the slowest rank is behind the fastest, per row; collective then, so that every
-    rank must call it.
+    What was recorded so far is kept if it stays on. Every rank calls it. Raises ConfigError for a ``prof_ops`` entry
+    that is no operation.
     """
-    rows = active.rows() if active is not None else []
-    if show_straggler:
-        rows = _with_stragglers(rows)
-    from ds_core.comm.collectives import rank
-
-    if rank() == 0:
-        _show(rows, show_straggler)
-    return rows
+    if not isinstance(section, CommsLogger):
+        section = CommsLogger.model_validate(dict(section))
+    if problems := unknown_operations(section):
+        raise ConfigError(problems)
+    log = installed_log()
+    if not section.enabled:
+        if log is not None:
+            remove_interceptor(log)
+        return None
+    if log is None:
+        add_interceptor(log := CommsLog())
+    log.ops = None if section.prof_all else frozenset(section.prof_ops)
+    log.verbose, log.debug = section.verbose, section.debug
+    if log.verbose:
+        show_log()
+    return log
 
 
 def bandwidths(op: str, size: int, ranks: int, seconds: float) -> tuple[float, float]:
     """(algbw, busbw) in GB/s of one call."""
     algbw = size / seconds / 1e9 if seconds > 0 else 0.0
     return algbw, algbw * (_BUS[op](ranks) if op in _BUS else 1.0)
-
-
-def _with_stragglers(rows: Iterable[CommsRow]) -> list[CommsRow]:
-    """`rows` with the spread of total time over the ranks that have the same row."""
-    from ds_core.comm.objects import all_gather_json
-
-    rows = list(rows)
-    if (log := active) is not None:
-        remove_interceptor(log)  # the exchange itself is not part of what is measured
-    try:
-        everyone = all_gather_json([[row.op, row.site, row.bytes, row.total_ms] for row in rows])
-    finally:
-        if log is not None:
-            add_interceptor(log)
-    totals: dict[tuple[str, str, int], list[float]] = {}
-    for op, site, size, total in (entry for entries in everyone for entry in entries):
-        totals.setdefault((op, site, size), []).append(total)
-    spread = {key: max(values) - min(values) for key, values in totals.items()}
-    return [CommsRow(**{**asdict(row), "straggler_ms": spread[row.op, row.site, row.bytes]}) for row in rows]
-
-
-def _show(rows: Sequence[CommsRow], straggler: bool) -> None:
-    heads = [
-        "op",
-        "site",
-        "bytes",
-        "count",
-        "total ms",
-        "avg ms",
-        "algbw GB/s",
-        "busbw GB/s",
-        *(["straggler ms"] if straggler else []),
-    ]
-    cells = [
-        [
-            row.op,
-            row.site,
-            str(row.bytes),
-            str(row.count),
-            *(f"{value:.3f}" for value in (row.total_ms, row.average_ms, row.algbw, row.busbw)),
-            *([f"{row.straggler_ms or 0.0:.3f}"] if straggler else []),
-        ]
-        for row in rows
-    ]
-    if not any(row.site for row in rows):
-        heads.pop(1)
-        for line in cells:
-            line.pop(1)
-    if sys.stdout.isatty() and _show_rich(heads, cells):
-        return
-    widths = [max(len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
-    for line in [heads, *cells]:
-        texts = (c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        print("  ".join(texts).rstrip())
-
-
-def _show_rich(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> bool:
-    """Print a table, unless the terminal is too narrow for its figures."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table, console = Table(*heads, title="communication", box=SIMPLE_HEAD, pad_edge=False), Console()
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for line in cells:
-        table.add_row(*line)
-    if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
-        return False
-    console.print(table)
-    return True
 
 
 class _Finished:
@@ -295,9 +216,12 @@ def _message(collective: Collective, ranks: int) -> tuple[str, int]:
 
 
 def _call_site() -> str:
-    """``file.py:line in function`` of the nearest frame outside ds_core.comm."""
+    """``file.py:line in function`` of the nearest frame outside ds_core.comm and this package."""
     frame = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").startswith("ds_core.comm") and frame.f_back is not None:
+    while (
+        frame.f_globals.get("__name__", "").startswith(("ds_core.comm", "ds_comms_logger."))
+        and frame.f_back is not None
+    ):
         frame = frame.f_back
     name = frame.f_code.co_filename.rsplit("/", 1)[-1]
     return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -8,30 +8,32 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_comms_guard import judge
+from ds_comms_guard.config import CommsGuard
+from ds_comms_guard.guard import guard_of_job, installed_guard
 from ds_testing import RemoteError, run_ranks
 
 from ds_core import comm
-from ds_core.comm import guard
+from ds_core.comm.interceptor import reset
 from ds_core.errors import ConfigError
 
 
-@dataclass
-class Section:
-    enabled: bool = True
-    patience: float = 0.4
+def start(enabled: bool = True, patience: float = 0.4) -> None:
+    """What a run with this section does."""
+    if (guard := guard_of_job(CommsGuard(enabled=enabled, patience=patience))) is not None:
+        comm.add_interceptor(guard)
 
 
 def everything(on: bool) -> list[Any]:
     """Every collective, at sizes of every algorithm; the results."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    guard.configure(Section(enabled=on))
-    assert (guard.active is not None) == on
+    start(enabled=on)
+    assert (installed_guard() is not None) == on
     torch.manual_seed(rank)
     out: list[Any] = []
     for numel in (0, 1, 7, 4096, 300_000, 2_500_000):
@@ -56,7 +58,7 @@ def everything(on: bool) -> list[Any]:
     comm.all_to_all_single(mixed, torch.arange(size) + 10 * rank)
     comm.barrier()
     out += [*uneven, mixed, comm.all_gather_json({"rank": rank})]
-    guard.reset()
+    reset()
     return [o.double().sum().item() if isinstance(o, torch.Tensor) and o.numel() > 4096 else o for o in out]
 
 
@@ -70,7 +72,7 @@ def test_results_are_the_same_with_the_guard_and_without(size: int) -> None:
 
 
 def disagree(how: str) -> None:
-    guard.configure(Section())
+    start()
     rank = dist.get_rank()
     n = 1000
     comm.all_reduce(torch.ones(3))
@@ -120,7 +122,7 @@ def test_ranks_that_disagree_are_ended_with_a_message(size: int, how: str, words
 
 
 def slow(seconds: float) -> list[float]:
-    guard.configure(Section())
+    start()
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -143,7 +145,7 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 def slow_chain() -> float:
     """Rank 0 waits for 1, which waits for 2 on another group, which sleeps; then all go on."""
-    guard.configure(Section())
+    start()
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     total = torch.ones(1)
@@ -163,7 +165,7 @@ def test_a_chain_of_waits_that_ends_in_a_slow_rank_is_waited_for() -> None:
 
 def many(count: int) -> float:
     """Ranks that wait for each other all the time, each a little, are never stuck."""
-    guard.configure(Section(patience=0.05))
+    start(patience=0.05)
     total = torch.ones(10)
     for step in range(count):
         if step % 50 == dist.get_rank() * 10:
@@ -177,20 +179,20 @@ def test_many_short_waits_prove_nothing() -> None:
 
 
 def off_and_on() -> int:
-    assert guard.active is None
+    assert installed_guard() is None
     comm.label("nothing")  # off: does nothing
-    guard.configure(Section())
-    first = guard.active
-    guard.configure(Section())
-    assert guard.active is first  # on stays on
+    start()
+    first = installed_guard()
+    start()
+    assert installed_guard() is first  # on stays on
     comm.all_reduce(torch.ones(1))
-    guard.configure(Section(enabled=False))
-    assert guard.active is first  # another engine's config does not switch it off
-    guard.reset()
-    assert guard.active is None
+    start(enabled=False)
+    assert installed_guard() is first  # another engine's config does not switch it off
+    reset()
+    assert installed_guard() is None
     comm.all_reduce(torch.ones(1))
-    guard.configure(Section())
-    assert guard.active is not first
+    start()
+    assert installed_guard() is not first
     comm.all_reduce(torch.ones(1))
     return 1
 
@@ -200,14 +202,14 @@ def test_it_can_be_switched_off_and_on() -> None:
 
 
 def test_one_rank_needs_no_guard() -> None:
-    guard.configure(Section())
-    assert guard.active is None
+    start()
+    assert installed_guard() is None
 
 
 def busy(seconds: float) -> list[str]:
     """Rank 1 comes late; what rank 0 logged."""
-    guard.LOOK_FOR_OTHERS = 0.2
-    guard.configure(Section())
+    judge.ASK_EVERY = 0.2
+    start()
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -218,8 +220,8 @@ def busy(seconds: float) -> list[str]:
         comm.label("loss")
         comm.all_reduce(torch.ones(1))
     logging.getLogger("ds_core.comm").removeHandler(handler)
-    guard.reset()
-    guard.LOOK_FOR_OTHERS = 5.0
+    reset()
+    judge.ASK_EVERY = 5.0
     return [text for text in logged if "still waits" in text]
 
 
@@ -233,9 +235,9 @@ def test_where_a_busy_rank_is_gets_logged() -> None:
 
 
 def over_another_backend() -> str:
-    name, dist.get_backend = dist.get_backend, lambda *_: "nccl"
+    name, dist.get_backend = dist.get_backend, lambda *_: "nccl"  # type: ignore[assignment]
     try:
-        guard.configure(Section())
+        start()
     except ConfigError as error:
         return str(error)
     finally:
@@ -249,13 +251,13 @@ def test_it_refuses_backends_whose_waits_it_cannot_see() -> None:
 
 
 ENDS = """
-from dataclasses import make_dataclass
 import torch, torch.distributed as dist
+from ds_comms_guard.config import CommsGuard
+from ds_comms_guard.guard import guard_of_job
 from ds_core import comm
-from ds_core.comm import guard
 
 dist.init_process_group("gloo")
-guard.configure(make_dataclass("Section", [("enabled", bool), ("patience", float)])(True, 0.4))
+comm.add_interceptor(guard_of_job(CommsGuard(enabled=True, patience=0.4)))
 comm.all_reduce(torch.ones(3))
 if dist.get_rank() == 1:
     raise ValueError("bad sample 17")

@@ -1,0 +1,20 @@
+"""Ends a job whose ranks wait for different collectives, with a message that says where each rank is.
+
+`HangGuard` (`guard`) is called around every collective and numbers it in the `ledger`. A thread (`watcher`) sees when
+somebody waits too long. It publishes this rank's position on the `board`, which is the job's store, and one of the
+ranks that wait is the `judge` of all positions. `verdict` works out what positions prove, without processes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
+
+if TYPE_CHECKING:
+    from ds_comms_guard.guard import HangGuard
+    from ds_comms_guard.watcher import EXIT_CODE
+
+__all__ = ["EXIT_CODE", "HangGuard"]
+
+__getattr__, __dir__ = names_on_first_use(__name__, {"guard": "HangGuard", "watcher": "EXIT_CODE"})

@@ -1,0 +1,34 @@
+"""What ds-comms-guard offers to ds_core: the section ``comms_guard`` and its interceptor (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.comm.interceptor import Interceptor
+    from ds_core.config import RunConfig
+
+__all__ = ["ds_config", "ds_interceptors"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``comms_guard``."""
+    from ds_comms_guard.config import CommsGuard
+
+    return CommsGuard
+
+
+def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
+    """The guard of this job, with several ranks and ``comms_guard.enabled``."""
+    from ds_comms_guard.config import CommsGuard
+    from ds_comms_guard.guard import guard_of_job
+
+    section = config.section("comms_guard")
+    if not isinstance(section, CommsGuard):
+        return ()
+    own = (item.rpartition("=")[2].strip() for item in config.core.plugins.load)
+    guard = guard_of_job(section, packages=own)
+    return () if guard is None else (guard,)

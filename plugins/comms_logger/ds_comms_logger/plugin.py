@@ -1,0 +1,41 @@
+"""What ds-comms-logger offers to ds_core: the section ``comms_logger`` and its interceptor (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.comm.interceptor import Interceptor
+    from ds_core.config import RunConfig
+    from ds_core.errors import Problem
+
+__all__ = ["ds_check", "ds_config", "ds_interceptors"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``comms_logger``."""
+    from ds_comms_logger.config import CommsLogger
+
+    return CommsLogger
+
+
+def ds_check(config: RunConfig) -> Iterable[Problem]:
+    """Names in ``prof_ops`` that are no collectives."""
+    from ds_comms_logger.config import CommsLogger
+    from ds_comms_logger.log import unknown_operations
+
+    section = config.section("comms_logger")
+    return unknown_operations(section) if isinstance(section, CommsLogger) else ()
+
+
+def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
+    """The log of this process, with ``comms_logger.enabled``."""
+    from ds_comms_logger.config import CommsLogger
+    from ds_comms_logger.log import configure
+
+    section = config.section("comms_logger")
+    log = configure(section) if isinstance(section, CommsLogger) else None
+    return () if log is None else (log,)

@@ -1,0 +1,46 @@
+"""What is sent between ranks, for tests: an interceptor that notes every collective of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ds_core import comm
+
+__all__ = ["Sent", "Traffic"]
+
+_OF_EACH_RANK = ("gather", "scatter")  # their messages are one rank's share
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective. bytes: of the whole message, of all ranks together. label: what it was for, or ""."""
+
+    op: str
+    bytes: int
+    label: str
+
+
+class Traffic(comm.Interceptor):
+    """``with Traffic() as traffic: ...``, or `ds_core.comm.add_interceptor`; every rank does it.
+
+    sent: the collectives so far, in order; clear it when you like.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[Sent] = []
+
+    def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
+        """Note one collective, as it is called."""
+        ranks = collective.group.size() if collective.op in _OF_EACH_RANK else 1
+        size = sum(t.numel() * t.element_size() for t in collective.message) * ranks
+        self.sent.append(Sent(collective.op, size, collective.label))
+        return call()
+
+    def __enter__(self) -> Traffic:
+        comm.add_interceptor(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        comm.remove_interceptor(self)

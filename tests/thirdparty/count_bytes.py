@@ -1,0 +1,55 @@
+"""A plugin of somebody else's, whole: bytes that ranks exchange, by operation, as metrics of every step.
+
+``{"plugins": {"load": ["count_bytes=count_bytes"]}, "count_bytes": {"ops": ["all_reduce"]}}``
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ds_core import comm
+from ds_core.config import RunConfig, Section, option
+from ds_core.context import Context
+from ds_core.monitor import MONITOR
+
+
+class CountBytes(Section):
+    ops: list[str] = option([], "The operations to count; empty: all.")
+
+
+class ByteCounter(comm.Interceptor):
+    def __init__(self, section: CountBytes) -> None:
+        self.ops, self.bytes = frozenset(section.ops), Counter[str]()
+
+    def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
+        if not self.ops or collective.op in self.ops:
+            self.bytes[collective.op] += sum(t.nbytes for t in collective.message)
+        return call()
+
+
+def installed() -> ByteCounter | None:
+    return next((i for i in comm.interceptors() if isinstance(i, ByteCounter)), None)
+
+
+def ds_config() -> type[CountBytes]:
+    return CountBytes
+
+
+def ds_interceptors(config: RunConfig) -> Iterable[comm.Interceptor]:
+    section = config.section("count_bytes")
+    assert isinstance(section, CountBytes)
+    return [installed() or ByteCounter(section)]
+
+
+def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
+    if (counter := installed()) is not None:
+        events = [(f"Comm/{op}_bytes", float(n), int(metrics["samples"])) for op, n in sorted(counter.bytes.items())]
+        ctx.stash[MONITOR].write_events(events)
+        counter.bytes.clear()
+
+
+def ds_close(ctx: Context) -> None:
+    if (counter := installed()) is not None:
+        comm.remove_interceptor(counter)
