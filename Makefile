@@ -4,7 +4,8 @@
 #   make test         lint and the tests (not the slow ones, not those that need a GPU)
 #   make test-all     lint and all tests that this machine can run
 #   make lint         ruff, mypy --strict, import-linter
-#   make wheels       a wheel of every distribution in dist/
+#   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "ds-core[standard]"
+#   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
 #   make catalogue    ds_core/catalogue.json, from the packages' entry points
@@ -40,7 +41,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test test-all test-wheels lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -78,6 +79,9 @@ test-all: lint
 pytest: $(STAMP)
 	$(PYTEST) $(ARGS)
 
+test-wheels: $(STAMP)
+	$(PYTEST) tests/wheels $(ARGS)
+
 wheels: $(STAMP)
 	@rm -rf dist && mkdir -p dist
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist $(addprefix ./,$(DISTS))
@@ -97,4 +101,4 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,12s/^# *//p' Makefile

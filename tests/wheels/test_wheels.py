@@ -1,89 +1,183 @@
-"""Every distribution as a wheel, in an empty virtual environment, trains on two processes.
+"""Every distribution as a wheel, in an empty virtual environment, with what it declares and nothing else.
 
-The foundations (torch, pydantic, ...) are too big to install again, so a ``.pth`` file shows the new environment a
-folder of links to the ones this environment has, and to nothing of ours.
+The foundations (torch, pydantic, ...) are too big to install again: a ``.pth`` file shows a new environment a folder of
+links to those that are declared, as this environment has them, and to nothing of ours. ``make test-wheels`` runs all of
+this; the tests of single distributions are slow.
 """
 
 from __future__ import annotations
 
+import email
 import json
+import re
 import shutil
 import sys
 import venv
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from ds_kernel_kit.build import cache_folder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+KINDS = ("plugins", "ops", "monitors")
+PROJECTS = (ROOT / "pyproject.toml", *(f for kind in KINDS for f in ROOT.glob(f"{kind}/*/pyproject.toml")))
+FOLDERS = {re.findall(r'^name = "(.*)"', f.read_text(), re.MULTILINE)[0]: f.parent for f in PROJECTS}
+RUN_BY = {"ds_cli", "ds_testing"}
+"""Kits that call a plugin's code by themselves: modules that need them run only where they are."""
 
 
 @pytest.fixture(scope="module")
-def wheels(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    built: list[Path] = building.build_wheels(building.DISTRIBUTIONS, tmp_path_factory.mktemp("wheels"))
-    return built
+def wheels(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Distribution -> its wheel."""
+    built: list[Path] = building.build_wheels(building.DISTRIBUTIONS, tmp_path_factory.mktemp("dist"))
+    return {canonicalize_name(wheel.name.split("-")[0]): wheel for wheel in built}
 
 
-@pytest.fixture(scope="module")
-def place(building: ModuleType, tmp_path_factory: pytest.TempPathFactory, wheels: list[Path]) -> Path:
-    """An environment with the wheels, and with links to the foundations."""
-    place = tmp_path_factory.mktemp("environment")
-    venv.create(place / "venv", with_pip=False)
-    foundations = place / "foundations"
-    foundations.mkdir()
-    for entry in site_packages(Path(sys.prefix)).iterdir():
-        ours = entry.name.startswith(("ds_", "acme_", "broken_", "_ds_", "__editable__"))
-        if not ours and entry.suffix != ".pth" and entry.name != "__pycache__":
-            (foundations / entry.name).symlink_to(entry)
-    (site_packages(place / "venv") / "foundations.pth").write_text(f"{foundations}\n")
-    building.pip("install", "--no-deps", "--no-compile", "-q", *map(str, wheels), python=place / "venv/bin/python")
-    return place
+def requirements(wheel: Path, extras: Iterable[str] = ()) -> list[Requirement]:
+    """What a wheel declares."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        rows = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
+    found = map(Requirement, rows)
+    return [r for r in found if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in ("", *extras))]
 
 
-def packages(building: ModuleType) -> Iterator[Path]:
-    for dist in building.DISTRIBUTIONS:
-        yield from (p for p in dist.glob("ds_*") if (p / "__init__.py").exists())
+def closure(names: Iterable[str], wheels: dict[str, Path]) -> tuple[list[str], list[str]]:
+    """(ours, others): what `names` need, themselves included."""
+    ours: list[str] = []
+    others: list[str] = []
+    todo = [Requirement(n) for n in names]
+    while todo:
+        need = todo.pop()
+        name = canonicalize_name(need.name)
+        if name in wheels:
+            todo += requirements(wheels[name], need.extras) if name not in ours else []
+            ours += [name] if name not in ours else []
+        elif name not in others:
+            others.append(name)
+            for text in metadata.requires(name) or ():
+                inner = Requirement(text)
+                if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in ("", *need.extras)):
+                    todo.append(inner)
+    return ours, others
 
 
 def site_packages(prefix: Path) -> Path:
     return prefix / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
-def test_a_wheel_of_every_distribution_with_all_its_files(
-    building: ModuleType, wheels: list[Path], tmp_path: Path
-) -> None:
-    assert len(wheels) == len(building.DISTRIBUTIONS)
-    for wheel in wheels:
+Environment = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def environment(building: ModuleType, wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """``environment(*names)``: the python of an environment with these distributions and what they declare.
+
+    resolve: let pip find our own wheels, as users do with ``--find-links``.
+    """
+
+    def make(*names: str, resolve: bool = False) -> Path:
+        place = tmp_path_factory.mktemp("environment")
+        venv.create(place / "venv", with_pip=False)
+        foundations = place / "foundations"
+        foundations.mkdir()
+        ours, others = closure(names, wheels)
+        home = site_packages(Path(sys.prefix))
+        for name in others:
+            try:
+                files = metadata.distribution(name).files or ()
+            except metadata.PackageNotFoundError:  # for another platform
+                continue
+            for top in {Path(f).parts[0] for f in files} - {"..", "__pycache__"}:
+                if (home / top).exists() and not (foundations / top).exists():
+                    (foundations / top).symlink_to(home / top)
+        (site_packages(place / "venv") / "foundations.pth").write_text(f"{foundations}\n")
+        python = place / "venv" / "bin" / "python"
+        if resolve:
+            building.pip(
+                "install", "--no-compile", "-q", "--find-links", str(wheels["ds-core"].parent), *names, python=python
+            )
+        else:
+            building.pip("install", "--no-deps", "--no-compile", "-q", *(str(wheels[n]) for n in ours), python=python)
+        return python
+
+    return make
+
+
+def packages(folder: Path) -> Iterator[Path]:
+    yield from (p for p in folder.glob("ds_*") if (p / "__init__.py").exists())
+
+
+def variables(building: ModuleType, home: Path) -> dict[str, str]:
+    """The environment's variables; kernels that are built already serve."""
+    found: dict[str, str] = building.clean_environment(HOME=str(home), DS_CORE_CACHE=str(cache_folder().parent))
+    return found
+
+
+def test_a_wheel_of_every_distribution_with_all_its_files(wheels: dict[str, Path], tmp_path: Path) -> None:
+    assert sorted(wheels) == sorted(FOLDERS)
+    for wheel in wheels.values():
         shutil.unpack_archive(wheel, tmp_path, "zip")
-    for package in packages(building):
+    for package in (p for folder in FOLDERS.values() for p in packages(folder)):
         files = [f.relative_to(package.parent) for f in package.rglob("*") if f.is_file()]
         assert [str(f) for f in files if "__pycache__" not in f.parts and not (tmp_path / f).exists()] == []
         assert (tmp_path / package.name / "py.typed").exists()
 
 
-def test_what_the_wheels_need_is_declared_and_there(building: ModuleType, place: Path) -> None:
-    assert "No broken requirements" in building.pip("check", python=place / "venv/bin/python")
+def test_the_extras_name_what_there_is(wheels: dict[str, Path]) -> None:
+    core = wheels["ds-core"]
+    alone = {canonicalize_name(r.name) for r in requirements(core)}
+    standard = {canonicalize_name(r.name) for r in requirements(core, ["standard"])} - alone
+    everything = {canonicalize_name(r.name) for r in requirements(core, ["all"])} - alone
+    assert alone & set(wheels) == set()
+    assert everything == set(wheels) - {"ds-core"}
+    assert standard < everything
 
 
-def test_training_from_wheels_on_two_processes(building: ModuleType, place: Path, tmp_path: Path) -> None:
+def test_the_core_alone_trains_on_one_and_two_ranks(
+    building: ModuleType, environment: Environment, tmp_path: Path
+) -> None:
+    python = environment("ds-core")
+    script = tmp_path / "core_only.py"
+    shutil.copy(HERE / "core_only.py", script)
+    env = variables(building, tmp_path)
+    for launcher in ([], ["-m", "torch.distributed.run", "--nproc_per_node", "2"]):
+        out = tmp_path / f"out{len(launcher)}"
+        out.mkdir()
+        building.run([str(python), *launcher, str(script), str(out)], cwd=tmp_path, env=env, timeout=300)
+        seen = [json.loads(f.read_text()) for f in sorted(out.iterdir())]
+        assert len(seen) == (2 if launcher else 1)
+        for s in seen:
+            assert s["losses"][-1] < 0.5 * s["losses"][0]
+            assert "ds-checkpoint" in s["no_checkpoints"]
+            assert s["weights"] == seen[0]["weights"]
+        if not launcher:
+            assert len(seen[0]["modules"]) <= 84, seen[0]["modules"]
+
+
+def test_the_standard_packages_from_a_folder_of_wheels(
+    building: ModuleType, environment: Environment, tmp_path: Path
+) -> None:
+    python = environment("ds-core[standard]", resolve=True)
+    assert "No broken requirements" in building.pip("check", python=python)
     empty, out = tmp_path / "empty", tmp_path / "out"
     empty.mkdir()
     out.mkdir()
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
-    shutil.copy(Path(__file__).with_name("train.py"), script)
-
-    dscore = place / "venv" / "bin" / "dscore"
-    environment = building.clean_environment(
-        HOME=str(empty), DS_CORE_CACHE=str(cache_folder().parent)
-    )  # kernels built already serve
-    names = sorted(p.name for p in packages(building))
-    command = [str(dscore), "run", "--nproc", "2", str(script), str(out), *names]
-    building.run(command, cwd=empty, env=environment, timeout=300)
+    shutil.copy(HERE / "train.py", script)
+    command = [str(python.with_name("dscore")), "run", "--nproc", "2", str(script), str(out)]
+    building.run(command, cwd=empty, env=variables(building, empty), timeout=300)
 
     seen = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
-    home = str(place / "venv") + "/"
-    assert sorted(seen[0]["files"]) == names
+    home = str(python.parents[1]) + "/"
     assert [f for s in seen for f in s["files"].values() if not f.startswith(home)] == []
     assert [p for s in seen for p in s["path"] if p.startswith(str(building.ROOT)) and "site-packages" not in p] == []
     assert seen[0]["weights"] == seen[1]["weights"]
@@ -97,3 +191,41 @@ def test_training_from_wheels_on_two_processes(building: ModuleType, place: Path
     rows = (out / "csv" / "wheels" / "Train_Samples_train_loss.csv").read_text().splitlines()
     assert len(rows) == 1 + 24
     assert rows[-1].split(",")[0] == str(24 * 16)
+
+
+IMPORT_ALL = """
+import importlib, json, sys
+for name in json.loads(sys.argv[1]):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] not in json.loads(sys.argv[2]):
+            raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dist", sorted(FOLDERS))
+def test_each_distribution_alone(building: ModuleType, environment: Environment, dist: str, tmp_path: Path) -> None:
+    """Every module imports with what is declared; with pytest and the kits, the distribution's own kit tests pass."""
+    folder = FOLDERS[dist]
+    names = []
+    for package in packages(folder):
+        for file in package.rglob("*.py"):
+            parts = file.relative_to(package.parent).with_suffix("").parts
+            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    env = variables(building, tmp_path)
+    names = [n for n in names if not n.endswith("__main__")]
+    building.run(
+        [str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), json.dumps([*RUN_BY])], cwd=tmp_path, env=env
+    )
+
+    files = [f for f in (folder / "tests").glob("test_*.py") if dist != "ds-core"]
+    files = [f for f in files if "PluginConformance" in f.read_text()] or files[:1]
+    if not files:
+        return
+    python = environment(dist, "ds-testing", "pytest", "pytest-timeout")
+    for file in files:
+        shutil.copy(file, tmp_path)
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", str(tmp_path)]
+    building.run(command, cwd=tmp_path, env=env, timeout=300)

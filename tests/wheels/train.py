@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -42,7 +41,9 @@ def main() -> None:
             engine.step()
             losses.append(loss.item())
     seen = {
-        "files": {name: importlib.import_module(name).__file__ for name in sys.argv[2:]},
+        "files": {
+            name: module.__file__ for name, module in sys.modules.items() if name.startswith("ds_") and "." not in name
+        },
         "path": sys.path,
         "losses": losses,
         "lr": engine.get_lr(),
