@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ds_core.params import ParamInfo
     from ds_core.plugins import Plugins
     from ds_core.precision import Precision
+    from ds_core.running import RunningEngine
 
 __all__ = ["Context"]
 
@@ -48,6 +50,14 @@ class Context:
     trained: list[nn.Parameter] = field(default_factory=list)
     buffers: dict[str, ParamInfo] = field(default_factory=dict)
     stash: Stash = field(default_factory=Stash)
+    engine_ref: Callable[[], RunningEngine | None] = lambda: None
+
+    @property
+    def engine(self) -> RunningEngine:
+        """The engine, once it is built: for observers and other functions that are called while it trains."""
+        engine = self.engine_ref()
+        assert engine is not None, "the engine is not built yet, or gone"
+        return engine
 
     @property
     def rank(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ class Engine(ResumableEngine):
         self.partitioner, self.runner = partitioner, runner
         self.optimizer, self.lr_scheduler, self.scaler = optimizer, lr_scheduler, scaler
         self.training_dataloader, self._collate_fn = loader, collate_fn
-        self.config = ctx.config
+        self.config, ctx.engine_ref = ctx.config, weakref.ref(self)
         self.monitor = telemetry.monitor
         self.telemetry = telemetry
         self._methods = self._plugin_methods()
@@ -78,8 +79,8 @@ class Engine(ResumableEngine):
         self._optimizer_step = OptimizerStep(self)
         # What every forward and backward would otherwise ask again.
         as_it_is = ctx.precision.autocast is None and not ctx.precision.cast_inputs
-        self._plain_forward = as_it_is and not telemetry.follows("forward")
-        self._phase = telemetry.phase if telemetry.follows("backward", "backward_inner") else None
+        self._plain_forward = as_it_is and not telemetry.follows_phases
+        self._phase = telemetry.phase if telemetry.follows_phases else None
         self.serial = STATE.next_serial()
         STATE.engines.add(self)
         ENGINES.enter(self, self._hooks, ctx.mesh, ctx.accelerator.current_device())

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ds_accelerators",
-    "ds_backward_begin",
-    "ds_backward_end",
     "ds_charts",
     "ds_check",
     "ds_checkpoint_loaded",
@@ -65,8 +63,6 @@ __all__ = [
     "ds_eval_begin",
     "ds_eval_end",
     "ds_exception",
-    "ds_forward_begin",
-    "ds_forward_end",
     "ds_gradients",
     "ds_interceptors",
     "ds_kernels",
@@ -76,6 +72,8 @@ __all__ = [
     "ds_optimizers",
     "ds_param_axes",
     "ds_partitioner",
+    "ds_phase_begin",
+    "ds_phase_end",
     "ds_request",
     "ds_runner",
     "ds_schedulers",
@@ -267,26 +265,19 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request
 
 @hookspec
 @gives(nothing, observer=True)
-def ds_forward_begin(ctx: Context) -> None:
-    """Hook (observer): one micro-batch's forward begins; of a stage's part of it in a pipeline. Every rank."""
+def ds_phase_begin(ctx: Context, phase: str) -> None:
+    """Hook (observer): a phase begins. Every rank, once per micro-batch; in a pipeline per micro-batch and stage.
+
+    phase: ``"forward"``; ``"backward"``, and in it, where the engine runs it, ``"backward_inner"`` (autograd) and
+    ``"backward_allreduce"`` (waiting for reductions); ``"step"``, once per optimizer step. A plain ``loss.backward()``
+    is not seen. Phases nest properly. Work on the device may still be under way: measure after a synchronize.
+    """
 
 
 @hookspec
 @gives(nothing, observer=True)
-def ds_forward_end(ctx: Context) -> None:
-    """Hook (observer): the forward has ended, also by an exception. Work on the device may go on."""
-
-
-@hookspec
-@gives(nothing, observer=True)
-def ds_backward_begin(ctx: Context) -> None:
-    """Hook (observer): the backward of one micro-batch begins. Not called for a plain ``loss.backward()``."""
-
-
-@hookspec
-@gives(nothing, observer=True)
-def ds_backward_end(ctx: Context) -> None:
-    """Hook (observer): the backward has ended, also by an exception; at the boundary gradients are reduced."""
+def ds_phase_end(ctx: Context, phase: str) -> None:
+    """Hook (observer): the phase has ended, also by an exception."""
 
 
 @hookspec

@@ -16,7 +16,7 @@ from ds_core.discovery import OBSERVERS
 from ds_core.monitor import MONITOR, MonitorMaster
 from ds_core.requests import Request, agreed
 from ds_core.stash import StashKey
-from ds_core.timers import PHASES, PhaseTimers, Throughput
+from ds_core.timers import PhaseTimers, Throughput
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -33,8 +33,6 @@ BREAKDOWN_EVERY = 10
 """Steps between breakdowns when ``steps_per_print`` is not set."""
 LOOK_EVERY = 10
 """Steps between checks for parameters that were unfrozen: there can be thousands of frozen ones."""
-OBSERVED = {"forward": "ds_forward", "backward": "ds_backward"}
-"""Phases that have observers: ``<name>_begin`` and ``<name>_end``."""
 
 
 class Telemetry:
@@ -48,8 +46,7 @@ class Telemetry:
         self._timed, self._memory = core.wall_clock_breakdown, core.memory_breakdown
         measured = self._timed or self._memory
         self._timers = PhaseTimers(ctx.accelerator, breakdown=self._memory) if measured else None
-        observed = {phase for phase, name in OBSERVED.items() if self.observes(f"{name}_begin", f"{name}_end")}
-        self._phases = observed | set(PHASES if measured else ())
+        self.follows_phases = measured or self.observes("ds_phase_begin", "ds_phase_end")
         self._throughput = (
             Throughput(ctx.accelerator, core.timers.throughput.synchronized) if core.timers.throughput.enabled else None
         )
@@ -73,25 +70,18 @@ class Telemetry:
         rows = self._observers.get(hook, ())
         return [observer({"ctx": self.ctx, **arguments}) for observer in rows]
 
-    def follows(self, *phases: str) -> bool:
-        """Whether anybody times or observes any of the phases."""
-        return not self._phases.isdisjoint(phases)
-
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Wrap phase `name` of a step, one of `PHASES`: it is timed and observed where somebody asked for it."""
-        return self._followed(name) if name in self._phases else _NOTHING
+        """To run a phase of a step in; `ds_phase_begin` lists their names. It is timed and observed where asked for."""
+        return self._followed(name) if self.follows_phases else _NOTHING
 
     @contextlib.contextmanager
     def _followed(self, name: str) -> Iterator[None]:
-        hook = OBSERVED.get(name)
-        if hook is not None:
-            self.notify(f"{hook}_begin")
+        self.notify("ds_phase_begin", phase=name)
         try:
             with _NOTHING if self._timers is None else self._timers.phase(name):
                 yield
         finally:
-            if hook is not None:
-                self.notify(f"{hook}_end")
+            self.notify("ds_phase_end", phase=name)
 
     # -- steps -----------------------------------------------------------------------------------------------
 

@@ -54,14 +54,12 @@ def one_step(engine: Any) -> None:
 
 
 OBSERVERS = {
-    "ds_forward_begin": "",
-    "ds_forward_end": "",
-    "ds_backward_begin": "",
-    "ds_backward_end": "",
-    "ds_eval_begin": "",
-    "ds_eval_end": "metrics",
+    "ds_phase_begin": "phase",
+    "ds_phase_end": "phase",
     "ds_step_begin": "step",
     "ds_step_end": "step",
+    "ds_eval_begin": "",
+    "ds_eval_end": "metrics",
     "ds_checkpoint_saved": "tag",
     "ds_checkpoint_loaded": "path",
     "ds_exception": "error",
@@ -78,10 +76,17 @@ def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -
     engine.load_checkpoint(str(tmp_path / "saved"))
     loss = engine.eval_batch(iter([torch.ones(2, 2)]))
     engine.destroy()
-    assert [name for name, _ in seen] == [
-        *("forward_begin", "forward_end", "backward_begin", "backward_end", "step_begin", "step_end"),
-        *("checkpoint_saved", "checkpoint_loaded", "eval_begin", "forward_begin", "forward_end", "eval_end", "close"),
-    ]
+    forward, step = (
+        [("phase_begin", "forward"), ("phase_end", "forward")],
+        [("phase_begin", "step"), ("phase_end", "step")],
+    )
+    inner, reduction = "backward_inner", "backward_allreduce"
+    backward = [("phase_begin", "backward"), ("phase_begin", inner), ("phase_end", inner)]
+    backward += [("phase_begin", reduction), ("phase_end", reduction), ("phase_end", "backward")]
+    trained = [*forward, *backward, ("step_begin", 0), *step, ("step_end", 0)]
+    assert seen[: len(trained)] == trained
+    rest = ["checkpoint_saved", "checkpoint_loaded", "eval_begin", "phase_begin", "phase_end", "eval_end", "close"]
+    assert [name for name, _ in seen[len(trained) :]] == rest
     told = dict(seen)
     assert told["checkpoint_saved"] == "global_step1"
     assert told["checkpoint_loaded"].endswith("global_step1")
