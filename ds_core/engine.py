@@ -73,7 +73,7 @@ class Engine(ResumableEngine):
         self.telemetry = telemetry
         self._methods = self._plugin_methods()
         self._batches = Batches(loader)
-        self._hooks = GradientHooks(ctx, partitioner)
+        self._hooks = GradientHooks(self)
         self._window = self._hooks.window
         self._accumulation = Accumulation(ctx, partitioner, self._hooks, self._batches)
         self._optimizer_step = OptimizerStep(self)
@@ -81,9 +81,8 @@ class Engine(ResumableEngine):
         as_it_is = ctx.precision.autocast is None and not ctx.precision.cast_inputs
         self._plain_forward = as_it_is and not telemetry.follows_phases
         self._phase = telemetry.phase if telemetry.follows_phases else None
-        self.serial = STATE.next_serial()
         STATE.engines.add(self)
-        ENGINES.enter(self, self._hooks, ctx.mesh, ctx.accelerator.current_device())
+        self.serial = ENGINES.enter(self._hooks, ctx.mesh, ctx.accelerator.current_device())
         watch_zero_grad(self.optimizer, self.module)
 
     def __getattr__(self, name: str) -> Any:

@@ -8,6 +8,7 @@ that both contributed to. So a partitioner need not know which one runs. No hook
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,7 @@ from ds_core.multi_engine import ENGINES
 from ds_core.window import Origin, Window
 
 if TYPE_CHECKING:
-    from ds_core.context import Context
-    from ds_core.partition import Partitioner
+    from ds_core.running import RunningEngine
 
 __all__ = ["GradientHooks"]
 
@@ -29,18 +29,20 @@ Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 class GradientHooks:
     """The gradients of one engine. A partitioner has it as `Partitioner.gradient_hooks`.
 
+    engine: a weak reference, since hooks on a model may outlive a forgotten engine.
     window: where the gradients since the last update came from. origin: whose backward gives gradients now.
     """
 
-    def __init__(self, ctx: Context, partitioner: Partitioner) -> None:
-        self._ctx, self.partitioner = ctx, partitioner
-        self.window = Window(ctx.batch.gas)
+    def __init__(self, engine: RunningEngine) -> None:
+        self._ctx, self.module, self.partitioner = engine.ctx, engine.module, engine.partitioner
+        self.engine = weakref.ref(engine)
+        self.window = Window(engine.ctx.batch.gas)
         self.origin = Origin.NONE
         self._entered = False  # in a backward that the engine did not start, and after which `leave` will be called
         self._handles: list[Any] = []
         self._trainable: list[bool] = []
         self._changed = True
-        partitioner.gradient_hooks = self
+        engine.partitioner.gradient_hooks = self
 
     def install(self) -> None:
         """Install the hooks that are needed now; called again when accumulation steps or live engines changed."""
@@ -121,9 +123,10 @@ class GradientHooks:
         """Tell the partitioner that a backward begins."""
         if self._handles and self._trainable != [p.requires_grad for p in self._ctx.trained]:
             self.install()
-        changed, self._changed = self._changed, False
-        self.partitioner.may_wait = self.origin is Origin.ENGINE or not ENGINES.agree
-        self.partitioner.begin(changed)
+        if ENGINES.group is not None:
+            self.partitioner.may_wait = self.origin is Origin.ENGINE
+        self.partitioner.begin(self._changed)
+        self._changed = False
 
     def leave(self) -> None:
         """The backward that was entered is over."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.kernels import UsesKernels
-from ds_core.param_shard import ParamShard
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ds_core.gradients import GradientShard
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
+    from ds_core.param_shard import ParamShard
     from ds_core.slices import Box
 
 __all__ = [

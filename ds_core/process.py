@@ -18,16 +18,10 @@ __all__ = ["STATE", "ProcessState", "reset", "show_log", "tell_once"]
 
 @dataclass
 class ProcessState:
-    """engines: those alive. made: how many there were. told: messages that are logged only once."""
+    """engines: those alive. told: messages that are logged only once."""
 
     engines: weakref.WeakSet[RunningEngine] = field(default_factory=weakref.WeakSet)
-    made: int = 0
     told: set[str] = field(default_factory=set)
-
-    def next_serial(self) -> int:
-        """The number of a new engine, by which all ranks walk through engines in one order."""
-        self.made += 1
-        return self.made
 
 
 STATE = ProcessState()

@@ -46,6 +46,9 @@ class Origin(enum.IntEnum):
     JOINT = 4
 
 
+ENGINE, PLAIN, JOINT = int(Origin.ENGINE), int(Origin.PLAIN), int(Origin.JOINT)  # a member's ``|`` costs 0.1 us
+
+
 class Window:
     """One engine's accumulation window; `restart` makes it the next one.
 
@@ -81,13 +84,13 @@ class Window:
     @property
     def divisor(self) -> int:
         """What the step still divides gradients by; 1 where losses were divided before backward."""
-        return 1 if self.seen & (Origin.ENGINE | Origin.JOINT) else self.gas
+        return 1 if self.seen & ENGINE or self.seen & JOINT else self.gas
 
     def add(self, origin: Origin, factor: float = 1.0) -> None:
         """A backward gives gradients. factor: what another engine multiplied a joint loss by."""
-        if origin is Origin.ENGINE and self.seen & Origin.PLAIN and self.gas > 1:
-            raise UsageError(MIXED if self.micro & Origin.PLAIN else BEGAN_PLAIN)
-        if origin is Origin.JOINT and factor != self._joint_factor:
+        if self.seen & PLAIN and origin == ENGINE and self.gas > 1:
+            raise UsageError(MIXED if self.micro & PLAIN else BEGAN_PLAIN)
+        if origin == JOINT and factor != self._joint_factor:
             self._joint_factor = factor if self._joint_factor is None else math.nan
         self.seen |= origin
         self.micro |= origin
@@ -95,15 +98,15 @@ class Window:
 
     def add_batch(self) -> None:
         """A runner has run the whole window, with losses divided before backward."""
-        self.seen, self.micro, self.backwards = Origin.ENGINE, 0, self.gas
+        self.seen, self.micro, self.backwards = ENGINE, 0, self.gas
 
     def check(self, factor: float, *, scales: bool) -> None:
         """``engine.step`` was called: raise UsageError for gradients that cannot be right.
 
         factor: what this engine multiplies losses by. scales: whether it has a loss scaler.
         """
-        several, driven, joint = self.gas > 1, self.micro & Origin.ENGINE, self.seen & Origin.JOINT
-        if several and self.seen & Origin.PLAIN and (driven or joint):
+        several, driven, joint = self.gas > 1, self.micro & ENGINE, self.seen & JOINT
+        if several and self.seen & PLAIN and (driven or joint):
             raise UsageError(MIXED)
         if joint and self._joint_factor != factor:
             raise UsageError(
@@ -112,12 +115,12 @@ class Window:
                 "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
                 "and bf16 or fp32, or the same fp16.loss_scale"
             )
-        if scales and not self.scaled and (self.seen & Origin.PLAIN or not (driven or joint)):
+        if scales and not self.scaled and (self.seen & PLAIN or not (driven or joint)):
             raise UsageError(UNSCALED)
-        if several and not driven and not joint and self.seen & Origin.ENGINE:
+        if several and not driven and not joint and self.seen & ENGINE:
             raise UsageError(NO_BACKWARD)
         if not driven and not joint:  # without hooks a plain backward is not seen, and there may have been none
-            self.seen |= Origin.PLAIN
+            self.seen |= PLAIN
 
     def next_micro(self) -> None:
         """A micro-batch has ended that was not the last."""

@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ds_access.replicated_shard import ReplicatedShard
 from ds_access.unshard import WHEN, agree_kind, flags, no_state, owner, put_together, states_of, whole_grads
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import STATE
+from ds_core.replicated import Replicated
 
 if TYPE_CHECKING:
     from ds_core.param_shard import ParamShard, Ranges
@@ -288,9 +290,17 @@ def _find(param: Tensor) -> _Found | None:
     if not isinstance(param, nn.Parameter):
         raise UsageError(f"expected a parameter of the model, got {type(param).__name__}")
     for engine in sorted(STATE.engines, key=lambda e: -e.serial):
-        if engine.optimizer is not None and (held := engine.partitioner.locate(param)) is not None:
+        if engine.optimizer is not None and (held := locate(engine, param)) is not None:
             return held, engine
     return None
+
+
+def locate(engine: RunningEngine, param: nn.Parameter) -> ParamShard | None:
+    """What this rank holds of `param` under `engine`; None when no optimizer updates it here."""
+    partitioner = engine.partitioner
+    if isinstance(partitioner, Replicated) and (slot := partitioner.slots.get(param)) is not None:
+        return ReplicatedShard(partitioner, slot)
+    return partitioner.locate(param)
 
 
 def _found(param: Tensor, who: str) -> _Found:

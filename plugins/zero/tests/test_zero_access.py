@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_access.states import locate
 from ds_testing import run_ranks
 from ds_testing.models import Case, build_model, make_optimizer, micro_batch, param_groups
 from torch import Tensor, nn
@@ -679,7 +680,7 @@ def whole_tensors(stage: int) -> dict[str, float]:
                 mine = access.safe_get_local_fp32_param(p)
                 assert mine is not None
                 assert mine.numel() in (0, value.numel())
-                held = engine.partitioner.locate(p)
+                held = locate(engine, p)
                 if held.local and held.ranges == held.updated_ranges:  # its owner has the weight whole, too
                     continue
                 with pytest.raises(RuntimeError, match=r"whole on (one|every) rank"):
