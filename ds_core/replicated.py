@@ -235,10 +235,11 @@ class Replicated(Partitioner):
 
     def gradient_shards(self) -> Iterable[GradientShard]:
         """See `Partitioner.gradient_shards`: every gradient is unsharded."""
-        for slot, grad in zip(self._slots, self.given, strict=True):
+        for (param, slot), grad in zip(self.slots.items(), self.given, strict=True):
             if grad is not None:
-                shape, counted = tuple(slot.param.shape), self.ctx.params[slot.param].counted
-                yield GradientShard(slot.name, grad, shape, 0, grad.numel(), slot.held, slot.held, counted)
+                info = slot.info
+                shape, held = tuple(param.shape), info.held
+                yield GradientShard(info.name, grad, shape, 0, grad.numel(), held, held, info.counted)
 
     def weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
         """The gradient times `weight`: a new tensor where 16 bits would round the product."""
