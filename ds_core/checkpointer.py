@@ -30,12 +30,12 @@ Folder = str | os.PathLike[str]
 class SaveOptions:
     """The arguments of ``engine.save_checkpoint`` beside the folder.
 
-    tag: name of the checkpoint; None: ``global_step{N}``. client_state: the user's values, rank 0's are kept.
+    tag: name of the checkpoint. client_state: the user's values, rank 0's are kept.
     save_latest: a load without a tag finds this checkpoint. exclude_frozen_parameters: leave out weights that do not
     require gradients.
     """
 
-    tag: str | None = None
+    tag: str
     client_state: Mapping[str, Any] | None = None
     save_latest: bool = True
     exclude_frozen_parameters: bool = False
@@ -86,9 +86,9 @@ class Checkpointer(ABC):
         (None, None) where none was saved and no tag is given; (None, {}) with ``missing_ok``.
         """
 
-    @abstractmethod
     def export(self, run: RunState, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
         """Write the unsharded 16-bit weights to one file ``folder/filename``; whether it did."""
+        raise UsageError(f"{type(self).__name__} does not write a 16-bit model; use another checkpointer for it")
 
     def wait(self) -> None:  # noqa: B027
         """Return when the save under way is durable; raises what went wrong with it."""

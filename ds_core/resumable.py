@@ -35,10 +35,11 @@ class ResumableEngine(RunningEngine):
         require gradients. UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
         """
         self._announce_saved()
-        options, checkpointer = SaveOptions(tag, client_state, save_latest, exclude_frozen_parameters), self._find()
+        name = f"global_step{self.global_steps}" if tag is None else tag
+        options, checkpointer = SaveOptions(name, client_state, save_latest, exclude_frozen_parameters), self._find()
         checkpointer.save(RunState(self), save_dir, options)
         if self.telemetry.observes("ds_checkpoint_saved"):
-            self._unannounced = str(save_dir), tag or f"global_step{self.global_steps}"
+            self._unannounced = str(save_dir), name
             if not checkpointer.saving:
                 self._announce_saved()
         return True
@@ -105,6 +106,8 @@ class ResumableEngine(RunningEngine):
 
     def close_checkpointer(self) -> None:
         """Wait for a save under way, and release what it holds."""
-        self._announce_saved()
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        try:
+            self._announce_saved()
+        finally:
+            if self._checkpointer is not None:
+                self._checkpointer.close()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ds_core.partition import StateSource, StateTensor
     from ds_core.running import RunningEngine
 
-__all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers"]
+__all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers", "some"]
 
 log = logging.getLogger("ds_core.checkpoint")
 
@@ -48,8 +48,8 @@ class SavedRun:
     """A checkpoint, as `RunState.restore` takes it.
 
     states: the tensors. common, local: what the methods of `RunState` gave; local is another rank's where `own` is
-    False (there were fewer ranks). world_size: when it was saved. has_optimizer: whether optimizer states were saved.
-    partial: weights were left out on purpose. shared: further name -> name of module tensors that share memory.
+    False (there were fewer ranks). world_size: when it was saved. partial: weights were left out on purpose.
+    shared: further name -> name of module tensors that share memory.
     """
 
     states: StateSource
@@ -57,7 +57,6 @@ class SavedRun:
     local: Mapping[str, Any]
     own: bool
     world_size: int
-    has_optimizer: bool
     partial: bool = False
     shared: Mapping[str, str] = field(default_factory=dict)
 
@@ -104,11 +103,6 @@ class RunState:
         """All pieces that this rank holds, of the weights and buffers and of the states of `optimizer`."""
         states = self._engine.partitioner.states(optimizer)
         return unslice(states, self.ctx.stash.get(SLICES), self.ctx.mesh)
-
-    def expected(self, *, optimizer: bool) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, on this rank, of the states that `restore` reads; those of the optimizer too if asked for."""
-        states = self._engine.partitioner.states(self.optimizer if optimizer else None)
-        return {state.name: tuple(state.shape) for state in states}
 
     def frozen_states(self) -> list[str]:
         """The names that ``exclude_frozen_parameters`` leaves out."""
@@ -163,13 +157,33 @@ class RunState:
 
     # -- loading -----------------------------------------------------------------------------------------------
 
+    def check(self, states: StateSource, options: LoadOptions, *, excluded: Sequence[str] = ()) -> list[str]:
+        """Raise CheckpointError where a weight is missing or a state has another shape than on this rank.
+
+        excluded: states that were left out on purpose. Returns the weights that this rank has no place for.
+        """
+        optimizer = self.optimizer if options.optimizer and not options.module_only else None
+        mine = {state.name: tuple(state.shape) for state in self._engine.partitioner.states(optimizer)}
+        if options.custom is not None:
+            return []
+        saved = set(states.names())
+        missing = sorted(n for n in mine if n.startswith("module/") and n not in saved | set(excluded))
+        if missing and options.strict:
+            raise CheckpointError(
+                f"it has no {some(missing)}; load the model that was saved, or with load_module_strict=False"
+            )
+        shapes = {n: states.shape(n) for n in sorted(saved & set(mine))}
+        if wrong := [f"{n} has shape {s} there and {mine[n]} here" for n, s in shapes.items() if s != mine[n]]:
+            raise CheckpointError(f"{'; '.join(wrong[:5])}; load into the model that was saved")
+        return sorted(n for n in saved if n.startswith("module/") and n not in mine)
+
     def restore(self, saved: SavedRun, options: LoadOptions) -> None:
         """Make this run what `saved` is, but for what `options` leaves as it is.
 
         Whoever calls it has checked everything that can be: an error may leave the run half loaded. Random states come
         last, so that nothing done here draws from them.
         """
-        takes = options.optimizer and not options.module_only and saved.has_optimizer
+        takes = options.optimizer and not options.module_only and saved.common["optimizer_groups"]
         optimizer = self.optimizer if takes else None
         if options.custom is not None:
             options.custom(_module_tensors(saved), self.module)
@@ -227,6 +241,12 @@ class RunState:
         for name, state in saved.local["module_extra"].items():
             if name in modules:
                 modules[name].set_extra_state(state)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names of module states, for an error message."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(n.removeprefix("module/") for n in names[:5]) + more
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from ds_checkpoint.source import SavedStates
 from ds_checkpoint.values import decode
 from ds_core.checkpointer import Folder, LoadOptions
 from ds_core.errors import CheckpointError
-from ds_core.runstate import RunState, SavedRun, persistent_buffers
+from ds_core.runstate import RunState, SavedRun, persistent_buffers, some
 from ds_core.slices import SLICES
 
 __all__ = ["load"]
@@ -120,7 +120,10 @@ def _check(run: RunState, options: LoadOptions, verify: bool, path: Path) -> _Pl
             source.check_files()
         if verify:
             source.verify(run.rank, run.ctx.world_size)
-        unexpected = _check_states(run, source, options)
+        try:
+            unexpected = run.check(source, options, excluded=manifest.excluded)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         own = run.rank < manifest.world_size
         local = _local(source, run.rank if own else 0)
 
@@ -138,7 +141,6 @@ def _check(run: RunState, options: LoadOptions, verify: bool, path: Path) -> _Pl
             local=local,
             own=own,
             world_size=manifest.world_size,
-            has_optimizer=manifest.optimizer is not None,
             partial=bool(manifest.excluded),
             shared=manifest.shared,
         )
@@ -148,42 +150,16 @@ def _check(run: RunState, options: LoadOptions, verify: bool, path: Path) -> _Pl
         raise
 
 
-def _check_states(run: RunState, source: SavedStates, options: LoadOptions) -> list[str]:
-    """Compare names and shapes with the module's (and optimizer's); returns the weights that this rank cannot place."""
-    saved = set(source.names())
-    mine = run.expected(optimizer=options.optimizer and not options.module_only)
-    if options.custom is not None:
-        return []
-    missing = sorted(n for n in mine if n.startswith("module/") and n not in saved | set(source.manifest.excluded))
-    if missing and options.strict:
-        raise CheckpointError(
-            f"{source.path} has no {_some(missing)}; load the model that was saved, or with load_module_strict=False"
-        )
-    wrong = [
-        f"{n} has shape {source.shape(n)} there and {shape} here"
-        for n, shape in sorted(mine.items())
-        if n in saved and source.shape(n) != tuple(shape)
-    ]
-    if wrong:
-        raise CheckpointError(f"{source.path}: {'; '.join(wrong[:5])}; load into the model that was saved")
-    return sorted(n for n in saved if n.startswith("module/") and n not in mine)
-
-
 def _refuse_unexpected(action: str, options: LoadOptions, reports: list[list[str]]) -> None:
     """A weight that no rank can place is an error when strict."""
     unexpected = sorted(set.intersection(*(set(names) for names in reports)))
     if unexpected and options.strict:
         raise CheckpointError(
-            f"{action}: the model has no {_some(unexpected)}; load into the model that was saved, or with "
+            f"{action}: the model has no {some(unexpected)}; load into the model that was saved, or with "
             "load_module_strict=False"
         )
     if unexpected:
-        log.info("not in the model, so left alone: %s", _some(unexpected))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(n.removeprefix("module/") for n in names[:5]) + more
+        log.info("not in the model, so left alone: %s", some(unexpected))
 
 
 def _check_optimizer(

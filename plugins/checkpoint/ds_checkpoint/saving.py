@@ -108,7 +108,7 @@ def _prepare(run: RunState, folder: Folder, options: SaveOptions) -> Prepared:
     values = run.local()
     buffers = values.pop("buffers")
     return Prepared(
-        tag=check_tag(options.tag if options.tag is not None else f"global_step{run.step}"),
+        tag=check_tag(options.tag),
         rank=ctx.rank,
         pieces=pieces,
         coord=dict(ctx.mesh.coord),

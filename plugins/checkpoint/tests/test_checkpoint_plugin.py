@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
-from ds_testing import PluginConformance
+from ds_testing import CheckpointerConformance, PluginConformance
 
 from ds_core.compose import compose
 
@@ -24,6 +24,10 @@ class TestDeclaration(PluginConformance):
         {"parallel_write": True},
         3,
     )
+
+
+class TestCheckpointer(CheckpointerConformance):
+    variants: ClassVar[Any] = {"fp16": {"fp16": {"enabled": True}}, "async": {"checkpoint": {"async": True}}}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_testing.accelerator import AcceleratorConformance
+    from ds_testing.checkpointer import CheckpointerConformance
     from ds_testing.formats import ConfigFormatConformance
     from ds_testing.gradients import GradientsConformance
     from ds_testing.interceptor import InterceptorConformance
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceleratorConformance",
+    "CheckpointerConformance",
     "ConfigFormatConformance",
     "GradientsConformance",
     "InterceptorConformance",
@@ -41,6 +43,7 @@ __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
         "accelerator": "AcceleratorConformance",
+        "checkpointer": "CheckpointerConformance",
         "formats": "ConfigFormatConformance",
         "gradients": "GradientsConformance",
         "interceptor": "InterceptorConformance",
