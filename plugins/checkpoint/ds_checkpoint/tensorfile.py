@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ds_checkpoint.boxes import Move
 from ds_checkpoint.format import DAMAGED, Mark
-from ds_checkpoint.boxes import Move
 from ds_checkpoint.opening import open_plain, parse_json
 from ds_core.errors import CheckpointError
 

@@ -6,20 +6,12 @@ import math
 from pathlib import Path
 
 import torch
-<<<<<<<< HEAD:plugins/checkpoint/tests/test_boxes.py
 from ds_checkpoint.boxes import form_grid, moves
-========
-from ds_checkpoint.boxes import form_grid, moves
->>>>>>>> 7a4b366 (CheckpointerConformance; a checkpointer on torch's DCP as a third party; RunState.check):plugins/checkpoint/tests/test_moves.py
 from ds_checkpoint.tensorfile import TensorFile, carry, write_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-<<<<<<<< HEAD:plugins/checkpoint/tests/test_boxes.py
 from ds_core.slices import Box
-========
-from ds_core.boxes import Box
->>>>>>>> 7a4b366 (CheckpointerConformance; a checkpointer on torch's DCP as a third party; RunState.check):plugins/checkpoint/tests/test_moves.py
 
 
 @st.composite
