@@ -33,11 +33,11 @@ def ds_kernels() -> Iterable[KernelEntry]:
         yield KernelEntry(
             op,
             "cpp",
-            f"ds_moe.compiled_ffn:{function}",
+            f"ds_moe.compiled:{function}",
             10,
             devices=("cpu",),
             dtypes=() if function == "plan" else ("float32",),  # its tensors are of numbers
-            available="ds_moe.compiled_ffn:available",
+            available="ds_moe.compiled:available",
             build="ds_moe.extension:EXTENSION",
             check=f"ds_moe.checks:{op}",
         )

@@ -1,4 +1,4 @@
-"""What all stages share: taking over a module, the optimizer's pieces, the step, and the contract with the engine."""
+"""What all stages share: set-up of a module, the optimizer's pieces, the step, and the contract with the engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from ds_core.params import GradGroup
 from ds_core.partition import StateSource, StateTensor, broadcast_from_first
 from ds_core.stepping import Stepper
 from ds_zero import states
-from ds_zero.flat import FlatBucket, Piece, needs_whole
+from ds_zero.flat import FlatBucket, needs_full_tensors
 from ds_zero.grads import Reducer
 from ds_zero.local_grads import LocalGradients, serves
 from ds_zero.module_hooks import hooks_removed, install_hooks, remove_hooks
-from ds_zero.owned_tensors import regroup
+from ds_zero.owned_tensors import assign_owners
 from ds_zero.piece_shard import LocalPieceShard, PieceShard
-from ds_zero.placement import Offload, tiled_step
+from ds_zero.placement import OffloadStores
+from ds_zero.records import Piece
 from ds_zero.sharded_param import prepare_module, unshard_module
-from ds_zero.state_offload import BACKWARD, FORWARD, Moved
+from ds_zero.state_offload import BACKWARD, FORWARD, OffloadedStates
+from ds_zero.tiled_step import tiled_step
 from ds_zero.weights import WeightOwner
 
 if TYPE_CHECKING:
@@ -43,16 +45,16 @@ ParamGroups = list[dict[str, Any]]
 
 
 class ZeroPartitioner(WeightOwner):
-    """Flat buckets over each parameter's replicas; the stages differ in what of a bucket stays whole."""
+    """Flat buckets over each parameter's replicas. The stages differ in what of a bucket is sharded."""
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         self.ctx, self.section = ctx, section
         self.partitions_gradients = section.stage > 1
-        self.offload: Offload
+        self.offload: OffloadStores
         self.buckets: list[FlatBucket] = []
         self.pieces: dict[nn.Parameter, Piece] = {}
-        self.moved = Moved(ctx.accelerator)
-        self._holdings: dict[nn.Parameter, PieceShard] = {}
+        self.offloaded = OffloadedStates(ctx.accelerator)
+        self._shards: dict[nn.Parameter, PieceShard] = {}
         self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
         self.unit_of: dict[nn.Parameter, BucketUnit] = {}
         self.param_index: dict[nn.Parameter, int] = {}
@@ -67,7 +69,7 @@ class ZeroPartitioner(WeightOwner):
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """See `Partitioner.attach`."""
         _check_grain(self.ctx)
-        self.offload = Offload(self.ctx, self.section, whole=needs_whole(self.ctx))
+        self.offload = OffloadStores(self.ctx, self.section, full_tensors=needs_full_tensors(self.ctx))
         self._module = module
         mine = [p for group in groups for p in group["params"]]
         for param in mine:
@@ -79,9 +81,9 @@ class ZeroPartitioner(WeightOwner):
                 )
         prepare_module(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
-        if needs_whole(self.ctx):
+        if needs_full_tensors(self.ctx):
             trained = set(mine)
-            regroup(self.ctx, [b for b in self.buckets if b.params[0] in trained])
+            assign_owners(self.ctx, [b for b in self.buckets if b.params[0] in trained])
         self.pieces = {p.param: p for b in self.buckets for p in b.optimized}
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
         self.param_index = {p: i for i, p in enumerate(self.ctx.params)}
@@ -111,7 +113,7 @@ class ZeroPartitioner(WeightOwner):
     @contextlib.contextmanager
     def module_hooks_removed(self) -> Iterator[None]:
         """Inside, the module has no hooks of this partitioner, so that it can be copied."""
-        self.moved.refuse("copying the module", FORWARD)
+        self.offloaded.require("copying the module", FORWARD)
         self._unfollow()
         try:
             with hooks_removed(self.module):
@@ -120,17 +122,17 @@ class ZeroPartitioner(WeightOwner):
             self._follow_loads(self.module)
 
     def _follow(self, module: nn.Module, keys: Any) -> None:
-        """Weights were loaded into `module`; the next step would publish the old ones otherwise."""
+        """After weights were loaded into `module`: update their masters, which the next step publishes."""
         for param in module._parameters.values():
             if param is not None and (bucket := self.bucket_of.get(param)) is not None:
-                bucket.follow(param)
+                bucket.refresh_master(param)
 
     def release_idle(self) -> None:
         """Release weights that were prefetched or kept for reuse."""
 
     @abstractmethod
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
-        """The buckets of `params` (of the optimizer), and of any other that is partitioned."""
+        """The buckets of `params` (of the optimizer), and of any others that are sharded."""
 
     def _make_reducer(self) -> GradientSource:
         return self._reducer_of([b for b in self.buckets if b.trains], lambda b: b.group)
@@ -145,7 +147,7 @@ class ZeroPartitioner(WeightOwner):
         return LocalGradients(self, buckets) if serves(self, buckets) else Reducer(self, buckets, groups, order)
 
     def _broadcast_rest(self, module: nn.Module) -> None:
-        """Give every rank the parameters that are in no bucket, and the buffers, of the first of its replicas."""
+        """Broadcast parameters that are in no bucket, and buffers, from the first of their replicas."""
         mesh = self.ctx.mesh
         tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters() if p not in self.pieces]
         tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
@@ -153,7 +155,7 @@ class ZeroPartitioner(WeightOwner):
 
     @property
     def module(self) -> nn.Module:
-        """What was attached."""
+        """The attached module."""
         assert self._module is not None
         return self._module
 
@@ -167,7 +169,7 @@ class ZeroPartitioner(WeightOwner):
 
     def begin(self, changed: bool) -> None:
         """See `Partitioner.begin`."""
-        self.moved.refuse("backward", BACKWARD)
+        self.offloaded.require("backward", BACKWARD)
         self.reducer.begin(changed)
 
     def on_gradient(self, param: nn.Parameter) -> None:
@@ -180,12 +182,12 @@ class ZeroPartitioner(WeightOwner):
 
     def finish(self) -> None:
         """See `Partitioner.finish`."""
-        self.moved.refuse("reducing gradients", BACKWARD)
+        self.offloaded.require("reducing gradients", BACKWARD)
         self.reducer.finish()
 
     def gradients(self) -> Sequence[GradGroup]:
         """See `Partitioner.gradients`."""
-        self.moved.refuse("step")
+        self.offloaded.require("step")
         return self.reducer.gradients()
 
     def gradient_shards(self) -> Iterator[GradientShard]:
@@ -213,10 +215,10 @@ class ZeroPartitioner(WeightOwner):
 
     @property
     def stepper(self) -> Stepper:
-        """Over what this rank updates of the buckets that the reducer has, in their order."""
+        """The stepper of this rank's masters, in the order of the reducer's buckets."""
         if self._stepper is None:
             buckets = self.reducer.buckets
-            copies = [copy for b in buckets for copy in b.copies()]
+            copies = [copy for b in buckets for copy in b.weight_targets()]
             masters = [p.master for b in buckets for p in b.optimized]
             self._stepper = Stepper(masters, copies, every=not any(b.evictable for b in buckets))
         return self._stepper
@@ -225,19 +227,19 @@ class ZeroPartitioner(WeightOwner):
         """See `Partitioner.axes`."""
         return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
 
-    def _send(self, buckets: Iterable[FlatBucket]) -> None:
-        """Have parts hold what the step has made; of masters that are away they do since they were updated."""
-        self.offload.settle()
+    def _update_shards(self, buckets: Iterable[FlatBucket]) -> None:
+        """Write what the step has made into the shards; evictable masters' are written in the step."""
+        self.offload.synchronize()
         for bucket in buckets:
             if not bucket.evictable:
-                bucket.send()
-        self.offload.settle()
+                bucket.update_shard()
+        self.offload.synchronize()
 
-    def _spread(self, buckets: Iterable[FlatBucket]) -> None:
-        """Give every rank the weights that their owners have just written."""
+    def _gather_weights(self, buckets: Iterable[FlatBucket]) -> None:
+        """Gather the weights that their owners have just written."""
         works = []
         for bucket in buckets:
-            works += bucket.spread(bucket.group, gather=self.section.allgather_partitions)
+            works += bucket.start_gather(bucket.group, gather=self.section.allgather_partitions)
         for work in works:
             work.wait()
 
@@ -259,30 +261,30 @@ class ZeroPartitioner(WeightOwner):
 
     def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `Partitioner.adopt`."""
-        return states.adopt(self.pieces[param], state, whole=needs_whole(self.ctx))
+        return states.adopt(self.pieces[param], state, whole=needs_full_tensors(self.ctx))
 
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
-        """See `Partitioner.states`; weights that are whole are stored by the first rank, pieces by their owners."""
+        """See `Partitioner.states`. Replicated weights are stored by the first rank, pieces by their owners."""
         assert self._module is not None
-        self.moved.refuse("saving states")
+        self.offloaded.require("saving states")
         return states.states(self.ctx, self._module, self.buckets, optimizer)
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `Partitioner.load_states`."""
         assert self._module is not None
-        self.moved.refuse("loading states")
+        self.offloaded.require("loading states")
         from_fp32 = self.section.load_from_fp32_weights
-        self.offload.settle()
+        self.offload.synchronize()
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
 
     # -- access ----------------------------------------------------------------------------------------------
 
     def locate(self, param: nn.Parameter) -> ParamShard | None:
         """See `Partitioner.locate`."""
-        if not self._holdings:
+        if not self._shards:
             shard = LocalPieceShard if self.reducer.local else PieceShard
-            self._holdings = {p.param: shard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)}
-        return self._holdings.get(param)
+            self._shards = {p.param: shard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)}
+        return self._shards.get(param)
 
     def _updates(self, bucket: FlatBucket) -> bool:
         """Whether the optimizer updates the parameters of `bucket`."""
@@ -294,7 +296,7 @@ class ZeroPartitioner(WeightOwner):
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""
-        self.moved.bring_back(non_blocking=False)
+        self.offloaded.reload(non_blocking=False)
         if self._reducer is not None:
             self._reducer.detach()
         for part in self._module.modules() if self._module is not None else ():
@@ -303,12 +305,12 @@ class ZeroPartitioner(WeightOwner):
 
 
 def _check_grain(ctx: Context) -> None:
-    """An optimizer that nobody knows is served whole tensors, but not without being asked for."""
+    """Raise UsageError for an optimizer of unknown arithmetic, unless the config allows it."""
     if ctx.grain is None and not ctx.config.core.zero_allow_untested_optimizer:
         raise UsageError(
-            "zero_optimization: nobody has declared what this optimizer's arithmetic looks at. Set "
-            '"zero_allow_untested_optimizer": true, and each parameter is updated whole by one rank, which is right '
-            "for any optimizer that looks at one parameter at a time. Or use one that is known, by its name in the "
+            "zero_optimization: it is not known which elements this optimizer's arithmetic combines. Set "
+            '"zero_allow_untested_optimizer": true, and one rank updates each parameter as a full tensor, which suits '
+            "any optimizer that looks at one parameter at a time. Or use one that is known, by its name in the "
             "config or as an object of torch's class: Adam, AdamW, SGD and other element-wise ones can be cheaper, "
-            "since every rank updates an equal part of each parameter"
+            "since every rank updates an equal shard of each parameter"
         )

@@ -1,14 +1,13 @@
-"""Flat buckets: parameters in one buffer, of which each rank owns, and its optimizer updates, an equal part.
+"""Flat buckets: parameters in one buffer, of which each rank owns an equal shard that its optimizer updates.
 
-[Note: pieces] The optimizer gets one tensor per parameter: this rank's piece of it, a view into the part, possibly
-empty. So a parameter that nobody used keeps its weight and its state (its piece has no gradient, and torch's
-optimizers skip it), counters of steps are each parameter's own, and the groups are as long as the user made them.
+[Note: pieces] The optimizer gets one tensor per parameter: this rank's piece of it, a view of the shard, or empty.
+So an unused parameter keeps its weight and state (its piece has no gradient, and torch's optimizers skip it), step
+counters are per parameter, and parameter groups have as many entries as the user gave.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,49 +19,20 @@ from ds_core import comm
 from ds_core.buckets import arrange
 from ds_core.stores import is_evicted
 from ds_zero.layout import Layout
-from ds_zero.placement import ON_DEVICE, Home
+from ds_zero.placement import ON_DEVICE, StatePlacement
+from ds_zero.records import Piece
 from ds_zero.sharded_param import pop_weight
 
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
-    from ds_zero.owned_tensors import WholeTensors
+    from ds_zero.records import OptimizerTensors
 
-__all__ = ["FlatBucket", "Piece", "CastOnWait", "Share", "make_buckets", "needs_whole"]
+__all__ = ["CastOnWait", "FlatBucket", "make_buckets", "needs_full_tensors"]
 
 HOST_BYTES = 1 << 23
-"""The most bytes of a bucket in host memory whose gradients come and go. The allocator keeps what it is given back only
-up to some size, and above it every step pays for fresh pages: 70 of 410 ms CPU time for 114 MB. It is two chunks of
-`ds_core.comm.gloo`, so on two ranks as many messages as in one large bucket."""
-
-
-class Share(enum.Enum):
-    """Where a bucket's weights live between steps: whole on every rank, or only this rank's part."""
-
-    WHOLE = "whole"
-    PART = "part"
-
-
-@dataclass(slots=True, eq=False)
-class Piece:
-    """The elements [start, stop) of a flattened parameter, which this rank's optimizer updates through `master`.
-
-    index: the parameter's place in its bucket. at: the piece's place in the part.
-    """
-
-    name: str
-    param: nn.Parameter
-    shape: tuple[int, ...]
-    index: int
-    start: int
-    stop: int
-    at: int
-    master: nn.Parameter
-
-    @property
-    def within(self) -> slice:
-        """The piece as a range of the part."""
-        return slice(self.at, self.at + self.stop - self.start)
+"""The most bytes of a bucket in host memory whose gradient buffer is freed in each step. The allocator keeps freed
+memory only up to some size; above it every step pays for fresh pages: 70 of 410 ms CPU time for 114 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +52,10 @@ class CastOnWait:
 class FlatBucket:
     """Parameters of one dtype, device and replica group, one after the other in a flat buffer.
 
-    full: the buffer, of which parameters are views. part: this rank's part of it. master: what the optimizer updates:
-    the part itself, or its copy in the dtype of master weights, or where masters rest. axes, held, counted: see
-    `ParamInfo`. whole: set where the optimizer updates whole tensors (see `owned_tensors`); `master` is the part then.
+    full: the buffer, of which parameters are views. shard: this rank's shard of it. sharded: whether weights are
+    sharded between steps; else `full` is always there, and `shard` is a view of it. master: what the optimizer updates:
+    the shard itself, or a copy of it in the dtype of master weights or in a store. axes, held, counted: see
+    `ParamInfo`. owned: set where the optimizer updates full tensors (see `owned_tensors`); `master` is the shard then.
     """
 
     def __init__(
@@ -92,58 +63,58 @@ class FlatBucket:
         params: Sequence[nn.Parameter],
         infos: Sequence[ParamInfo],
         ctx: Context,
-        share: Share,
+        sharded: bool,
         masters: bool = True,
-        home: Home = ON_DEVICE,
+        placement: StatePlacement = ON_DEVICE,
     ) -> None:
         mesh = ctx.mesh
-        self.home = home
+        self.placement = placement
         self.params, self.names = list(params), [i.name for i in infos]
         self.shapes = [tuple(p.shape) for p in params]
-        self.axes, self.held, self.share = infos[0].replicas, infos[0].held, share
-        run = f"{self.names[0]!r}" + (f" to {self.names[-1]!r}" if len(self.names) > 1 else "")
-        self.about_weights, self.about_gradients = f"weights of {run}", f"gradients of {run}"  # for comm.label
+        self.axes, self.held, self.sharded = infos[0].replicas, infos[0].held, sharded
+        text = f"{self.names[0]!r}" + (f" to {self.names[-1]!r}" if len(self.names) > 1 else "")
+        self.about_weights, self.about_gradients = f"weights of {text}", f"gradients of {text}"  # for comm.label
         self.counted = infos[0].counted
         self.group, self.world, self.rank = mesh.group(*self.axes), mesh.size(*self.axes), mesh.index(*self.axes)
         self.layout = Layout.of([p.numel() for p in params], self.world)
         self.full = self._flatten(mesh.ranks(*self.axes)[0])
-        mine = slice(self.rank * self.layout.part, (self.rank + 1) * self.layout.part)
-        self.part = self.full[mine]
-        if share is Share.PART:
-            self.part = self.part.clone() if home.part is None else home.part.copy_in(self.part)
-        self.part_rests = share is Share.PART and home.part is not None
-        self.master_rests = False
+        mine = slice(self.rank * self.layout.shard_numel, (self.rank + 1) * self.layout.shard_numel)
+        self.shard = self.full[mine]
+        if sharded:
+            self.shard = self.shard.clone() if placement.shards is None else placement.shards.copy_in(self.shard)
+        self.shard_in_store = sharded and placement.shards is not None
+        self.master_in_store = False
         self._staged: Tensor | None = None
-        self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.part
+        self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.shard
         self.pieces = [self._piece(i) for i in range(len(self.params))]
-        self.whole: WholeTensors | None = None
+        self.owned: OptimizerTensors | None = None
         if self.evictable:
-            assert home.masters is not None
-            home.masters.evict([self.master])
+            assert placement.masters is not None
+            placement.masters.evict([self.master])
 
     @torch.no_grad()
     def _master(self, mine: Tensor, wanted: torch.dtype | None) -> Tensor:
-        """What the optimizer updates, made from this rank's part of `full`."""
+        """The tensor that the optimizer updates, made from this rank's shard of `full`."""
         dtype = wanted if wanted is not None and mine.is_floating_point() else mine.dtype
-        store = self.home.masters if self.trains else None
-        if store is not None and not (self.part_rests and store.resident and dtype == mine.dtype):
-            self.master_rests = True
+        store = self.placement.masters if self.trains else None
+        if store is not None and not (self.shard_in_store and store.resident and dtype == mine.dtype):
+            self.master_in_store = True
             return store.copy_in(mine, dtype)
-        if store is None and self.part_rests and self.trains:
+        if store is None and self.shard_in_store and self.trains:
             return mine.to(dtype, copy=True)
-        return self.part if dtype == mine.dtype else self.part.to(dtype)
+        return self.shard if dtype == mine.dtype else self.shard.to(dtype)
 
     @torch.no_grad()
     def _flatten(self, source: int) -> Tensor:
-        """Move the parameters into one buffer and give every rank the weights of global rank `source`."""
+        """Move the parameters into one buffer, and broadcast the weights of global rank `source`."""
         full = torch.zeros(self.layout.total, dtype=self.params[0].dtype, device=self.params[0].device)
         ranks = torch.distributed.get_process_group_ranks(self.group) if self.world > 1 else []
         agreed = True
         for param, view in zip(self.params, self.views(full), strict=True):
-            taken = pop_weight(param, ranks)
-            view.copy_(param if taken is None else taken[0])
+            found = pop_weight(param, ranks)
+            view.copy_(param if found is None else found[0])
             param.data = view
-            agreed = agreed and taken is not None and taken[1]
+            agreed = agreed and found is not None and found[1]
         if self.world > 1 and not agreed:
             comm.label(self.about_weights)
             comm.broadcast(full, src=source, group=self.group)
@@ -157,33 +128,33 @@ class FlatBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return self.full.dtype
 
     @property
     def trains(self) -> bool:
-        """Whether its parameters are of a kind that can have gradients."""
+        """Whether its parameters have a dtype that can have gradients."""
         return self.full.is_floating_point() or self.full.is_complex()
 
     @property
-    def host_steps(self) -> bool:
-        """Whether the optimizer updates this bucket on the host, so that reduced gradients go there."""
-        return self.home.masters is not None and self.trains and self.whole is None
+    def stepped_on_host(self) -> bool:
+        """Whether the optimizer updates this bucket on the host, so that reduced gradients are copied there."""
+        return self.placement.masters is not None and self.trains and self.owned is None
 
     @property
     def evictable(self) -> bool:
         """Whether masters and optimizer states are in a store that frees memory."""
-        return self.master_rests and self.home.masters is not None and not self.home.masters.resident
+        return self.master_in_store and self.placement.masters is not None and not self.placement.masters.resident
 
     @property
     def upcast(self) -> bool:
-        """Whether masters are of another dtype than the weights, so that they say more."""
+        """Whether masters have another dtype than the weights."""
         return self.master.dtype != self.dtype
 
     @contextlib.contextmanager
-    def present(self) -> Iterator[None]:
-        """Inside, `master` is in memory, and may be changed."""
-        store = self.home.masters
+    def in_memory(self) -> Iterator[None]:
+        """Inside, `master` is in memory and may be changed."""
+        store = self.placement.masters
         if store is None or not is_evicted(self.master):
             yield
             return
@@ -202,117 +173,117 @@ class FlatBucket:
     @property
     def optimized(self) -> list[Piece]:
         """One piece per parameter, whose `master` is what this rank's optimizer updates."""
-        return self.pieces if self.whole is None else self.whole.pieces
+        return self.pieces if self.owned is None else self.owned.pieces
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """Parameter `index` in a buffer that is laid out as this bucket."""
+        """Parameter `index` in a buffer with the layout of this bucket."""
         begin = self.layout.offsets[index]
         return flat[begin : begin + self.layout.sizes[index]].view(self.shapes[index])
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
-        """All parameters in such a buffer."""
+        """All parameters in a buffer with this layout."""
         return (self.view(flat, i) for i in range(len(self.params)))
 
-    def parts(self, flat: Tensor) -> Sequence[Tensor]:
-        """The parts of all ranks in such a buffer."""
-        return flat.view(self.world, self.layout.part).unbind()
+    def shards(self, flat: Tensor) -> Sequence[Tensor]:
+        """The shards of all ranks in a buffer with this layout."""
+        return flat.view(self.world, self.layout.shard_numel).unbind()
 
-    def own(self, flat: Tensor) -> Tensor:
-        """This rank's part of such a buffer."""
-        return flat.narrow(0, self.rank * self.layout.part, self.layout.part)
+    def own_shard(self, flat: Tensor) -> Tensor:
+        """This rank's shard of a buffer with this layout."""
+        return flat.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     @property
     def staged(self) -> Tensor | None:
-        """Where a step writes this rank's part: the part itself, or host memory from which it goes to the device.
+        """Where a step writes this rank's shard: the shard itself, or host memory that is copied to the device.
 
-        None where it cannot, or masters are of the weights' dtype: then `send` copies them.
+        None where it cannot, or where masters have the weights' dtype: then `update_shard` copies them.
         """
         if not self.upcast:
             return None
-        if _together(self.part, self.master):
-            return self.part
-        if self._staged is None and self.home.masters is not None:
-            self._staged = self.home.masters.buffer(self.layout.part, self.dtype)
+        if _together(self.shard, self.master):
+            return self.shard
+        if self._staged is None and self.placement.masters is not None:
+            self._staged = self.placement.masters.buffer(self.layout.shard_numel, self.dtype)
         return self._staged
 
-    def copies(self) -> list[Tensor | None]:
-        """For each of `optimized`, where its new value is written in the weights' dtype; None: see `send`."""
-        if self.whole is not None:
-            return self.whole.copies()
+    def weight_targets(self) -> list[Tensor | None]:
+        """For each of `optimized`, where a step writes its value in the weights' dtype; None: `update_shard` does."""
+        if self.owned is not None:
+            return self.owned.weight_targets()
         staged = self.staged
         return [staged[p.within] if staged is not None and p.stop > p.start else None for p in self.pieces]
 
     @torch.no_grad()
-    def send(self) -> None:
-        """After a step, which has written `copies`: have the part hold the new weights; see `Transfers.to_device`.
+    def update_shard(self) -> None:
+        """After a step, which has written `weight_targets`: write the rest of the new weights into the shard.
 
-        Masters are in memory. Collective where the optimizer updates whole tensors.
+        Masters are in memory. See `Transfers.to_device`. Collective where the optimizer updates full tensors.
         """
         staged = self.staged
-        if self.whole is not None:
-            self.whole.send()
-        elif staged is self.part or self.master is self.part:
+        if self.owned is not None:
+            self.owned.update_shard()
+        elif staged is self.shard or self.master is self.shard:
             return
-        elif self.master_rests and not self.part_rests:
-            assert self.home.transfers is not None
-            self.home.transfers.to_device(self.part, self.master if staged is None else staged)
+        elif self.master_in_store and not self.shard_in_store:
+            assert self.placement.transfers is not None
+            self.placement.transfers.to_device(self.shard, self.master if staged is None else staged)
         else:
-            self.part.copy_(self.master)
+            self.shard.copy_(self.master)
 
     @torch.no_grad()
-    def write(self, index: int, whole: Tensor) -> None:
-        """Make `whole`, the same on all ranks, the weight of parameter `index`: its part, and its master.
+    def write(self, index: int, weight: Tensor) -> None:
+        """Make `weight`, equal on all ranks, the weight of parameter `index` in its shard and its master.
 
-        The parameter itself, where it is whole, must have it already.
+        The parameter itself must have it already, if it is unsharded.
         """
-        flat, piece, owned = whole.reshape(-1), self.pieces[index], self.optimized[index]
-        self._settle()
-        if self.share is Share.PART:
-            self.part[piece.within].copy_(flat[piece.start : piece.stop])
-        with self.present():
+        flat, piece, owned = weight.reshape(-1), self.pieces[index], self.optimized[index]
+        self._synchronize()
+        if self.sharded:
+            self.shard[piece.within].copy_(flat[piece.start : piece.stop])
+        with self.in_memory():
             owned.master.data.view(-1).copy_(flat[owned.start : owned.stop])
 
     @torch.no_grad()
-    def follow(self, param: nn.Parameter) -> None:
-        """The weight of `param`, which is whole on every rank, was written: its master follows where they differ."""
-        if self.share is Share.PART:
+    def refresh_master(self, param: nn.Parameter) -> None:
+        """Update the master of `param`, a replicated weight that was written, where they differ."""
+        if self.sharded:
             return
         index = next(i for i, p in enumerate(self.params) if p is param)
         owned = self.optimized[index]
-        self._settle()
-        with self.present():
+        self._synchronize()
+        with self.in_memory():
             master = owned.master.data.view(-1)
             now = self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
             master.copy_(torch.where(master.to(now.dtype) == now, master, now))
 
-    def _settle(self) -> None:
-        """Wait for copies to and from the host that are under way."""
-        if self.home.transfers is not None:
-            self.home.transfers.settle()
+    def _synchronize(self) -> None:
+        """Wait for running copies to and from the host."""
+        if self.placement.transfers is not None:
+            self.placement.transfers.synchronize()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the master weights from the part: the reverse of `round`, and collective where that is."""
-        if self.whole is not None:
-            self.whole.refresh()
-        elif self.master is not self.part:
-            self.master.copy_(self.part)
+        """Make the master weights from the shard. Collective where the optimizer updates full tensors."""
+        if self.owned is not None:
+            self.owned.refresh()
+        elif self.master is not self.shard:
+            self.master.copy_(self.shard)
 
     @torch.no_grad()
     def _own(self) -> Tensor:
-        """This rank's part on the device: where it rests elsewhere, a copy in its place in `full`."""
-        if not self.part_rests:
-            return self.part
-        assert self.home.transfers is not None
-        mine = self.own(self.full)
-        self.home.transfers.to_device(mine, self.part)
+        """This rank's shard on the device; if a store has it, a copy in `full`."""
+        if not self.shard_in_store:
+            return self.shard
+        assert self.placement.transfers is not None
+        mine = self.own_shard(self.full)
+        self.placement.transfers.to_device(mine, self.shard)
         return mine
 
-    def spread(self, group: Any, *, gather: bool, dtype: torch.dtype | None = None) -> list[Any]:
-        """Start giving every rank all parts, straight into `full`; the works under way.
+    def start_gather(self, group: Any, *, gather: bool, dtype: torch.dtype | None = None) -> list[Any]:
+        """Start to gather all shards into `full`; returns the collectives to wait for.
 
-        gather: by one all-gather, else each rank broadcasts its part. dtype: in which they travel, if not their own;
-        by an all-gather then.
+        gather: by one all-gather, else each rank broadcasts its shard. dtype: in which weights travel, if not their
+        own; always by an all-gather.
         """
         mine = self._own()
         if self.world == 1:
@@ -326,17 +297,17 @@ class FlatBucket:
         if gather:
             return [comm.all_gather_into_tensor(self.full, mine, group=group, async_op=True)]
         ranks = torch.distributed.get_process_group_ranks(group)
-        parts = self.parts(self.full)
+        parts = self.shards(self.full)
         return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
 
 
-def _together(part: Tensor, master: Tensor) -> bool:
-    """Whether who updates the master can write the part."""
-    return part.device == master.device
+def _together(shard: Tensor, master: Tensor) -> bool:
+    """Whether the step that updates the master can write the shard."""
+    return shard.device == master.device
 
 
-def needs_whole(ctx: Context) -> bool:
-    """Whether the optimizer must see whole tensors: it says so, or nobody has said that elements are enough."""
+def needs_full_tensors(ctx: Context) -> bool:
+    """Whether the optimizer must see full tensors: unless it is declared to be element-wise."""
     return ctx.grain != "element"
 
 
@@ -344,28 +315,28 @@ def make_buckets(
     params: Sequence[nn.Parameter],
     ctx: Context,
     capacity: Callable[[int], int],
-    share: Share = Share.WHOLE,
     *,
+    sharded: bool = False,
     masters: bool = True,
-    home: Callable[[nn.Parameter], Home] = lambda param: ON_DEVICE,
-    brief: bool = False,
+    placement: Callable[[nn.Parameter], StatePlacement] = lambda param: ON_DEVICE,
+    frees_gradients: bool = False,
 ) -> list[FlatBucket]:
-    """Lay `params` into buckets, in reverse order, which is about the order in which backward finishes them.
+    """Assign `params` to buckets in reverse order, which is about the order in which backward finishes them.
 
     capacity: world size -> the most elements of a bucket. masters: whether an optimizer will update them. Frozen
-    parameters have buckets of their own, which do not travel until they are thawed. home: where each parameter's states
-    rest. brief: their gradients are let go of when they have been reduced, see `HOST_BYTES`.
+    parameters have buckets of their own, which are not reduced until they are thawed. placement: where each parameter's
+    states are. frees_gradients: gradient buffers are freed when they are reduced, see `HOST_BYTES`.
     """
-    masters = masters and not needs_whole(ctx)
+    masters = masters and not needs_full_tensors(ctx)
 
     def kind(param: nn.Parameter) -> tuple[Any, ...]:
         info = ctx.params[param]
-        return info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad, home(param)
+        return info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad, placement(param)
 
     def most(key: tuple[Any, ...]) -> int:
         axes, _, _, dtype, device, *_ = key
         limit = capacity(ctx.mesh.size(*axes))
-        return min(limit, HOST_BYTES // dtype.itemsize) if brief and device.type == "cpu" else limit
+        return min(limit, HOST_BYTES // dtype.itemsize) if frees_gradients and device.type == "cpu" else limit
 
     runs = arrange(params, kind, lambda key, filled, size: filled + size > most(key))
-    return [FlatBucket(run, [ctx.params[p] for p in run], ctx, share, masters, home(run[0])) for run in runs]
+    return [FlatBucket(run, [ctx.params[p] for p in run], ctx, sharded, masters, placement(run[0])) for run in runs]

@@ -149,12 +149,12 @@ class BucketUnit(GatherUnit):
         if by_all_reduce and bucket.world > 1:
             low = bucket.full if dtype is None else torch.empty_like(bucket.full, dtype=dtype)
             low.zero_()
-            bucket.own(low).copy_(bucket.part)
+            bucket.own_shard(low).copy_(bucket.shard)
             comm.label(bucket.about_weights)
             work = comm.all_reduce(low, group=bucket.group, async_op=True)
             self._works = [work if dtype is None else CastOnWait(work, low, bucket.full)]
         else:
-            self._works = bucket.spread(bucket.group, gather=True, dtype=dtype)
+            self._works = bucket.start_gather(bucket.group, gather=True, dtype=dtype)
         self._set_status(ZeroParamStatus.INFLIGHT)
 
     def _finish(self) -> None:

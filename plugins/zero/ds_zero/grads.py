@@ -1,12 +1,11 @@
-"""Gradients on their way from backward to the part of the rank that owns them.
+"""Reduction of gradients to the shards of the ranks that own them.
 
-Each bucket gathers its gradients in a flat buffer (`Grads.local`); a full buffer is reduced to its owners while
-backward goes on, and what arrives is added to this rank's part (`Grads.part`). Buckets travel in one fixed order on
-all ranks.
+Each bucket collects its gradients in a flat buffer (`Grads.local`). A complete buffer is reduced to its owners while
+backward goes on, and the result is added to this rank's shard (`Grads.shard`). All ranks reduce buckets in one order.
 
 [Note: flags] At the end of each reduction ranks exchange one byte per parameter ("I had a gradient") and one per
-bucket ("gradients came after it had left", as nested backwards make them: then it travels once more). So a parameter
-that nobody used keeps ``grad=None`` as in one-process torch, and ranks whose control flow differs stay together.
+bucket ("gradients came after its reduction", as in nested backwards: then it is reduced once more). So a parameter
+that no rank used keeps ``grad=None`` as in one-process torch, and ranks whose control flow differs stay in step.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ if TYPE_CHECKING:
 __all__ = ["Grads", "Reducer"]
 
 IN_FLIGHT = 2
-"""Buckets travelling at a time from stage 2 on: one is being reduced while the next one leaves."""
+"""Reductions running at a time from stage 2 on: one bucket is reduced while the next one is filled."""
 
 
 class _Pool:
-    """Flat buffers that are used again, since fresh memory costs more than the copy into it.
+    """Flat buffers for reuse, since fresh memory costs more than the copy into it.
 
-    most: how many may lie free, the oldest go first; None: any number.
+    most: how many free ones are kept, the oldest are freed first; None: any number.
     """
 
     def __init__(self, most: int | None) -> None:
         self._free: list[Tensor] = []
         self._most = most
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for place, tensor in enumerate(self._free):
+    def get(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for index, tensor in enumerate(self._free):
             if (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, device):
-                return self._free.pop(place)
+                return self._free.pop(index)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def give(self, tensor: Tensor) -> None:
+    def put(self, tensor: Tensor) -> None:
         self._free.append(tensor)
         if self._most is not None and len(self._free) > self._most:
             del self._free[0]
@@ -62,10 +61,10 @@ class _Pool:
 class Grads:
     """The gradients of one bucket.
 
-    local: this rank's, not reduced yet, laid out as the bucket; filled: which of them it holds. part: what this rank
-    owns of the reduced ones; None: nothing was reduced yet. whole: the buffer that `part` lies in, if any.
-    host: memory for the part where the optimizer's step is the host's.
-    used: parameters that had a gradient since the last step.
+    local: this rank's, not reduced yet, in the layout of the bucket; filled: which parameters it has. shard: this
+    rank's shard of the reduced gradients; None: nothing was reduced yet. buffer: the buffer of which `shard` is a view,
+    if any. host: memory for the shard if the host does the optimizer's step. used: which parameters had a gradient
+    since the last step.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -74,55 +73,55 @@ class Grads:
         self.local: Tensor | None = None
         self.filled = [False] * count
         self.used = [False] * count
-        self.part: Tensor | None = None
-        self.whole: Tensor | None = None
+        self.shard: Tensor | None = None
+        self.buffer: Tensor | None = None
         self.host: Tensor | None = None
         self.arrived: set[int] = set()
         self.awaited = count
 
-    def land(self, out: Tensor, accumulate: torch.dtype | None, *, once: bool) -> None:
-        """Start adding the device's `out` to the part, which is on the host.
+    def add_to_host(self, out: Tensor, accumulate: torch.dtype | None, *, once: bool) -> None:
+        """Start to add the device's `out` to the shard, which is on the host.
 
-        accumulate: its dtype; None: the masters', but where `once` nothing else should come, and `out` stays as it is.
+        accumulate: the shard's dtype; None: that of masters, or of `out` if it is the only one (`once`).
         """
-        home, first = self.bucket.home, self.part is None
-        assert home.masters is not None and home.transfers is not None
+        placement, first = self.bucket.placement, self.shard is None
+        assert placement.masters is not None and placement.transfers is not None
         wide = accumulate or self.bucket.master.dtype
         if first:
-            self._take_host(out.dtype if once and accumulate is None else wide)
-        elif self.part is not None and self.part.dtype != wide:
-            home.transfers.settle()
-            narrow = self.part
-            self._take_host(wide)
-            self.part.copy_(narrow)
-        assert self.part is not None
-        home.transfers.to_host(self.part, out, add=not first)
+            self._use_host(out.dtype if once and accumulate is None else wide)
+        elif self.shard is not None and self.shard.dtype != wide:
+            placement.transfers.synchronize()
+            narrow = self.shard
+            self._use_host(wide)
+            self.shard.copy_(narrow)
+        assert self.shard is not None
+        placement.transfers.to_host(self.shard, out, add=not first)
 
-    def _take_host(self, dtype: torch.dtype) -> None:
-        """Memory that is there and of no smaller dtype serves."""
-        store = self.bucket.home.masters
+    def _use_host(self, dtype: torch.dtype) -> None:
+        """Make `host` the shard; memory of a wider dtype is reused."""
+        store = self.bucket.placement.masters
         assert store is not None
         if self.host is None or self.host.dtype.itemsize < dtype.itemsize:
-            self.host = store.buffer(self.bucket.layout.part, dtype)
-        self.part = self.host
+            self.host = store.buffer(self.bucket.layout.shard_numel, dtype)
+        self.shard = self.host
 
-    def begin_part(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
-        """Begin the part with zeros, before anything was reduced; what will be is added to it."""
-        if self.bucket.host_steps:
-            self._take_host(accumulate or self.bucket.master.dtype)
-            assert self.part is not None
-            self.part.zero_()
+    def begin_shard(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
+        """Begin the shard with zeros, before anything was reduced."""
+        if self.bucket.stepped_on_host:
+            self._use_host(accumulate or self.bucket.master.dtype)
+            assert self.shard is not None
+            self.shard.zero_()
         else:
-            self.part = torch.zeros(self.bucket.layout.part, dtype=dtype, device=self.bucket.full.device)
+            self.shard = torch.zeros(self.bucket.layout.shard_numel, dtype=dtype, device=self.bucket.full.device)
 
     def drop(self) -> None:
         """Forget all gradients."""
-        self.local = self.part = self.whole = None
+        self.local = self.shard = self.buffer = None
 
 
 @dataclass(slots=True)
-class _Travelling:
-    """A reduction under way: `out` will hold this rank's part of the sum of `source` over ranks."""
+class _Reduction:
+    """A running reduction: `out` will be this rank's shard of the sum of `source` over ranks."""
 
     grads: Grads
     works: list[Any]
@@ -133,8 +132,8 @@ class _Travelling:
 class Reducer(GradientSource):
     """Reduces gradients to the ranks that own them. See the module's docstring.
 
-    groups: per replica axes the process group that reductions use.
-    order: which buckets travel after which, asked at the start of each backward; equal on all ranks.
+    groups: the process group of each bucket's reduction. order: the order in which buckets are reduced, asked for at
+    the start of each backward; equal on all ranks.
     """
 
     def __init__(
@@ -147,10 +146,10 @@ class Reducer(GradientSource):
         super().__init__(owner, buckets)
         self._group, self._order = groups, order
         self._all = {b: Grads(b) for b in buckets}
-        self._place = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
+        self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
         self._queue: list[Grads] = []
         self._next = 0
-        self._travelling: deque[_Travelling] = deque()
+        self._in_flight: deque[_Reduction] = deque()
         self._wires: dict[FlatBucket, torch.dtype] = {}
         self._state = GradState.LOCAL
         self._before, self._after = averaging_factors(self.ctx)
@@ -178,11 +177,11 @@ class Reducer(GradientSource):
 
     def on_gradient(self, param: nn.Parameter) -> None:
         """See `Partitioner.on_gradient`."""
-        if param not in self._place:
+        if param not in self._index_of:
             return
-        grads, index = self._place[param]
+        grads, index = self._index_of[param]
         if self._eager:
-            self._absorb(grads, index)
+            self._copy_in(grads, index)
         if self._state is GradState.RUNNING:
             grads.arrived.add(index)
             self._advance()
@@ -190,12 +189,12 @@ class Reducer(GradientSource):
     @torch.no_grad()
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         """See `GradientSource.add`."""
-        if param in self._place:
+        if param in self._index_of:
             self._state = GradState.LOCAL if self._state is GradState.REDUCED else self._state
-            self._absorb(*self._place[param], grad)
+            self._copy_in(*self._index_of[param], grad)
 
     @torch.no_grad()
-    def _absorb(self, grads: Grads, index: int, grad: Tensor | None = None) -> None:
+    def _copy_in(self, grads: Grads, index: int, grad: Tensor | None = None) -> None:
         """Move a parameter's gradient (or `grad`) into the flat buffer."""
         bucket = grads.bucket
         param = bucket.params[index]
@@ -204,7 +203,7 @@ class Reducer(GradientSource):
         if grads.local is None:
             if not self._keeps:
                 self._drain(IN_FLIGHT - 1)
-            grads.local = self._pool.take(bucket.layout.total, self._dtype(bucket), bucket.full.device)
+            grads.local = self._pool.get(bucket.layout.total, self._dtype(bucket), bucket.full.device)
         view = bucket.view(grads.local, index)
         if grad.is_sparse:  # of nn.Embedding(sparse=True)
             grad = grad.to_dense()
@@ -227,7 +226,7 @@ class Reducer(GradientSource):
             grads.arrived.clear()
 
     def _wire(self, bucket: FlatBucket) -> torch.dtype:
-        """The dtype in which a bucket travels: the widest that any of its parameters asks for."""
+        """The dtype in which a bucket is reduced: the widest that any of its parameters asks for."""
         wanted = [wire_dtype(p, self.ctx) for p in bucket.params]
         wire = wanted[0]
         for dtype in wanted[1:]:
@@ -248,14 +247,14 @@ class Reducer(GradientSource):
 
     @torch.no_grad()
     def _launch(self, grads: Grads) -> None:
-        """Start reducing what the bucket has; parameters without a gradient count as zeros."""
+        """Start to reduce a bucket; parameters without a gradient count as zeros."""
         bucket = grads.bucket
         for index, param in enumerate(bucket.params):
             if param.grad is not None:
-                self._absorb(grads, index)
+                self._copy_in(grads, index)
         source = grads.local
         if source is None:
-            source = self._pool.take(bucket.layout.total, self._dtype(bucket), bucket.full.device)
+            source = self._pool.get(bucket.layout.total, self._dtype(bucket), bucket.full.device)
         for index, filled in enumerate(grads.filled):
             if filled:
                 grads.used[index] = True
@@ -265,65 +264,65 @@ class Reducer(GradientSource):
         grads.local, grads.filled = None, [False] * len(bucket.params)
         wire = self._wires[bucket]
         if source.dtype != wire and bucket.world > 1:
-            cast = self._pool.take(source.numel(), wire, source.device).copy_(source)
-            self._pool.give(source)
+            cast = self._pool.get(source.numel(), wire, source.device).copy_(source)
+            self._pool.put(source)
             source = cast
         if self._before != 1.0:
             source.mul_(self._before)
-        self._travelling.append(self._send(grads, source))
+        self._in_flight.append(self._send(grads, source))
         if not self.section.overlap:
             self._drain(0)
 
-    def _send(self, grads: Grads, source: Tensor) -> _Travelling:
-        """Start the reduction. What stage 1 keeps anyway, it reduces in place."""
+    def _send(self, grads: Grads, source: Tensor) -> _Reduction:
+        """Start the reduction; in place in stage 1, which keeps the buffer."""
         bucket, group = grads.bucket, self._group(grads.bucket)
         if bucket.world == 1:
-            return _Travelling(grads, [], source, source)
-        mine = bucket.own(source)
+            return _Reduction(grads, [], source, source)
+        mine = bucket.own_shard(source)
         comm.label(bucket.about_gradients)
         if self.section.reduce_scatter:
-            out = mine if self._keeps else self._pool.take(mine.numel(), mine.dtype, mine.device)
+            out = mine if self._keeps else self._pool.get(mine.numel(), mine.dtype, mine.device)
             works = [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)]
-            return _Travelling(grads, works, source, out)
+            return _Reduction(grads, works, source, out)
         if self.section.use_multi_rank_bucket_allreduce:
             works = [comm.all_reduce(source, group=group, async_op=True)]
         else:
-            ranks, parts = torch.distributed.get_process_group_ranks(group), bucket.parts(source)
+            ranks, parts = torch.distributed.get_process_group_ranks(group), bucket.shards(source)
             works = [comm.reduce(parts[i], dst=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
-        return _Travelling(grads, works, source, mine)
+        return _Reduction(grads, works, source, mine)
 
     def _drain(self, left: int) -> None:
-        """Take in reductions, the oldest first, until at most `left` are under way."""
-        while len(self._travelling) > left:
-            self._take_in(self._travelling.popleft())
+        """Complete reductions, the oldest first, until at most `left` are running."""
+        while len(self._in_flight) > left:
+            self._complete(self._in_flight.popleft())
 
     @torch.no_grad()
-    def _take_in(self, done: _Travelling) -> None:
-        """Wait for a reduction and add it to what this rank owns."""
+    def _complete(self, done: _Reduction) -> None:
+        """Wait for a reduction, and add it to this rank's shard."""
         for work in done.works:
             work.wait()
         grads, out, bucket = done.grads, done.out, done.grads.bucket
         if self._after != 1.0:
             out.mul_(self._after)
-        inside = out.data_ptr() == bucket.own(done.source).data_ptr()
+        inside = out.data_ptr() == bucket.own_shard(done.source).data_ptr()
         dtype = self._dtype(bucket)
-        if bucket.host_steps:
-            grads.land(out, self.ctx.precision.accumulate, once=self.ctx.batch.gas == 1)
-        elif grads.part is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
-            grads.part, grads.whole = out, done.source if inside else None
-        elif grads.part is None:
-            grads.part = self._pool.take(out.numel(), dtype, out.device).copy_(out)
+        if bucket.stepped_on_host:
+            grads.add_to_host(out, self.ctx.precision.accumulate, once=self.ctx.batch.gas == 1)
+        elif grads.shard is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
+            grads.shard, grads.buffer = out, done.source if inside else None
+        elif grads.shard is None:
+            grads.shard = self._pool.get(out.numel(), dtype, out.device).copy_(out)
         else:
-            self.ctx.kernels.accumulate(grads.part, out)
-        if grads.whole is not done.source:
-            self._pool.give(done.source)
-        if not inside and grads.part is not out:
-            self._pool.give(out)
+            self.ctx.kernels.accumulate(grads.shard, out)
+        if grads.buffer is not done.source:
+            self._pool.put(done.source)
+        if not inside and grads.shard is not out:
+            self._pool.put(out)
 
-    def _settle(self) -> None:
-        """Wait for what is on its way to the host."""
-        for transfers in {b.home.transfers for b in self._all if b.home.transfers is not None}:
-            transfers.settle()
+    def _synchronize(self) -> None:
+        """Wait for copies to the host."""
+        for transfers in {b.placement.transfers for b in self._all if b.placement.transfers is not None}:
+            transfers.synchronize()
 
     def _dtype(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which gradients accumulate."""
@@ -340,13 +339,13 @@ class Reducer(GradientSource):
         for grads in self._agree():
             self._launch(grads)
         self._drain(0)
-        self._settle()
+        self._synchronize()
         self._state = GradState.REDUCED
         if not self._keeps:
             self._pool.clear()
 
     def _agree(self) -> list[Grads]:
-        """Let ranks know which parameters anybody used; the buckets that must travel again. See [Note: flags]."""
+        """Agree on which parameters any rank used; the buckets to be reduced again. See [Note: flags]."""
         by_axes: dict[tuple[str, ...], list[Grads]] = {}
         for grads in self._queue:
             by_axes.setdefault(grads.bucket.axes, []).append(grads)
@@ -376,13 +375,13 @@ class Reducer(GradientSource):
 
     def _mine(self, bucket: FlatBucket, grads: Grads) -> list[Tensor | None]:
         """The gradients of what this rank updates of `bucket`."""
-        part = grads.part
-        if bucket.whole is not None and not self._keeps:
-            grads.part = None  # whatever of it the optimizer needs, its gradients refer to
+        part = grads.shard
+        if bucket.owned is not None and not self._keeps:
+            grads.shard = None  # the optimizer's gradients keep what they need of it
         if part is None or not any(grads.used):
             return [None] * len(bucket.pieces)
-        if bucket.whole is not None:
-            return bucket.whole.gradients(part, grads.used)
+        if bucket.owned is not None:
+            return bucket.owned.gradients(part, grads.used)
         used = (grads.used[p.index] and p.stop > p.start for p in bucket.pieces)
         return [part[p.within] if u else None for p, u in zip(bucket.pieces, used, strict=True)]
 
@@ -394,13 +393,13 @@ class Reducer(GradientSource):
         """See `GradientSource.tensors`."""
         if (grads := self._all.get(bucket)) is None:
             return []
-        return [grads.part, grads.whole, *(p.grad for p in bucket.params)] if reduced else [grads.local]
+        return [grads.shard, grads.buffer, *(p.grad for p in bucket.params)] if reduced else [grads.local]
 
     @property
     def any_gradient(self) -> bool:
         """See `GradientSource.any_gradient`."""
         found = any(any(g.used) or any(g.filled) for g in self._all.values())
-        return found or any(p.grad is not None for p in self._place)
+        return found or any(p.grad is not None for p in self._index_of)
 
     def used(self, bucket: FlatBucket) -> bool:
         """See `GradientSource.used`."""
@@ -409,13 +408,13 @@ class Reducer(GradientSource):
     def zero_grad(self) -> None:
         """See `GradientSource.zero_grad`."""
         self._drain(0)
-        self._settle()
+        self._synchronize()
         self._state = GradState.LOCAL
         self.given = []
         for bucket, grads in self._all.items():
-            for tensor in (grads.local, grads.part if grads.whole is None else grads.whole):
+            for tensor in (grads.local, grads.shard if grads.buffer is None else grads.buffer):
                 if tensor is not None and tensor is not grads.host and self._keeps:
-                    self._pool.give(tensor)
+                    self._pool.put(tensor)
             grads.drop()
             grads.filled = [False] * len(bucket.params)
             grads.used = [False] * len(bucket.params)
@@ -426,7 +425,7 @@ class Reducer(GradientSource):
     def detach(self) -> None:
         """See `GradientSource.detach`."""
         self._drain(0)
-        self._settle()
+        self._synchronize()
         self._pool.clear()
         for grads in self._all.values():
             grads.drop()

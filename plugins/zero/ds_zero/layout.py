@@ -1,7 +1,7 @@
-"""How tensors lie in one flat buffer that is cut into equal parts, one per rank: arithmetic only, no tensors.
+"""Layout of tensors in one flat buffer that is cut into equal shards, one per rank: arithmetic only, no tensors.
 
 A buffer holds its tensors one after the other and ends with padding, so that it can be reduce-scattered and
-all-gathered as it is. Part r is rank r's; where tensors begin plays no role for the cuts.
+all-gathered as it is. Shard r is rank r's; a tensor may be cut at any element.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["ALIGN", "Layout", "Span"]
 
 
 ALIGN = 2
-"""Each part is a multiple of this many elements, so that parts of 16-bit elements begin at whole words."""
+"""Each shard is a multiple of this many elements, so that shards of 16-bit elements begin at full words."""
 
 
 class Span(NamedTuple):
-    """The elements [start, stop) of a flattened tensor, which lie at `at` in their part; start == stop: none."""
+    """The elements [start, stop) of a flattened tensor, at offset `at` of their shard; start == stop: none."""
 
     start: int
     stop: int
@@ -30,18 +30,18 @@ class Span(NamedTuple):
 class Layout:
     """`sizes` elements one after the other, cut over `world` ranks.
 
-    offsets: where each tensor begins. part: elements per rank. total: elements with padding, ``part * world``.
+    offsets: where each tensor begins. shard_numel: elements per rank, padding included.
     """
 
     sizes: tuple[int, ...]
     world: int
     offsets: tuple[int, ...]
-    part: int
+    shard_numel: int
 
     @property
     def total(self) -> int:
         """Elements of the buffer, padding included."""
-        return self.part * self.world
+        return self.shard_numel * self.world
 
     @classmethod
     def of(cls, sizes: Iterable[int], world: int) -> Layout:
@@ -52,13 +52,13 @@ class Layout:
         return cls(sizes, world, offsets[:-1], rows * ALIGN if world > 1 else offsets[-1])
 
     def span(self, index: int, rank: int) -> Span:
-        """What of tensor `index` lies in part `rank`."""
-        begin, low = self.offsets[index], rank * self.part
+        """The elements of tensor `index` in the shard of `rank`."""
+        begin, low = self.offsets[index], rank * self.shard_numel
         start = min(max(low - begin, 0), self.sizes[index])
-        stop = max(min(low + self.part - begin, self.sizes[index]), start)
+        stop = max(min(low + self.shard_numel - begin, self.sizes[index]), start)
         return Span(start, stop, begin + start - low if stop > start else 0)
 
     def ranks(self, index: int) -> range:
-        """The ranks whose parts hold elements of tensor `index`."""
+        """The ranks whose shards have elements of tensor `index`."""
         begin, size = self.offsets[index], self.sizes[index]
-        return range(begin // self.part, (begin + size - 1) // self.part + 1) if size else range(0)
+        return range(begin // self.shard_numel, (begin + size - 1) // self.shard_numel + 1) if size else range(0)

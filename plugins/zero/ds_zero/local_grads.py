@@ -28,7 +28,7 @@ def serves(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:
     return (
         ctx.mesh.size("dp") == 1
         and ctx.grain == "element"
-        and not any(b.part_rests or b.master_rests or b.host_steps for b in buckets)
+        and not any(b.shard_in_store or b.master_in_store or b.stepped_on_host for b in buckets)
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         and all(accumulate in (None, b.dtype) for b in buckets)
     )

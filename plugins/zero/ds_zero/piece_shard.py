@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ds_core.param_shard import ParamShard
 from ds_core.stores import StateStore, is_evicted
-from ds_zero.flat import FlatBucket, Piece, Share
+from ds_zero.flat import FlatBucket
+from ds_zero.records import Piece
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
@@ -29,11 +30,11 @@ class PieceShard(ParamShard):
         self.group, self.ranks, self.index = bucket.group, mesh.ranks(*axes), bucket.rank
         spans = (bucket.layout.span(piece.index, rank) for rank in range(bucket.world))
         self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
-        if bucket.whole is not None:
-            owner, everything = bucket.whole.owners[piece.index], (0, self.numel)
+        if bucket.owned is not None:
+            owner, everything = bucket.owned.owners[piece.index], (0, self.numel)
             self.updated_ranges = [everything if rank == owner else (0, 0) for rank in range(bucket.world)]
         self.partitions_weights = partitioner.section.stage == 3
-        self.local = bucket.share is Share.PART
+        self.local = bucket.sharded
         self.device = bucket.full.device
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -50,13 +51,13 @@ class PieceShard(ParamShard):
             found.copy_(values)
 
     def _here(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or the host's copy of it while it is moved; with all that is on its way to or from it there."""
-        self._partitioner.offload.settle()
-        return self._partitioner.moved.view(tensor.detach())
+        """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""
+        self._partitioner.offload.synchronize()
+        return self._partitioner.offloaded.view(tensor.detach())
 
     @property
     def _store(self) -> StateStore:
-        store = self._bucket.home.masters
+        store = self._bucket.placement.masters
         assert store is not None, self.name
         return store
 
@@ -64,20 +65,20 @@ class PieceShard(ParamShard):
 
     def round(self) -> None:
         """See `ParamShard.round`."""
-        if self._bucket.master is not self._bucket.part or self._bucket.whole is not None:
-            self._resting.copy_(self.read(self.updated).reshape(-1))
+        if self._bucket.master is not self._bucket.shard or self._bucket.owned is not None:
+            self._weight.copy_(self.read(self.updated).reshape(-1))
 
     def set_weight(self, master: Tensor) -> None:
         """See `ParamShard.set_weight`."""
-        self._resting.copy_(master.reshape(-1)[slice(*self.ranges[self.index])])
+        self._weight.copy_(master.reshape(-1)[slice(*self.ranges[self.index])])
         full = self._partitioner.unsharded_now(self._bucket)
         if full is not None:
             self._bucket.view(self.read(full), self._piece.index).copy_(master)
 
     @property
-    def _resting(self) -> Tensor:
-        """This rank's range of the weight, as it rests."""
-        return self.read(self._bucket.part)[self._piece.within]
+    def _weight(self) -> Tensor:
+        """This rank's range of the weight, as it is between steps."""
+        return self.read(self._bucket.shard)[self._piece.within]
 
     # -- gradients -------------------------------------------------------------------------------------------
 
@@ -94,17 +95,17 @@ class PieceShard(ParamShard):
     def grad_dtype(self) -> torch.dtype:
         """See `ParamShard.grad_dtype`."""
         accumulate = self._partitioner.ctx.precision.accumulate
-        if self._bucket.host_steps:
-            part = self._grads.part if self._grads is not None else None
+        if self._bucket.stepped_on_host:
+            part = self._grads.shard if self._grads is not None else None
             return part.dtype if part is not None else accumulate or self._bucket.master.dtype
         return accumulate if accumulate is not None and self._bucket.full.is_floating_point() else self._bucket.dtype
 
     def reduced(self) -> Tensor | None:
         """See `ParamShard.reduced`."""
         grads = self._grads
-        if grads is None or grads.part is None or not grads.used[self._piece.index]:
+        if grads is None or grads.shard is None or not grads.used[self._piece.index]:
             return None
-        return self.read(grads.part)[self._piece.within]
+        return self.read(grads.shard)[self._piece.within]
 
     @property
     def has_pending(self) -> bool:
@@ -128,12 +129,12 @@ class PieceShard(ParamShard):
         """See `ParamShard.set_grad`."""
         grads, index = self._grads, self._piece.index
         assert grads is not None, self.name
-        if grads.part is None:  # nothing was reduced yet; what will be is added to it
-            grads.begin_part(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
+        if grads.shard is None:  # nothing was reduced yet; what will be is added to it
+            grads.begin_shard(self.grad_dtype, self._partitioner.ctx.precision.accumulate)
         grads.used[index], grads.filled[index] = True, False
         self.param.grad = None
-        assert grads.part is not None
-        self.read(grads.part)[self._piece.within].copy_(values)
+        assert grads.shard is not None
+        self.read(grads.shard)[self._piece.within].copy_(values)
 
 
 class LocalPieceShard(PieceShard):

@@ -1,9 +1,9 @@
-"""Offload: which states rest in a store, the copies between device and host, and the step of states that are away.
+"""Which states the config offloads to a store, and the copies between device and host.
 
-[Note: copies] Every copy between the device and the host is asked for without waiting, and followed by an event on the
-same queue of work. The host touches an end of a copy only after that event: `Transfers.settle`, or the reuse of a
-slot. So nothing depends on whether memory is page-locked, which only makes copies truly asynchronous. On a CPU
-accelerator the path is the same, and the copies are done when they are asked for.
+[Note: copies] Every copy between device and host is started without waiting, and followed by an event on the same
+stream. The host uses the memory of a copy only after that event: in `Transfers.synchronize`, or when a staging buffer
+is used again. So nothing depends on page-locked memory, which only makes copies truly asynchronous. On a CPU
+accelerator the path is the same, and copies are done when they are started.
 """
 
 from __future__ import annotations
@@ -17,42 +17,39 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.stores import StateStore, is_evicted, open_store, owns_storage
+from ds_core.stores import StateStore, open_store
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from ds_core.context import Context
-    from ds_core.stepping import Stepper
     from ds_zero.config import ZeroConfig
-    from ds_zero.flat import FlatBucket
 
-__all__ = ["ON_DEVICE", "Home", "Offload", "Transfers", "tiled_step"]
+__all__ = ["ON_DEVICE", "OffloadStores", "StatePlacement", "Transfers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where a bucket's states rest; None: on the device.
+class StatePlacement:
+    """Where a bucket's states are; None: on the device.
 
-    masters: what the optimizer updates, its states, and reduced gradients (these always stay in memory).
-    part: partitioned weights. transfers: the copies between here and there.
+    masters: the store of masters, optimizer states and reduced gradients (gradients always stay in memory). shards: the
+    store of weights that are sharded. transfers: the copies between device and host.
     """
 
     masters: StateStore | None = None
-    part: StateStore | None = None
+    shards: StateStore | None = None
     transfers: Transfers | None = None
 
 
-ON_DEVICE = Home()
+ON_DEVICE = StatePlacement()
 
 
-class Offload:
-    """What the config offloads. optimizer, param: the stores, None: not offloaded.
+class OffloadStores:
+    """The stores of the config's offload sections.
 
-    whole: the optimizer is given whole tensors (`ds_zero.owned_tensors`).
+    optimizer, param: the stores; None if not offloaded. full_tensors: whether the optimizer gets full tensors (see
+    `ds_zero.owned_tensors`).
     """
 
-    def __init__(self, ctx: Context, section: ZeroConfig, *, whole: bool) -> None:
+    def __init__(self, ctx: Context, section: ZeroConfig, *, full_tensors: bool) -> None:
         wanted = section.offload_optimizer
         self.ratio = wanted.ratio if wanted is not None else 1.0
         self.optimizer = open_store(ctx, wanted.device, wanted.options) if wanted is not None and wanted.on else None
@@ -64,31 +61,31 @@ class Offload:
                 f"zero_optimization.offload_param.device: {weights.device!r} does not keep states in memory, as the "
                 "weights that are gathered must be; use cpu"
             )
-        if self.optimizer is not None and not self.optimizer.resident and whole:
+        if self.optimizer is not None and not self.optimizer.resident and full_tensors:
             assert wanted is not None
             raise UsageError(
                 f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep states in memory, which "
-                "serves optimizers that look at single elements, as Adam does; with this one use cpu"
+                "works with element-wise optimizers only, such as Adam; use cpu with this one"
             )
         store = self.optimizer or self.param
         self.transfers = Transfers(ctx, store) if store is not None else None
         if self.optimizer is not None and ctx.own_optimizer and ctx.config.core.zero_force_ds_cpu_optimizer:
             raise UsageError(
                 "zero_optimization.offload_optimizer moves what the optimizer updates to the host, and initialize was "
-                "given an optimizer of your own, which may not be made for that; name one in the config's optimizer "
+                "given an optimizer object, which may not support that; name one in the config's optimizer "
                 'section, or set "zero_force_ds_cpu_optimizer": false'
             )
 
-    def homes(self, params: Sequence[nn.Parameter]) -> Callable[[nn.Parameter], Home]:
-        """Where each parameter's states rest; `params` are those of the optimizer, in the model's order.
+    def placements(self, params: Sequence[nn.Parameter]) -> Callable[[nn.Parameter], StatePlacement]:
+        """The placement of each parameter's states. params: those of the optimizer, in the model's order.
 
-        With ratio < 1 the last ones are offloaded, whose gradients come first, so that copying them is hidden behind
-        the rest of backward; up to half a parameter more or less than `ratio` of all elements.
+        With ratio < 1 the last parameters are offloaded, up to half a parameter more or less than `ratio` of all
+        elements: their gradients come first, so that copying them overlaps with the rest of backward.
         """
         if self.transfers is None:
             return lambda param: ON_DEVICE
-        stays = Home(None, self.param, self.transfers)
-        goes = Home(self.optimizer, self.param, self.transfers)
+        on_device = StatePlacement(None, self.param, self.transfers)
+        offloaded = StatePlacement(self.optimizer, self.param, self.transfers)
         trained = [p for p in reversed(params) if p.is_floating_point() or p.is_complex()]
         wanted = self.ratio * sum(p.numel() for p in trained)
         chosen: set[nn.Parameter] = set()
@@ -98,19 +95,19 @@ class Offload:
                 break
             chosen.add(param)
             taken += param.numel()
-        return lambda param: goes if param in chosen else stays
+        return lambda param: offloaded if param in chosen else on_device
 
-    def settle(self) -> None:
-        """See `Transfers.settle`."""
+    def synchronize(self) -> None:
+        """See `Transfers.synchronize`."""
         if self.transfers is not None:
-            self.transfers.settle()
+            self.transfers.synchronize()
 
 
 @dataclass(slots=True)
-class _Slot:
-    """Host memory that one copy at a time goes through.
+class _StagingBuffer:
+    """Host memory through which one copy at a time goes.
 
-    event: that copy; None: over. then: what the host does with what the copy has brought.
+    event: recorded after that copy; None: it is over. then: what the host does with the data after the copy.
     """
 
     memory: Tensor | None = None
@@ -119,7 +116,7 @@ class _Slot:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the copy and use it."""
+        """Wait for the copy, and use its data."""
         event, self.event = self.event, None
         then, self.then = self.then, None
         if event is not None:
@@ -129,15 +126,15 @@ class _Slot:
 
 
 class Transfers:
-    """The copies of one partitioner, in order, through two slots in turn. See [Note: copies]."""
+    """The copies of one partitioner, in order, through two staging buffers in turn. See [Note: copies]."""
 
     def __init__(self, ctx: Context, store: StateStore) -> None:
         self._new_event, self._store, self._kernels = ctx.accelerator.new_event, store, ctx.kernels
-        self._slots: deque[_Slot] = deque([_Slot(), _Slot()])  # the oldest copy's first
+        self._slots: deque[_StagingBuffer] = deque([_StagingBuffer(), _StagingBuffer()])  # the oldest copy's first
         self._direct: deque[Any] = deque()
 
     def to_host(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """Start giving host tensor `target` the values of device tensor `source`, or with `add` adding them.
+        """Start to copy device tensor `source` into host tensor `target`, or with `add` to add it.
 
         `source` may be written to by later work of the device. Done after `settle`.
         """
@@ -150,9 +147,9 @@ class Transfers:
         slot.then = (lambda: self._kernels.accumulate(target, memory)) if add else (lambda: target.copy_(memory))
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
-        """Start giving device tensor `target` the values of host tensor `source`, cast on the host.
+        """Start to copy host tensor `source` into device tensor `target`; casts are done on the host.
 
-        Later work of the device sees them; the host may change `source` after `settle`.
+        Later work of the device sees the values; the host may change `source` after `synchronize`.
         """
         if source.dtype == target.dtype:
             self._straight(target, source)
@@ -162,20 +159,20 @@ class Transfers:
         slot.event = self._mark()
 
     def _straight(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy that needs no memory in between."""
+        """Start a copy that needs no staging buffer."""
         target.copy_(source, non_blocking=True)
         while self._direct and self._direct[0].query():
             self._direct.popleft()
         self._direct.append(self._mark())
 
-    def settle(self) -> None:
-        """Wait until all is where it was to go."""
+    def synchronize(self) -> None:
+        """Wait until all copies are over."""
         for slot in self._slots:
             slot.finish()
         while self._direct:
             self._direct.popleft().synchronize()
 
-    def _next(self, like: Tensor) -> tuple[_Slot, Tensor]:
+    def _next(self, like: Tensor) -> tuple[_StagingBuffer, Tensor]:
         slot = self._slots.popleft()
         self._slots.append(slot)
         slot.finish()
@@ -188,57 +185,3 @@ class Transfers:
         event = self._new_event()
         event.record()
         return event
-
-
-@torch.no_grad()
-def tiled_step(
-    optimizer: Optimizer,
-    buckets: Sequence[FlatBucket],
-    stepper: Stepper,
-    grads: Sequence[Tensor | None],
-    factor: float,
-) -> None:
-    """`Stepper.step` where some buckets' states are not in memory: these one after the other.
-
-    grads: of the masters of all buckets, in order. While one bucket is updated the next one is fetched; weights are
-    written while their masters are present.
-    """
-    owners = [b for b in buckets for _ in b.optimized]
-    present = [None if b.evictable else g for b, g in zip(owners, grads, strict=True)]
-    tiles = [b for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None) if b.evictable]
-    if not tiles or any(g is not None for g in present):
-        stepper.step(optimizer, present, factor)
-    kept = _settings(optimizer)
-    for index, tile in enumerate(tiles):
-        store = tile.home.masters
-        assert store is not None
-        if index == 0:
-            store.fetch(_states(tile, optimizer))
-        store.wait(_states(tile, optimizer))
-        if index + 1 < len(tiles):
-            store.fetch(_states(tiles[index + 1], optimizer))
-        stepper.step(optimizer, [g if b is tile else None for b, g in zip(owners, grads, strict=True)], factor)
-        tile.send()
-        if tile.home.transfers is not None:
-            tile.home.transfers.settle()
-        store.evict(_states(tile, optimizer))
-        if _settings(optimizer) != kept:
-            raise UsageError(
-                f"{type(optimizer).__name__} changes its parameter groups in each step, and states that rest outside "
-                "memory are updated in several steps, so it would count them wrongly; use offload_optimizer.device cpu"
-            )
-
-
-def _states(tile: FlatBucket, optimizer: Optimizer) -> list[Tensor]:
-    """The masters of a bucket, and what the optimizer keeps of them that is large."""
-    found = [tile.master]
-    for piece in tile.pieces:
-        for value in optimizer.state.get(piece.master, {}).values():
-            if isinstance(value, Tensor) and value.shape == piece.master.shape and value.numel():
-                if is_evicted(value) or owns_storage(value):
-                    found.append(value)
-    return found
-
-
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

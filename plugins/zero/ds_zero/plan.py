@@ -151,7 +151,7 @@ def predict(
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
     passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
     flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
-    parts = sum(b.layout.part * b.dtype.itemsize for b in laid.buckets if not b.replicated)
+    parts = sum(b.layout.shard_numel * b.dtype.itemsize for b in laid.buckets if not b.replicated)
     weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.replicated) + _bytes(laid.loose)
     device = Kinds(
         parameters=weights + (0 if weights_away else parts),
@@ -163,8 +163,10 @@ def predict(
     states = _optimized(trained, run, offload, wires.wire, rank)
     if away:
         # Two buffers that copies between device and host go through in turn, and the weights that a step has written.
-        through = 2 * max((b.layout.part * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0)
-        through += sum(b.layout.part * b.dtype.itemsize for b in trained if _staged(run, b, offload))
+        through = 2 * max(
+            (b.layout.shard_numel * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0
+        )
+        through += sum(b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload))
         host = _join(host, states, Kinds(gradients=_on_host(trained, run, wires.wire), buckets=through))
     else:
         device = _join(device, states)
@@ -187,7 +189,7 @@ def _optimized(
     """Masters, the optimizer's states, and gradients in the masters' dtype."""
     masters = states = cast = 0
     for bucket in trained:
-        size, own = bucket.layout.part, _master(run.precision, bucket)
+        size, own = bucket.layout.shard_numel, _master(run.precision, bucket)
         # On the host, masters are copies but of weights that rest there too in the masters' dtype.
         beside = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
         masters += size * own.itemsize if beside or own != bucket.dtype else 0
@@ -210,7 +212,7 @@ def _staged(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> bool:
 def _on_host(
     trained: Sequence[SimulatedBucket], run: PlannedRun, wire: Callable[[SimulatedBucket], torch.dtype]
 ) -> int:
-    return sum(b.layout.part * _host_grad(run, b, wire).itemsize for b in trained)
+    return sum(b.layout.shard_numel * _host_grad(run, b, wire).itemsize for b in trained)
 
 
 def _join(*kinds: Kinds) -> Kinds:
@@ -288,7 +290,7 @@ def _traffic(
     reduced = gathered = sent = link = 0
     by_reduction = times * (1 if section.reduce_scatter or not section.use_multi_rank_bucket_allreduce else 2)
     for bucket in laid.buckets:
-        part = bucket.layout.part
+        part = bucket.layout.shard_numel
         if bucket.trained:
             reduced += part * others * by_reduction
             sent += part * others * by_reduction * wire(bucket).itemsize
@@ -301,7 +303,7 @@ def _traffic(
                     link += part * bucket.dtype.itemsize
     factor = run.gas * (2 if section.use_all_reduce_for_fetch_params else 1)
     for unit in laid.units:
-        part, count = unit.bucket.layout.part, unit.gathers
+        part, count = unit.bucket.layout.shard_numel, unit.gathers
         gathered += part * others * count * factor
         travels = narrower_dtype(unit.bucket.params, unit.bucket.dtype, special) or unit.bucket.dtype
         sent += part * others * count * factor * travels.itemsize

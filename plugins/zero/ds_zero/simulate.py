@@ -219,7 +219,7 @@ class _SimulatedReducer:
 
     def _take(self, param: nn.Parameter) -> None:
         if self.wires.eager:
-            self._absorb(self._bucket_of[param])
+            self._copy_in(self._bucket_of[param])
         elif param not in self._waiting:
             self._waiting.add(param)
             self.memory.add(param.numel() * param.element_size())
@@ -238,7 +238,7 @@ class _SimulatedReducer:
         if not self.wires.keeps:
             self.memory.clear()
 
-    def _absorb(self, bucket: SimulatedBucket) -> None:
+    def _copy_in(self, bucket: SimulatedBucket) -> None:
         if bucket not in self._local:
             if not self.wires.keeps:
                 self._drain(IN_FLIGHT - 1)
@@ -247,7 +247,7 @@ class _SimulatedReducer:
 
     def _launch(self, bucket: SimulatedBucket) -> None:
         wires, memory = self.wires, self.memory
-        self._absorb(bucket)
+        self._copy_in(bucket)
         self._local.discard(bucket)
         for param in self._waiting.intersection(bucket.params):
             self._waiting.discard(param)
@@ -258,17 +258,17 @@ class _SimulatedReducer:
                 memory.take(total, wire)
                 memory.give(total, wires.grad(bucket))
             if wires.scatter and not wires.keeps:
-                memory.take(bucket.layout.part, wire)
+                memory.take(bucket.layout.shard_numel, wire)
         self._in_flight.append(bucket)
         if not wires.overlap:
             self._drain(0)
 
     def _drain(self, left: int) -> None:
         while len(self._in_flight) > left:
-            self._take_in(self._in_flight.popleft())
+            self._complete(self._in_flight.popleft())
 
-    def _take_in(self, bucket: SimulatedBucket) -> None:
-        wires, memory, part = self.wires, self.memory, bucket.layout.part
+    def _complete(self, bucket: SimulatedBucket) -> None:
+        wires, memory, part = self.wires, self.memory, bucket.layout.shard_numel
         total, grad = bucket.layout.total, wires.grad(bucket)
         wire = wires.wire(bucket) if wires.world > 1 else grad
         own = wires.scatter and not wires.keeps and wires.world > 1  # the part came in a buffer of its own

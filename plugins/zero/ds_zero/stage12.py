@@ -1,4 +1,4 @@
-"""Stages 1 and 2: weights stay whole on every rank; optimizer states (and, in stage 2, gradients) are partitioned."""
+"""Stages 1 and 2: weights are replicated; optimizer states (and, in stage 2, gradients) are sharded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Stage12(ZeroPartitioner):
     """Module parameters are views of flat buffers, into which the step's result is all-gathered."""
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
-        home, brief = self.offload.homes(params), self.section.stage == 2
-        return make_buckets(params, self.ctx, self.section.bucket_elements, home=home, brief=brief)
+        placement, stage2 = self.offload.placements(params), self.section.stage == 2
+        return make_buckets(params, self.ctx, self.section.bucket_elements, placement=placement, frees_gradients=stage2)
 
     def publish(self) -> None:
         """See `Partitioner.publish`; buckets that nobody used have not changed."""
         changed = [b for b in self.buckets if self.reducer.used(b)]
-        self._send(changed)
-        self._spread(changed)
+        self._update_shards(changed)
+        self._gather_weights(changed)
         if self.section.enable_sanity_checks:
             self._check_equal(changed)

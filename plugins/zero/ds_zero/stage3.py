@@ -1,7 +1,7 @@
-"""Stage 3: weights are partitioned too. A module's weights are gathered before it runs and released afterwards.
+"""Stage 3: weights are sharded too. A module's weights are gathered before it runs and released afterwards.
 
-Small parameters stay whole and are served as in stage 2. Gradients travel on process groups of their own, so that
-they need not keep step with gathers.
+Small parameters stay replicated, as in stage 2. Gradients are reduced on process groups of their own, so that their
+order is independent of gathers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ds_core.errors import DSError, UsageError
 from ds_core.precision import WIRE_DTYPES
 from ds_zero.base import ZeroPartitioner
 from ds_zero.external import externals
-from ds_zero.flat import FlatBucket, Piece, Share, make_buckets
+from ds_zero.flat import FlatBucket, make_buckets
 from ds_zero.gather import GatherScheduler, narrower_dtype
 from ds_zero.gather_hooks import GatherHooks
 from ds_zero.gather_unit import BucketUnit, UnitState
 from ds_zero.leaves import leaf_flag, mark_leaf
+from ds_zero.records import Piece
 from ds_zero.sharded_param import remove_attributes
 from ds_zero.state_offload import BACKWARD
 from ds_zero.status import ZeroParamStatus
@@ -41,7 +42,7 @@ __all__ = ["Stage3"]
 
 
 class Stage3(ZeroPartitioner):
-    """Parameters live as parts; see the module's docstring."""
+    """Parameters are sharded; see the module's docstring."""
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
         super().__init__(ctx, section)
@@ -57,22 +58,31 @@ class Stage3(ZeroPartitioner):
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         trained = set(params)
-        leaves = self.offload.param is not None  # weights that are released rest elsewhere, so one rank has use for it
-        shared_out = [p for p in module.parameters() if leaves or self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1]
+        offloads = self.offload.param is not None  # then even a single rank gains from releasing weights
+        shared_out = [
+            p for p in module.parameters() if offloads or self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1
+        ]
         small = persistent(shared_out, self.section)
-        parted = {p for p in shared_out if p not in small}
-        self._gatherers = gatherers(module, parted, self.section)
+        sharded = {p for p in shared_out if p not in small}
+        self._gatherers = gatherers(module, sharded, self.section)
         for gatherer in self._gatherers:
             if gatherer.leaf and leaf_flag(gatherer.module) is None:
                 self._leaves.add(gatherer.module)
                 mark_leaf(gatherer.module, True)
-        home = self.offload.homes(params)
-        stay = [p for p in params if p not in parted]
-        whole = make_buckets(stay, self.ctx, self.section.bucket_elements, home=home, brief=True)
+        placement = self.offload.placements(params)
+        small_trained = [p for p in params if p not in sharded]
+        replicated = make_buckets(
+            small_trained, self.ctx, self.section.bucket_elements, placement=placement, frees_gradients=True
+        )
         for gatherer, chosen, mine in members(self._gatherers, trained):
-            for bucket in make_buckets(chosen, self.ctx, self._capacity, Share.PART, masters=mine, home=home):
+            for bucket in make_buckets(
+                chosen, self.ctx, self._capacity, sharded=True, masters=mine, placement=placement
+            ):
                 self._add_unit(bucket, gatherer.leaf, mine)
-        return whole + [u.bucket for u in self.units]
+        return replicated + [u.bucket for u in self.units]
+
+    def _world_of(self, param: nn.Parameter) -> int:
+        return self.ctx.mesh.size(*self.ctx.params[param].replicas)
 
     @property
     def releases_weights(self) -> bool:  # type: ignore[override]
@@ -80,7 +90,7 @@ class Stage3(ZeroPartitioner):
         return bool(self.units)
 
     def _capacity(self, world: int) -> int:
-        """The most elements of a unit: all of its module's, unless the config wants parameters one at a time."""
+        """The most elements of a unit: those of a module, unless the config gathers parameters one at a time."""
         return self.section.unit_elements(world)
 
     def _add_unit(self, bucket: FlatBucket, leaf: bool, trained: bool) -> None:
@@ -145,7 +155,7 @@ class Stage3(ZeroPartitioner):
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:
-        """Inside, modules run without gathering; their weights are kept whole by the caller."""
+        """Inside, modules run without gathering; the caller keeps their weights unsharded."""
         self.hooks.remove()
         try:
             yield
@@ -159,7 +169,7 @@ class Stage3(ZeroPartitioner):
             yield
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """See `Partitioner.load_states`; what is gathered now is old then."""
+        """See `Partitioner.load_states`. Gathered weights are released, since they become outdated."""
         self.gathering.release_all()
         super().load_states(source, optimizer, strict=strict)
         self.gathering.refresh()
@@ -170,11 +180,11 @@ class Stage3(ZeroPartitioner):
         return self._reducer_of(trained, lambda b: self._groups.get(b.axes), self._order)
 
     def _order(self) -> list[FlatBucket]:
-        """Units whose forward was last come first; what stays whole comes last."""
+        """Units whose forward was last come first; replicated weights come last."""
         used = sorted(self.units, key=lambda u: -u.first_use)
-        parted = [u.bucket for u in used if u.bucket not in self._untrained]
-        whole = [b for b in self.buckets if b.share is Share.WHOLE and b.trains]
-        return parted + whole
+        sharded = [u.bucket for u in used if u.bucket not in self._untrained]
+        replicated = [b for b in self.buckets if not b.sharded and b.trains]
+        return sharded + replicated
 
     # -- backward and step -----------------------------------------------------------------------------------
 
@@ -190,8 +200,8 @@ class Stage3(ZeroPartitioner):
         self.hooks.on_gradient(param)
 
     def _backward_began(self) -> None:
-        """The first hook of a backward runs, in its outermost graph: whoever started it, it will be finished."""
-        self.moved.refuse("backward", BACKWARD)
+        """Called by the first gather hook of a backward, in its outermost graph."""
+        self.offloaded.require("backward", BACKWARD)
         self.gradient_hooks.enter()
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
@@ -200,21 +210,21 @@ class Stage3(ZeroPartitioner):
         self.gathering.end_pass()
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
-        """See `Partitioner.step`; it may write weights, which no gather may be reading."""
+        """See `Partitioner.step`. It may write weights, so no gather may be running."""
         self.gathering.release_all()
         super().step(optimizer, factor)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See `Partitioner.publish`; only what is whole travels."""
+        """See `Partitioner.publish`. Only replicated weights are sent."""
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.reducer.used(b)]
-        whole = [b for b in changed if b.share is Share.WHOLE]
-        self._send(changed)
-        self._spread(whole)
+        replicated = [b for b in changed if not b.sharded]
+        self._update_shards(changed)
+        self._gather_weights(replicated)
         self.gathering.refresh()
         if self.section.enable_sanity_checks:
-            self._check_equal(whole)
+            self._check_equal(replicated)
             self._check_released()
 
     def _check_released(self) -> None:
@@ -228,8 +238,8 @@ class Stage3(ZeroPartitioner):
         """See `ZeroPartitioner._updates`."""
         return bucket not in self._untrained
 
-    def release_for_moving(self) -> None:
-        """Release every unit, so that weights are where they rest. UsageError while modules run or are gathered."""
+    def release_for_offload(self) -> None:
+        """Release every unit. Raises UsageError while modules run or parameters are gathered."""
         busy = self.hooks.running or torch._C._current_graph_task_id() != -1
         if not busy:
             self.gathering.release_all()
@@ -246,7 +256,7 @@ class Stage3(ZeroPartitioner):
         return None if unit.state is UnitState.SHARDED else bucket.full
 
     def detach(self) -> None:
-        """Make the module whole again, on every rank, and remove the hooks. Collective."""
+        """Unshard the module on every rank, and remove the hooks. Collective."""
         super().detach()
         if self._module is None:
             return
@@ -272,8 +282,8 @@ def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:
     param.ds_id = bucket.names[piece.index]
     param.ds_shape = torch.Size(piece.shape)
     param.ds_numel = param.ds_shape.numel()
-    param.ds_tensor = bucket.part[piece.within]
-    if bucket.share is Share.WHOLE:
+    param.ds_tensor = bucket.shard[piece.within]
+    if not bucket.sharded:
         param.ds_status = ZeroParamStatus.AVAILABLE
 
 

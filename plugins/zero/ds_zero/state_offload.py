@@ -1,10 +1,9 @@
-"""States of stage 3 moved to host memory between two phases of a program, and back: `offload_states`.
+"""Storages of stage 3's states that are in host memory between two phases of a program: see `offload_states`.
 
-[Note: moved states] A moved tensor stays the same object, since optimizers, parameters and views hold it; only its
-storage
-is emptied (``resize_(0)``), which gives the device's memory back, and its bytes wait in host memory. Nothing may touch
-it then, for that would be a read of freed memory: `Moved.refuse` stands at every door, and graphs that were made
-before are made unusable through the version counters of the parameters.
+[Note: offloaded states] An offloaded tensor stays the same object, since optimizers, parameters and views refer to it.
+Its storage is emptied (``resize_(0)``), which frees device memory, and its bytes are kept in host memory. To use it
+then would be a read of freed memory. So `OffloadedStates.require` is called wherever states are used, and older graphs
+are made unusable through the version counters of the parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "Moved"]
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "OffloadedStates"]
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -48,8 +47,8 @@ BACKWARD = FORWARD | {OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contig
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """storage: emptied. host: its bytes."""
+class _HostCopy:
+    """An emptied storage, and its bytes in host memory."""
 
     storage: torch.UntypedStorage
     host: Tensor
@@ -57,26 +56,26 @@ class _Copy:
     device: torch.device
 
 
-class Moved:
-    """The storages of one engine that are in host memory now, and the hooks that stand guard until they are back."""
+class OffloadedStates:
+    """The storages of one engine that are offloaded now, and the hooks that refuse to use them."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _HostCopy] = {}
         self._event: Any = None
         self._guards: list[Any] = []
-        self._shown: list[tuple[nn.Parameter, Tensor]] = []  # parameters that are empty for now, and what they are else
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # parameters that are empty now, and their data
 
     @property
     def kinds(self) -> set[OffloadStateTypeEnum]:
-        """The groups of which something is moved."""
+        """The groups of which something is offloaded."""
         return {p.kind for p in self._copies.values()}
 
     # -- out and back ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def move_out(self, kind: OffloadStateTypeEnum, tensors: Iterable[Tensor], *, pin: bool, non_blocking: bool) -> None:
-        """Move the storages of `tensors` to the host; those that are there, or empty, are left as they are."""
+    def offload(self, kind: OffloadStateTypeEnum, tensors: Iterable[Tensor], *, pin: bool, non_blocking: bool) -> None:
+        """Move the storages of `tensors` to the host, except those that are there already or empty."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or not self._accelerator.on_device(tensor):
@@ -84,25 +83,25 @@ class Moved:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8)
             host = self._accelerator.pin(host) if pin else host
             host.copy_(_bytes(storage, tensor.device), non_blocking=non_blocking)
-            # Work that is queued behind the copy may get this memory, on the same queue: not before the copy is done.
+            # The freed memory may be used by later work of the same stream only, which runs after the copy.
             storage.resize_(0)
-            self._copies[storage._cdata] = _Copy(storage, host, kind, tensor.device)
+            self._copies[storage._cdata] = _HostCopy(storage, host, kind, tensor.device)
         self._event = self._accelerator.new_event()
         self._event.record()
         if not non_blocking:
-            self._settle()
+            self._synchronize()
 
     @torch.no_grad()
-    def bring_back(self, *, non_blocking: bool) -> None:
-        """Bring everything back."""
-        self._settle()
+    def reload(self, *, non_blocking: bool) -> None:
+        """Move everything back to the device."""
+        self._synchronize()
         for copy in self._copies.values():
             copy.storage.resize_(copy.host.numel())
             _bytes(copy.storage, copy.device).copy_(copy.host, non_blocking=non_blocking)
         self._copies.clear()
-        for param, data in self._shown:
+        for param, data in self._hidden:
             param.data = data
-        self._shown.clear()
+        self._hidden.clear()
         for guard in self._guards:
             guard.remove()
         self._guards.clear()
@@ -110,13 +109,13 @@ class Moved:
             self._accelerator.synchronize()
 
     def hide(self, params: Iterable[nn.Parameter]) -> None:
-        """Let parameters that are moved be empty, so that using one is an error of shapes, until `bring_back`."""
+        """Make offloaded parameters empty until `reload`, so that using one is a shape error."""
         for param in params:
             if param.numel():
-                self._shown.append((param, param.data))
+                self._hidden.append((param, param.data))
                 param.data = param.data.new_empty(0)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -124,39 +123,39 @@ class Moved:
     # -- looking ---------------------------------------------------------------------------------------------
 
     def view(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or where it is moved the same view of its host copy; writes to that come back with it."""
+        """`tensor`, or if it is offloaded the same view of its host copy; writes to that are kept by `reload`."""
         if not self._copies or (copy := self._copies.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
-        self._settle()
+        self._synchronize()
         size = copy.host.numel() // tensor.itemsize * tensor.itemsize
         flat = copy.host[:size].view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def shown(self, param: nn.Parameter) -> Tensor:
-        """What `param` is when it is not hidden."""
-        return next((data for hidden, data in self._shown if hidden is param), param.data)
+    def data_of(self, param: nn.Parameter) -> Tensor:
+        """The data of `param`, hidden or not."""
+        return next((data for hidden, data in self._hidden if hidden is param), param.data)
 
     # -- guarding --------------------------------------------------------------------------------------------
 
-    def guard(self, module: nn.Module, optimizer: Any) -> None:
-        """Refuse forwards and optimizer steps that would touch what is moved, until `bring_back`."""
+    def install_guards(self, module: nn.Module, optimizer: Any) -> None:
+        """Make forwards and optimizer steps that would use offloaded states raise, until `reload`."""
         if self._guards or not self._copies:
             return
         for part in module.modules():
             self._guards.append(part.register_forward_pre_hook(self._before_forward, prepend=True))
         if optimizer is not None:
-            self._guards.append(optimizer.register_step_pre_hook(lambda *_: self.refuse("the optimizer's step")))
+            self._guards.append(optimizer.register_step_pre_hook(lambda *_: self.require("the optimizer's step")))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self.refuse("forward", BACKWARD if torch.is_grad_enabled() else FORWARD)
+        self.require("forward", BACKWARD if torch.is_grad_enabled() else FORWARD)
 
-    def refuse(self, what: str, kinds: frozenset[OffloadStateTypeEnum] | None = None) -> None:
-        """Raise UsageError when anything (of `kinds`) is moved."""
-        if self._copies and (away := self.kinds if kinds is None else self.kinds & kinds):
-            names = ", ".join(sorted(k.value for k in away))
+    def require(self, what: str, kinds: frozenset[OffloadStateTypeEnum] | None = None) -> None:
+        """Raise UsageError when anything (of `kinds`) is offloaded. what: the operation, for the message."""
+        if self._copies and (missing := self.kinds if kinds is None else self.kinds & kinds):
+            names = ", ".join(sorted(k.value for k in missing))
             raise UsageError(f"{what} needs {names}, moved to the host by offload_states(); call reload_states() first")
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """The whole of a storage as bytes."""
+    """All of a storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

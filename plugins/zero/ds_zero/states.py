@@ -17,7 +17,8 @@ from ds_core.partition import (
     saved_optimizer_states,
     set_optimizer_state,
 )
-from ds_zero.flat import FlatBucket, Piece, Share
+from ds_zero.flat import FlatBucket
+from ds_zero.records import Piece
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -40,7 +41,7 @@ def states(
         """The axes along which ranks hold the same as this one, so that they can share the writing."""
         return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
-    parted = {p for b in buckets if b.share is Share.PART for p in b.params}
+    parted = {p for b in buckets if b.sharded for p in b.params}
     for name, param in module.named_parameters():
         if param not in parted:
             info, shape = ctx.params.get(param), tuple(param.shape)  # None: one that came after initialize
@@ -50,10 +51,10 @@ def states(
     for bucket in buckets:
         store = bucket.counted and first(*bucket.held, *bucket.axes)
         for piece in bucket.pieces:
-            if bucket.share is Share.PART and (piece.stop > piece.start or 0 in piece.shape):
+            if bucket.sharded and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)
                 place = (piece.shape, piece.start, piece.stop, bucket.held)
-                yield StateTensor(f"module/{piece.name}", bucket.part[piece.within], *place, keep)
+                yield StateTensor(f"module/{piece.name}", bucket.shard[piece.within], *place, keep)
         for piece in bucket.optimized:
             if piece.stop > piece.start:
                 yield from _updated(bucket, piece, optimizer, store)
@@ -73,7 +74,7 @@ def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, stor
             yield StateTensor(name, value, *place, store, read=_reader(bucket))
         elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
             yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
-        elif bucket.whole is not None:
+        elif bucket.owned is not None:
             yield StateTensor(name, value, tuple(value.shape), 0, value.numel(), bucket.held, store)
         else:
             raise UsageError(
@@ -85,7 +86,7 @@ def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, stor
 
 def _reader(bucket: FlatBucket) -> Callable[[Tensor], Tensor] | None:
     """How to read the optimizer's tensors, which may not be in memory; None when they always are."""
-    return bucket.home.masters.read if bucket.home.masters is not None and bucket.evictable else None
+    return bucket.placement.masters.read if bucket.placement.masters is not None and bucket.evictable else None
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def load(
     from_fp32: take master weights from the checkpoint's (when it has them), else from its module weights.
     """
     known = set(source.names())
-    parted = {p for b in buckets if b.share is Share.PART for p in b.params}
+    parted = {p for b in buckets if b.sharded for p in b.params}
     whole = [(n, p.data) for n, p in module.named_parameters() if p not in parted] + list(_persistent_buffers(module))
     for name, tensor in whole:
         if strict or f"module/{name}" in known:
@@ -111,10 +112,10 @@ def load(
             tensor.copy_(read_state(source, f"module/{name}", tensor))
     for bucket in buckets:
         for piece in bucket.pieces:
-            if bucket.share is Share.PART and (strict or f"module/{piece.name}" in known):
-                part = bucket.part[piece.within]
+            if bucket.sharded and (strict or f"module/{piece.name}" in known):
+                part = bucket.shard[piece.within]
                 part.copy_(_range(source, f"module/{piece.name}", piece, part))
-        with bucket.present():
+        with bucket.in_memory():
             _load_masters(bucket, source, known, from_fp32=from_fp32)
     if optimizer is not None:
         _load_optimizer(buckets, source, optimizer)
@@ -122,7 +123,7 @@ def load(
 
 def _load_masters(bucket: FlatBucket, source: StateSource, known: set[str], *, from_fp32: bool) -> None:
     """From stored ones or, without them, from the weights. Without a collective: another rank may fail to read."""
-    apart = bucket.whole is not None and bucket.share is Share.PART  # a whole master of a weight that is not
+    apart = bucket.owned is not None and bucket.sharded  # a whole master of a weight that is not
     if not apart:
         bucket.refresh()
     for piece in bucket.optimized:
@@ -143,11 +144,11 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
             if piece.master not in mine:
                 continue
             values = {}
-            store = bucket.home.masters if bucket.evictable else None
+            store = bucket.placement.masters if bucket.evictable else None
             replaced = optimizer.state.get(piece.master, {})
             for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():
                 old = replaced.get(key) if store is None else None
-                if bucket.whole is not None or key in counters:
+                if bucket.owned is not None or key in counters:
                     values[key] = read_state(source, name, old)
                 else:
                     values[key] = _range(source, name, piece, old)

@@ -22,8 +22,9 @@ from ds_zero.sharded_param import ShardedParam, check_not_assigned, set_status, 
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
-    from ds_zero.flat import FlatBucket, Piece
+    from ds_zero.flat import FlatBucket
     from ds_zero.gather_unit import BucketUnit
+    from ds_zero.records import Piece
 
 __all__ = ["FIRST", "WeightHandle", "WeightOwner", "handle_of", "handles_of", "owner_of"]
 

@@ -326,7 +326,7 @@ def traffic(stage: int, dtype: str, bucket: int) -> dict[str, Any]:
         for b in engine.partitioner.buckets
         for p in b.optimized
         if p.master.untyped_storage().data_ptr()
-        not in (b.part.untyped_storage().data_ptr(), b.full.untyped_storage().data_ptr())
+        not in (b.shard.untyped_storage().data_ptr(), b.full.untyped_storage().data_ptr())
     )
     engine.destroy()
     return {"sent": sent, "calls": calls, "masters": masters, "extra": extra}
@@ -417,7 +417,7 @@ def adamw(folder: Path, dtype: str, whole_grain: bool, stage: int, *, load: bool
     else:
         engine.save_checkpoint(str(folder), tag="two")
     steps(engine, dtype, range(2, 4))
-    assert all((b.whole is not None) == whole_grain for b in engine.partitioner.buckets if b.params[0].requires_grad)
+    assert all((b.owned is not None) == whole_grain for b in engine.partitioner.buckets if b.params[0].requires_grad)
     found = whole(engine)
     engine.destroy()
     return found
@@ -479,7 +479,7 @@ def taken_over(cls_name: str, dtype: str, stage: int) -> float:
             "zero_allow_untested_optimizer": cls_name != "AdamW",
         },
     )
-    assert all((b.whole is not None) == (cls_name != "AdamW") for b in engine.partitioner.buckets)
+    assert all((b.owned is not None) == (cls_name != "AdamW") for b in engine.partitioner.buckets)
     steps(engine, dtype, range(2, 4))
     found = whole(engine)
     engine.destroy()

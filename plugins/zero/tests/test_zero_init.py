@@ -324,7 +324,7 @@ def settles(before: int, most: float) -> bool:
 
 def measure() -> None:
     """Peaks in elements of one layer: while building, and while `initialize` takes the parts over."""
-    from ds_zero.gather import Unit
+    from ds_zero.gather_unit import BucketUnit
 
     import ds_core
     from ds_core import comm
@@ -343,14 +343,14 @@ def measure() -> None:
     allowed = share + 3.1
     assert peak / layer <= allowed < DEEP, peak / layer
     assert settles(before, (share + 0.1) * layer)
-    made = Unit.__init__
+    free = BucketUnit._free
 
-    def seen(self: Unit, *args: Any) -> None:
-        made(self, *args)
-        look()  # when a unit is whole
+    def seen(self: BucketUnit) -> None:
+        look()  # while a unit is unsharded
+        free(self)
 
     peak = 0
-    Unit.__init__ = seen  # type: ignore[method-assign]
+    BucketUnit._free = seen  # type: ignore[method-assign]
     try:
         engine, *_ = ds_core.initialize(
             model=model,
@@ -361,7 +361,7 @@ def measure() -> None:
             },
         )
     finally:
-        Unit.__init__ = made  # type: ignore[method-assign]
+        BucketUnit._free = free  # type: ignore[method-assign]
     assert 0 < peak / layer <= allowed, peak / layer
     assert settles(before, (share + 0.1) * layer)
     engine.destroy()

@@ -127,7 +127,7 @@ def look_in_backward(stage: int, section: dict[str, Any], what: str) -> Any:
     engine = start(stage, section)
     reducer, model = engine.partitioner.reducer, engine.module
     model.look = {
-        "travelling": lambda: len(reducer._travelling),
+        "travelling": lambda: len(reducer._in_flight),
         "copied": lambda: model.c.weight.grad is None,
         "states": lambda: [u.state.value for u in engine.partitioner.units],
         "kept": lambda: [u.bucket.full.untyped_storage().nbytes() for u in engine.partitioner.units],
@@ -204,7 +204,7 @@ def test_ignore_unused_parameters() -> None:
 
 def check_parts(section: dict[str, Any]) -> list[int]:
     engine = start(2, {**section, "reduce_bucket_size": 72})
-    parts = [b.part.numel() for b in engine.partitioner.buckets]
+    parts = [b.shard.numel() for b in engine.partitioner.buckets]
     engine.destroy()
     return parts
 
@@ -258,17 +258,17 @@ def check_sanity(stage: int, checks: bool) -> str:
     engine = start(stage, {"enable_sanity_checks": checks, "param_persistence_threshold": 9})
     step(engine)
     bucket = engine.partitioner.buckets[0]
-    owner = bucket.spread
+    owner = bucket.start_gather
     try:
         if comm.rank() == 1:  # a rank whose memory goes bad
 
-            def spread(group: Any, **how: Any) -> Any:
+            def start_gather(group: Any, **how: Any) -> Any:
                 for work in owner(group, **how):
                     work.wait()
                 bucket.full[0] += 1
                 return []
 
-            bucket.spread = spread
+            bucket.start_gather = start_gather
         step(engine, 1)
     except DSError as error:
         return str(error)

@@ -16,15 +16,15 @@ SIZES = st.lists(st.integers(0, 50), max_size=12)
 @given(SIZES, st.integers(1, 9))
 def test_every_element_belongs_to_exactly_one_rank(sizes: list[int], world: int) -> None:
     layout = Layout.of(sizes, world)
-    assert layout.total == layout.part * world >= sum(sizes)
+    assert layout.total == layout.shard_numel * world >= sum(sizes)
     for index, size in enumerate(sizes):
         spans = [layout.span(index, rank) for rank in range(world)]
         owned = [i for s in spans for i in range(s.start, s.stop)]
         assert owned == list(range(size))
         for rank, span in enumerate(spans):
             if span.stop > span.start:
-                assert rank * layout.part + span.at == layout.offsets[index] + span.start
-                assert span.at + span.stop - span.start <= layout.part
+                assert rank * layout.shard_numel + span.at == layout.offsets[index] + span.start
+                assert span.at + span.stop - span.start <= layout.shard_numel
 
 
 @given(SIZES, st.integers(1, 9))

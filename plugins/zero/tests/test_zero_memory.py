@@ -71,4 +71,4 @@ def test_parts_are_equal_where_whole_rows_would_not_be() -> None:
 
     sizes = [50257 * 768, 1024 * 768, *[768 * 3 * 768, 3 * 768, 768 * 768, 768] * 12]
     layout = Layout.of(sizes, 4096)
-    assert layout.part * 4096 <= 1.001 * sum(sizes)
+    assert layout.shard_numel * 4096 <= 1.001 * sum(sizes)

@@ -103,7 +103,7 @@ def placed(ratio: float) -> dict[str, Any]:
     sizes = [(7, 11), (11, 40), (40, 3), (3, 3), (3, 19)]
     model = nn.Sequential(*(nn.Linear(*s) for s in sizes))
     engine = start({"stage": 3, "offload_optimizer": {**CPU, "ratio": ratio}}, model, bf16={"enabled": True})
-    there = {p for b in engine.partitioner.buckets if b.master_rests for p in b.params}
+    there = {p for b in engine.partitioner.buckets if b.master_in_store for p in b.params}
     order = [p in there for p in model.parameters()]
     counts = {p: math.prod(p.ds_shape) for p in model.parameters()}
     total = sum(counts.values())
@@ -146,7 +146,7 @@ def test_pin_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
     engine.step()
     held = {t.untyped_storage()._cdata for t in device.pinned}
-    wants = [b.part for b in engine.partitioner.buckets] + [b.master for b in engine.partitioner.buckets]
+    wants = [b.shard for b in engine.partitioner.buckets] + [b.master for b in engine.partitioner.buckets]
     wants += [g.host for g in engine.partitioner.reducer._all.values()]
     assert wants
     assert [t.untyped_storage()._cdata in held for t in wants] == [wanted] * len(wants)
@@ -205,14 +205,14 @@ def test_the_host_waits_for_copies_and_only_for_those_it_needs() -> None:
             for part, host in zip(parts, hosts, strict=True):
                 transfers.to_host(host, part, add=times == 1)
         assert device.queue  # the last two are still on their way
-        transfers.settle()
+        transfers.synchronize()
         assert not device.queue
         assert all(torch.equal(h, 2 * p.float()) for h, p in zip(hosts, parts, strict=True))
         for target, other, host in zip(back, same, hosts, strict=True):
             transfers.to_device(target, host)
             transfers.to_device(other, host)
         assert device.queue
-        transfers.settle()
+        transfers.synchronize()
     assert device.most >= 2
     assert all(torch.equal(b.float(), h) for b, h in zip(back, hosts, strict=True))
     assert all(torch.equal(s, h) for s, h in zip(same, hosts, strict=True))
@@ -321,10 +321,10 @@ def measured(zero: dict[str, Any]) -> dict[str, float]:
     for _ in range(2):
         engine.backward(engine(torch.ones(1, D, dtype=torch.bfloat16)).float().sum())
         everything = live_bytes() - before
-        host = [b.master for b in engine.partitioner.buckets if b.master_rests]
-        host += [b.part for b in engine.partitioner.buckets if b.part_rests]
+        host = [b.master for b in engine.partitioner.buckets if b.master_in_store]
+        host += [b.shard for b in engine.partitioner.buckets if b.shard_in_store]
         host += [g.host for g in engine.partitioner.reducer._all.values() if g.host is not None]
-        offloaded = {p.master for b in engine.partitioner.buckets if b.master_rests for p in b.pieces}
+        offloaded = {p.master for b in engine.partitioner.buckets if b.master_in_store for p in b.pieces}
         host += [v for p, s in engine.optimizer.state.items() if p in offloaded for v in s.values()]
         host += [s.memory for s in engine.partitioner.offload.transfers._slots if s.memory is not None]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in host}

@@ -148,9 +148,9 @@ def undeclared(zero: dict[str, Any], dtype: str) -> tuple[bool, bool]:
         )
         steps(engine, range(3))
         found.append(whole(engine))
-        masters = [p.master for b in engine.partitioner.buckets if b.whole for p in b.whole.pieces if p.stop]
+        masters = [p.master for b in engine.partitioner.buckets if b.owned for p in b.owned.pieces if p.stop]
         weights = {b.full.untyped_storage()._cdata for b in engine.partitioner.buckets}
-        weights |= {b.part.untyped_storage()._cdata for b in engine.partitioner.buckets}
+        weights |= {b.shard.untyped_storage()._cdata for b in engine.partitioner.buckets}
         apart = bool(masters) and all(m.untyped_storage()._cdata not in weights for m in masters)
         engine.destroy()
     return all(torch.equal(found[0][n], found[1][n]) for n in found[0]), apart
@@ -261,8 +261,8 @@ def emptied(folder: Path) -> dict[str, Any]:
     kept = {id(v) for s in engine.optimizer.state.values() for v in s.values()}
     steps(engine, range(1, 3))
     found["between"] = resident(states())
-    found["total"] = sum(12 * b.layout.part for b in buckets)
-    found["largest"] = max(12 * b.layout.part for b in buckets)
+    found["total"] = sum(12 * b.layout.shard_numel for b in buckets)
+    found["largest"] = max(12 * b.layout.shard_numel for b in buckets)
     found["most"] = most
     found["same"] = ids == [id(b.master) for b in buckets] and kept == {
         id(v) for s in engine.optimizer.state.values() for v in s.values()

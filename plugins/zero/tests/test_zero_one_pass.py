@@ -173,10 +173,10 @@ def test_host_gradients_are_wide_only_where_several_are_added() -> None:
     reducer = engine.partitioner.reducer
     x = torch.randn(4, 12, dtype=torch.bfloat16)
     engine.backward(engine(x).float().pow(3).mean())
-    first = [g.part.clone() for g in reducer._all.values()]
+    first = [g.shard.clone() for g in reducer._all.values()]
     assert {p.dtype for p in first} == {torch.bfloat16}
     engine.backward(engine(x).float().pow(3).mean())
     for grads, once in zip(reducer._all.values(), first, strict=True):
-        assert torch.equal(grads.part, 2 * once.float())
+        assert torch.equal(grads.shard, 2 * once.float())
     engine.step()
     engine.destroy()

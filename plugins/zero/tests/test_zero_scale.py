@@ -18,7 +18,7 @@ import torch
 from ds_testing import Traffic
 from ds_zero import flat
 from ds_zero.config import ZeroConfig
-from ds_zero.plan import Run, lay_out, predict
+from ds_zero.plan import PlannedRun, lay_out, predict
 from torch import Tensor, nn
 
 from ds_core.precision import Precision, cast_module
@@ -93,10 +93,10 @@ def per_rank(model: nn.Module, section: ZeroConfig, world: int) -> list[int]:
     sizes = [0] * world
     for bucket in lay_out(model, section, world).buckets:
         layout = bucket.layout
-        fixed = layout.part * ((0 if bucket.whole else 2) + 2 + 4)
+        fixed = layout.shard_numel * ((0 if bucket.replicated else 2) + 2 + 4)
         filled = sum(layout.sizes)
         for rank in range(world):
-            sizes[rank] += fixed + 8 * min(max(filled - rank * layout.part, 0), layout.part)
+            sizes[rank] += fixed + 8 * min(max(filled - rank * layout.shard_numel, 0), layout.shard_numel)
     return sizes
 
 
@@ -112,7 +112,7 @@ def test_every_rank_of_4096_holds_its_share(name: str) -> None:
         assert max(held) <= 1.005 * ideal, (stage, max(held) / ideal)
         assert sum(held) >= each * count  # nothing was left out
     for rank in (0, 1, 2047, 4095):
-        need = predict(model, ZeroConfig(stage=3, param_persistence_threshold=0), Run(world, BF16), rank=rank)
+        need = predict(model, ZeroConfig(stage=3, param_persistence_threshold=0), PlannedRun(world, BF16), rank=rank)
         assert need.device.resting == held[rank]
 
 
@@ -120,10 +120,10 @@ def test_every_rank_of_4096_holds_its_share(name: str) -> None:
 def test_what_small_weights_that_stay_whole_cost(name: str, ratio: float) -> None:
     """With the default persistence threshold every rank has those; the README says how much that is."""
     model, world = build(name), 4096
-    need = predict(model, ZeroConfig(stage=3), Run(world, BF16))
+    need = predict(model, ZeroConfig(stage=3), PlannedRun(world, BF16))
     assert need.device.resting / (16 * PARAMS[name] / world) == pytest.approx(ratio, abs=1e-4)
     small = sum(p.numel() for p in model.parameters() if p.numel() < 100_000)
-    whole = sum(2 * b.layout.total for b in lay_out(model, ZeroConfig(stage=3), world).buckets if b.whole)
+    whole = sum(2 * b.layout.total for b in lay_out(model, ZeroConfig(stage=3), world).buckets if b.replicated)
     assert 2 * small <= whole <= 2 * small + 2 * 2 * world
 
 
@@ -232,6 +232,6 @@ CASES = [
 @pytest.mark.parametrize(("name", "stage", "world", "rank"), CASES)
 def test_one_process_as_one_rank_of_many(name: str, stage: int, world: int, rank: int) -> None:
     found = pretend(name, stage, world, rank)
-    need = predict(build(name), ZeroConfig(stage=stage), Run(world, BF16), rank=rank)
+    need = predict(build(name), ZeroConfig(stage=stage), PlannedRun(world, BF16), rank=rank)
     kinds = {k: getattr(need.device, k) for k in found if k != "sent"}
     assert found == kinds | {"sent": need.sent}

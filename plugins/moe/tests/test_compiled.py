@@ -9,7 +9,7 @@ import pytest
 import torch
 from ds_kernel_kit.command import app
 from ds_kernel_kit.comparisons import check
-from ds_moe import native
+from ds_moe import compiled
 from ds_moe.checks import random_weights
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
 from ds_moe.grouped import Groups
@@ -27,7 +27,7 @@ def _threads() -> Iterator[None]:
 
 
 def test_it_can_be_used_here() -> None:
-    assert native.available() is None
+    assert compiled.available() is None
 
 
 class TestConformance(KernelConformance):
@@ -49,7 +49,7 @@ def test_the_whole_range_of_activations() -> None:
     weights: dict[str, Tensor | None] = {"u.weight": eye, "u.bias": None, "d.weight": eye, "d.bias": None}
     for act in ("relu", "silu", "gelu"):
         mine = x.clone().requires_grad_()
-        y = native.ffn(mine, FFN("u", "d", act), weights, groups)
+        y = compiled.ffn(mine, FFN("u", "d", act), weights, groups)
         y.sum().backward()
         exact = x.double().requires_grad_()
         wanted = ACTIVATIONS[act](exact)
@@ -67,7 +67,7 @@ def test_frozen_parts_get_no_gradient() -> None:
     x = torch.randn(9, 6)
     for frozen in exact:
         weights = {n: None if t is None else t.clone().requires_grad_(n != frozen) for n, t in exact.items()}
-        native.ffn(x, what, weights, groups).square().sum().backward()
+        compiled.ffn(x, what, weights, groups).square().sum().backward()
         reference = {n: None if t is None else t.clone().requires_grad_(n != frozen) for n, t in exact.items()}
         ffn(x, what, reference, groups).square().sum().backward()
         for name, t in weights.items():
@@ -82,21 +82,21 @@ def test_other_dtypes_are_refused() -> None:
     what = FFN("u", "d", "gelu")
     weights = random_weights(what, False, (6, 8, 6))
     with pytest.raises(TypeError, match=r"tokens are torch\.float32, but experts have weights of torch\.float64"):
-        native.ffn(torch.randn(9, 6), what, weights, Groups(torch.tensor([3, 2, 4])))
+        compiled.ffn(torch.randn(9, 6), what, weights, Groups(torch.tensor([3, 2, 4])))
 
 
 def test_the_way_back_takes_one_dtype() -> None:
-    where = native.plan(torch.tensor([[0], [1]]), 2)
+    where = compiled.plan(torch.tensor([[0], [1]]), 2)
     with pytest.raises(TypeError, match=r"its gradient torch\.float64"):
-        native.weigh_back(torch.ones(2, 3).double(), torch.ones(2, 3), torch.ones(2), where)
+        compiled.weigh_back(torch.ones(2, 3).double(), torch.ones(2, 3), torch.ones(2), where)
     with pytest.raises(TypeError, match=r"output is torch\.float32, its weights are torch\.float64"):
-        native.sums(torch.ones(2, 3), where, torch.ones(2).double())
+        compiled.sums(torch.ones(2, 3), where, torch.ones(2).double())
 
 
 @pytest.mark.parametrize("wrong", [2, -2, 10**12])
 def test_an_expert_that_there_is_not_is_refused(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"experts are 0 to 1, or -1 for none, but here they are .*{wrong}"):
-        native.plan(torch.tensor([[0, 1], [wrong, 1]]), 2)
+        compiled.plan(torch.tensor([[0, 1], [wrong, 1]]), 2)
 
 
 def test_dscore_ops_knows_them_without_a_config() -> None:
