@@ -100,13 +100,18 @@ class Accumulation:
         self.window.check(factor, scales=scales)
 
     def samples(self) -> int:
-        """Samples over all ranks that the window's gradients came from."""
+        """Samples over all ranks that the window's gradients came from. Called once per window."""
         batch = self._ctx.batch
-        return batch.train if self._managed else batch.train // batch.gas * self.window.backwards
+        return self._batches.take_samples(
+            batch.train if self._managed else batch.train // batch.gas * self.window.backwards
+        )
 
     def set_batch(self, change: Callable[[Batch, int, int], Batch], size: int) -> None:
         """Change the batch sizes; in the middle of a window for the next one."""
-        self._next_batch = change(self._next_batch or self._ctx.batch, size, self._ctx.mesh.size("dp"))
+        batch = change(self._next_batch or self._ctx.batch, size, self._ctx.mesh.size("dp"))
+        if batch.micro != self._ctx.batch.micro:
+            self._batches.check_resizable()
+        self._next_batch = batch
         if not self.window.open:
             self.begin_window()
             self.update()

@@ -57,12 +57,12 @@ def model_class(value: Any) -> Any:
     return value
 
 
-def one_or_none(item: Ref) -> Check:
-    """An instance of the class that `item` names, or None."""
+def one_or_none(item: Item) -> Check:
+    """One `item`, or None."""
 
     def check(value: Any) -> Any:
-        if value is not None and not isinstance(value, resolve(item)):
-            raise WrongAnswer(f"must return {_wanted(item)} or None, not {_shown(value)}")
+        if value is not None and (fault := _fault(value, item)) is not None:
+            raise WrongAnswer(f"must return {_wanted(item)} or None, not {fault.removeprefix('is ')}")
         return value
 
     return check
@@ -117,7 +117,9 @@ def _name(item: Ref) -> str:
     return item.rpartition(":")[2]
 
 
-def _wanted(item: Ref) -> str:
+def _wanted(item: Item) -> str:
+    if isinstance(item, tuple):
+        return f"an object with {', '.join(item)}"
     return f"a{'n' if _name(item)[0] in 'AEIOU' else ''} {_name(item)}"
 
 

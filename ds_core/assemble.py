@@ -25,7 +25,7 @@ from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
 from ds_core.engine import Engine
-from ds_core.entries import OptimizerEntry, resolve
+from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
@@ -45,7 +45,7 @@ from ds_core.telemetry import LEFT_OUT, Telemetry
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from ds_core.data import DistributedLoader
+    from ds_core.data import Loader
 
 __all__ = ["initialize"]
 
@@ -69,7 +69,7 @@ def initialize(
     config: Any = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: Any = None,
-) -> tuple[Engine, Optimizer | None, DistributedLoader | None, Any]:
+) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
 
     args: parsed arguments, a namespace or a mapping, whose ``deepspeed_config`` may name the config file.
@@ -114,7 +114,7 @@ def initialize(
         mesh = MpuMesh(mpu, comm.rank(), comm.world_size())
         batch = resolve_batch(core, mesh.size("dp"))
     assert batch is not None
-    precision, scaler = make_precision(chosen.config)
+    precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     entry = _entry(optimizer, chosen)
     ctx.grain, ctx.own_optimizer = entry.grain, optimizer is not None
@@ -153,7 +153,7 @@ def initialize(
         runner=runner,
         optimizer=built,
         lr_scheduler=scheduler,
-        scaler=scaler,
+        scaler=precision.scaler() if precision.scaler is not None else None,
         loader=loader,
         collate_fn=collate_fn,
         telemetry=(telemetry := Telemetry(ctx, MonitorMaster(monitors))),
@@ -270,6 +270,7 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
         "torch": torch.__version__,
         "accelerator": ctx.accelerator.name,
         "mesh": str(ctx.mesh.describe()),
+        "precision": str(ctx.precision),
     }
     dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
     ctx.kernels.resolve_all(ctx.accelerator.device_type, dtype)
@@ -325,6 +326,8 @@ def _check_vocabulary(size: int | None, ctx: Context) -> None:
 def _transformed(ctx: Context, model: nn.Module) -> nn.Module:
     """The model after all transforms. What a transform raises is its plugin's error, but for errors of ours."""
     rows = [(a.plugin, t) for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value]
+    if ctx.precision.convert is not None and ctx.precision.plugin is not None:
+        rows.append((ctx.precision.plugin, Transform(Phase.PRECISION, ctx.precision.convert)))
     for plugin, transform in sorted(rows, key=lambda row: row[1].phase):
         what = f"failed in a transform of phase {transform.phase.name} (ds_transforms)"
         with blaming(plugin, what, passing=(DSError,)):

@@ -1,60 +1,85 @@
-"""The loader that `training_data` gives: shuffled per epoch, split over dp ranks, resumable at any batch."""
+"""From a dataset to this rank's batches: the contract of loaders, and the loader that is used without a plugin.
+
+[Note: unequal batches] The engine averages the losses of micro-batches and ranks, each with the same weight. Where
+micro-batches hold unequal numbers of samples or tokens (a token budget), that is not the mean over all of them. Such a
+loader puts a weight into each batch, and the model multiplies its mean loss by it: own tokens x accumulation steps x
+data-parallel ranks / tokens of the whole step. It knows the batches of every rank, so no message is needed.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from ds_core.errors import UsageError
 
-__all__ = ["DistributedLoader", "RankSampler", "RepeatingLoader"]
+__all__ = ["DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader"]
 
 
-class RankSampler(Sampler[int]):
-    """This rank's indices of one epoch: a seeded shuffle, padded by wrapping (or cut) so that ranks get equally many.
+class Loader(Protocol):
+    """What `training_data` becomes: this rank's batches, epoch after epoch, at a position that can be saved.
 
-    The order depends on (seed, epoch) only, so any world size walks through the same permutation.
+    Iterating again starts the next epoch. Making one reads no sample: a pipeline's inner stages never iterate theirs.
+    A loader may also have:
+
+    - ``len()``: batches per epoch on this rank. Leave it out if that is unknown.
+    - ``set_epoch(epoch)``: the next pass is that epoch; a position within it that was loaded is kept.
+    - ``set_batch_size(samples)``: for `Engine.set_train_micro_batch_size`, which is an error without it.
+    - ``samples_seen``: samples in the batches of all ranks yielded so far by this object. The engine then counts
+      `global_samples` with it; without it each step counts the train batch size.
     """
 
-    def __init__(
-        self, length: int, replicas: int, index: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-    ) -> None:
-        self.length, self.replicas, self.index = length, replicas, index
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0
-        self.count = length // replicas if drop_last else math.ceil(length / replicas)
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches, from the position on; all ranks get equally many."""
+        ...
 
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            order = torch.randperm(
-                self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch)
-            ).tolist()
-        else:
-            order = list(range(self.length))
-        total = self.count * self.replicas
-        if total > self.length:
-            order = (order * math.ceil(total / max(1, self.length)))[:total]
-        return iter(order[self.index : total : self.replicas])
+    def state_dict(self) -> Mapping[str, Any]:
+        """The position: JSON and tensors, equal on all ranks (one is saved), also of use at another world size."""
+        ...
 
-    def __len__(self) -> int:
-        return self.count
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from `state` at the next iteration."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoaderRequest:
+    """What a loader is to be made of; see the arguments of torch's DataLoader.
+
+    batch_size: samples per micro-batch and rank. replicas, index: data-parallel ranks, and which of them this is; a
+    loader depends on these, never on the global rank, so that ranks with one index get the same batches.
+    route: "train", or what else `Engine.deepspeed_io` was told. sampler: of indices, for this rank.
+    """
+
+    dataset: Any
+    batch_size: int
+    replicas: int = 1
+    index: int = 0
+    route: str = "train"
+    seed: int = 0
+    drop_last: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+    sampler: Sampler[Any] | None = None
 
 
 class DistributedLoader:
-    """Batches of this rank's share of a dataset; iterating again starts the next epoch.
+    """Batches of this rank's share of a dataset, through torch's DataLoader and DistributedSampler.
 
-    Yields whatever `collate_fn` (torch's default otherwise) makes: tensors, tuples, dicts. An IterableDataset is
-    taken as already split over ranks. `state_dict` is the position (epoch, batches already yielded); after
-    `load_state_dict` the next iteration goes on from there without loading what was seen.
+    Each epoch is shuffled by (seed, epoch) alone, so any world size walks through the same permutation. An
+    IterableDataset is taken as already split over ranks. After `load_state_dict` the next iteration starts at that
+    position without loading what was seen.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         batch_size: int,
         *,
         replicas: int = 1,
@@ -70,36 +95,45 @@ class DistributedLoader:
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         self.dataset, self.batch_size, self.replicas, self.seed = dataset, batch_size, replicas, seed
-        self.epoch = 0
-        self.position = 0
-        self._skip = 0
-        self._iterable = isinstance(dataset, IterableDataset)
-        self._generator = torch.Generator()
-        kwargs: dict[str, Any] = {
+        self.epoch = self.position = self._skip = 0
+        self._drop_last, self._generator = drop_last, torch.Generator()
+        self._options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "generator": self._generator,
         }
-        if self._iterable:
-            self._loader = DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **kwargs)
-            return
-        length = len(dataset)  # type: ignore[arg-type]
-        if length == 0:
-            raise UsageError("training_data is empty")
-        self._sampler = sampler or RankSampler(length, replicas, index, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        self._batches = _SkippingBatches(self._sampler, batch_size, drop_last)
-        if not len(self._batches):
+        self._sampler: Sampler[Any] | None = None
+        if not isinstance(dataset, IterableDataset):
+            if len(dataset) == 0:
+                raise UsageError("training_data is empty")
+            self._sampler = sampler or DistributedSampler(dataset, replicas, index, shuffle, seed, drop_last)
+        self._build()
+        if self._batches is not None and not len(self._batches):
             raise UsageError(
-                f"training_data has {length} samples, fewer than one batch of {batch_size} on each of "
-                f"{replicas} ranks, and "
-                "dataloader_drop_last drops it; lower train_micro_batch_size_per_gpu or set "
+                f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} on each of {replicas} "
+                "ranks, and dataloader_drop_last drops it; lower train_micro_batch_size_per_gpu or set "
                 "dataloader_drop_last to false"
             )
-        self._loader = DataLoader(dataset, batch_sampler=self._batches, **kwargs)
+
+    @classmethod
+    def of(cls, request: LoaderRequest) -> DistributedLoader:
+        """The loader of a request; shuffled for route "train", in order for any other."""
+        given = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "route"}
+        return cls(**given, shuffle=request.route == "train")
+
+    def _build(self) -> None:
+        self._batches: _Batches | None = None
+        options: dict[str, Any]
+        if self._sampler is None:
+            options = {"batch_size": self.batch_size, "drop_last": self._drop_last}
+        else:
+            self._batches = _Batches(self._sampler, self.batch_size, self._drop_last)
+            options = {"batch_sampler": self._batches}
+        self._loader: DataLoader[Any] = DataLoader(self.dataset, **options, **self._options)
 
     def __len__(self) -> int:
-        return len(self._loader) if self._iterable else len(self._batches)
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         skip, self._skip = self._skip, 0
@@ -108,70 +142,50 @@ class DistributedLoader:
         self.position = skip
         # Its own generator keeps torch's global one, and so a resumed run, untouched by how often a loader starts.
         self._generator.manual_seed(self.seed + self.epoch)
-        if not self._iterable:
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(self.epoch)
-            elif isinstance(self._sampler, RankSampler):
-                self._sampler.epoch = self.epoch
-            self._batches.skip = skip
-        batches = iter(self._loader)
-        if self._iterable:
-            for _ in range(skip):
-                next(batches, None)
-        for batch in batches:
+        if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
+            set_epoch(self.epoch)
+        if self._batches is not None:
+            self._batches.skip, skip = skip, 0
+        for batch in islice(iter(self._loader), skip, None):
             self.position += 1
             yield batch
         self.epoch += 1
         self.position = 0
 
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is `epoch`; a position within it that was loaded is kept."""
+        if epoch != self.epoch or self.position > self._skip:
+            self.epoch, self.position, self._skip = epoch, 0, 0
+
     def set_batch_size(self, batch_size: int) -> None:
         """Samples per batch from the next iteration on, which goes on where this one is (rounded down to a batch)."""
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         place = self.state_dict()
         self.batch_size = batch_size
-        if self._iterable:
-            old = self._loader
-            self._loader = DataLoader(
-                old.dataset,
-                batch_size=batch_size,
-                drop_last=old.drop_last,
-                collate_fn=old.collate_fn,
-                num_workers=old.num_workers,
-                pin_memory=old.pin_memory,
-                generator=self._generator,
-            )
-        else:
-            self._batches.batch_size = batch_size
+        self._build()
         self.load_state_dict(place)
 
     def state_dict(self) -> dict[str, int]:
-        """The position: epoch, batches yielded in it, and what they counted."""
-        return {
-            "epoch": self.epoch,
-            "batches": self.position,
-            "samples": self.position * self.batch_size * self.replicas,
-        }
+        """The position: epoch, batches yielded in it on each rank, and their samples over all ranks."""
+        samples = self.position * self.batch_size * self.replicas
+        return {"epoch": self.epoch, "batches": self.position, "samples": samples}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from `state` at the next iteration; another batch size or world goes on at the same sample."""
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from `state` at the next iteration; with another batch size or world size at the same sample."""
         self.epoch = int(state["epoch"])
         self._skip = int(state["samples"]) // (self.batch_size * self.replicas)
-        if not self._iterable and self._skip >= len(self._batches):  # saved after the last batch of an epoch
+        if self._batches is not None and self._skip >= len(self._batches):  # saved after the last batch of an epoch
             self.epoch, self._skip = self.epoch + 1, 0
         self.position = self._skip
 
 
-class _SkippingBatches(BatchSampler):
+class _Batches(BatchSampler):
     """A BatchSampler whose next pass leaves out the first `skip` batches, without loading them."""
 
     skip = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         skip, self.skip = self.skip, 0
-        for i, batch in enumerate(super().__iter__()):
-            if i >= skip:
-                yield batch
+        return islice(super().__iter__(), skip, None)
 
 
 class RepeatingLoader:
@@ -179,22 +193,17 @@ class RepeatingLoader:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        if self._iterator is None:
+        for _ in range(3):  # a loader that resumes at the end of an epoch gives an empty pass first
+            for batch in self._iterator:
+                return batch
             self._iterator = iter(self.loader)
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._iterator = iter(self.loader)
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            raise UsageError("the loader that RepeatingLoader wraps is empty") from None
+        raise UsageError("the loader that RepeatingLoader wraps is empty")
 
     def __len__(self) -> int:
         return len(self.loader)

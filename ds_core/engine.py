@@ -25,7 +25,7 @@ from ds_core.evaluation import evaluate, mean_over_dp
 from ds_core.gradient_hooks import GradientHooks
 from ds_core.multi_engine import ENGINES
 from ds_core.optimizer_step import OptimizerStep
-from ds_core.precision import LossScaler, autocast_context, cast_floats
+from ds_core.precision import LossScaler, cast_floats, forward_context
 from ds_core.process import STATE
 from ds_core.resumable import ResumableEngine
 from ds_core.telemetry import Telemetry
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.data import DistributedLoader
+    from ds_core.data import Loader
     from ds_core.partition import Partitioner
     from ds_core.runner import Runner
 
@@ -59,7 +59,7 @@ class Engine(ResumableEngine):
         optimizer: Optimizer | None,
         lr_scheduler: Any,
         scaler: LossScaler | None,
-        loader: DistributedLoader | None = None,
+        loader: Loader | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         telemetry: Telemetry,
     ) -> None:
@@ -78,8 +78,7 @@ class Engine(ResumableEngine):
         self._accumulation = Accumulation(ctx, partitioner, self._hooks, self._batches)
         self._optimizer_step = OptimizerStep(self)
         # What every forward and backward would otherwise ask again.
-        as_it_is = ctx.precision.autocast is None and not ctx.precision.cast_inputs
-        self._plain_forward = as_it_is and not telemetry.follows_phases
+        self._plain_forward = ctx.precision.plain_forward and not telemetry.follows_phases
         self._phase = telemetry.phase if telemetry.follows_phases else None
         STATE.engines.add(self)
         self.serial = ENGINES.enter(self._hooks, ctx.mesh, ctx.accelerator.current_device())
@@ -117,10 +116,10 @@ class Engine(ResumableEngine):
     __call__ = forward
 
     def _forward(self, inputs: Any, kwargs: Any) -> Any:
-        if self.ctx.precision.cast_inputs:
-            inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
-        autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
-        with self.telemetry.phase("forward"), autocast or contextlib.nullcontext():
+        if (dtype := self.ctx.precision.cast_inputs) is not None:
+            inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
+        context = forward_context(self.ctx.precision, self.ctx.accelerator)
+        with self.telemetry.phase("forward"), context or contextlib.nullcontext():
             return self.module(*inputs, **kwargs)
 
     def _refuse_by_hand(self, what: str) -> None:
@@ -349,13 +348,13 @@ class Engine(ResumableEngine):
         data_sampler: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> DistributedLoader:
+    ) -> Loader:
         """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any other."""
         return make_loader(
             self.ctx,
             dataset,
             batch_size,
-            shuffle=route == "train",
+            route=route,
             collate_fn=collate_fn or self._collate_fn,
             num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory,

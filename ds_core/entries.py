@@ -243,6 +243,7 @@ class Phase(IntEnum):
 
     SPLIT = 10
     SUBSTITUTE = 20
+    PRECISION = 25
     SHARD = 30
     RECOMPUTE = 40
     COMPILE = 50

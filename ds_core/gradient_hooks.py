@@ -68,7 +68,7 @@ class GradientHooks:
         """
         ctx = self._ctx
         counted = not ctx.config.core.managed_gradient_accumulation
-        return ctx.batch.gas > 1 or ctx.precision.scales_loss or counted or ENGINES.several
+        return ctx.batch.gas > 1 or ctx.precision.scaler is not None or counted or ENGINES.several
 
     # -- backwards -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds_core.comm.interceptor import Interceptor
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.data import Loader, LoaderRequest
     from ds_core.entries import (
         AcceleratorEntry,
         Axis,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ds_core.monitor import Monitor
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
+    from ds_core.precision import Precision
     from ds_core.runner import Runner
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "ds_interceptors",
     "ds_kernels",
     "ds_launchers",
+    "ds_loader",
     "ds_mesh_axes",
     "ds_monitors",
     "ds_optimizers",
@@ -74,6 +77,7 @@ __all__ = [
     "ds_partitioner",
     "ds_phase_begin",
     "ds_phase_end",
+    "ds_precision",
     "ds_request",
     "ds_runner",
     "ds_schedulers",
@@ -210,6 +214,27 @@ def ds_checkpointer(ctx: Context) -> Checkpointer | None:
     Asked at the engine's first save or load, on every rank. Where no plugin that takes part answers, installed backends
     are asked, so a plugin in the group ``ds_core.backends`` serves without being named in the config. Nobody: saving
     and loading raise UsageError.
+    """
+
+
+@hookspec
+@gives(one_or_none("ds_core.precision:Precision"))
+def ds_precision(config: RunConfig, base: Precision) -> Precision | None:
+    """Driver: the precision mode of a run: dtypes, casts, loss scaler, layer replacement. None: not this plugin.
+
+    base: what the core's own sections (fp16, bf16, torch_autocast, data_types) ask for; return
+    ``dataclasses.replace(base, ...)`` to build on it. Nobody: `base`. Called on every rank before processes talk; the
+    answers are then compared, field by field.
+    """
+
+
+@hookspec
+@gives(one_or_none(("__iter__", "state_dict", "load_state_dict")))
+def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
+    """Driver: who turns a dataset into this rank's batches. None: not this plugin. Nobody: `DistributedLoader`.
+
+    Called on every rank, for ``training_data`` and by `Engine.deepspeed_io`; the position of the loader of
+    ``training_data`` is part of every checkpoint. What a loader owes is in `ds_core.data.Loader`.
     """
 
 

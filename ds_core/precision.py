@@ -1,11 +1,16 @@
-"""Mixed precision: dtypes of a run, the loss scaler and autocast."""
+"""Precision modes: the record that describes one, the loss scaler, and what the core's own sections ask for.
+
+fp32, fp16, bf16 and torch_autocast are made by `make_precision` from the config. A plugin's mode (hook `ds_precision`)
+is the same record; whatever trains reads `Context.precision` and does not know whose it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +24,8 @@ from ds_core.stash import StashKey
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
+    from ds_core.config.core import FP16
+    from ds_core.plugins import Found, Plugins
     from ds_core.running import RunningEngine
 
 __all__ = [
@@ -26,9 +33,9 @@ __all__ = [
     "WIRE_DTYPES",
     "LossScaler",
     "Precision",
-    "autocast_context",
     "cast_floats",
     "cast_module",
+    "forward_context",
     "get_default_autocast_lower_precision_modules",
     "init_autocast_params",
     "is_autocast_initialized",
@@ -38,25 +45,26 @@ __all__ = [
 
 log = logging.getLogger("ds_core.precision")
 
-DTYPES = {
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-}
+DTYPES: Mapping[str | None, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIRE_DTYPES: StashKey[dict[nn.Parameter, torch.dtype]] = StashKey("gradient wire dtypes")
 """Parameters whose gradients travel in another dtype than `Precision.wire` says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a run; None leaves the model's own.
+    """One precision mode. A dtype of None keeps the model's own.
 
-    param: model weights. master: what the optimizer updates. accumulate: gradients between micro-batches.
-    wire: gradient reduction. autocast: compute dtype inside forward. cast_inputs: ``fp16.auto_cast``.
-    skip_nonfinite: a step with an inf or NaN gradient is skipped (else the gradient is let through, with a warning).
-    scales_loss: losses are multiplied by a `LossScaler`.
+    name: for the log, and compared between ranks with all other fields; it should hold every setting that changes
+    numbers. param: model weights. buffer: floating-point buffers. master: what the optimizer updates. accumulate:
+    gradients between micro-batches. wire: gradient reduction. autocast: ``torch.autocast`` in forward, and with it the
+    wire dtype of `autocast_modules` (class names). cast_inputs: floating-point inputs of the model.
+    skip_nonfinite: skip a step with inf or NaN in a gradient (else the weights take it, with a warning).
+    scaler: makes the loss scaler; None: losses are not scaled.
+    convert: ``(model) -> model``, replaces layers; called once, in `Phase.PRECISION`. Parameters keep their names.
+    forward: makes a context manager for each forward, inside autocast. plugin: whose mode it is; set by the core.
     """
 
+    name: str = "fp32"
     param: torch.dtype | None = None
     buffer: torch.dtype | None = None
     master: torch.dtype | None = None
@@ -64,118 +72,122 @@ class Precision:
     wire: torch.dtype | None = None
     autocast: torch.dtype | None = None
     autocast_modules: tuple[str, ...] = ()
-    cast_inputs: bool = False
+    cast_inputs: torch.dtype | None = None
     skip_nonfinite: bool = True
-    scales_loss: bool = False
+    scaler: Callable[[], LossScaler] | None = None
+    convert: Callable[[nn.Module], nn.Module] | None = None
+    forward: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    plugin: Found | None = None
+
+    @property
+    def plain_forward(self) -> bool:
+        """Whether a forward needs neither a context nor casts."""
+        return self.autocast is None and self.cast_inputs is None and self.forward is None
+
+    def __str__(self) -> str:
+        """All that differs from plain fp32; equal on two ranks if the modes are."""
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(value if name == "name" else f"{name} {_shown(value)}" for name, value in given) or self.name
 
 
+def _shown(value: Any) -> str:
+    value = value.func if isinstance(value, partial) else value
+    text = getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
+    return text.removeprefix("torch.")
+
+
+@dataclass(eq=False)
 class LossScaler:
     """Static or dynamic loss scale (api.md section 4.2; Micikevicius et al., "Mixed Precision Training", section 3.2).
 
-    scale: multiplies the loss. window: clean steps before it doubles. hysteresis: overflows tolerated before it
-    halves. minimum: overflowing at this scale raises LossScaleError.
+    scale: multiplies the loss. window: clean steps before it grows by `factor`. hysteresis: overflows before it
+    shrinks. minimum: an overflow at this scale raises LossScaleError. A plugin's scaler has `scale` and these methods.
     """
 
-    def __init__(
-        self,
-        scale: float,
-        *,
-        dynamic: bool,
-        window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        minimum: float = 1.0,
-        factor: float = 2.0,
-    ) -> None:
-        self.scale, self.dynamic, self.window, self.minimum, self.factor = (
-            float(scale),
-            dynamic,
-            window,
-            minimum,
-            factor,
-        )
-        self.hysteresis, self.consecutive_hysteresis = hysteresis, consecutive_hysteresis
-        self.current_hysteresis = hysteresis
+    scale: float
+    _: KW_ONLY
+    dynamic: bool
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        self.scale, self.current_hysteresis = float(self.scale), self.hysteresis
         self.iteration, self.last_overflow = 0, -1
 
     def update(self, overflow: bool) -> None:
-        """Account for one optimizer step. The step itself is skipped by the engine whenever `overflow` is true.
+        """Called once per optimizer step, on all ranks with the same value; the engine skips the step on overflow.
 
-        Raises LossScaleError when a dynamic scale at its minimum overflows again.
+        Raises LossScaleError if a dynamic scale at its minimum overflows again.
         """
         if not self.dynamic:
             return
+        stable = self.iteration - self.last_overflow - 1
+        grows = not overflow and stable > 0 and stable % self.window == 0
+        if grows:
+            self.scale *= self.factor
+        if grows or (self.consecutive_hysteresis and not overflow):
+            self.current_hysteresis = self.hysteresis
         if overflow:
-            if self.hysteresis == 1 or self.current_hysteresis == 1:
-                if self.scale == self.minimum:
-                    raise LossScaleError(
-                        f"gradients overflow at the minimum loss scale {self.minimum:g} (step "
-                        f"{self.iteration}); lower the "
-                        "learning rate, check the data for inf/NaN, or train in bf16"
-                    )
-                self.scale = max(self.scale / self.factor, self.minimum)
-            else:
-                self.current_hysteresis -= 1
             self.last_overflow = self.iteration
-        else:
-            if self.consecutive_hysteresis:
-                self.current_hysteresis = self.hysteresis
-            stable = self.iteration - self.last_overflow - 1
-            if stable > 0 and stable % self.window == 0:
-                if not self.consecutive_hysteresis:
-                    self.current_hysteresis = self.hysteresis
-                self.scale *= self.factor
+            if min(self.hysteresis, self.current_hysteresis) > 1:
+                self.current_hysteresis -= 1
+            elif self.scale == self.minimum:
+                raise LossScaleError(
+                    f"gradients overflow at the minimum loss scale {self.minimum:g} (step {self.iteration}); "
+                    "lower the learning rate, check the data for inf/NaN, or train in bf16"
+                )
+            else:
+                self.scale = max(self.scale / self.factor, self.minimum)
         self.iteration += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs."""
-        return {
-            "scale": self.scale,
-            "iteration": self.iteration,
-            "last_overflow": self.last_overflow,
-            "current_hysteresis": self.current_hysteresis,
-        }
+        """Plain values, saved in checkpoints."""
+        return {name: getattr(self, name) for name in ("scale", "iteration", "last_overflow", "current_hysteresis")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of `state_dict`; a static scale keeps what the config says."""
+        """Restore a state; a static scale stays as configured."""
         if self.dynamic:
             self.scale = float(state["scale"])
         self.iteration, self.last_overflow = int(state["iteration"]), int(state["last_overflow"])
         self.current_hysteresis = int(state["current_hysteresis"])
 
 
-def make_precision(config: RunConfig) -> tuple[Precision, LossScaler | None]:
-    """What the precision sections of `config` ask for."""
-    core = config.core
-    low = torch.float16 if core.fp16.enabled else torch.bfloat16 if core.bf16.enabled else None
-    types = core.data_types
-    accumulate = DTYPES[types.grad_accum_dtype] if types.grad_accum_dtype else None
-    if core.bf16.enabled and core.bf16.immediate_grad_update:
-        accumulate = torch.float32
-    auto = core.torch_autocast
-    autocast = DTYPES[auto.dtype or "bfloat16"] if auto.enabled else None
-    scaler = _make_scaler(config, autocast)
-    precision = Precision(
-        param=low or (DTYPES[types.param_dtype] if types.param_dtype else None),
-        buffer=DTYPES[types.buffer_dtype] if types.buffer_dtype else None,
-        master=torch.float32 if low else None,
-        accumulate=accumulate,
-        wire=DTYPES[core.communication_data_type] if core.communication_data_type else None,
+def make_precision(config: RunConfig, plugins: Plugins | None = None) -> Precision:
+    """The mode of a run: that of the core's sections, unless a plugin's section changes it (hook `ds_precision`)."""
+    base = _of_the_core(config)
+    answer = plugins.driver("ds_precision", config=config, base=base) if plugins is not None else None
+    return base if answer is None else replace(answer.value, plugin=answer.plugin)
+
+
+def _of_the_core(config: RunConfig) -> Precision:
+    core, types, auto = config.core, config.core.data_types, config.core.torch_autocast
+    mode = "fp16" if core.fp16.enabled else "bf16" if core.bf16.enabled else None
+    accumulate = "fp32" if mode == "bf16" and core.bf16.immediate_grad_update else types.grad_accum_dtype
+    autocast: torch.dtype | None = getattr(torch, auto.dtype or "bfloat16") if auto.enabled else None
+    return Precision(
+        name=mode or ("autocast" if auto.enabled else "fp32"),
+        param=DTYPES.get(mode or types.param_dtype),
+        buffer=DTYPES.get(types.buffer_dtype),
+        master=torch.float32 if mode else None,
+        accumulate=DTYPES.get(accumulate),
+        wire=DTYPES.get(core.communication_data_type),
         autocast=autocast,
         autocast_modules=_autocast_modules(auto.lower_precision_safe_modules) if auto.enabled else (),
-        cast_inputs=bool(core.fp16.enabled and core.fp16.auto_cast),
+        cast_inputs=torch.float16 if core.fp16.enabled and core.fp16.auto_cast else None,
         skip_nonfinite=not core.bf16.enabled or core.bf16.check_grad_overflow,
-        scales_loss=scaler is not None,
+        scaler=_scaler(core.fp16, autocast),
     )
-    return precision, scaler
 
 
-def _make_scaler(config: RunConfig, autocast: torch.dtype | None) -> LossScaler | None:
-    fp16 = config.core.fp16
+def _scaler(fp16: FP16, autocast: torch.dtype | None) -> Callable[[], LossScaler] | None:
+    if fp16.enabled and fp16.loss_scale:
+        return partial(LossScaler, fp16.loss_scale, dynamic=False)
     if fp16.enabled:
-        if fp16.loss_scale:
-            return LossScaler(fp16.loss_scale, dynamic=False)
-        return LossScaler(
+        return partial(
+            LossScaler,
             2.0**fp16.initial_scale_power,
             dynamic=True,
             window=fp16.loss_scale_window,
@@ -183,17 +195,16 @@ def _make_scaler(config: RunConfig, autocast: torch.dtype | None) -> LossScaler 
             consecutive_hysteresis=fp16.consecutive_hysteresis,
             minimum=fp16.min_loss_scale,
         )
-    if autocast == torch.float16:
-        # The schedule of torch.amp.GradScaler: halve at once, double after 2000 clean steps, no practical floor.
-        return LossScaler(2.0**16, dynamic=True, window=2000, hysteresis=1, minimum=2.0**-24)
+    if autocast == torch.float16:  # as torch.amp.GradScaler, with a minimum
+        return partial(LossScaler, 2.0**16, dynamic=True, window=2000, hysteresis=1, minimum=2.0**-24)
     return None
 
 
 def cast_module(module: nn.Module, precision: Precision) -> None:
     """Cast floating-point weights in place; parameters keep their identity.
 
-    Buffers keep their dtype unless `Precision.buffer` is set. But running statistics of a batch norm become what its
-    weights are: torch's kernels take both in one dtype.
+    Buffers keep their dtype unless `Precision.buffer` is set, except the running statistics of a batch norm: torch's
+    kernels need them in the dtype of its weights.
     """
     with torch.no_grad():
         if precision.param is not None:
@@ -211,7 +222,7 @@ def cast_module(module: nn.Module, precision: Precision) -> None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor in it (in lists, tuples, dicts) cast."""
+    """`value` with the floating-point tensors in it (in lists, tuples, mappings) cast to `dtype`."""
     return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 
@@ -256,27 +267,22 @@ def wire_dtypes(module: nn.Module, dtype: torch.dtype, class_names: Iterable[str
     return found
 
 
-def autocast_context(precision: Precision, accelerator: Accelerator) -> contextlib.AbstractContextManager[Any] | None:
-    """The context for one forward, or None when nothing needs one.
+def forward_context(precision: Precision, accelerator: Accelerator) -> contextlib.AbstractContextManager[Any] | None:
+    """The context manager for one forward; None if it needs none. An autocast around the engine has no effect in it."""
+    context, device, inside = None, accelerator.device_type, precision.autocast is not None
+    if outside := torch.is_autocast_enabled(device):
+        text = "the autocast around the engine has no effect in it; its torch_autocast section decides"
+        missing = ", and there is none, so forward runs without autocast"
+        tell_once(log, logging.INFO if inside else logging.WARNING, text if inside else text + missing)
+    if inside or outside:
+        dtype = precision.autocast or torch.get_autocast_dtype(device)
+        context = accelerator.autocast(dtype, enabled=inside)
+    if precision.forward is None or context is None:
+        return context if precision.forward is None else precision.forward()
+    return _nested(context, precision.forward())
 
-    The config decides: an autocast of the caller's around the engine is overridden (told once).
-    """
-    device = accelerator.device_type
-    if precision.autocast is not None:
-        if torch.is_autocast_enabled(device):
-            tell_once(
-                log,
-                logging.INFO,
-                "the torch_autocast section decides the dtype inside the engine; the autocast around it has "
-                "no effect there",
-            )
-        return accelerator.autocast(precision.autocast)
-    if torch.is_autocast_enabled(device):
-        tell_once(
-            log,
-            logging.WARNING,
-            "autocast is on around the engine but not in its config; it is off inside forward. Add a "
-            "torch_autocast section",
-        )
-        return accelerator.autocast(torch.get_autocast_dtype(device), enabled=False)
-    return None
+
+@contextlib.contextmanager
+def _nested(outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]) -> Any:
+    with outer, inner:
+        yield

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.data import DistributedLoader
+    from ds_core.data import Loader
     from ds_core.entries import Request
     from ds_core.partition import Partitioner
     from ds_core.precision import LossScaler
@@ -40,7 +40,7 @@ class RunningEngine(ABC):
     optimizer: Optimizer | None
     lr_scheduler: Any
     scaler: LossScaler | None
-    training_dataloader: DistributedLoader | None
+    training_dataloader: Loader | None
     telemetry: Telemetry
     serial: int
     micro_steps = global_steps = global_samples = skipped_steps = 0

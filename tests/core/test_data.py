@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ds_testing import LoaderConformance
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from ds_core.data import DistributedLoader, RankSampler, RepeatingLoader
+from ds_core.data import DistributedLoader, RepeatingLoader
 from ds_core.errors import UsageError
 
 
-@given(st.integers(1, 50), st.integers(1, 5), st.booleans(), st.integers(0, 3))
+class TestDistributedLoader(LoaderConformance):
+    pads = True
+
+    def samples_of(self, batch):
+        return batch.tolist()
+
+
+@given(st.integers(5, 40), st.integers(1, 5), st.booleans(), st.integers(0, 3))
 def test_ranks_share_every_epoch_fairly(length, replicas, drop_last, epoch):
-    samplers = [RankSampler(length, replicas, i, drop_last=drop_last) for i in range(replicas)]
-    for s in samplers:
-        s.epoch = epoch
-    shares = [list(s) for s in samplers]
-    assert {len(s) for s in shares} == {len(samplers[0])}
+    shares = []
+    for index in range(replicas):
+        loader = DistributedLoader(range(length), 1, replicas=replicas, index=index, drop_last=drop_last)
+        loader.set_epoch(epoch)
+        shares.append([batch.item() for batch in loader])
+    assert {len(s) for s in shares} == {len(loader)}
     seen = [i for share in shares for i in share]
     if drop_last:
         assert len(seen) == len(set(seen)) == length // replicas * replicas
     else:
         assert set(seen) == set(range(length))
         assert len(seen) - length < replicas
+
+
+def test_set_epoch_keeps_a_position_within_it():
+    """As a user's own loop calls it, also after a checkpoint was loaded."""
+    loader = DistributedLoader(list(range(12)), 3)
+    epochs = [[b.tolist() for b in loader] for _ in range(3)]
+    for epoch in (2, 0, 0, 1):
+        loader.set_epoch(epoch)
+        assert next(iter(loader)).tolist() == epochs[epoch][0]
+    place = loader.state_dict()
+    resumed = DistributedLoader(list(range(12)), 3)
+    resumed.load_state_dict(place)
+    resumed.set_epoch(1)
+    assert [b.tolist() for b in resumed] == epochs[1][1:]
+    resumed.set_epoch(0)
+    assert [b.tolist() for b in resumed] == epochs[0]
 
 
 def test_epochs_shuffle_differently_and_reproducibly():

@@ -29,8 +29,8 @@ import torch
 
 import ds_core
 from ds_testing import (
-    AcceleratorConformance, ConfigFormatConformance, InterceptorConformance,
-    KernelConformance, MonitorConformance, PluginConformance, RunnerConformance, run_ranks,
+    AcceleratorConformance, ConfigFormatConformance, InterceptorConformance, KernelConformance, LoaderConformance,
+    MonitorConformance, PluginConformance, PrecisionConformance, RunnerConformance, run_ranks,
 )
 
 class TestEarlyStop(PluginConformance):
@@ -93,6 +93,24 @@ class TestMyRunner(PluginConformance):
 
 class TestPulledFirst(RunnerConformance):
     config = {"my_runner": {}}
+
+class TestMyLengths(PluginConformance):
+    entry_point, section, good_config = "my_lengths.plugin", "my_lengths", {}
+
+class TestByLength(LoaderConformance):
+    config, drops = {"my_lengths": {}}, True
+
+    def make_dataset(self):
+        return [str(i) * (i % 7 + 1) for i in range(50)]
+
+    def samples_of(self, batch):
+        return list(batch)
+
+class TestMyInt8(PluginConformance):
+    entry_point, section, good_config, bad_configs = "my_int8.plugin", "my_int8", {"bits": 4}, [{"bits": 1}]
+
+class TestFewBits(PrecisionConformance):
+    config, tolerance, gas = {"my_int8": {}}, 0.02, (2,)
 
 class TestMyNorm(PluginConformance):
     entry_point = "my_norm.plugin"
@@ -219,7 +237,7 @@ def recipes() -> dict[str, dict[str, str]]:
 RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
-    *("my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow"),
+    *("my-lengths", "my-int8", "my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow"),
 )
 
 

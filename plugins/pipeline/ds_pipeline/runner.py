@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.params import COUNTED_ELSEWHERE
-from ds_core.precision import autocast_context, cast_floats
+from ds_core.precision import cast_floats, forward_context
 from ds_core.runner import Runner, loss_of
 from ds_pipeline import schedule as s
 from ds_pipeline.choose import make_schedule
@@ -271,8 +271,8 @@ class PipelineRunner(Runner):
         part, device = self._part(what), self.ctx.accelerator.current_device()
         if part == 0:
             inputs = to_device(inputs, device)
-            if self.ctx.precision.cast_inputs:
-                inputs = cast_floats(inputs, torch.float16)
+            if (dtype := self.ctx.precision.cast_inputs) is not None:
+                inputs = cast_floats(inputs, dtype)
             self._slots[what.chunk, what.buffer_id] = _Slot(inputs=inputs)
         if part == self.parts - 1:
             self._slot(what).labels = to_device(labels, device)
@@ -290,8 +290,8 @@ class PipelineRunner(Runner):
         if slot.leaves and self.module.changes_inputs(what.chunk):
             # A leaf cannot be changed in place.
             inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
-        autocast = autocast_context(self.ctx.precision, self.ctx.accelerator)
-        with self._engine.telemetry.phase("forward"), autocast or contextlib.nullcontext():
+        context = forward_context(self.ctx.precision, self.ctx.accelerator)
+        with self._engine.telemetry.phase("forward"), context or contextlib.nullcontext():
             self._compute(slot, inputs, what.chunk, last)
 
     def _compute(self, slot: _Slot, inputs: Any, chunk: int, last: bool) -> None:

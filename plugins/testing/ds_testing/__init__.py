@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from ds_testing.gradients import GradientsConformance
     from ds_testing.interceptor import InterceptorConformance
     from ds_testing.kernels import KernelConformance
+    from ds_testing.loader import LoaderConformance
     from ds_testing.monitor import MonitorConformance
     from ds_testing.observer import ObserverConformance
     from ds_testing.plugin import PluginConformance
     from ds_testing.pool import RemoteError, WorkerPool, run_ranks
+    from ds_testing.precision import PrecisionConformance
     from ds_testing.traffic import Traffic
 
 
@@ -30,9 +32,11 @@ __all__ = [
     "GradientsConformance",
     "InterceptorConformance",
     "KernelConformance",
+    "LoaderConformance",
     "MonitorConformance",
     "ObserverConformance",
     "PluginConformance",
+    "PrecisionConformance",
     "RemoteError",
     "Traffic",
     "WorkerPool",
@@ -48,10 +52,12 @@ __getattr__, __dir__ = names_on_first_use(
         "gradients": "GradientsConformance",
         "interceptor": "InterceptorConformance",
         "kernels": "KernelConformance",
+        "loader": "LoaderConformance",
         "monitor": "MonitorConformance",
         "observer": "ObserverConformance",
         "partitioner": "PartitionerConformance",
         "plugin": "PluginConformance",
+        "precision": "PrecisionConformance",
         "pool": "RemoteError WorkerPool run_ranks",
         "runner": "RunnerConformance",
         "traffic": "Traffic",

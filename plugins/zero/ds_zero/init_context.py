@@ -36,6 +36,7 @@ from ds_zero.weights import owner_of
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
+    from ds_core.plugins import Plugins
     from ds_zero.config import ZeroConfig
 
 __all__ = ["Init"]
@@ -94,7 +95,7 @@ class Init:
         if not mem_efficient_linear and comm.rank() == 0:
             text = "ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered weight"
             tell_once(log, logging.WARNING, text)
-        run = _read(config if config_dict_or_path is None else config_dict_or_path)
+        run, plugins = _read(config if config_dict_or_path is None else config_dict_or_path)
         section = _section(run)
         if run is not None and (section is None or section.stage != 3):
             log.info("ds_zero.Init shards nothing: the config's ZeRO stage is %d", section.stage if section else 0)
@@ -102,7 +103,13 @@ class Init:
             return
         self._apply = section is None or section.override_module_apply
         group = mpu.get_data_parallel_group() if data_parallel_group is None and mpu is not None else None
-        self._arguments = (data_parallel_group or group, remote_device, pin_memory, _dtype(dtype, run), section)
+        self._arguments = (
+            data_parallel_group or group,
+            remote_device,
+            pin_memory,
+            _dtype(dtype, run, plugins),
+            section,
+        )
         self._spec: ShardSpec | None = None
         self._on_access = GatherOnAccess()
         self._outer: Any = None
@@ -269,13 +276,14 @@ def _refuse_unbuilt(second_group: Any, quantised: bool, remote: str | None, dtyp
         raise UsageError(f"ds_zero.Init: dtype is {dtype}; use torch.float16, bfloat16, float32 or float64")
 
 
-def _read(source: Any) -> RunConfig | None:
+def _read(source: Any) -> tuple[RunConfig | None, Plugins | None]:
     from ds_core.compose import compose
     from ds_core.config import RunConfig
 
     if source is None or isinstance(source, RunConfig):
-        return source
-    return compose(source).config
+        return source, None
+    chosen = compose(source)
+    return chosen.config, chosen.plugins
 
 
 def _section(run: RunConfig | None) -> ZeroConfig | None:
@@ -285,12 +293,12 @@ def _section(run: RunConfig | None) -> ZeroConfig | None:
     return section if isinstance(section, ZeroConfig) else None
 
 
-def _dtype(given: torch.dtype | None, run: RunConfig | None) -> torch.dtype | None:
+def _dtype(given: torch.dtype | None, run: RunConfig | None, plugins: Plugins | None) -> torch.dtype | None:
     if run is None:
         return given
     from ds_core.precision import make_precision
 
-    wanted = make_precision(run)[0].param
+    wanted = make_precision(run, plugins).param
     if given is not None and wanted is not None and wanted != given:
         raise ConfigError(f"ds_zero.Init: dtype is {given}, but the config trains in {wanted}; leave dtype out")
     return given or wanted

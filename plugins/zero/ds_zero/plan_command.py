@@ -61,7 +61,7 @@ def plan(
     module, chosen = _model(params, largest_layer, model), _config(config, dtype, gas)
     section = chosen.config.section("zero_optimization")
     assert isinstance(section, ZeroConfig)
-    precision, _ = make_precision(chosen.config)
+    precision = make_precision(chosen.config, chosen.plugins)
     cast_module(module, precision)
     states, casts = _optimizer(chosen)
     states = states if optimizer_states is None else optimizer_states

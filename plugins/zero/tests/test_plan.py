@@ -214,7 +214,7 @@ def train_all(numbers: list[int]) -> list[dict[str, int]]:
 
 def foretold(case: Case, world: int, rank: int) -> Need:
     chosen = compose(case.config).config
-    precision, _ = make_precision(chosen)
+    precision = make_precision(chosen)
     with torch.device("meta"):
         model = Net(**case.options)
     cast_module(model, precision)
