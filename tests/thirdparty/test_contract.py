@@ -256,6 +256,8 @@ def test_hooks_of_a_run_are_called_only_of_who_takes_part(
     change: dict[str, Any], called: set[str], write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = write(MEDDLER)
+    checkpoints = Found("checkpoint", BACKENDS, "ds_checkpoint.plugin", "ds-checkpoint", "0")
+    monkeypatch.setattr("ds_core.plugins.discover", lambda: (checkpoints, found))
     monkeypatch.setattr("ds_core.plugins.check_required", lambda names: ["ds-odd"] if names else [])
     if "ODD_DEVICE" in change:
         monkeypatch.setenv("ODD_DEVICE", change.pop("ODD_DEVICE"))
