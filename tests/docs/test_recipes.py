@@ -29,8 +29,9 @@ import torch
 
 import ds_core
 from ds_testing import (
-    AcceleratorConformance, ConfigFormatConformance, InterceptorConformance, KernelConformance, LoaderConformance,
-    MonitorConformance, PluginConformance, PrecisionConformance, RunnerConformance, run_ranks,
+    AcceleratorConformance, ConfigFormatConformance, InterceptorConformance, KernelConformance, LauncherConformance,
+    LoaderConformance, MonitorConformance, OptimizerConformance, PluginConformance, PrecisionConformance,
+    RunnerConformance, SchedulerConformance, StateStoreConformance, TransformConformance, run_ranks,
 )
 
 class TestEarlyStop(PluginConformance):
@@ -50,6 +51,12 @@ class TestMyIniFormat(ConfigFormatConformance):
 
 class TestMyOptim(PluginConformance):
     entry_point = "my_optim.plugin"
+
+class TestMySign(OptimizerConformance):
+    plugin, params = "my_optim.plugin", {"MySign": {"lr": 0.01}}
+
+class TestMyHalving(SchedulerConformance):
+    plugin, params = "my_optim.plugin", {"MyHalving": {"every": 3}}
 
 class TestMyLines(PluginConformance):
     entry_point, section, good_config, bad_configs = "my_lines.plugin", "my_lines", {"file": "x"}, [{}, {"file": 3}]
@@ -87,6 +94,18 @@ class TestMyPlain(PluginConformance):
 
 class TestMyAttic(PluginConformance):
     entry_point = "my_attic.plugin"
+
+class TestAttic(StateStoreConformance):
+    def make_store(self, ctx, tmp_path):
+        from my_attic.store import Attic
+        return Attic(ctx, {})
+
+class TestMyReplay(PluginConformance):
+    entry_point, section, good_config = "my_replay.plugin", "my_replay", {"modules": ["0"]}
+    bad_configs = [{"modules": 3}]
+
+class TestReplay(TransformConformance):
+    plugin, config = "my_replay.plugin", {"my_replay": {"modules": ["0", "2"]}}
 
 class TestMyRunner(PluginConformance):
     entry_point, section, good_config = "my_runner.plugin", "my_runner", {}
@@ -126,6 +145,9 @@ class TestMySurveyKernel(KernelConformance):
 
 class TestMyLaunch(PluginConformance):
     entry_point = "my_launch.plugin"
+
+class TestSimple(LauncherConformance):
+    load = "my_launch.simple:start"
 
 class TestMyGreeting(PluginConformance):
     entry_point = "my_greeting.plugin"
@@ -206,7 +228,7 @@ def test_the_device_is_found_by_its_probe():
 def test_the_launcher_and_the_command(tmp_path):
     (tmp_path / "script.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
     run = [sys.executable, "-m", "ds_cli"]
-    done = subprocess.run([*run, "run", "--launcher", "alone", str(tmp_path / "script.py"), "7"])
+    done = subprocess.run([*run, "run", "--launcher", "simple", str(tmp_path / "script.py"), "7"])
     assert done.returncode == 7
     done = subprocess.run([*run, "greet", "--name", "you"], capture_output=True, text=True)
     assert done.stdout == "hello you\\n", done
@@ -237,7 +259,7 @@ def recipes() -> dict[str, dict[str, str]]:
 RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
-    *("my-lengths", "my-int8", "my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow"),
+    *("my-lengths", "my-int8", "my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow", "my-replay"),
 )
 
 

@@ -16,13 +16,20 @@ if TYPE_CHECKING:
     from ds_testing.gradients import GradientsConformance
     from ds_testing.interceptor import InterceptorConformance
     from ds_testing.kernels import KernelConformance
+    from ds_testing.launcher import LauncherConformance
     from ds_testing.loader import LoaderConformance
     from ds_testing.monitor import MonitorConformance
     from ds_testing.observer import ObserverConformance
+    from ds_testing.optimizer import OptimizerConformance
+    from ds_testing.partitioner import PartitionerConformance
     from ds_testing.plugin import PluginConformance
     from ds_testing.pool import RemoteError, WorkerPool, run_ranks
     from ds_testing.precision import PrecisionConformance
+    from ds_testing.runner import RunnerConformance
+    from ds_testing.scheduler import SchedulerConformance
+    from ds_testing.store import StateStoreConformance
     from ds_testing.traffic import Traffic
+    from ds_testing.transform import TransformConformance
 
 
 __all__ = [
@@ -32,13 +39,20 @@ __all__ = [
     "GradientsConformance",
     "InterceptorConformance",
     "KernelConformance",
+    "LauncherConformance",
     "LoaderConformance",
     "MonitorConformance",
     "ObserverConformance",
+    "OptimizerConformance",
+    "PartitionerConformance",
     "PluginConformance",
     "PrecisionConformance",
     "RemoteError",
+    "RunnerConformance",
+    "SchedulerConformance",
+    "StateStoreConformance",
     "Traffic",
+    "TransformConformance",
     "WorkerPool",
     "run_ranks",
 ]
@@ -52,14 +66,19 @@ __getattr__, __dir__ = names_on_first_use(
         "gradients": "GradientsConformance",
         "interceptor": "InterceptorConformance",
         "kernels": "KernelConformance",
+        "launcher": "LauncherConformance",
         "loader": "LoaderConformance",
         "monitor": "MonitorConformance",
         "observer": "ObserverConformance",
+        "optimizer": "OptimizerConformance",
         "partitioner": "PartitionerConformance",
         "plugin": "PluginConformance",
         "precision": "PrecisionConformance",
         "pool": "RemoteError WorkerPool run_ranks",
         "runner": "RunnerConformance",
+        "scheduler": "SchedulerConformance",
+        "store": "StateStoreConformance",
         "traffic": "Traffic",
+        "transform": "TransformConformance",
     },
 )
