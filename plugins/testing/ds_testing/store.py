@@ -60,7 +60,7 @@ class StateStoreConformance:
         assert store.buffer(5, torch.bfloat16).shape == (5,)
 
     def test_changes_are_kept(self, tmp_path: Path) -> None:
-        """What was changed while present is kept by `evict`."""
+        """What was changed in memory is kept by `evict`."""
         store = self.store(tmp_path)
         tensors = [store.copy_in(_values(n, torch.float32)) for n in SIZES]
         wanted = [t.clone() for t in tensors]
@@ -89,15 +89,15 @@ class StateStoreConformance:
             assert torch.equal(tensor, wanted)
 
     def test_views_are_read_and_written_in_place(self, tmp_path: Path) -> None:
-        """`read` and `write` of a view leave the tensor where it is, present or not."""
+        """`read` and `write` of a view leave the tensor where it is, evicted or not."""
         store = self.store(tmp_path)
         tensor = store.copy_in(torch.arange(10.0))
         left, right = tensor[:4], tensor[6:]
-        for present in (True, False):
-            if not present:
+        for in_memory in (True, False):
+            if not in_memory:
                 store.evict([tensor])
             where = is_evicted(tensor)
-            store.write(left, torch.full((4,), 9.0 if present else 5.0))
+            store.write(left, torch.full((4,), 9.0 if in_memory else 5.0))
             assert store.read(right).tolist() == [6, 7, 8, 9], "a view's values are others"
             assert is_evicted(tensor) is where, "reading or writing a view moved the tensor"
         store.fetch([tensor])
@@ -105,7 +105,7 @@ class StateStoreConformance:
         assert tensor.tolist() == [5, 5, 5, 5, 4, 5, 6, 7, 8, 9]
 
     def test_discarded_tensors_are_forgotten(self, tmp_path: Path) -> None:
-        """`discard` takes tensors that are in memory, evicted, or were never in its care, and leaves the others alone."""
+        """`discard` takes tensors in memory, evicted ones and unknown ones, and leaves all others alone."""
         store = self.store(tmp_path)
         evicted, in_memory, kept = (store.copy_in(torch.full((1000,), float(i))) for i in range(3))
         store.evict([evicted, kept])
