@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_core import comm
 from ds_core.config import Section
+from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
 from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
 from ds_core.stepping import Stepper
@@ -67,6 +68,13 @@ class PlainPartitioner(Partitioner):
             if param.grad is not None:
                 groups.setdefault(self.ctx.params[param].held, []).append(param.grad)
         return [GradGroup(axes, tensors) for axes, tensors in groups.items()]
+
+    def gradient_shards(self) -> Iterator[GradientShard]:
+        """The same by parameter, for plugins that change gradients; nothing is sharded here."""
+        for param in self.masters:
+            if param.grad is not None:
+                info, shape = self.ctx.params[param], tuple(param.shape)
+                yield GradientShard(info.name, param.grad, shape, 0, param.numel(), info.held, info.held, info.counted)
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """The gradients times `factor` update the masters, which are written to the weights."""

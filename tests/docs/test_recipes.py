@@ -29,7 +29,8 @@ import torch
 
 import ds_core
 from ds_testing import (
-    AcceleratorConformance, ConfigFormatConformance, InterceptorConformance, KernelConformance, LauncherConformance,
+    AcceleratorConformance, ConfigFormatConformance, GradientsConformance, InterceptorConformance, KernelConformance,
+    LauncherConformance, ObserverConformance,
     LoaderConformance, MonitorConformance, OptimizerConformance, PluginConformance, PrecisionConformance,
     RunnerConformance, SchedulerConformance, StateStoreConformance, TransformConformance, run_ranks,
 )
@@ -75,6 +76,26 @@ class TestMySlow(PluginConformance):
 
 class TestSlowLog(InterceptorConformance):
     config = {"my_slow": {"seconds": 1e-9}}
+
+class TestMyClamp(GradientsConformance):
+    config = {"my_clamp": {"limit": 0.01}}
+
+class TestMyClampPlugin(PluginConformance):
+    entry_point, section = "my_clamp.plugin", "my_clamp"
+    good_config, bad_configs = {"limit": 0.5}, [{}, {"limit": 0}]
+
+class TestMyDeadline(ObserverConformance):
+    config = {"my_deadline": {"seconds": 3600}}
+
+class TestMyDeadlineIsOver(ObserverConformance):
+    config, stops_at = {"my_deadline": {"seconds": 1e-9}}, 1
+
+class TestMyDeadlinePlugin(PluginConformance):
+    entry_point, section = "my_deadline.plugin", "my_deadline"
+    good_config, bad_configs = {"seconds": 1}, [{}, {"seconds": 0}]
+
+class TestMyMethod(PluginConformance):
+    entry_point, section, good_config = "my_method.plugin", "my_method", {}
 
 class TestMyDevice(PluginConformance):
     entry_point = "my_device.plugin"
@@ -166,6 +187,7 @@ def _train(extra, steps=3):
     name = (type(optimizer).__name__, type(engine.partitioner).__name__, type(engine.runner).__name__)
     lr = optimizer.param_groups[0]["lr"]
     weight = engine.module.weight.detach().clone()
+    assert "my_method" not in extra or engine.count_parameters() == 4
     engine.destroy()
     return losses, weight, name, lr, served, held
 
@@ -176,7 +198,7 @@ def test_what_is_installed_serves_when_it_is_named(tmp_path, caplog, capsys):
     everything = _train({
         "scheduler": {"type": "MyHalving", "params": {"every": 2}}, "kernels": {"squared_norm": "mine"},
         "my_lines": {"file": str(tmp_path / "lines")}, "hello": {"every": 1}, "early_stop": {"loss": 1e9},
-        "plain": {}, "my_runner": {}, "my_towers": {"size": 1}, "steps_per_print": 1,
+        "plain": {}, "my_runner": {}, "my_method": {}, "my_towers": {"size": 1}, "steps_per_print": 1,
     })
     assert everything[2] == ("MySign", "PlainPartitioner", "PulledFirst")
     assert everything[3] == 0.005 and everything[4]["squared_norm/cpu/float32"] == "mine (my-norm)"
@@ -260,6 +282,7 @@ RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
     *("my-lengths", "my-int8", "my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow", "my-replay"),
+    *("my-clamp", "my-deadline", "my-method"),
 )
 
 

@@ -88,6 +88,13 @@ class PartitionerConformance:
         assert answers[0]["skipped"] == 1
         assert answers[0]["steps"] == 3
 
+    @pytest.mark.parametrize("world", [1, 2])
+    @pytest.mark.parametrize("name", ["unused", "shared"])
+    def test_gradient_shards(self, name: str, world: int) -> None:
+        """The shards that plugins see are each element of each gradient once, and what the optimizer gets."""
+        answers = run_ranks(world, _shards, CASES[name]["model"], dict(self.config), list(self.load))
+        _check(answers, 1e-12)
+
 
 def _check(answers: list[dict[str, Any]], tolerance: float) -> None:
     for rank, answer in enumerate(answers):
@@ -189,6 +196,38 @@ def whole_weights(engine: Any) -> dict[str, Any]:
         assert bool((times > 0).all()), f"no rank holds all of {info.name}"
         whole[info.name] = (values / times).view(shape)
     return whole
+
+
+def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
+    """What a `ds_gradients` plugin saw of one step, against plain torch; it sets zeros, so weights must not change."""
+    import ds_core
+    from ds_core import comm
+    from ds_testing import fake_gradients
+    from ds_testing.models import Case, build_model, micro_batch
+
+    case, world = Case(model=kind, optimizer="SGD"), comm.world_size()
+    truth, model = build_model(case), build_model(case)
+    load = [*load, "fake_gradients=ds_testing.fake_gradients"]
+    config = with_plugins(case.config(world), {**extra, "fake_gradients": {}}, load)
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    before = whole_weights(engine)
+    for index in range(world):
+        (truth(**micro_batch(case, 0, 0, index)) / world).backward()
+    engine.backward(engine(**micro_batch(case, 0, 0, comm.rank())))
+    engine.step()
+    seen, after = engine.ctx.stash[fake_gradients.SEEN], whole_weights(engine)
+    engine.destroy()
+    grads = {n: p.grad for n, p in truth.named_parameters() if p.grad is not None}
+    report = {f"gradient {n}": abs(seen.sums.get(n, 0.0) - g.sum().item()) for n, g in grads.items()}
+    report |= {f"{n} left": relative(after[n], before[n]) for n in before}
+    norm = sum(float(g.square().sum()) for g in grads.values()) ** 0.5
+    elements = sum(g.numel() for g in grads.values())
+    return {
+        **report,
+        "norm": abs(seen.norm - norm),
+        "squares": abs(seen.root - norm),
+        "elements": elements - seen.count,
+    }
 
 
 # -- products of axes --------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""A plugin of the partitioner's kit: it notes what it sees of gradients, and sets them to zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_core.config import Section
+from ds_core.stash import StashKey
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_core.gradients import Gradients
+
+__all__ = ["SEEN", "ds_config", "ds_gradients"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """norm: as given. root: of the sum of squares. count: of elements. sums: of elements, per parameter."""
+
+    norm: float
+    root: float
+    count: float
+    sums: dict[str, float]
+
+
+SEEN = StashKey[Seen]("what the kit's plugin saw of gradients")
+
+
+class FakeGradients(Section):
+    """The section ``fake_gradients``; it has no keys."""
+
+
+def ds_config() -> type[FakeGradients]:
+    """The section."""
+    return FakeGradients
+
+
+def ds_gradients(ctx: Context, gradients: Gradients) -> None:
+    """Note, and set zeros."""
+    root = gradients.total(lambda t: t.square().sum()) ** 0.5 * gradients.factor
+    count = gradients.total(lambda t: t.new_tensor(t.numel()))
+    sums = {n: s * gradients.factor for n, s in gradients.sums(lambda t: t.sum()).items()}
+    ctx.stash[SEEN] = Seen(gradients.norm, root, count, sums)
+    for shard in gradients.shards:
+        shard.tensor.zero_()
