@@ -1,7 +1,6 @@
 """The contract of what saves and loads checkpoints, and how the one that serves a run is found.
 
-What there is to save comes from `ds_core.runstate.RunState`; where and in which format it is kept is the
-checkpointer's.
+A checkpointer is given the engine; it decides where and in which format what there is to save is kept.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ds_core.context import Context
-    from ds_core.runstate import RunState
+    from ds_core.running import RunningEngine
 
 __all__ = ["Checkpointer", "LoadOptions", "SaveOptions", "find_checkpointer"]
 
 Folder = str | os.PathLike[str]
+Loaded = tuple[str | None, dict[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +76,17 @@ class Checkpointer(ABC):
         return False
 
     @abstractmethod
-    def save(self, run: RunState, folder: Folder, options: SaveOptions) -> None:
-        """Save all of `run` below `folder`. It may go on writing after it returns, until `wait`."""
+    def save(self, engine: RunningEngine, folder: Folder, options: SaveOptions) -> None:
+        """Save all that a resumed run needs below `folder`. It may go on after this has returned, until `wait`."""
 
     @abstractmethod
-    def load(self, run: RunState, folder: Folder, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint below `folder` into `run` with `RunState.restore`; returns (its path, client state).
+    def load(self, engine: RunningEngine, folder: Folder, options: LoadOptions) -> Loaded:
+        """Load a checkpoint below `folder` into `engine`; returns (its path, client state).
 
         (None, None) where none was saved and no tag is given; (None, {}) with ``missing_ok``.
         """
 
-    def export(self, run: RunState, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
+    def export(self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
         """Write the unsharded 16-bit weights to one file ``folder/filename``; whether it did."""
         raise UsageError(f"{type(self).__name__} does not write a 16-bit model; use another checkpointer for it")
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
     from ds_core.param_shard import ParamShard
-    from ds_core.slices import Box
 
 __all__ = [
     "Partitioner",
@@ -37,6 +36,18 @@ __all__ = [
 ]
 
 ParamGroups = list[dict[str, Any]]
+
+
+class BoxLike(Protocol):
+    """A part of an array: the `size[d]` indices from `first[d]` on, of each dimension d."""
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """Per dimension."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Per dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class StateTensor:
     store: bool
     copies: tuple[str, ...] = ()
     read: Callable[[Tensor], Tensor] | None = None
-    box: Box | None = None
+    box: BoxLike | None = None
 
     def values(self) -> Tensor:
         """The values of `tensor`, wherever they rest."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ds_core.checkpointer import Checkpointer, LoadOptions, SaveOptions, find_checkpointer
 from ds_core.running import RunningEngine
-from ds_core.runstate import RunState
 
 __all__ = ["ResumableEngine"]
 
@@ -37,7 +36,7 @@ class ResumableEngine(RunningEngine):
         self._announce_saved()
         name = f"global_step{self.global_steps}" if tag is None else tag
         options, checkpointer = SaveOptions(name, client_state, save_latest, exclude_frozen_parameters), self._find()
-        checkpointer.save(RunState(self), save_dir, options)
+        checkpointer.save(self, save_dir, options)
         if self.telemetry.observes("ds_checkpoint_saved"):
             self._unannounced = str(save_dir), name
             if not checkpointer.saving:
@@ -84,7 +83,7 @@ class ResumableEngine(RunningEngine):
             fallback=fallback,
         )
         self._announce_saved()
-        path, client_state = self._find().load(RunState(self), load_dir, options)
+        path, client_state = self._find().load(self, load_dir, options)
         if path is not None:
             self.telemetry.notify("ds_checkpoint_loaded", path=path)
         return path, client_state
@@ -100,7 +99,7 @@ class ResumableEngine(RunningEngine):
     ) -> bool:
         """Write the whole model's 16-bit weights as one safetensors file on rank 0; whether it did. Collective."""
         export = self._find().export
-        return export(RunState(self), save_dir, save_filename, exclude_frozen_parameters)
+        return export(self, save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model  # its old name
 

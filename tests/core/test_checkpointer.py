@@ -23,14 +23,14 @@ class Recorder(Checkpointer):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def save(self, run: Any, folder: Any, options: Any) -> None:
-        self.calls.append(("save", run.step, folder, options.tag))
+    def save(self, engine: Any, folder: Any, options: Any) -> None:
+        self.calls.append(("save", engine.global_steps, folder, options.tag))
 
-    def load(self, run: Any, folder: Any, options: Any) -> Any:
+    def load(self, engine: Any, folder: Any, options: Any) -> Any:
         self.calls.append(("load", folder, options.strict, options.fallback))
         return "there", {"epoch": 1}
 
-    def export(self, run: Any, folder: Any, filename: str, exclude_frozen_parameters: bool) -> bool:
+    def export(self, engine: Any, folder: Any, filename: str, exclude_frozen_parameters: bool) -> bool:
         self.calls.append(("export", folder, filename, exclude_frozen_parameters))
         return True
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ds_core.slices import Box
+from ds_run_state.slices import Box
 
 __all__ = ["Move", "form_grid", "moves"]
 

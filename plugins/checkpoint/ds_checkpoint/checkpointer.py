@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from ds_run_state import RunState
 
 from ds_checkpoint.background import Background
 from ds_checkpoint.config import CheckpointConfig
@@ -10,9 +10,9 @@ from ds_checkpoint.export import save_16bit_model
 from ds_checkpoint.loading import load
 from ds_checkpoint.lock import FolderLock
 from ds_checkpoint.saving import save
-from ds_core.checkpointer import Checkpointer, Folder, LoadOptions, SaveOptions
+from ds_core.checkpointer import Checkpointer, Folder, Loaded, LoadOptions, SaveOptions
 from ds_core.context import Context
-from ds_core.runstate import RunState
+from ds_core.running import RunningEngine
 
 __all__ = ["FolderCheckpointer"]
 
@@ -31,18 +31,18 @@ class FolderCheckpointer(Checkpointer):
         """See `Checkpointer`."""
         return self._background.under_way
 
-    def save(self, run: RunState, folder: Folder, options: SaveOptions) -> None:
+    def save(self, engine: RunningEngine, folder: Folder, options: SaveOptions) -> None:
         """See `Checkpointer`. With ``checkpoint.async`` it returns when the states are copied to host memory."""
-        save(run, folder, options, self._config, self._lock, self._background)
+        save(RunState(engine), folder, options, self._config, self._lock, self._background)
 
-    def load(self, run: RunState, folder: Folder, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
+    def load(self, engine: RunningEngine, folder: Folder, options: LoadOptions) -> Loaded:
         """See `Checkpointer`. The world size, ZeRO stage and offload may be others than when it was saved."""
         self.wait()
-        return load(run, folder, options, verify=self._config.verify)
+        return load(RunState(engine), folder, options, verify=self._config.verify)
 
-    def export(self, run: RunState, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
+    def export(self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
         """See `Checkpointer`. The file is safetensors."""
-        return save_16bit_model(run, folder, filename, exclude_frozen_parameters)
+        return save_16bit_model(RunState(engine), folder, filename, exclude_frozen_parameters)
 
     def wait(self) -> None:
         """See `Checkpointer`."""

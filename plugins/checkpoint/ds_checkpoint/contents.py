@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from ds_run_state import RunState, persistent_buffers
 from torch import Tensor, nn
 
 from ds_checkpoint.tensorfile import as_bytes
-from ds_core.runstate import RunState, persistent_buffers
 
 __all__ = ["class_name", "differing", "digests", "shared_names"]
 

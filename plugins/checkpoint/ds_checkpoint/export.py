@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ds_run_state import RunState
+from ds_run_state.slices import Box
 from torch import Tensor
 
 from ds_checkpoint import files
@@ -22,8 +24,6 @@ from ds_checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core import comm
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
-from ds_core.runstate import RunState
-from ds_core.slices import Box
 
 __all__ = ["clone_tensors_for_torch_save", "save_16bit_model"]
 

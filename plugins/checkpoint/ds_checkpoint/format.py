@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from ds_run_state.slices import Box
 
 from ds_checkpoint.boxes import form_grid
 from ds_checkpoint.opening import parse_json, read_small, read_start
 from ds_core.errors import CheckpointError
-from ds_core.slices import Box
 
 __all__ = [
     "COMMON",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ds_run_state.slices import Box
+
 from ds_checkpoint.format import Chunk, State, check_coverage
 from ds_checkpoint.tensorfile import Item, dtype_name
 from ds_core.errors import CheckpointError
 from ds_core.partition import StateTensor
-from ds_core.slices import Box
 
 __all__ = ["items_of", "merge", "rows_of"]
 

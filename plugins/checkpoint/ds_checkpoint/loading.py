@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_run_state import RunState, SavedRun, persistent_buffers, some
+from ds_run_state.slices import SLICES
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,8 +23,6 @@ from ds_checkpoint.source import SavedStates
 from ds_checkpoint.values import decode
 from ds_core.checkpointer import Folder, LoadOptions
 from ds_core.errors import CheckpointError
-from ds_core.runstate import RunState, SavedRun, persistent_buffers, some
-from ds_core.slices import SLICES
 
 __all__ = ["load"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_run_state import RunState
 from torch import Tensor
 
 import ds_core
@@ -26,7 +27,6 @@ from ds_checkpoint.values import encode
 from ds_checkpoint.writing import Job, Prepared, commit, publish, write
 from ds_core.checkpointer import Folder, SaveOptions
 from ds_core.errors import CheckpointError
-from ds_core.runstate import RunState
 
 if TYPE_CHECKING:
     from ds_checkpoint.background import Background

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from ds_run_state.slices import Box, Slice, param_of
 from torch import Tensor
 
 from ds_checkpoint.boxes import moves
 from ds_checkpoint.format import DAMAGED, Manifest, State
 from ds_checkpoint.tensorfile import DTYPES, TensorFile
 from ds_core.errors import CheckpointError
-from ds_core.slices import Box, Slice, param_of
 
 if TYPE_CHECKING:
     from ds_core.mesh import Mesh

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from ds_checkpoint.boxes import form_grid, moves
 from ds_checkpoint.tensorfile import TensorFile, carry, write_tensors
+from ds_run_state.slices import Box
 from hypothesis import given
 from hypothesis import strategies as st
-
-from ds_core.slices import Box
 
 
 @st.composite

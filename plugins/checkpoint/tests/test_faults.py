@@ -19,13 +19,13 @@ import pytest
 import torch
 from ds_checkpoint import files, writing
 from ds_checkpoint.format import MANIFEST
+from ds_run_state import RunState
 from ds_testing import RemoteError
 from torch import nn
 
 import ds_core
 from ds_core import comm
 from ds_core.errors import CheckpointError
-from ds_core.runstate import RunState
 
 
 def make(value: float, **config: Any) -> Any:

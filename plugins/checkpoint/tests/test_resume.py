@@ -15,12 +15,12 @@ import safetensors.torch
 import torch
 from ds_checkpoint.format import parse_manifest
 from ds_checkpoint.source import SavedStates
+from ds_run_state import RunState
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ds_core
 from ds_core.errors import CheckpointError
-from ds_core.runstate import RunState
 
 MODES: dict[str, dict[str, Any]] = {
     "fp32": {},

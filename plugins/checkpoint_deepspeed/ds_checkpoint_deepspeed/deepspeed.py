@@ -147,7 +147,7 @@ def _is_16_bit(model: Mapping[str, Any]) -> torch.dtype | None:
 def _run(
     model: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], scaler: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The run's values in our own terms (`ds_core.runstate`)."""
+    """The run's values in our own terms (`ds_run_state`)."""
     steps = int(model.get("global_steps") or 0)
     gas = (model.get("ds_config") or {}).get("gradient_accumulation_steps")
     schedule = model.get("lr_scheduler")

@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from ds_run_state.slices import SLICES, Slice
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.slices import SLICES, Slice
 from ds_moe.autoep_block import AutoEPMoELayer
 from ds_moe.expert_load import LOADS, Load
 from ds_moe.layer import mark_expert

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from ds_run_state.slices import SLICES, Slice
+
 from ds_core.errors import UsageError
-from ds_core.slices import SLICES, Slice
 from ds_core.stash import StashKey
 from ds_moe.expert_load import LOADS
 from ds_moe.experts import partition_dim
@@ -22,7 +23,7 @@ __all__ = ["EXPERT_PARALLEL", "TENSOR_PARALLEL", "bind_layers"]
 
 EXPERT_PARALLEL: StashKey[Collection[str]] = StashKey("ds-moe expert-parallel parameters and buffers")
 """Names of parameters and buffers that exist on some ranks along ``ep`` only, because they are named by expert. Stacked
-experts, of which each rank has a slice (`ds_core.slices`), are not listed."""
+experts, of which each rank has a slice (`ds_run_state.slices`), are not listed."""
 
 TENSOR_PARALLEL: StashKey[set[str]] = StashKey("ds-moe tensor-parallel experts")
 """Names of parameters and buffers of experts that are cut over ``tp`` too, in a way that they do not tell."""

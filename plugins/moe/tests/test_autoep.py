@@ -17,8 +17,9 @@ from ds_testing import run_ranks
 
 def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
     """For each (ep, stage), how far losses, logits and weights are from plain torch."""
+    from ds_run_state.slices import SLICES
+
     import ds_core
-    from ds_core.slices import SLICES
 
     truth = hugging_face(kind)
     losses = plain(truth, world)

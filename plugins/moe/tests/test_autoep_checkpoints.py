@@ -40,8 +40,9 @@ def first_half(kind: str, stage: int, folder: str) -> list[float]:
 
 def second_half(kind: str, world: int, runs: list[tuple[int, int]], folder: str) -> dict[str, dict[str, float]]:
     """Resume with each (ep, stage) and train on; ep 0: the unmodified model without AutoEP."""
+    from ds_run_state.slices import SLICES
+
     import ds_core
-    from ds_core.slices import SLICES
 
     truth = build(kind)
     wanted = plain(truth, 4, ALL)

@@ -51,8 +51,9 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 
 
 def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
+    from ds_run_state.slices import SLICES
+
     import ds_core
-    from ds_core.slices import SLICES
 
     found = {}
     for name in names:
@@ -160,9 +161,10 @@ def test_top_k_overrides_the_models() -> None:
 
 def differing(listed: bool, stage: int) -> dict[str, float]:
     """Ranks come with different weights, and with an optimizer or groups made before."""
+    from ds_run_state.slices import SLICES
+
     import ds_core
     from ds_core import comm
-    from ds_core.slices import SLICES
 
     truth, model = Own(listed), Own(listed)
     for param in model.parameters():
@@ -227,10 +229,10 @@ def loss_of(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def in_stages(stages: int, ep: int) -> float:
     """How far weights of this stage are from those of plain torch; each stage has other blocks, or none."""
     from ds_pipeline import PipelineModule
+    from ds_run_state.slices import SLICES
 
     import ds_core
     from ds_core import comm
-    from ds_core.slices import SLICES
 
     dp = comm.world_size() // stages
     truth = nn.Sequential(*layers())

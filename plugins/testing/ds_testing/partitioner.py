@@ -167,9 +167,9 @@ def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
 def whole_weights(engine: Any) -> dict[str, Any]:
     """Full weights by name, through what the partitioner would store in a checkpoint; slices as their wholes."""
     import torch
+    from ds_run_state.slices import SLICES, Box, unslice
 
     from ds_core import comm
-    from ds_core.slices import SLICES, Box, unslice
 
     slices = engine.ctx.stash.get(SLICES) or {}
     pieces: dict[str, list[Any]] = {}

@@ -8,15 +8,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.values import decode, encode
+from ds_run_state import RunState, SavedRun
 
 from ds_core.checkpointer import Checkpointer
 from ds_core.errors import UsageError
-from ds_core.runstate import SavedRun
 
 
 class DcpCheckpointer(Checkpointer):
-    def save(self, run, folder, options):
-        path = Path(folder) / options.tag
+    def save(self, engine, folder, options):
+        run, path = RunState(engine), Path(folder) / options.tag
         on_first_rank(f"cannot make {path}", lambda: path.mkdir(parents=True))
         on_every_rank(f"cannot save to {path}", lambda: self.write(run, path, options))
         if options.save_latest:
@@ -35,10 +35,10 @@ class DcpCheckpointer(Checkpointer):
         dcp.save(tensors, storage_writer=writer, no_dist=True)
         (path / f"{run.rank:05d}.json").write_text(json.dumps(row))
 
-    def load(self, run, folder, options):
+    def load(self, engine, folder, options):
         if options.tag is None and not on_first_rank("cannot look", (Path(folder) / "latest").is_file):
             return None, {} if options.missing_ok else None
-        path = Path(folder) / (options.tag or (Path(folder) / "latest").read_text())
+        run, path = RunState(engine), Path(folder) / (options.tag or (Path(folder) / "latest").read_text())
         saved, client = on_every_rank(f"cannot load {path}", lambda: self.read(run, States(path), options))[0]
         on_every_rank(f"loading {path} stopped half-way", lambda: run.restore(saved, options))
         return str(path), {} if options.module_only else client

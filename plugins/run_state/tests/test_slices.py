@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ds_checkpoint import open_saved
 from ds_checkpoint.format import checksum
 from ds_checkpoint.layout import merge
+from ds_run_state.slices import SLICES, Slice, unslice
 from ds_testing import run_ranks
 from ds_testing.partitioner import whole_weights
 
 import ds_core
 from ds_core.errors import CheckpointError
-from ds_core.slices import SLICES, Slice, unslice
 
 SHAPES = {"rows": (8, 3, 2), "rows_of_one": (8,), "plain": (5,), "columns": (3, 7, 4), "columns_end": (5, 7)}
 SHAPES |= {"both": (4, 7, 3), "both_end": (8, 7)}

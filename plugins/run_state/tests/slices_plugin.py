@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from ds_run_state.slices import SLICES, Slice
+
 from ds_core.entries import Axis, Phase, Transform
-from ds_core.slices import SLICES, Slice
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

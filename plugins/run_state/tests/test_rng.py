@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ds_checkpoint.values import decode, encode
-
-from ds_core import rng
+from ds_run_state import rng
 
 
 def device(kind: str, seed: int) -> Any:
@@ -55,7 +54,7 @@ def test_another_device_keeps_its_generator(
 ) -> None:
     state, target = through(rng.capture(device(saved, 1))), device(here, 2)
     before = target.generator.get_state()
-    with caplog.at_level(logging.WARNING, "ds_checkpoint"):
+    with caplog.at_level(logging.WARNING, "ds_run_state"):
         rng.restore(state, target)
     assert torch.equal(target.generator.get_state(), before)
     assert ("random state" in caplog.text) == warned

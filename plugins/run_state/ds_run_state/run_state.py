@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from ds_core import rng
 from ds_core.errors import CheckpointError
-from ds_core.slices import SLICES, shares, unslice
+from ds_run_state import rng
+from ds_run_state.slices import SLICES, shares, unslice
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers", "some"]
 
-log = logging.getLogger("ds_core.checkpoint")
+log = logging.getLogger("ds_run_state")
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["capture", "restore"]
 
-log = logging.getLogger("ds_core.checkpoint")
+log = logging.getLogger("ds_run_state")
 
 
 def capture(accelerator: Accelerator) -> dict[str, Any]:

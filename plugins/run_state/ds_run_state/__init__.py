@@ -1,0 +1,20 @@
+"""All that a resumed run needs, as one record, for authors of checkpointers.
+
+`RunState(engine)` gives what is to be saved and puts it back; `SavedRun` is what it takes. `slices` says which part of
+a full parameter this rank has. Names load on first use, so importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_core.lazy import names_on_first_use
+
+if TYPE_CHECKING:
+    from ds_run_state.run_state import HasRankState, RunState, SavedRun, persistent_buffers, some
+
+__all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers", "some"]
+
+__getattr__, __dir__ = names_on_first_use(
+    __name__, {"run_state": "HasRankState RunState SavedRun persistent_buffers some"}
+)
