@@ -4,50 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_core._version import __version__
 from ds_core.lazy import names_on_first_use
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
-    from ds_core.accelerator import get_accelerator, set_accelerator
-    from ds_core.assemble import initialize
-    from ds_core.comm import init_distributed
-    from ds_core.compose import compose
-    from ds_core.config import Section
-    from ds_core.data import DistributedLoader, RepeatingLoader
-    from ds_core.engine import Engine
-    from ds_core.hookspecs import hookimpl
-    from ds_core.partition import Partitioner
+    from ds_core.accelerator import get_accelerator as get_accelerator
+    from ds_core.accelerator import set_accelerator as set_accelerator
+    from ds_core.assemble import initialize as initialize
+    from ds_core.comm import init_distributed as init_distributed
+    from ds_core.compose import compose as compose
+    from ds_core.config import Section as Section
+    from ds_core.data import DistributedLoader as DistributedLoader
+    from ds_core.data import RepeatingLoader as RepeatingLoader
+    from ds_core.engine import Engine as Engine
+    from ds_core.hookspecs import hookimpl as hookimpl
+    from ds_core.partition import Partitioner as Partitioner
     from ds_core.precision import (
-        get_default_autocast_lower_precision_modules,
-        init_autocast_params,
-        is_autocast_initialized,
+        get_default_autocast_lower_precision_modules as get_default_autocast_lower_precision_modules,
     )
-    from ds_core.process import reset
-    from ds_core.replicated import Replicated
-    from ds_core.runner import Runner, Sequential
-
-
-__all__ = [
-    "__version__",
-    "DistributedLoader",
-    "Engine",
-    "Partitioner",
-    "RepeatingLoader",
-    "Replicated",
-    "Runner",
-    "Section",
-    "Sequential",
-    "compose",
-    "get_accelerator",
-    "get_default_autocast_lower_precision_modules",
-    "hookimpl",
-    "init_autocast_params",
-    "init_distributed",
-    "initialize",
-    "is_autocast_initialized",
-    "reset",
-    "set_accelerator",
-]
+    from ds_core.precision import (
+        init_autocast_params as init_autocast_params,
+    )
+    from ds_core.precision import (
+        is_autocast_initialized as is_autocast_initialized,
+    )
+    from ds_core.process import reset as reset
+    from ds_core.replicated import Replicated as Replicated
+    from ds_core.runner import Runner as Runner
+    from ds_core.runner import Sequential as Sequential
 
 __getattr__, __dir__ = names_on_first_use(
     __name__,

@@ -261,7 +261,7 @@ def _plan(chosen: Composition, mpu: Any, mesh_param: tuple[int, int] | None, ran
 
 def _fingerprint(ctx: Context) -> dict[str, str]:
     """What must be the same on every rank, key by key."""
-    from ds_core._version import __version__
+    from ds_core import __version__
 
     items = {f"config.{k}": v for k, v in ctx.config.fingerprint_items().items()}
     items |= {f"plugin {k}": v for k, v in ctx.plugins.loaded_versions().items()}

@@ -17,9 +17,11 @@ __all__ = ["ds_accelerators", "ds_kernels", "ds_optimizers", "ds_schedulers", "d
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
     """cpu, and one generic backend for cuda, xpu, mps and PrivateUse1 devices."""
-    from ds_core.accelerator.entries import ENTRIES
-
-    return ENTRIES
+    where = "ds_core.accelerator"
+    torch_devices = (("cuda", 40), ("xpu", 30), ("mps", 20), ("privateuse1", 10))
+    for name, priority in torch_devices:
+        yield AcceleratorEntry(name, name, f"{where}.generic:{name}", f"{where}.probes:{name}", priority)
+    yield AcceleratorEntry("cpu", "cpu", f"{where}.cpu:CpuAccelerator")
 
 
 def ds_kernels() -> Iterable[KernelEntry]:

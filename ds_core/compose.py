@@ -32,7 +32,7 @@ class Composition:
 
     @property
     def notes(self) -> tuple[Problem, ...]:
-        """Every key that was accepted and has no effect, or has another name now; see `ds_core.config.notes`."""
+        """Every key that was accepted and has no effect, or has another name now; see `ds_core.config.build`."""
         chosen = [c.notes for c in (self.optimizer, self.scheduler) if c is not None]
         return tuple(note for notes in (self.config.notes, *chosen, self._unmet()) for note in notes)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from ds_core.stash import Stash
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +20,53 @@ if TYPE_CHECKING:
     from ds_core.precision import Precision
     from ds_core.running import RunningEngine
 
-__all__ = ["Context"]
+__all__ = ["Context", "Stash", "StashKey"]
+
+
+T = TypeVar("T")
+
+
+class StashKey(Generic[T]):
+    """An identity for one slot of a `Stash`; `name` is only for error messages."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"StashKey({self.name!r})"
+
+
+class Stash:
+    """A mapping whose values have the type that their key declares."""
+
+    __slots__ = ("_slots",)
+
+    def __init__(self) -> None:
+        self._slots: dict[StashKey[Any], Any] = {}
+
+    def __setitem__(self, key: StashKey[T], value: T) -> None:
+        self._slots[key] = value
+
+    def __getitem__(self, key: StashKey[T]) -> T:
+        try:
+            value: T = self._slots[key]
+        except KeyError:
+            raise KeyError(f"nothing was stashed under {key!r}; its plugin has not run yet") from None
+        return value
+
+    def get(self, key: StashKey[T], default: T | None = None) -> T | None:
+        """The value, or `default` when nothing was stashed under `key`."""
+        return self._slots.get(key, default)
+
+    def pop(self, key: StashKey[T]) -> T | None:
+        """Take the value out; None when nothing was stashed under `key`."""
+        value: T | None = self._slots.pop(key, None)
+        return value
+
+    def __contains__(self, key: StashKey[Any]) -> bool:
+        return key in self._slots
 
 
 @dataclass(slots=True)

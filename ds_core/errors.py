@@ -7,7 +7,7 @@ an invariant that only we can break.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,15 @@ __all__ = [
     "CommError",
     "ConfigError",
     "DSError",
+    "join",
     "KernelError",
     "LossScaleError",
+    "nearest",
+    "path_text",
     "PluginError",
     "Problem",
     "RankMismatchError",
     "UsageError",
-    "nearest",
 ]
 
 
@@ -103,3 +105,19 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     pool: dict[str, Any] = {k.lower(): k for k in known}
     hits = difflib.get_close_matches(name.lower(), list(pool), n=1, cutoff=0.6)
     return pool[hits[0]] if hits else None
+
+
+def join(path: str, key: str | int) -> str:
+    """`path` extended by a key (``a.b``) or a list index (``a[0]``); overlong keys are cut."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    key = key.encode("utf-8", "backslashreplace").decode()
+    key = key if len(key) <= 120 else key[:117] + "..."
+    return f"{path}.{key}" if path else key
+
+
+def path_text(keys: Sequence[str | int], root: str = "") -> str:
+    """The path of `keys` below `root`."""
+    for key in keys:
+        root = join(root, key)
+    return root

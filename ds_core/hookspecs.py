@@ -49,46 +49,6 @@ if TYPE_CHECKING:
     from ds_core.precision import Precision
     from ds_core.runner import Runner
 
-__all__ = [
-    "ds_accelerators",
-    "ds_charts",
-    "ds_check",
-    "ds_checkpoint_loaded",
-    "ds_checkpoint_saved",
-    "ds_checkpointables",
-    "ds_checkpointer",
-    "ds_close",
-    "ds_commands",
-    "ds_config",
-    "ds_config_formats",
-    "ds_engine_methods",
-    "ds_eval_begin",
-    "ds_eval_end",
-    "ds_exception",
-    "ds_gradients",
-    "ds_interceptors",
-    "ds_kernels",
-    "ds_launchers",
-    "ds_loader",
-    "ds_mesh_axes",
-    "ds_monitors",
-    "ds_optimizers",
-    "ds_param_axes",
-    "ds_partitioner",
-    "ds_phase_begin",
-    "ds_phase_end",
-    "ds_precision",
-    "ds_request",
-    "ds_runner",
-    "ds_schedulers",
-    "ds_state_stores",
-    "ds_step_begin",
-    "ds_step_end",
-    "ds_transforms",
-    "hookimpl",
-    "hookspec",
-]
-
 hookspec = pluggy.HookspecMarker("ds_core")
 hookimpl = pluggy.HookimplMarker("ds_core")
 """Optional: names that start with ``ds_`` are hooks anyway. Use it for pluggy's ordering options."""

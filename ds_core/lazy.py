@@ -15,6 +15,8 @@ def names_on_first_use(package: str, homes: Mapping[str, str]) -> tuple[Callable
     home = {name: module for module, names in homes.items() for name in names.split()}
 
     def load(name: str) -> Any:
+        if name == "__all__":  # what `import *` asks for
+            return sorted(home)
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{home[name]}")

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+from ds_core.context import StashKey
 from ds_core.entries import Event
-from ds_core.stash import StashKey
 
 __all__ = ["MONITOR", "Event", "Monitor", "MonitorMaster"]
 

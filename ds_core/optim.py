@@ -207,7 +207,7 @@ def _checked(
         from ds_core.config import translate_errors
 
         return None, translate_errors(error, model, path, data=params)
-    from ds_core.config.notes import notes_on
+    from ds_core.config.build import notes_on
 
     return Choice(kind, checked.model_dump(), entry, tuple(notes_on(checked, params, path))), []
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.context import StashKey
 from ds_core.errors import PluginError
-from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -35,7 +35,11 @@ from ds_core.discovery import (
     HOOKS,
     OFFERS,
     SECTIONS,
+    Answer,
     Found,
+    Heard,
+    Offers,
+    blaming,
     check_required,
     discover,
     hooks_of,
@@ -43,7 +47,6 @@ from ds_core.discovery import (
     unmet,
 )
 from ds_core.errors import PluginError
-from ds_core.offers import Answer, Heard, Offers, blaming
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -479,6 +482,6 @@ class Observer:
 
 
 def _core_version() -> str:
-    from ds_core._version import __version__
+    from ds_core import __version__
 
     return __version__

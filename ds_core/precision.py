@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ds_core.context import StashKey
 from ds_core.errors import LossScaleError
 from ds_core.nested import map_leaves
 from ds_core.process import STATE, tell_once
-from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator

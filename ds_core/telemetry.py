@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ds_core.context import StashKey
 from ds_core.discovery import OBSERVERS
 from ds_core.monitor import MONITOR, MonitorMaster
 from ds_core.requests import Request, agreed
-from ds_core.stash import StashKey
 from ds_core.timers import PhaseTimers, Throughput
 
 if TYPE_CHECKING:

@@ -12,41 +12,46 @@ from typing import TYPE_CHECKING
 from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
-    from ds_core.config.batch import Batch, resolve_batch, with_micro_batch_size, with_train_batch_size
-    from ds_core.config.build import build_config, plugin_settings
-    from ds_core.config.core import CORE_KEYS, CoreConfig
-    from ds_core.config.parse import Pairs, Unreadable, to_pairs
-    from ds_core.config.redaction import REDACTED, is_secret_name, redact
-    from ds_core.config.run import RunConfig
-    from ds_core.config.section import Section, not_built, option, secret
-    from ds_core.config.source import ConfigSource, read_config
-    from ds_core.config.translate import translate_errors
-
-
-__all__ = [
-    "CORE_KEYS",
-    "REDACTED",
-    "Batch",
-    "ConfigSource",
-    "CoreConfig",
-    "RunConfig",
-    "Pairs",
-    "Section",
-    "Unreadable",
-    "build_config",
-    "is_secret_name",
-    "not_built",
-    "option",
-    "plugin_settings",
-    "read_config",
-    "redact",
-    "resolve_batch",
-    "secret",
-    "with_micro_batch_size",
-    "with_train_batch_size",
-    "to_pairs",
-    "translate_errors",
-]
+    from ds_core.config.batch import (
+        Batch as Batch,
+    )
+    from ds_core.config.batch import (
+        resolve_batch as resolve_batch,
+    )
+    from ds_core.config.batch import (
+        with_micro_batch_size as with_micro_batch_size,
+    )
+    from ds_core.config.batch import (
+        with_train_batch_size as with_train_batch_size,
+    )
+    from ds_core.config.build import build_config as build_config
+    from ds_core.config.build import plugin_settings as plugin_settings
+    from ds_core.config.core import CORE_KEYS as CORE_KEYS
+    from ds_core.config.core import CoreConfig as CoreConfig
+    from ds_core.config.redaction import REDACTED as REDACTED
+    from ds_core.config.redaction import is_secret_name as is_secret_name
+    from ds_core.config.redaction import redact as redact
+    from ds_core.config.run import RunConfig as RunConfig
+    from ds_core.config.section import Section as Section
+    from ds_core.config.section import not_built as not_built
+    from ds_core.config.section import option as option
+    from ds_core.config.section import secret as secret
+    from ds_core.config.source import (
+        ConfigSource as ConfigSource,
+    )
+    from ds_core.config.source import (
+        Pairs as Pairs,
+    )
+    from ds_core.config.source import (
+        Unreadable as Unreadable,
+    )
+    from ds_core.config.source import (
+        read_config as read_config,
+    )
+    from ds_core.config.source import (
+        to_pairs as to_pairs,
+    )
+    from ds_core.config.translate import translate_errors as translate_errors
 
 __getattr__, __dir__ = names_on_first_use(
     __name__,
@@ -54,11 +59,10 @@ __getattr__, __dir__ = names_on_first_use(
         "batch": "Batch resolve_batch with_micro_batch_size with_train_batch_size",
         "build": "build_config plugin_settings",
         "core": "CORE_KEYS CoreConfig",
-        "parse": "Pairs Unreadable to_pairs",
         "redaction": "REDACTED is_secret_name redact",
         "run": "RunConfig",
         "section": "Section not_built option secret",
-        "source": "ConfigSource read_config",
+        "source": "ConfigSource Pairs Unreadable read_config to_pairs",
         "translate": "translate_errors",
     },
 )

@@ -8,23 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ds_core.catalogue import documented, install, offered_by
-from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig
-from ds_core.config.documented import is_off, misspelt_keys
-from ds_core.config.keys import Place, bare, iter_keys, reach
-from ds_core.config.notes import notes_on
-from ds_core.config.paths import join, path_text
+from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig, cross_problems
 from ds_core.config.redaction import scrub
-from ds_core.config.rules import cross_problems
 from ds_core.config.run import RunConfig
-from ds_core.config.section import union_members
+from ds_core.config.section import WITHOUT_EFFECT, Section, marks, names_of, old_names, union_members
 from ds_core.config.source import ConfigSource, read_config
-from ds_core.config.translate import auto_problem, join_autos, secret_strings, show_unknown, translate_errors
-from ds_core.errors import ConfigError, Problem, nearest
+from ds_core.errors import ConfigError, Problem, join, nearest, path_text
 
 if TYPE_CHECKING:
+    from ds_core.config.keys import Place
     from ds_core.plugins import PluginSettings
 
-__all__ = ["CORE_OWNER", "Models", "build_config", "plugin_settings"]
+__all__ = ["build_config", "CORE_OWNER", "Models", "notes_on", "plugin_settings"]
 
 CORE_OWNER = "ds-core"
 
@@ -37,6 +32,7 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
 
     Raises ConfigError when that key is wrong.
     """
+    from ds_core.config.translate import translate_errors
     from ds_core.plugins import PluginSettings
 
     given = source.raw.get("plugins", {})
@@ -96,17 +92,20 @@ class _Builder:
 
     def _parse(self, model: type[Any], value: Any, path: str, owner: str) -> Any:
         """The parsed section; None with problems noted."""
-        autos = list(_leftover_autos(model, value, path))
-        self.problems += autos
+        self.problems += _leftover_autos(model, value, path)
         try:
             return model.model_validate(value)
         except ValidationError as error:
+            from ds_core.config.translate import translate_errors
+
             self.problems += translate_errors(
                 error, model, path, owner=owner, data=value, elsewhere=_Elsewhere(self.models)
             )
         except RecursionError:
             self.problems.append(Problem(path, "is nested too deeply"))
         except Exception as error:  # a validator of a plugin that raises what pydantic does not catch
+            from ds_core.config.translate import secret_strings
+
             text = scrub(str(error), secret_strings(value, model))
             self.problems.append(Problem(path, f"{owner} failed to check this section: {type(error).__name__}: {text}"))
         return None
@@ -117,6 +116,8 @@ class _Builder:
             why = f"the plugin that owns this section is disabled: {self.disabled[name]}"
             return [Problem(name, why, "enable it, or remove the section")]
         if name in documented():
+            from ds_core.config.documented import is_off, misspelt_keys
+
             if not is_off(name, value):
                 return [_not_there(name)]
             return [*misspelt_keys(name, value)] if value else []
@@ -126,6 +127,8 @@ class _Builder:
         return [self._unknown(name, value)]
 
     def _unknown(self, name: str, value: Any) -> Problem:
+        from ds_core.config.translate import show_unknown
+
         message = f"unknown key {name!r} (its value is {show_unknown(name, value)})"
         inside = _Elsewhere(self.models).get(name)
         if inside:
@@ -149,6 +152,10 @@ class _Builder:
         found: dict[str, Problem] = {}
         for problem in self.problems:  # the first word on a key is the most exact one
             found.setdefault(problem.path, problem)
+        if not found:
+            return []
+        from ds_core.config.translate import join_autos
+
         return join_autos(found.values())
 
 
@@ -171,6 +178,8 @@ class _Elsewhere(Mapping[str, str]):
 
     def _index(self) -> dict[str, str]:
         if self._found is None:
+            from ds_core.config.keys import iter_keys
+
             places: dict[str, set[str]] = {}
             trees = [("", CoreConfig), *((n, m) for n, (m, _) in self._models.items())]
             for prefix, model in trees:
@@ -197,6 +206,9 @@ def _leftover_autos(model: type[BaseModel], value: Any, root: str) -> Iterator[P
 
     def walk(item: Any, keys: tuple[str | int, ...]) -> Iterator[Problem]:
         if item == "auto" and isinstance(item, str):
+            from ds_core.config.keys import reach
+            from ds_core.config.translate import auto_problem
+
             if not any(map(_accepts_auto, reach(model, keys))):
                 yield auto_problem(path_text(keys, root) or join("", root))
         elif isinstance(item, dict):
@@ -210,6 +222,47 @@ def _leftover_autos(model: type[BaseModel], value: Any, root: str) -> Iterator[P
 
 
 def _accepts_auto(place: Place) -> bool:
+    from ds_core.config.keys import bare
+
     if place.field is not None and place.field.get_default(call_default_factory=False) == "auto":
         return True
     return any(get_origin(m) is Literal and "auto" in get_args(m) for m in map(bare, union_members(bare(place.hint))))
+
+
+# -- notes ------------------------------------------------------------------------------------------------------------
+
+
+def notes_on(parsed: Any, given: Any, path: str = "") -> Iterator[Problem]:
+    """What a config says that is accepted and has no effect, or has another name now: logged once, never refused.
+
+    A key that is accepted without effect by design is marked where it is declared, ``option(False, "...",
+    without_effect="they always are")``: a note on every value but the default. What depends on other keys of the
+    section is said by its `remarks`. Paths start with `path`, keys are as they were written in `given`.
+    """
+    if isinstance(parsed, (list, tuple)) and isinstance(given, (list, tuple)):
+        for index, (item, value) in enumerate(zip(parsed, given, strict=False)):
+            yield from notes_on(item, value, join(path, index))
+    elif isinstance(parsed, Mapping) and isinstance(given, Mapping):
+        for key, item in parsed.items():
+            yield from notes_on(item, given.get(key), join(path, key))
+    elif isinstance(parsed, BaseModel):
+        raw: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        yield from _on_fields(parsed, raw, path)
+        for key, said in parsed.remarks(given) if isinstance(parsed, Section) else ():
+            yield Problem(join(path, key) if key else path, said)
+
+
+def _on_fields(parsed: BaseModel, raw: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    for name, field in type(parsed).model_fields.items():
+        old = old_names(field)
+        used = next((n for n in (*names_of(name, field), *old) if n in raw), None)
+        if used is None:
+            continue
+        where, value = join(path, used), getattr(parsed, name)
+        if used in old:
+            yield Problem(where, f"is deprecated and was read as {name!r}", "rename it")
+        why = marks(field).get(WITHOUT_EFFECT)
+        if why is None:
+            yield from notes_on(value, raw[used], where)
+        elif value != field.get_default(call_default_factory=True):
+            yield Problem(where, f"has no effect: {why}")

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_core.catalogue import documented
-from ds_core.config.paths import join
 from ds_core.config.translate import show_unknown
-from ds_core.errors import Problem, nearest
+from ds_core.errors import Problem, join, nearest
 
 __all__ = ["is_off", "misspelt_keys"]
 

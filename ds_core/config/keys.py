@@ -10,8 +10,8 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, RootModel
 from pydantic.fields import FieldInfo
 
-from ds_core.config.paths import join
 from ds_core.config.section import is_secret, names_of, old_names, union_members
+from ds_core.errors import join
 
 __all__ = [
     "MISSING",

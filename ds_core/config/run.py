@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_core.config.paths import join
 from ds_core.config.redaction import REDACTED, redact
+from ds_core.errors import join
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,7 +26,7 @@ class RunConfig:
 
     core: the core's keys. sections: the plugins' sections that the config names. origin: where it came from.
     raw: the data as given; it may hold secrets, so show `redacted()` instead.
-    notes: what was accepted and has no effect, or another name now; see `ds_core.config.notes`.
+    notes: what was accepted and has no effect, or another name now; see `ds_core.config.build`.
     """
 
     core: CoreConfig

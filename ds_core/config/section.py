@@ -58,7 +58,7 @@ def option(
     secret: shown as ``***`` in every echo, log, error and checkpoint.
     not_built: why the option is documented but has no effect yet; then only `default` and `off` are accepted.
     without_effect: why the option is accepted and changes nothing, by design. It ends the sentence "has no effect: ..."
-    in a warning of rank 0 when another value than `default` is given (see `ds_core.config.notes`).
+    in a warning of rank 0 when another value than `default` is given (see `ds_core.config.build`).
     """
     extra: dict[str, Any] = {}
     if old:
@@ -146,7 +146,7 @@ class Section(BaseModel):
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """(key, sentence) for each key that has no effect with these values, or is deprecated.
 
-        given: the section as it was written. Logged once on rank 0; see `ds_core.config.notes`. A key of "" is the
+        given: the section as it was written. Logged once on rank 0; see `ds_core.config.build`. A key of "" is the
         section itself.
         """
         return ()

@@ -15,10 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ds_core.config.keys import MISSING, Place, bare, known_names, locate
-from ds_core.config.paths import join, path_text
 from ds_core.config.redaction import REDACTED, is_secret_name, redact, scrub
 from ds_core.config.section import Section, union_members
-from ds_core.errors import Problem, nearest
+from ds_core.errors import Problem, join, nearest, path_text
 
 __all__ = [
     "auto_problem",

@@ -21,7 +21,7 @@ from ds_core.accelerator import (
     select_accelerator,
     set_accelerator,
 )
-from ds_core.accelerator.entries import ENTRIES
+from ds_core.builtin import ds_accelerators
 from ds_core.entries import AcceleratorEntry
 from ds_core.errors import AcceleratorError
 from ds_core.plugins import BACKENDS, Found, Plugins
@@ -292,7 +292,8 @@ def test_nothing_is_imported_or_initialised_too_early() -> None:
     """The package and its declarations load no torch; choosing one initialises no device."""
     code = """
 import sys
-import ds_core.accelerator, ds_core.accelerator.entries, ds_core.accelerator.probes
+import ds_core.accelerator, ds_core.builtin, ds_core.accelerator.probes
+list(ds_core.builtin.ds_accelerators())
 assert "torch" not in sys.modules
 ds_core.get_accelerator()
 import torch
@@ -304,6 +305,6 @@ assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
 def test_the_cores_entries_name_what_exists() -> None:
     from ds_core.entries import resolve
 
-    for item in ENTRIES:
+    for item in tuple(ds_accelerators()):
         assert callable(resolve(item.load))
         assert item.probe is None or (isinstance(item.probe, str) and callable(resolve(item.probe)))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ds_core.config import Section
+from ds_core.context import StashKey
 from ds_core.entries import Request
-from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
     from ds_core.context import Context

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_core.config import Pairs, Unreadable, to_pairs
-from ds_core.config.paths import join
+from ds_core.errors import join
 
 __all__ = ["parse_hjson", "parse_toml", "parse_yaml"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_core import comm
+from ds_core.context import StashKey
 from ds_core.monitor import MONITOR
-from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
     from ds_core.context import Context

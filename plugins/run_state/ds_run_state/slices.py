@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_core.stash import StashKey
+from ds_core.context import StashKey
 
 if TYPE_CHECKING:
     from torch import Tensor

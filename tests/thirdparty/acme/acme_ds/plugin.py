@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ds_core.config import Section
+from ds_core.context import StashKey
 from ds_core.entries import AcceleratorEntry, CommandEntry, OptimizerEntry, Phase, SchedulerEntry, Transform
 from ds_core.errors import Problem
-from ds_core.stash import StashKey
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
