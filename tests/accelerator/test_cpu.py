@@ -9,7 +9,7 @@ import torch
 from ds_testing.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import Accelerator, CpuAccelerator, HostEvent
-from ds_core.accelerator.entries import ENTRIES
+from ds_core.builtin import ds_accelerators
 
 
 def _peak_can_be_reset() -> bool:
@@ -22,7 +22,7 @@ def _peak_can_be_reset() -> bool:
 
 
 class TestCpu(AcceleratorConformance):
-    entry = ENTRIES[-1]
+    entry = tuple(ds_accelerators())[-1]
     resets_peak = _peak_can_be_reset()
 
 

@@ -15,7 +15,7 @@ import torch
 from ds_testing.accelerator import AcceleratorConformance
 
 from ds_core.accelerator import CpuAccelerator, TorchAccelerator
-from ds_core.accelerator.entries import ENTRIES
+from ds_core.builtin import ds_accelerators
 from ds_core.errors import AcceleratorError
 
 HOST = CpuAccelerator()
@@ -103,7 +103,7 @@ class TestTheGenericBackEnd(AcceleratorConformance):
 
 @pytest.mark.gpu
 class TestCuda(AcceleratorConformance):
-    entry = next(entry for entry in ENTRIES if entry.name == "cuda")
+    entry = next(entry for entry in tuple(ds_accelerators()) if entry.name == "cuda")
 
 
 class Recorder:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_core.config import Section
-from ds_core.stash import StashKey
+from ds_core.context import StashKey
 
 __all__ = ["Kept", "ds_checkpointables", "ds_config", "of"]
 
