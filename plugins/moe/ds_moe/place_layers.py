@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ds_run_state.slices import SLICES, Slice
 
-from ds_core.errors import UsageError
 from ds_core.context import StashKey
+from ds_core.errors import UsageError
 from ds_moe.expert_load import LOADS
 from ds_moe.experts import partition_dim
 from ds_moe.layer import MoE

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_core.config import Section
-from ds_core.stash import StashKey
+from ds_core.context import StashKey
 
 if TYPE_CHECKING:
     from ds_core.context import Context
