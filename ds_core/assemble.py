@@ -30,14 +30,13 @@ from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, MpuMesh, plan_mesh
 from ds_core.monitor import MonitorMaster
-from ds_core.multi_engine import ENGINES, release_model
 from ds_core.optim import torch_grain
 from ds_core.optimizer_step import required
 from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
 from ds_core.plugins import blaming
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
-from ds_core.process import show_log
+from ds_core.process import STATE, show_log
 from ds_core.replicated import Replicated
 from ds_core.runner import Sequential
 from ds_core.telemetry import LEFT_OUT, Telemetry
@@ -123,9 +122,13 @@ def initialize(
         _tell_kernels(kernels)
     add_interceptors_of(chosen.plugins, chosen.config)
     shared.configure(kernels.get("collectives", "cpu"))
-    release_model(model)
+    STATE.follow(torch.distributed.group.WORLD)
+    if STATE.members:
+        from ds_core.multi_engine import release_model
+
+        release_model(model)
     if world_size > 1:
-        mesh.build_groups(own=ENGINES.others)
+        mesh.build_groups(own=bool(STATE.present()))
 
     # The model.
     accelerator.set_device(accelerator.local_index())

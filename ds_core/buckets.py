@@ -7,7 +7,6 @@ collective; the flags are only looked at when this rank lacks a gradient.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,7 +19,7 @@ from ds_core.precision import WIRE_DTYPES
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["BUCKET_BYTES", "Bucket", "GradState", "arrange", "averaging_factors", "make_buckets", "wire_dtype"]
+__all__ = ["BUCKET_BYTES", "Bucket", "arrange", "averaging_factors", "make_buckets", "wire_dtype"]
 
 
 class _Sized(Protocol):
@@ -32,17 +31,6 @@ T = TypeVar("T", bound=_Sized)
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough that a reduction's start-up cost vanishes, small enough to start while backward still runs."""
-
-
-class GradState(enum.Enum):
-    """How far a partitioner's gradients are reduced: LOCAL -> RUNNING -> REDUCED, and back to LOCAL when others come.
-
-    LOCAL: this rank's own. RUNNING: a backward that reduces them is under way. REDUCED: final, unless others come.
-    """
-
-    LOCAL = "local"
-    RUNNING = "running"
-    REDUCED = "reduced"
 
 
 class Bucket:

@@ -22,15 +22,13 @@ from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
 from ds_core.ended import end
 from ds_core.errors import PluginError, UsageError
 from ds_core.evaluation import evaluate, mean_over_dp
-from ds_core.gradient_hooks import GradientHooks
-from ds_core.multi_engine import ENGINES
+from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.optimizer_step import OptimizerStep
 from ds_core.precision import LossScaler, cast_floats, forward_context
 from ds_core.process import STATE
 from ds_core.resumable import ResumableEngine
 from ds_core.telemetry import Telemetry
 from ds_core.window import Origin
-from ds_core.zerograd import unwatch_zero_grad, watch_zero_grad
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -81,7 +79,7 @@ class Engine(ResumableEngine):
         self._plain_forward = ctx.precision.plain_forward and not telemetry.follows_phases
         self._phase = telemetry.phase if telemetry.follows_phases else None
         STATE.engines.add(self)
-        self.serial = ENGINES.enter(self._hooks, ctx.mesh, ctx.accelerator.current_device())
+        self.serial = self._hooks.serial
         watch_zero_grad(self.optimizer, self.module)
 
     def __getattr__(self, name: str) -> Any:
@@ -402,8 +400,7 @@ class Engine(ResumableEngine):
         """
         if self in STATE.engines:
             STATE.engines.discard(self)
-            ENGINES.leave(self.serial)
-            self._hooks.remove()
+            self._hooks.close()
             self.close_checkpointer()
             self.telemetry.close()
             self.partitioner.detach()

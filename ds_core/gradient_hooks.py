@@ -8,19 +8,25 @@ that both contributed to. So a partitioner need not know which one runs. No hook
 from __future__ import annotations
 
 import contextlib
+import logging
+import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from ds_core.multi_engine import ENGINES
+from ds_core.process import STATE, tell_once
 from ds_core.window import Origin, Window
 
 if TYPE_CHECKING:
+    from ds_core.multi_engine import JointBackwards
     from ds_core.running import RunningEngine
 
-__all__ = ["GradientHooks"]
+__all__ = ["GradientHooks", "unwatch_zero_grad", "watch_zero_grad"]
+
+log = logging.getLogger("ds_core.engine")
 
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
@@ -42,7 +48,22 @@ class GradientHooks:
         self._handles: list[Any] = []
         self._trainable: list[bool] = []
         self._changed = True
+        self.joint: JointBackwards | None = None
         engine.partitioner.gradient_hooks = self
+        self.serial = STATE.enter(self, torch.distributed.group.WORLD)
+        if len(STATE.present()) > 1:
+            from ds_core.multi_engine import JOINT
+
+            JOINT.enter(engine.ctx)
+        else:
+            self.install()
+
+    def close(self) -> None:
+        """The engine ends: remove all hooks."""
+        STATE.members.pop(self.serial, None)
+        self.remove()
+        if self.joint is not None:
+            self.joint.leave()
 
     def install(self) -> None:
         """Install the hooks that are needed now; called again when accumulation steps or live engines changed."""
@@ -68,7 +89,11 @@ class GradientHooks:
         """
         ctx = self._ctx
         counted = not ctx.config.core.managed_gradient_accumulation
-        return ctx.batch.gas > 1 or ctx.precision.scaler is not None or counted or ENGINES.several
+        return ctx.batch.gas > 1 or ctx.precision.scaler is not None or counted or self._others()
+
+    def _others(self) -> bool:
+        """Whether there are other engines on this rank."""
+        return any(h is not None and h is not self and h.engine() is not None for h in STATE.present())
 
     # -- backwards -------------------------------------------------------------------------------------------
 
@@ -79,21 +104,30 @@ class GradientHooks:
         phase: times the phases "backward", "backward_inner" and "backward_allreduce".
         """
         outer, self.origin = self.origin, Origin.ENGINE
-        outer_driver, ENGINES.driver = ENGINES.driver, (self, factor)
+        joint, outer_driver = self.joint, None
+        if joint is not None:
+            outer_driver, joint.driver = joint.driver, (self, factor)
         try:
             if phase is None:
                 self.begin()
                 backward()
-                ENGINES.finish(self)
+                self._finish()
                 return
             with phase("backward"):
                 self.begin()
                 with phase("backward_inner"):
                     backward()
                 with phase("backward_allreduce"):
-                    ENGINES.finish(self)
+                    self._finish()
         finally:
-            self.origin, ENGINES.driver = outer, outer_driver
+            self.origin = outer
+            if joint is not None:
+                joint.driver = outer_driver
+
+    def _finish(self) -> None:
+        self.partitioner.finish()
+        if self.joint is not None:
+            self.joint.finish(self)
 
     def _on_gradient(self, param: Tensor) -> None:
         """Runs inside backward each time ``param.grad`` is complete for this backward, or one nested in it."""
@@ -111,11 +145,14 @@ class GradientHooks:
         if self.origin is Origin.NONE and not self._entered:
             self.begin()
             self._entered = True
-            ENGINES.finish_later(self)
+            if self.joint is not None:
+                self.joint.finish_later(self)
+            else:
+                torch.autograd.Variable._execution_engine.queue_callback(self.leave)
 
     def note(self) -> None:
         """The running backward, which the engine did not start, gives it gradients."""
-        driver = ENGINES.driver
+        driver = self.joint.driver if self.joint is not None else None
         self.origin = Origin.PLAIN if driver is None else Origin.JOINT
         self.window.add(self.origin, 1.0 if driver is None else driver[1])
 
@@ -123,7 +160,7 @@ class GradientHooks:
         """Tell the partitioner that a backward begins."""
         if self._handles and self._trainable != [p.requires_grad for p in self._ctx.trained]:
             self.install()
-        if ENGINES.group is not None:
+        if self.joint is not None and self.joint.group is not None:
             self.partitioner.may_wait = self.origin is Origin.ENGINE
         self.partitioner.begin(self._changed)
         self._changed = False
@@ -136,4 +173,36 @@ class GradientHooks:
     def forget(self) -> None:
         """No backward runs, also when the last one failed half-way."""
         self.origin, self._entered = Origin.NONE, False
-        ENGINES.forget()
+        if self.joint is not None:
+            self.joint.forget()
+
+
+# -- zero_grad of the optimizer and of the module --------------------------------------------------------------------
+# Their own methods only see ``param.grad``, and gradients may lie elsewhere: in buckets, in shards, in fp32. torch has
+# no hook for it, so an attribute of the instance stands before the class's method until the engine is destroyed. A copy
+# of the module by ``copy.deepcopy`` or pickle belongs to no engine, and its `zero_grad` is the class's.
+
+
+def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+    """`zero_grad` of an engine's optimizer or module. Every rank calls it."""
+    type(self).zero_grad(self, *args, **kwargs)
+    for engine in STATE.engines:
+        if engine.optimizer is self or engine.module is self:
+            engine.drop_gradients()
+            if not (args[0] if args else kwargs.get("set_to_none", True)):
+                tell_once(log, logging.INFO, "zero_grad(set_to_none=False): gradients are dropped, not filled with 0")
+
+
+def watch_zero_grad(*owners: Any) -> None:
+    """Let ``zero_grad`` of each of `owners`, an engine's optimizer and module, drop the engine's gradients."""
+    for owner in owners:
+        if owner is not None:
+            owner.__dict__.setdefault("zero_grad", types.MethodType(zero_grad, owner))
+
+
+def unwatch_zero_grad(*owners: Any) -> None:
+    """The reverse of `watch_zero_grad`."""
+    for owner in owners:
+        method = getattr(owner, "__dict__", {}).get("zero_grad")
+        if isinstance(method, types.MethodType) and method.__func__ is zero_grad:
+            del owner.__dict__["zero_grad"]

@@ -10,95 +10,57 @@ from __future__ import annotations
 
 import gc
 import logging
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ds_core import comm
 from ds_core.errors import UsageError
+from ds_core.process import STATE
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
-    from ds_core.mesh import Mesh
 
-__all__ = ["ENGINES", "Engines", "release_model", "reset"]
+__all__ = ["JOINT", "JointBackwards", "release_model"]
 
 log = logging.getLogger("ds_core")
 
 
-class Engines:
-    """The engines of this process that were not destroyed, by their hooks on gradients, and the backward that runs.
+class JointBackwards:
+    """The backward that runs while there are several engines, each of which has this as `GradientHooks.joint`.
 
     driver: the engine whose ``backward`` runs, with what it multiplies losses by; None in a plain ``loss.backward()``.
     group: along dp, for agreeing on engines after each backward; None where that is not needed.
-    members: by serial number; an engine that was garbage-collected stays, since that happens on each rank by itself.
     """
 
     def __init__(self) -> None:
         self.driver: tuple[GradientHooks, float] | None = None
-        self.members: dict[int, weakref.ref[GradientHooks]] = {}
-        self._made = 0
-        self._world: Any = None  # a weak reference to the process group of the members from `_first` on
-        self._first = 0
+        self.group: Any = None
+        self._first = 0  # of the engines that `group` serves
         self._touched: set[GradientHooks] = set()
         self._queued = False  # `finish` is called when the running backward ends
-        self.group: Any = None
         self._device = torch.device("cpu")
 
-    # -- which engines there are -----------------------------------------------------------------------------
+    def enter(self, ctx: Context) -> None:
+        """One more engine was made. Collective."""
+        if self._first != STATE.first:
+            self.group, self._first = None, STATE.first
+        if self.group is None and ctx.mesh.size("dp") > 1:
+            self.group, self._device = ctx.mesh.own_group("dp"), ctx.accelerator.current_device()
+        for hooks in filter(None, STATE.present()):
+            hooks.joint = self
+            if hooks.engine() is not None:
+                hooks.install()
 
-    def enter(self, hooks: GradientHooks, mesh: Mesh, device: torch.device) -> int:
-        """An engine was made; returns its serial number. Collective."""
-        self._follow_world()
-        self._made += 1
-        self.members[self._made] = weakref.ref(hooks)
-        members = self._present()
-        if len(members) > 1 and self.group is None and mesh.size("dp") > 1:
-            self.group, self._device = mesh.own_group("dp"), device
-        for member in members:
-            if member is not None and member.engine() is not None:
-                member.install()
-        return self._made
-
-    def leave(self, serial: int) -> None:
+    def leave(self) -> None:
         """An engine was destroyed, on all ranks."""
-        self.members.pop(serial, None)
-        if len(self._present()) < 2:
-            self._stop_agreeing()
-
-    def _stop_agreeing(self) -> None:
-        self.group = None
-        for member in self._present():
-            if member is not None:
-                member.partitioner.may_wait = True
-
-    def _follow_world(self) -> None:
-        """With another process group, nothing of the engines made before can be reduced any more."""
-        world = torch.distributed.group.WORLD
-        if (self._world() if self._world is not None else None) is not world:
-            self._world = weakref.ref(world) if world is not None else None
-            self._first = self._made + 1
-            self._stop_agreeing()
-
-    def _present(self) -> list[GradientHooks | None]:
-        """In the order in which they were made, as many on all ranks; None: garbage-collected."""
-        return [ref() for serial, ref in sorted(self.members.items()) if serial >= self._first]
-
-    @property
-    def others(self) -> bool:
-        """Whether a new engine needs process groups of its own. The same on all ranks."""
-        self._follow_world()
-        return bool(self._present())
-
-    @property
-    def several(self) -> bool:
-        """Whether more than one engine lives on this rank."""
-        return sum(m is not None and m.engine() is not None for m in self._present()) > 1
-
-    # -- joint backwards -------------------------------------------------------------------------------------
+        if len(STATE.present()) < 2:
+            self.group = None
+            for hooks in filter(None, STATE.present()):
+                hooks.joint, hooks.partitioner.may_wait = None, True
 
     def finish_later(self, hooks: GradientHooks) -> None:
         """Have `hooks.leave` called when the running backward is over. Runs inside backward."""
@@ -112,17 +74,15 @@ class Engines:
             queue(self.finish)
 
     def finish(self, driver: GradientHooks | None = None) -> None:
-        """A backward is over: finish the reductions of all engines that it came to on any rank. Collective.
+        """A backward is over: finish the reductions of the other engines that it came to on any rank. Collective.
 
-        driver: the engine that ran it.
+        driver: the engine that ran it. It has finished its own first: they began in backward, where ranks may wait.
         """
-        if driver is not None:  # its reductions began in backward, and ranks may be waiting there for each other's
-            driver.partitioner.finish()
         if self.group is None:
             return
         touched = self._touched.copy()
         self.forget()
-        members = self._present()
+        members = STATE.present()
         flags = torch.tensor([m in touched for m in members], dtype=torch.uint8, device=self._device)
         comm.label("which engines took part in this backward")
         comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self.group)
@@ -139,14 +99,7 @@ class Engines:
         self._queued = False
 
 
-ENGINES = Engines()
-
-
-def reset() -> None:
-    """Forget all engines. For `ds_core.reset`."""
-    ENGINES.members.clear()
-    ENGINES.leave(0)
-    ENGINES.forget()
+JOINT = JointBackwards()
 
 
 # -- one model, one engine -------------------------------------------------------------------------------------------
@@ -181,7 +134,7 @@ def release_model(model: nn.Module) -> None:
 
 
 def _members() -> list[GradientHooks]:
-    return [hooks for ref in ENGINES.members.values() if (hooks := ref()) is not None]
+    return [hooks for ref in STATE.members.values() if (hooks := ref()) is not None]
 
 
 def _in_use(model: nn.Module, trainable: dict[nn.Parameter, str]) -> str:

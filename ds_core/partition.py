@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.errors import UsageError
 from ds_core.kernels import UsesKernels
 from ds_core.params import GradGroup
 
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from ds_core.param_shard import ParamShard
 
 __all__ = [
+    "GradState",
     "Partitioner",
     "StateSource",
     "StateTensor",
     "broadcast_from_first",
     "buffer_states",
+    "check_shape",
     "read_state",
     "saved_optimizer_states",
     "set_optimizer_state",
@@ -94,6 +98,17 @@ class StateSource(Protocol):
         into: what it is to replace. When that is a contiguous tensor on the CPU, of the stored dtype and this size, the
         range is read straight into it, and the answer is a view of it; else it is left alone and the answer is new.
         """
+
+
+class GradState(enum.Enum):
+    """How far a partitioner's gradients are reduced: LOCAL -> RUNNING -> REDUCED, and back to LOCAL when others come.
+
+    LOCAL: this rank's own. RUNNING: a backward that reduces them is under way. REDUCED: final, unless others come.
+    """
+
+    LOCAL = "local"
+    RUNNING = "running"
+    REDUCED = "reduced"
 
 
 class Partitioner(ABC):
@@ -264,6 +279,15 @@ def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:
             key, _, param = rest.partition("/")
             found.setdefault(param, {})[key] = name
     return found
+
+
+def check_shape(source: StateSource, name: str, shape: Sequence[int]) -> None:
+    """Raise UsageError unless the unsharded state `name` has `shape` in the checkpoint."""
+    if (saved := source.shape(name)) != tuple(shape):
+        raise UsageError(
+            f"checkpoint state {name!r} has shape {saved}, the model's is {tuple(shape)}; was it saved by another "
+            "model?"
+        )
 
 
 def read_state(source: StateSource, name: str, into: object) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_core.gradient_hooks import GradientHooks
     from ds_core.running import RunningEngine
 
 log = logging.getLogger("ds_core")
@@ -18,15 +19,39 @@ __all__ = ["STATE", "ProcessState", "reset", "show_log", "tell_once"]
 
 @dataclass
 class ProcessState:
-    """engines: those alive. told: messages that are logged only once."""
+    """engines: those alive. told: messages that are logged only once.
+
+    members: the hooks on gradients of the engines that were not destroyed, by serial number; one that was
+    garbage-collected stays, since that happens on each rank by itself. world: the process group of those from the
+    number `first` on; nothing of the others can be reduced any more.
+    """
 
     engines: weakref.WeakSet[RunningEngine] = field(default_factory=weakref.WeakSet)
     told: set[str] = field(default_factory=set)
+    members: dict[int, weakref.ref[GradientHooks]] = field(default_factory=dict)
+    world: weakref.ref[Any] | None = None
+    first: int = 1
+    made: int = 0
+
+    def enter(self, hooks: GradientHooks, world: Any) -> int:
+        """The serial number of a new engine, by which all ranks walk through engines in one order."""
+        self.follow(world)
+        self.made += 1
+        self.members[self.made] = weakref.ref(hooks)
+        return self.made
+
+    def follow(self, world: Any) -> None:
+        """Note the present process group."""
+        if (self.world() if self.world is not None else None) is not world:
+            self.world, self.first = weakref.ref(world) if world is not None else None, self.made + 1
+
+    def present(self) -> list[GradientHooks | None]:
+        """Of the engines on the present process group, as many on all ranks; None: garbage-collected."""
+        return [ref() for serial, ref in self.members.items() if serial >= self.first]
 
 
 STATE = ProcessState()
 _ELSEWHERE = (
-    ("ds_core.multi_engine", "reset"),
     ("ds_core.comm.interceptor", "reset"),
     ("ds_core.comm.shared", "reset"),
     ("ds_core.comm.start", "stop_lone"),
@@ -58,6 +83,7 @@ def reset() -> None:
         engine.destroy()
     STATE.engines.clear()
     STATE.told.clear()
+    STATE.members.clear()
     for module, function in _ELSEWHERE:
         if module in sys.modules:  # what was never imported holds nothing
             getattr(sys.modules[module], function)()

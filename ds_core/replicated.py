@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core.buckets import Bucket, GradState, make_buckets
 from ds_core.errors import UsageError
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
 from ds_core.partition import (
+    GradState,
     ParamGroups,
     Partitioner,
     StateSource,
     StateTensor,
     broadcast_from_first,
     buffer_states,
+    check_shape,
     read_state,
     saved_optimizer_states,
     set_optimizer_state,
@@ -35,6 +36,7 @@ from ds_core.stepping import Stepper
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ds_core.buckets import Bucket
     from ds_core.context import Context
     from ds_core.params import ParamInfo
 
@@ -130,12 +132,9 @@ class Replicated(Partitioner):
 
     def _broadcast(self, module: nn.Module) -> None:
         """Give every rank the weights and buffers of the first of its replicas."""
-        mesh = self.ctx.mesh
-        if mesh.size("dp") == 1:
-            return
         tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
         tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
-        broadcast_from_first(mesh, tensors)
+        broadcast_from_first(self.ctx.mesh, tensors)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -178,6 +177,8 @@ class Replicated(Partitioner):
         """Prepare the buckets for one backward."""
         self.grad_state = GradState.RUNNING
         if self._buckets is None:
+            from ds_core.buckets import make_buckets
+
             self._buckets = make_buckets([p for p in self.slots if p.requires_grad], self.ctx)
             self._bucket_of = {p: b for b in self._buckets for p in b.params}
         self._next = 0
@@ -294,12 +295,15 @@ class Replicated(Partitioner):
         known = set(source.names())
         for state in self.states(None):
             if state.name.startswith("module/") and (strict or state.name in known):
-                state.tensor.copy_(_read(source, state.name, state.tensor))
+                check_shape(source, state.name, state.shape)
+                state.tensor.copy_(read_state(source, state.name, state.tensor))
         saved = saved_optimizer_states(source) if optimizer is not None else {}
         for slot in self.slots.values():
             if slot.master is not slot.param:
                 name = f"master/{slot.info.name}"
-                slot.master.data.copy_(_read(source, name, slot.master) if name in known else slot.param.data)
+                if name in known:
+                    check_shape(source, name, slot.master.shape)
+                slot.master.data.copy_(read_state(source, name, slot.master) if name in known else slot.param.data)
             if optimizer is not None:
                 old, names = optimizer.state.get(slot.master, {}), saved.get(slot.info.name, {})
                 values = {key: read_state(source, name, old.get(key)) for key, name in names.items()}
@@ -313,13 +317,3 @@ class Replicated(Partitioner):
         for slot in self.slots.values():
             slot.total = None
         self._buckets, self._bucket_of, self._shares = None, {}, False
-
-
-def _read(source: StateSource, name: str, like: Tensor) -> Tensor:
-    shape = source.shape(name)
-    if tuple(like.shape) != shape:
-        raise UsageError(
-            f"checkpoint state {name!r} has shape {shape}, the model's is {tuple(like.shape)}; was it saved "
-            "by another model?"
-        )
-    return read_state(source, name, like)

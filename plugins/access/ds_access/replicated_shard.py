@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_core.buckets import GradState
 from ds_core.param_shard import ParamShard
+from ds_core.partition import GradState
 
 if TYPE_CHECKING:
     from ds_core.replicated import Replicated, Slot

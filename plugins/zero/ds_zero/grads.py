@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.buckets import GradState, averaging_factors, wire_dtype
+from ds_core.buckets import averaging_factors, wire_dtype
 from ds_core.params import GradGroup
+from ds_core.partition import GradState
 from ds_zero.gradient_source import GradientSource
 
 if TYPE_CHECKING:

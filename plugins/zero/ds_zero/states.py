@@ -13,6 +13,7 @@ from ds_core.partition import (
     StateSource,
     StateTensor,
     buffer_states,
+    check_shape,
     read_state,
     saved_optimizer_states,
     set_optimizer_state,
@@ -108,7 +109,7 @@ def load(
     whole = [(n, p.data) for n, p in module.named_parameters() if p not in parted] + list(_persistent_buffers(module))
     for name, tensor in whole:
         if strict or f"module/{name}" in known:
-            _check(source, f"module/{name}", tuple(tensor.shape))
+            check_shape(source, f"module/{name}", tuple(tensor.shape))
             tensor.copy_(read_state(source, f"module/{name}", tensor))
     for bucket in buckets:
         for piece in bucket.pieces:
@@ -198,16 +199,8 @@ def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) ->
 
 
 def _range(source: StateSource, name: str, piece: Piece, into: object = None) -> Tensor:
-    _check(source, name, piece.shape)
+    check_shape(source, name, piece.shape)
     return source.read(name, piece.start, piece.stop, into=into)
-
-
-def _check(source: StateSource, name: str, shape: tuple[int, ...]) -> None:
-    saved = source.shape(name)
-    if saved != shape:
-        raise UsageError(
-            f"checkpoint state {name!r} has shape {saved}, the model's is {shape}; was it saved by another model?"
-        )
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
