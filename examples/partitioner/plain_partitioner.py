@@ -45,6 +45,10 @@ class PlainPartitioner(Partitioner):
         dtype = self.ctx.precision.master or param.dtype
         return param if param.dtype == dtype else nn.Parameter(param.detach().to(dtype), param.requires_grad)
 
+    def begin(self, changed: bool) -> None:
+        """Gradients will change, so they are averaged (again) after this backward, whoever started it."""
+        self.reduced = False
+
     def finish(self) -> None:
         """Average over replicas, unless not wanted yet or done; what no rank used keeps no gradient."""
         if not self.sync or self.reduced:
