@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
-from ds_core.checkpointer import Checkpointer, LoadOptions, SaveOptions, find_checkpointer
 from ds_core.running import RunningEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ds_core.checkpointer import Checkpointer
 
 __all__ = ["ResumableEngine"]
 
@@ -33,6 +35,8 @@ class ResumableEngine(RunningEngine):
         save_latest: a load without a tag takes this one. exclude_frozen_parameters: leave out weights that do not
         require gradients. UsageError where no checkpointer is installed; CheckpointError, on all ranks, when it fails.
         """
+        from ds_core.checkpointer import SaveOptions
+
         self._announce_saved()
         name = f"global_step{self.global_steps}" if tag is None else tag
         options, checkpointer = SaveOptions(name, client_state, save_latest, exclude_frozen_parameters), self._find()
@@ -52,6 +56,8 @@ class ResumableEngine(RunningEngine):
 
     def _find(self) -> Checkpointer:
         if self._checkpointer is None:
+            from ds_core.checkpointer import find_checkpointer
+
             self._checkpointer = find_checkpointer(self.ctx)
         return self._checkpointer
 
@@ -72,6 +78,8 @@ class ResumableEngine(RunningEngine):
         Without a tag and without a file ``latest``: (None, None) and a warning, or (None, {}) with missing_ok.
         fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpointer.LoadOptions`.
         """
+        from ds_core.checkpointer import LoadOptions
+
         options = LoadOptions(
             tag=tag,
             strict=load_module_strict,

@@ -29,7 +29,8 @@ import torch
 
 import ds_core
 from ds_testing import (
-    AcceleratorConformance, ConfigFormatConformance, GradientsConformance, InterceptorConformance, KernelConformance,
+    AcceleratorConformance, CheckpointerConformance,
+    ConfigFormatConformance, GradientsConformance, InterceptorConformance, KernelConformance,
     LauncherConformance, ObserverConformance,
     LoaderConformance, MonitorConformance, OptimizerConformance, PluginConformance, PrecisionConformance,
     RunnerConformance, SchedulerConformance, StateStoreConformance, TransformConformance, run_ranks,
@@ -112,6 +113,12 @@ class TestMyTowers(PluginConformance):
 
 class TestMyPlain(PluginConformance):
     entry_point, section, good_config = "my_plain.plugin", "plain", {}
+
+class TestMyDcp(PluginConformance):
+    entry_point, section, good_config = "my_dcp.plugin", "my_dcp", {}
+
+class TestDcpCheckpointer(CheckpointerConformance):
+    config, worlds = {"my_dcp": {}}, (1,)
 
 class TestMyAttic(PluginConformance):
     entry_point = "my_attic.plugin"
@@ -275,6 +282,7 @@ def recipes() -> dict[str, dict[str, str]]:
     found["my-plain"]["my_plain/plain_partitioner.py"] = (
         ROOT / "examples/partitioner/plain_partitioner.py"
     ).read_text()
+    found["my-dcp"]["my_dcp/dcp_checkpointer.py"] = (ROOT / "tests/thirdparty/dcp/dcp_checkpointer.py").read_text()
     return found
 
 
@@ -282,7 +290,7 @@ RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
     *("my-lengths", "my-int8", "my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow", "my-replay"),
-    *("my-clamp", "my-deadline", "my-method"),
+    *("my-clamp", "my-deadline", "my-method", "my-dcp"),
 )
 
 
