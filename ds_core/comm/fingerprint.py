@@ -20,10 +20,11 @@ def check_ranks_agree(items: Mapping[str, str]) -> None:
     Raises RankMismatchError on every rank, naming each key that differs, its values and who holds which.
     """
     from ds_core.comm.collectives import world_size
-    from ds_core.comm.objects import all_gather_json
 
     if world_size() == 1:
         return
+    from ds_core.comm.objects import all_gather_json
+
     text = json.dumps(dict(items), sort_keys=True)
     digests = all_gather_json(hashlib.sha256(text.encode()).hexdigest())
     if len(set(digests)) == 1:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ds_core.comm.meeting import Place, meet_at_store
 from ds_core.errors import CommError, ConfigError
 
 if TYPE_CHECKING:
@@ -403,6 +402,8 @@ def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> 
     if where is None or where.world_size == 1:  # nobody to meet, so nothing listens
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    from ds_core.comm.meeting import Place, meet_at_store
+
     place = Place(where.rank, where.world_size, where.address, where.port)
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
