@@ -91,7 +91,6 @@ def initialize(
     core = chosen.config.core
     if core.log_level:
         log.setLevel(core.log_level.upper())
-    if any((core.steps_per_print, core.dump_state, core.memory_breakdown, core.wall_clock_breakdown, core.log_level)):
         show_log()
 
     # What each rank can work out alone, before it talks.
@@ -159,10 +158,8 @@ def initialize(
         scaler=precision.scaler() if precision.scaler is not None else None,
         loader=loader,
         collate_fn=collate_fn,
-        telemetry=(telemetry := Telemetry(ctx, MonitorMaster(monitors))),
+        telemetry=Telemetry(ctx, MonitorMaster(monitors)),
     )
-    if core.dump_state:
-        telemetry.log_config()
     return engine, built, loader, scheduler
 
 

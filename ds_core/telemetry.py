@@ -1,4 +1,4 @@
-"""What a run reports: to observers and monitors, in progress lines, as timings. What nobody reads is not computed."""
+"""What a run reports to observers and monitors. What nobody reads is not computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ds_core.context import StashKey
 from ds_core.discovery import OBSERVERS
 from ds_core.monitor import MONITOR, MonitorMaster
 from ds_core.requests import Request, agreed
-from ds_core.timers import PhaseTimers, Throughput
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,32 +28,19 @@ __all__ = ["Telemetry"]
 log = logging.getLogger("ds_core.engine")
 LEFT_OUT: StashKey[dict[nn.Parameter, str]] = StashKey("frozen parameters that the optimizer does not have")
 _NOTHING = contextlib.nullcontext()
-BREAKDOWN_EVERY = 10
-"""Steps between breakdowns when ``steps_per_print`` is not set."""
 LOOK_EVERY = 10
 """Steps between checks for parameters that were unfrozen: there can be thousands of frozen ones."""
 
 
 class Telemetry:
-    """Feeds the observers, the monitors and the progress log of one engine."""
+    """Feeds the observers and the monitors of one engine."""
 
     def __init__(self, ctx: Context, monitor: MonitorMaster) -> None:
-        core = ctx.config.core
         self.ctx, self.monitor = ctx, monitor
         ctx.stash[MONITOR] = monitor
         self._observers = {hook: rows for hook in OBSERVERS if (rows := ctx.plugins.observers(hook))}
-        self._timed, self._memory = core.wall_clock_breakdown, core.memory_breakdown
-        measured = self._timed or self._memory
-        self._timers = PhaseTimers(ctx.accelerator, breakdown=self._memory) if measured else None
-        self.follows_phases = measured or self.observes("ds_phase_begin", "ds_phase_end")
-        self._throughput = (
-            Throughput(ctx.accelerator, core.timers.throughput.synchronized) if core.timers.throughput.enabled else None
-        )
-        # Breakdowns are asked for to be read, so they are printed even when no period is given.
-        self._every = core.steps_per_print or (BREAKDOWN_EVERY if measured else 0)
-        self._print_first = measured and not core.steps_per_print
+        self.follows_phases = self.observes("ds_phase_begin", "ds_phase_end")
         self._has_readers = self.observes("ds_step_end", "ds_request") or monitor.enabled
-        self._keep_loss = bool(self._has_readers or self._every)
         self._losses: list[Tensor] = []
         self._left_out = ctx.stash.get(LEFT_OUT) or {}
         self._restore = _watch_uncaught(self) if self.observes("ds_exception") else None
@@ -71,15 +57,14 @@ class Telemetry:
         return [observer({"ctx": self.ctx, **arguments}) for observer in rows]
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """To run a phase of a step in; `ds_phase_begin` lists their names. It is timed and observed where asked for."""
+        """To run a phase of a step in; `ds_phase_begin` lists their names. It is observed where a plugin wants it."""
         return self._followed(name) if self.follows_phases else _NOTHING
 
     @contextlib.contextmanager
     def _followed(self, name: str) -> Iterator[None]:
         self.notify("ds_phase_begin", phase=name)
         try:
-            with _NOTHING if self._timers is None else self._timers.phase(name):
-                yield
+            yield
         finally:
             self.notify("ds_phase_end", phase=name)
 
@@ -87,13 +72,13 @@ class Telemetry:
 
     def loss(self, loss: Tensor) -> None:
         """Record what one backward was run on; a micro-batch may have several."""
-        if self._keep_loss:
+        if self._has_readers:
             self._losses.append(loss.detach())
 
     def set_loss(self, loss: Tensor) -> None:
         """Record the whole batch's mean loss (train_batch), in place of the micro-batches' losses."""
         self._losses.clear()
-        if self._keep_loss:
+        if self._has_readers:
             self._losses.append(loss * self.ctx.batch.gas)
 
     def drop_loss(self) -> None:
@@ -124,23 +109,15 @@ class Telemetry:
 
         Collective where a plugin implements `ds_request`.
         """
-        timings = self._timers.end_step() if self._timers is not None else None
-        timings = timings if self._timed else None
-        if not self._keep_loss:
+        if not self._has_readers:
             return None
-        first = engine.global_steps == 1 and self._print_first
-        printing = first or (self._every and engine.global_steps % self._every == 0)
-        request = None
-        if self._has_readers or printing:
-            metrics = self._metrics(engine)
-            self.notify("ds_step_end", step=engine.global_steps - 1, metrics=metrics)
-            if self.monitor.enabled:
-                self.monitor.write_events(self._events(engine, metrics, timings))
-            if printing and self.ctx.rank == 0:
-                self._print(engine, metrics, timings)
-            if self.observes("ds_request"):
-                answers = self.notify("ds_request", step=engine.global_steps - 1, metrics=metrics)
-                request = agreed([r for r in answers if r is not None], self.ctx)
+        request, metrics = None, self._metrics(engine)
+        self.notify("ds_step_end", step=engine.global_steps - 1, metrics=metrics)
+        if self.monitor.enabled:
+            self.monitor.write_events(self._events(engine, metrics))
+        if self.observes("ds_request"):
+            answers = self.notify("ds_request", step=engine.global_steps - 1, metrics=metrics)
+            request = agreed([r for r in answers if r is not None], self.ctx)
         self._losses.clear()
         return request
 
@@ -158,34 +135,14 @@ class Telemetry:
             metrics["loss"] = float(total) / self.ctx.batch.gas
         return metrics
 
-    def _events(
-        self, engine: RunningEngine, metrics: dict[str, float], timings: dict[str, float] | None
-    ) -> list[tuple[str, float, int]]:
+    def _events(self, engine: RunningEngine, metrics: dict[str, float]) -> list[tuple[str, float, int]]:
         x = engine.global_samples
         events = [("Train/Samples/lr", metrics["lr"], x)]
         if "loss" in metrics:
             events.insert(0, ("Train/Samples/train_loss", metrics["loss"], x))
         if engine.scaler is not None:
             events.append(("Train/Samples/loss_scale", metrics["loss_scale"], x))
-        if timings is not None:
-            events += [(f"Train/Samples/elapsed_time_ms_{phase}", ms, x) for phase, ms in timings.items()]
         return events
-
-    def _print(self, engine: RunningEngine, metrics: dict[str, float], timings: dict[str, float] | None) -> None:
-        parts = [f"step {engine.global_steps}", f"skipped {engine.skipped_steps}"]
-        parts += [f"lr {engine.get_lr()}", f"mom {engine.get_mom()}"]
-        if "loss" in metrics:
-            parts.insert(1, f"loss {metrics['loss']:.4f}")
-        if self._throughput is not None:
-            parts.append(f"{self._throughput.read(engine.global_samples):.1f} samples/s")
-        if timings is not None:
-            parts.append("ms: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in timings.items()))
-        log.info(", ".join(parts))
-        if self._memory and self._timers is not None:
-            gib = 2.0**30
-            for phase, (used, peak) in self._timers.memory.items():
-                log.info("memory after %s: %.2f GiB in use, %.2f GiB at peak", phase, used / gib, peak / gib)
-            log.info("memory: %.2f GiB free", self.ctx.accelerator.available_memory() / gib)
 
     def nonfinite(self, engine: RunningEngine) -> None:
         """Log that this step's gradients hold inf or NaN, and in which parameters this rank sees them."""
@@ -217,13 +174,6 @@ class Telemetry:
             self._restore()
         self.notify("ds_close")
         self.monitor.close()
-
-    def log_config(self) -> None:
-        """``dump_state``: log the run's whole configuration once."""
-        if self.ctx.rank == 0:
-            config, mesh, plugins = self.ctx.config, self.ctx.mesh, self.ctx.plugins
-            parts = (config.redacted(), mesh.describe(), self.ctx.batch, self.ctx.precision, plugins.loaded_versions())
-            log.info("config %s, mesh %s, batch %s, precision %s, plugins %s", *parts)
 
 
 def _watch_uncaught(telemetry: Telemetry) -> Any:

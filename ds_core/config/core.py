@@ -144,19 +144,6 @@ class DataTypes(Section):
     buffer_dtype: Dtype | None = option(None, "Floating-point buffers: fp32, fp16, bf16; null keeps their own.")
 
 
-class Throughput(Section):
-    """The samples-per-second timer."""
-
-    enabled: bool = option(True, "Measure samples per second.")
-    synchronized: bool = option(True, "Wait for the device before the clock is read.")
-
-
-class Timers(Section):
-    """Timers of the engine."""
-
-    throughput: Throughput = option(Throughput(), "The samples-per-second timer.")
-
-
 class OptimizerConfig(Section):
     """The optimizer, by name."""
 
@@ -228,20 +215,11 @@ class CoreConfig(Section):
         False, "A legacy switch.", without_effect="zero_optimization.allgather_partitions chooses the collective"
     )
     # -- logging and diagnostics
-    steps_per_print: int | None = option(None, "Print progress every so many updates; null: never.", gt=0)
-    wall_clock_breakdown: bool = option(False, "Time forward, backward, reduction and step; adds synchronisation.")
-    memory_breakdown: bool = option(
-        False,
-        "Log memory use around the phases of a step, whenever progress is printed; without steps_per_print that is at "
-        "the first step and at every tenth.",
-    )
-    dump_state: bool = option(False, "Print the state of the engine once, when it is built.")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], _word(str.lower)] | None = option(
         None, "Level of the ds_core loggers; null leaves it."
     )
     vocabulary_size: int | None = option(None, "Warn when this is not a multiple of 8.", gt=0)
     graph_harvesting: bool = not_built(False, "CUDA graphs of the optimizer step will come with ds-fused-ops")
-    timers: Timers = option(Timers(), "Timers of the engine.")
     # -- what is built by name
     optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")

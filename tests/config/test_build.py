@@ -72,8 +72,7 @@ def test_the_defaults_are_the_documents() -> None:
     assert (core.torch_autocast.enabled, core.torch_autocast.dtype) == (False, None)
     assert (core.gradient_clipping, core.gradient_predivide_factor, core.gradient_allreduce_op) == (1.0, 1.0, "mean")
     assert core.communication_data_type is None and core.seq_parallel_communication_data_type == "fp32"
-    assert core.steps_per_print is None and core.log_level is None and core.vocabulary_size is None
-    assert core.timers.throughput.enabled and core.timers.throughput.synchronized
+    assert core.log_level is None and core.vocabulary_size is None
     assert core.optimizer is None and core.scheduler is None
     assert core.zero_force_ds_cpu_optimizer and not core.zero_allow_untested_optimizer
 

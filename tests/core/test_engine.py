@@ -648,8 +648,8 @@ def test_unknown_attributes_are_the_modules():
         _ = engine.no_such_thing
     with pytest.raises(AttributeError, match=r"'cur_scale': it is engine.loss_scale$"):
         _ = engine.cur_scale
-    with pytest.raises(AttributeError, match=r"'steps_per_print': it is engine.config.core.steps_per_print$"):
-        _ = engine.steps_per_print
+    with pytest.raises(AttributeError, match=r"'vocabulary_size': it is engine.config.core.vocabulary_size$"):
+        _ = engine.vocabulary_size
 
 
 class Failing(nn.Linear):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,26 +23,25 @@ class PhaseTimers:
         self._accelerator = accelerator
         self._now = dict.fromkeys(PHASES, 0.0)
         self._breakdown = breakdown
-        self.last = dict(self._now)
+        self._starts: dict[str, float] = {}
         self.memory: dict[str, tuple[int, int]] = {}
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to phase `name`."""
+    def begin(self, phase: str) -> None:
+        """A phase begins, perhaps inside another."""
         self._accelerator.synchronize()
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._accelerator.synchronize()
-            self._now[name] += (time.perf_counter() - start) * 1e3
-            if self._breakdown:
-                self.memory[name] = self._accelerator.memory_allocated(), self._accelerator.max_memory_allocated()
+        self._starts[phase] = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """Add the time since `begin` to the phase."""
+        self._accelerator.synchronize()
+        self._now[phase] += (time.perf_counter() - self._starts[phase]) * 1e3
+        if self._breakdown:
+            self.memory[phase] = self._accelerator.memory_allocated(), self._accelerator.max_memory_allocated()
 
     def end_step(self) -> dict[str, float]:
         """The milliseconds of the step that ends here; the next starts at zero."""
-        self.last, self._now = self._now, dict.fromkeys(PHASES, 0.0)
-        return self.last
+        last, self._now = self._now, dict.fromkeys(PHASES, 0.0)
+        return last
 
 
 class Throughput:

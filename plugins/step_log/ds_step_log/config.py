@@ -1,0 +1,51 @@
+"""The models of the top-level keys of ds-step-log."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, RootModel
+
+from ds_core.config import Section
+from ds_core.config.section import option
+
+__all__ = ["DumpState", "MemoryBreakdown", "StepsPerPrint", "Throughput", "Timers", "WallClockBreakdown"]
+
+_STRICT = ConfigDict(strict=True, frozen=True)
+
+
+class StepsPerPrint(RootModel[Annotated[int, Field(gt=0)] | None]):
+    """Print progress every so many updates; null: never."""
+
+    model_config = _STRICT
+
+
+class WallClockBreakdown(RootModel[bool]):
+    """Time forward, backward, reduction and step; adds synchronisation."""
+
+    model_config = _STRICT
+
+
+class MemoryBreakdown(RootModel[bool]):
+    """Log memory use around the phases of a step, whenever progress is printed."""
+
+    model_config = _STRICT
+
+
+class DumpState(RootModel[bool]):
+    """Log the run's whole configuration once, when the engine is built."""
+
+    model_config = _STRICT
+
+
+class Throughput(Section):
+    """The samples-per-second timer."""
+
+    enabled: bool = option(True, "Measure samples per second.")
+    synchronized: bool = option(True, "Wait for the device before the clock is read.")
+
+
+class Timers(Section):
+    """Timers of the engine."""
+
+    throughput: Throughput = option(Throughput(), "The samples-per-second timer.")

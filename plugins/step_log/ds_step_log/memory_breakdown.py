@@ -1,0 +1,23 @@
+"""The key ``memory_breakdown`` (torch-free)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_step_log.hooks import measuring, printing
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+__all__ = ["ds_config", "ds_monitors", "ds_phase_begin", "ds_phase_end", "ds_step_end"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The model of ``memory_breakdown``."""
+    from ds_step_log.config import MemoryBreakdown
+
+    return MemoryBreakdown
+
+
+ds_monitors, ds_step_end = printing("memory_breakdown")
+ds_phase_begin, ds_phase_end = measuring("memory_breakdown")

@@ -1,0 +1,23 @@
+"""The key ``wall_clock_breakdown`` (torch-free)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_step_log.hooks import measuring, printing
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+__all__ = ["ds_config", "ds_monitors", "ds_phase_begin", "ds_phase_end", "ds_step_end"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The model of ``wall_clock_breakdown``."""
+    from ds_step_log.config import WallClockBreakdown
+
+    return WallClockBreakdown
+
+
+ds_monitors, ds_step_end = printing("wall_clock_breakdown")
+ds_phase_begin, ds_phase_end = measuring("wall_clock_breakdown")
