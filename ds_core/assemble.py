@@ -244,7 +244,7 @@ def _plan(chosen: Composition, mpu: Any, mesh_param: tuple[int, int] | None, ran
     core = chosen.config.core
     axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
     mesh = plan_mesh(axes, world_size, rank)
-    data, sequence = mesh_param or (core.data_parallel_size, core.sequence_parallel_size)
+    data, sequence = mesh_param or (core.data_parallel_size, None)
     where = "mesh_param" if mesh_param else "data_parallel_size"
     if sequence not in (None, 1):
         raise ConfigError(

@@ -40,8 +40,9 @@ def planned(kind: str, name: str) -> str | None:
 def documented() -> Mapping[str, Mapping[str, Any]]:
     """Documented section -> what is known of it.
 
-    owner: its distribution, now or later. switch, off: the key that turns it off, and its value then, where that is not
-    ``enabled`` and false. keys: key -> null, or the keys below it; ``*`` stands for any name.
+    owner: its distribution, now or later; "" where ``why`` says why there will be none. switch, off: the key that turns
+    it off, and the values that do, where that is not ``enabled`` and false. keys: key -> null, or the keys below it;
+    ``*`` stands for any name.
     """
     return _catalogue()["documented"]
 

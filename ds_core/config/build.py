@@ -162,6 +162,8 @@ class _Builder:
 def _not_there(name: str) -> Problem:
     """The problem of a documented section whose plugin is not installed."""
     owner = documented()[name]["owner"]
+    if why := documented()[name].get("why"):
+        return Problem(name, f"this key is documented but not offered: {why}", "remove it, or switch it off")
     if offered_by("sections", name) is not None:
         why = f"this section is served by {owner}, which is not installed"
         return Problem(name, why, f"install it with {install(owner)}")

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
-from typing_extensions import Self
+from pydantic import BeforeValidator, Field, model_validator
 
 from ds_core.config.section import Section, not_built, option
-from ds_core.errors import Problem, nearest
+from ds_core.errors import Problem
 
 __all__ = [
-    "AmpConfig",
     "BF16",
     "CORE_KEYS",
     "CoreConfig",
@@ -70,7 +68,7 @@ class FP16(Section):
     hysteresis: int = option(2, "Overflows before the dynamic scale halves.", gt=0)
     consecutive_hysteresis: bool = option(False, "Refill the hysteresis on every clean step.")
     min_loss_scale: float = option(1, "Floor of the dynamic scale; an overflow there stops the run.", gt=0)
-    fp16_master_weights_and_grads: bool = not_built(False, "it needs ZeRO with optimizer offload")
+    fp16_master_weights_and_grads: bool = not_built(False, "it needs offloaded optimizer states")
     clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0)
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
@@ -93,8 +91,8 @@ class BF16(Section):
     enabled: bool = option(False, "Train in bfloat16 with fp32 master weights.")
     immediate_grad_update: bool = option(False, "Add each gradient to an fp32 buffer as it is produced.")
     check_grad_overflow: bool = option(True, "Skip a step whose gradients hold inf or NaN.")
-    bf16_master_weights_and_grads: bool = not_built(False, "it needs ZeRO")
-    bf16_optimizer_states: bool = not_built(False, "it needs ZeRO")
+    bf16_master_weights_and_grads: bool = not_built(False, "it needs partitioned master weights")
+    bf16_optimizer_states: bool = not_built(False, "it needs partitioned master weights")
 
 
 class TorchAutocast(Section):
@@ -105,33 +103,6 @@ class TorchAutocast(Section):
     lower_precision_safe_modules: list[str] | None = option(
         None, "Module classes whose gradients travel in dtype; null means torch.nn.Linear, Conv1d, Conv2d, Conv3d."
     )
-
-
-APEX_KEYS = (
-    *("opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale"),
-    *("cast_model_outputs", "num_losses", "verbosity", "min_loss_scale", "max_loss_scale"),
-)
-
-
-class AmpConfig(Section):
-    """Apex AMP, which is not offered; the keys of its initializer are accepted while it is off."""
-
-    model_config = ConfigDict(extra="allow")
-
-    enabled: bool = not_built(False, "Apex AMP is legacy; use bf16, fp16 or torch_autocast")
-
-    @model_validator(mode="after")
-    def _keys_of_apex(self) -> Self:
-        for key in self.model_extra or ():
-            if key not in APEX_KEYS:
-                close = nearest(key, (*APEX_KEYS, "enabled"))
-                raise ValueError(f"unknown key {key!r}; " + (f"did you mean {close!r}?" if close else "leave it out"))
-        return self
-
-    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """Keys for Apex, which is off."""
-        if self.model_extra:
-            yield "", "has no effect: Apex AMP is off, and is not offered; use bf16, fp16 or torch_autocast"
 
 
 class DataTypes(Section):
@@ -152,7 +123,7 @@ class OptimizerConfig(Section):
     )
     params: dict[str, Any] = option({}, "Keyword arguments of the optimizer.")
     legacy_fusion: bool = option(
-        False, "DeepSpeed's old fusion of LAMB and fp16.", without_effect="LAMB has one implementation, for every dtype"
+        False, "An old fusion of LAMB and fp16.", without_effect="LAMB has one implementation, for every dtype"
     )
 
 
@@ -166,7 +137,7 @@ class SchedulerConfig(Section):
 class PluginsConfig(Section):
     """Which plugins take part. A bare list means `load`."""
 
-    require: list[str] = option([], 'Requirements that must be installed, such as "ds-zero>=0.1".')
+    require: list[str] = option([], 'Requirements that must be installed, such as "acme-monitor>=0.1".')
     disable: list[str] = option([], "Sections or distributions to leave alone.")
     load: list[str] = option([], 'Modules to load that are not installed: "my_pkg.plugin" or "section=my_pkg.plugin".')
     prefer: dict[str, str] = option({}, "Section (or kind/name) -> distribution, where two claim one name.")
@@ -188,43 +159,31 @@ class CoreConfig(Section):
         True, "The engine counts micro-batches; false: the caller calls step() at boundaries."
     )
     data_parallel_size: int | None = option(None, "Number of data-parallel ranks; null: what the world leaves.", gt=0)
-    sequence_parallel_size: int | None = not_built(
-        None, "sequence parallelism will come with ds-sequence-parallel", off=(1,), gt=0
-    )
     dataloader_drop_last: bool = option(False, "Drop the last incomplete batch of the engine's loader.")
-    use_data_before_expert_parallelism: bool = not_built(False, "expert-parallel ranks are always neighbours")
     # -- precision
     fp16: FP16 = option(FP16(), "Mixed precision in float16 with loss scaling.")
     bf16: BF16 = option(BF16(), "Mixed precision in bfloat16.", old=("bfloat16",))
     torch_autocast: TorchAutocast = option(TorchAutocast(), "torch.autocast around the forward.")
-    amp: AmpConfig = option(AmpConfig(), "Apex AMP; only off.")
     data_types: DataTypes = option(DataTypes(), "Dtypes of gradients, parameters and buffers.")
     # -- clipping and reduction
     gradient_clipping: float = option(1.0, "Limit of the global L2 gradient norm; 0 turns clipping off.", ge=0)
     communication_data_type: Dtype | None = option(None, "Dtype in which gradients travel; null: the model's.")
-    seq_parallel_communication_data_type: Dtype = not_built(
-        "fp32", "sequence parallelism will come with ds-sequence-parallel"
-    )
     prescale_gradients: bool = option(False, "Divide gradients by the number of ranks before the sum.")
     gradient_predivide_factor: float = option(1.0, "Divide gradients by this before the sum, the rest after it.", gt=0)
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _word(str.lower)] = option(
         "mean", "Average gradients over the data-parallel ranks, or sum them."
     )
-    sparse_gradients: bool = not_built(False, "compressed embedding gradients are legacy")
-    disable_allgather: bool = option(
-        False, "A legacy switch.", without_effect="zero_optimization.allgather_partitions chooses the collective"
-    )
+    disable_allgather: bool = option(False, "A legacy switch.", without_effect="the partitioner chooses the collective")
     # -- logging and diagnostics
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], _word(str.lower)] | None = option(
         None, "Level of the ds_core loggers; null leaves it."
     )
     vocabulary_size: int | None = option(None, "Warn when this is not a multiple of 8.", gt=0)
-    graph_harvesting: bool = not_built(False, "CUDA graphs of the optimizer step will come with ds-fused-ops")
     # -- what is built by name
     optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")
-    zero_allow_untested_optimizer: bool = option(False, "Let ZeRO run an optimizer that nobody has declared.")
-    zero_force_ds_cpu_optimizer: bool = option(True, "Let ZeRO refuse a user's optimizer with offload.")
+    zero_allow_untested_optimizer: bool = option(False, "Let a partitioner run an optimizer that nobody has declared.")
+    zero_force_ds_cpu_optimizer: bool = option(True, "Let a partitioner refuse a user's optimizer with offload.")
     kernels: dict[str, Annotated[str, Field(min_length=1)]] = option(
         {}, 'Operation -> provider, such as {"adam": "reference"}.'
     )

@@ -21,21 +21,21 @@ def is_off(name: str, value: Any) -> bool:
     Off: null, false, ``{}``, a switch that is false or 0, or nothing but false and null. A switch that is
     *absent* does not count: a misspelt one (``"stgae": 3``) must not train with stage 0 in silence.
     """
+    row = documented()[name]
+    off = row.get("off", [False])
     if value is None or value is False or value in ({}, []):
         return True
     if not isinstance(value, dict):
-        return False
-    row = documented()[name]
-    switch, off = value.get(row.get("switch", "enabled")), row.get("off", False)
-    if switch is not None:
-        return type(switch) is type(off) and bool(switch == off)
+        return any(type(value) is type(o) and value == o for o in off)
+    if (switch := value.get(row.get("switch", "enabled"))) is not None:
+        return any(type(switch) is type(o) and switch == o for o in off)
     return all(v is None or v is False for v in value.values())
 
 
 def misspelt_keys(section: str, value: Any) -> Iterator[Problem]:
     """A problem for each key in `value`, the data of a documented section, that the documents do not have."""
     found = documented()[section]
-    yield from _walk(value, found["keys"], section, found["owner"])
+    yield from _walk(value, found["keys"], section, found["owner"] or "not offered")
 
 
 def _walk(value: Any, keys: Mapping[str, Any] | None, path: str, owner: str) -> Iterator[Problem]:

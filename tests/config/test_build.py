@@ -71,7 +71,7 @@ def test_the_defaults_are_the_documents() -> None:
     assert (core.bf16.enabled, core.bf16.immediate_grad_update, core.bf16.check_grad_overflow) == (False, False, True)
     assert (core.torch_autocast.enabled, core.torch_autocast.dtype) == (False, None)
     assert (core.gradient_clipping, core.gradient_predivide_factor, core.gradient_allreduce_op) == (1.0, 1.0, "mean")
-    assert core.communication_data_type is None and core.seq_parallel_communication_data_type == "fp32"
+    assert core.communication_data_type is None
     assert core.log_level is None and core.vocabulary_size is None
     assert core.optimizer is None and core.scheduler is None
     assert core.zero_force_ds_cpu_optimizer and not core.zero_allow_untested_optimizer

@@ -177,7 +177,6 @@ def test_what_has_no_effect_is_noted_where_it_was_written() -> None:
     ("given", "key"),
     [
         ({"disable_allgather": True}, "disable_allgather"),
-        ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp"),
         ({"optimizer": {"type": "Lamb", "legacy_fusion": True}}, "optimizer.legacy_fusion"),
         ({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3, "loss_scale_window": 1000}}, "fp16.hysteresis"),
     ],

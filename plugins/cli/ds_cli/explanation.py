@@ -151,13 +151,16 @@ def _open_key(key: str, table: Mapping[str, Key]) -> Key | None:
 
 def _documented(key: str) -> Explanation:
     name = key.partition(".")[0]
-    owner = documented()[name]["owner"]
+    row = documented()[name]
+    owner = row["owner"] or "nobody"
     say = (
         f"install it with {install(owner)}"
         if offered_by("sections", name) is not None
+        else f"documented but not offered: {row['why']}"
+        if "why" in row
         else f"documented but not built yet; it will come with {owner}"
     )
-    keys: Any = documented()[name]["keys"]
+    keys: Any = row["keys"]
     parts = re.sub(r"\[\d+\]", "", key).split(".")
     for at, part in enumerate(parts[1:], 1):
         if not keys or (part not in keys and "*" not in keys):
