@@ -54,5 +54,7 @@ def instead_of(name: str) -> str | None:
 
 def install(dist: str) -> str:
     """How to install a distribution, to go into a sentence. Those of this repository are published nowhere yet."""
-    folder = _catalogue()["folders"].get(dist)
-    return f"`pip install {dist}`" if folder is None else f"`pip install ./{folder}` in a checkout of ds_core"
+    folders = _catalogue()["folders"].get(dist)  # those of the packages that it needs, then its own
+    if folders is None:
+        return f"`pip install {dist}`"
+    return f"`pip install {' '.join(f'./{folder}' for folder in folders.split())}` in a checkout of ds_core"

@@ -6,6 +6,7 @@ Run by ``make catalogue``. Declaration modules are imported from their folders; 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,22 @@ def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
     return {project["name"]: (folder, project) for folder, project in sorted(read, key=lambda row: row[1]["name"])}
 
 
+def requirements(dist: str, known: dict[str, tuple[Path, dict[str, Any]]]) -> list[str]:
+    """The distributions of this repository that `dist` needs, those that others need first; without ds-core."""
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in known[dist][1].get("dependencies", ())]
+    ours = [name for name in names if name in known and name != "ds-core"]
+    return [each for name in ours for each in (*requirements(name, known), name)]
+
+
 def made() -> str:
     """The file as it should be."""
     from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins
 
     found, folders, sections = [], {}, {}
-    for dist, (folder, project) in projects().items():
-        folders[dist] = folder.relative_to(ROOT).as_posix()
+    found_projects = projects()
+    for dist, (folder, project) in found_projects.items():
+        needed = [*requirements(dist, found_projects), dist]
+        folders[dist] = " ".join(found_projects[name][0].relative_to(ROOT).as_posix() for name in dict.fromkeys(needed))
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         for group in (SECTIONS, BACKENDS):

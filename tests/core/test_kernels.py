@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import ds_core
 from ds_core.entries import KernelEntry
 from ds_core.errors import KernelError
 from ds_core.kernels import Kernels
@@ -115,3 +116,26 @@ def test_what_the_log_says(table: Make) -> None:
     wanted = table(entry("fast", why="g++ not found"), forced={"adam": "reference"})
     wanted.get("adam")
     assert wanted.summary() == ("adam by reference (ds-tables)", [])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_core_trains_without_any_kernel(dtype: str) -> None:
+    out = ["ds-kernel-kit", "ds-ops-cpu", "ds-ops-cuda", "ds-optimizers", "ds-moe"]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "plugins": {"disable": out},
+    }
+    engine, *_ = ds_core.initialize(model=torch.nn.Linear(200, 200), config=config)
+    losses = []
+    for _ in range(8):
+        loss = engine(torch.ones(2, 200, dtype=getattr(torch, dtype))).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and not any("adam" in op for op in engine.ctx.kernels.resolved())
+    engine.destroy()
