@@ -1,4 +1,4 @@
-"""What ``scheduler.params`` may hold for each schedule (torch-free). The schedules themselves check list lengths."""
+"""The ``scheduler.params`` of each schedule (torch-free). The schedules themselves check list lengths."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def warmup_steps(num_steps: int) -> int:
 
 
 def warmup(t: int, num_steps: int, kind: str) -> float:
-    """How far the warm-up has come, in [0, 1]; 1 from step `num_steps` on and 0 before the first step.
+    """Progress of the warm-up, in [0, 1]; 1 from step `num_steps` on and 0 before the first step.
 
     num_steps: as `warmup_steps` gives it. kind: ``"log"`` or ``"linear"``.
     """
@@ -66,7 +66,7 @@ class Cycle:
         return self.first + self.second
 
     def height(self, t: int) -> float:
-        """Where step `t` of the cycle stands between the lower (0) and the upper (1) boundary."""
+        """Position of step `t` of the cycle between the lower (0) and the upper (1) boundary."""
         step = t + 1
         if step <= 0 or step >= self.total:
             return 0.0

@@ -2,7 +2,7 @@
 
 A schedule's state is one number, the index of the last step taken; learning rates and momenta follow from it,
 the arguments and the groups' learning rates at the start. They are written when the schedule is made, at every
-`step` and when a state is loaded, so that a resumed run goes on exactly as one that was never interrupted.
+`step` and when a state is loaded, so that a resumed run continues exactly like one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class WarmupCosineLR(_Warmup):
 
 
 def _between(starts: list[float], ends: list[float], share: float) -> list[float]:
-    """For each group the point that lies `share` of the way from its start to its end."""
+    """For each group, start + share * (end - start)."""
     return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
 
 

@@ -82,7 +82,7 @@ def _model_config(model: nn.Module) -> Any:
 
 
 def _preset(section: ExpertParallelConfig, model: nn.Module, ctx: Context) -> Preset:
-    """The one that the config names, else the model type's, else, where patterns are given, a bare one."""
+    """The preset that the config names, else that of the model type, else an empty one if patterns are given."""
     if section.preset_model is not None:
         named = presets.find(section.preset_model)
         assert named is not None  # the section was checked

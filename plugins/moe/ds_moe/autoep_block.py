@@ -1,4 +1,4 @@
-"""A whole MoE block in the place of the model's: where the config routes otherwise, or it runs experts by hand."""
+"""Replacement of a full MoE block, for models that call experts one by one, or configs that change the routing."""
 
 from __future__ import annotations
 

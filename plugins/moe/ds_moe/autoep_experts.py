@@ -1,4 +1,4 @@
-"""The experts of one MoE block, of which this rank holds its share: what AutoEP puts in the place of the model's own.
+"""This rank's experts of one MoE block: the modules by which AutoEP replaces the model's own.
 
 Both kinds are called as fused experts of the transformers library are: (tokens [n, hidden], experts [n, k], their
 scores [n, k]) -> [n, hidden]. Parameters keep the names that they have in the model.
@@ -21,15 +21,15 @@ from ds_moe.grouped import Groups, grouped_linear
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ds_moe.expert_load import Load
+    from ds_moe.expert_load import ExpertLoad
 
-__all__ = ["FusedExperts", "ListedExperts", "Share"]
+__all__ = ["FusedExperts", "ListedExperts", "ExpertShare"]
 
 Act = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ExpertShare:
     """Which experts of a layer are here, and how they are run.
 
     name: of the experts in the model. count: all experts of the layer. size, index, group: ranks that share them, this
@@ -47,7 +47,7 @@ class Share:
     grouped: bool = True
     check: bool = False
 
-    def __deepcopy__(self, memo: Any) -> Share:
+    def __deepcopy__(self, memo: Any) -> ExpertShare:
         return self  # a copy of a model has the same ranks beside it
 
     @property
@@ -64,10 +64,10 @@ class Share:
 class _Experts(nn.Module):
     """The way of tokens to their experts and back; `compute` is what the experts do."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ExpertShare) -> None:
         super().__init__()
         self.share = share
-        self.load: Load | None = None
+        self.load: ExpertLoad | None = None
 
     @property
     def num_experts(self) -> int:
@@ -124,7 +124,12 @@ class FusedExperts(_Experts):
     """
 
     def __init__(
-        self, share: Share, params: Mapping[str, nn.Parameter], roles: Mapping[str, str], act: Act, arithmetic: Any
+        self,
+        share: ExpertShare,
+        params: Mapping[str, nn.Parameter],
+        roles: Mapping[str, str],
+        act: Act,
+        arithmetic: Any,
     ) -> None:
         super().__init__(share)
         for name, param in params.items():
@@ -140,13 +145,18 @@ class FusedExperts(_Experts):
 
 
 class ListedExperts(_Experts):
-    """Experts that are modules of their own: those of this rank, under the numbers they have in the whole layer.
+    """Experts that are separate modules: those of this rank, under their numbers in the full layer.
 
     roles: name of an expert's linear child -> what the arithmetic calls it; for the grouped product, which stacks them.
     """
 
     def __init__(
-        self, share: Share, experts: Mapping[int, nn.Module], roles: Mapping[str, str], act: Act | None, arithmetic: Any
+        self,
+        share: ExpertShare,
+        experts: Mapping[int, nn.Module],
+        roles: Mapping[str, str],
+        act: Act | None,
+        arithmetic: Any,
     ) -> None:
         super().__init__(share)
         for number, expert in experts.items():
@@ -183,7 +193,7 @@ class _Product:
         return values.index_select(0, self._groups.expert_of_row)
 
 
-def _check_routing(share: Share, tokens: Tensor, index: Tensor, scores: Tensor) -> None:
+def _check_routing(share: ExpertShare, tokens: Tensor, index: Tensor, scores: Tensor) -> None:
     """UsageError unless every token has experts that there are, with finite scores, in the same layer on all ranks."""
     if index.dim() != 2 or index.shape != scores.shape or index.shape[0] != tokens.shape[0]:
         raise UsageError(
@@ -202,7 +212,7 @@ def _check_routing(share: Share, tokens: Tensor, index: Tensor, scores: Tensor) 
         raise UsageError(f"ranks that share experts are in different layers: {', '.join(layers)}")
 
 
-def _check_arrival(share: Share, index: Tensor, groups: Groups) -> None:
+def _check_arrival(share: ExpertShare, index: Tensor, groups: Groups) -> None:
     """UsageError unless as many rows came for each local expert as all ranks together sent."""
     sent = torch.bincount(index.reshape(-1), minlength=share.count)
     if share.size > 1:

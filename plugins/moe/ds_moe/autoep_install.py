@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_moe.autoep_block import AutoEPMoELayer
-from ds_moe.expert_load import LOADS, Load
+from ds_moe.expert_load import EXPERT_LOADS, ExpertLoad
 from ds_moe.layer import mark_expert
 from ds_moe.place_layers import EXPERT_PARALLEL
 
@@ -40,9 +40,9 @@ def install(plan: BlockPlan, model: nn.Module) -> None:
     experts.train(plan.experts.training)
     for param in experts.parameters():
         mark_expert(param, share.size)
-    others = ctx.stash.get(LOADS)
-    experts.load = Load(plan.count)
-    ctx.stash[LOADS] = {**(others if others is not None else {}), plan.name: experts.load}
+    others = ctx.stash.get(EXPERT_LOADS)
+    experts.load = ExpertLoad(plan.count)
+    ctx.stash[EXPERT_LOADS] = {**(others if others is not None else {}), plan.name: experts.load}
     if plan.how is None:
         setattr(plan.block, plan.preset.experts, experts)
         return

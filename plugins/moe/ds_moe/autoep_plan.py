@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, Problem, UsageError
-from ds_moe.autoep_experts import Act, FusedExperts, ListedExperts, Share
+from ds_moe.autoep_experts import Act, ExpertShare, FusedExperts, ListedExperts
 from ds_moe.expert_fn import gated
-from ds_moe.routing import Routing
+from ds_moe.routing import RouterRule
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -30,9 +30,9 @@ ACTIVATIONS: Mapping[str, Act] = {
 """By the names that model configs have for them; for experts without an ``act_fn`` of their own."""
 
 
-def config_error(ctx: Context, key: str, message: str, mend: str = "") -> ConfigError:
+def config_error(ctx: Context, key: str, message: str, fix: str = "") -> ConfigError:
     """About one key of the section."""
-    return ConfigError([Problem(f"expert_parallel.{key}", message, mend)], ctx.config.origin)
+    return ConfigError([Problem(f"expert_parallel.{key}", message, fix)], ctx.config.origin)
 
 
 class BlockPlan:
@@ -66,11 +66,11 @@ class BlockPlan:
         if self.how is not None:
             self._check_children()
 
-    def error(self, key: str, message: str, mend: str = "") -> ConfigError:
-        """Which block, what, and the mend."""
-        return config_error(self.ctx, key, f"{self.prefix}: {message}", mend)
+    def error(self, key: str, message: str, fix: str = "") -> ConfigError:
+        """An error that names the block, the problem and the fix."""
+        return config_error(self.ctx, key, f"{self.prefix}: {message}", fix)
 
-    def make_experts(self, share: Share) -> FusedExperts | ListedExperts:
+    def make_experts(self, share: ExpertShare) -> FusedExperts | ListedExperts:
         """What runs the experts of `share`: all of them, or this rank's once they are cut."""
         if self.listed:
             local = {number: self.listed[number] for number in range(share.first, share.first + share.rows)}
@@ -118,9 +118,9 @@ class BlockPlan:
             raise config_error(self.ctx, "autoep_size", told, f"use {good}")
         return count
 
-    def _share(self) -> Share:
+    def _share(self) -> ExpertShare:
         mesh, section = self.ctx.mesh, self.section
-        return Share(
+        return ExpertShare(
             name=self.prefix,
             count=self.count,
             size=section.autoep_size,
@@ -225,8 +225,8 @@ class BlockPlan:
                 return True
         return bool(self.section.reroutes)
 
-    def _routing(self) -> Routing:
-        """What a block of ours does; from the config where it says so, else from the preset and the model's config."""
+    def _routing(self) -> RouterRule:
+        """The routing of a replaced block: from the config, else from the preset and the model's config."""
         preset, section = self.preset, self.section
         if getattr(self.block, "jitter_noise", 0):
             raise self.error(
@@ -242,7 +242,8 @@ class BlockPlan:
             scale = getattr(self.config, preset.scale, 1.0) if preset.scale is not None else 1.0
         groups = self._groups()
         top_k = self._top_k(groups)
-        return Routing(top_k, preset.score, normalise, float(scale) * section.route_scale, groups, preset.group_score)
+        scale = float(scale) * section.route_scale
+        return RouterRule(top_k, preset.score, normalise, scale, groups, preset.group_score)
 
     def _top_k(self, groups: tuple[int, int] | None) -> int:
         top_k: Any = self.section.top_k
@@ -301,7 +302,7 @@ class BlockPlan:
         return found[0], found[1]
 
     def _check_children(self) -> None:
-        """A block of ours must not leave out anything that the model's block trains."""
+        """Raise ConfigError if the replacement would drop a trained parameter of the model's block."""
         left = {n for n, c in self.block.named_children() if any(True for _ in c.parameters())}
         left |= {n for n, _ in self.block.named_parameters(recurse=False)} - {self.preset.bias}
         if unknown := sorted(left - set(self.children)):

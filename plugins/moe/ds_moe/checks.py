@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ds_moe.dispatch import Plan, plan, sums, weigh_back
+from ds_moe.dispatch import DispatchPlan, plan, sums, weigh_back
 from ds_moe.ffn import ACTIVATIONS, FFN, ffn
 from ds_moe.grouped import Groups
 
@@ -97,14 +97,16 @@ def _compare_sums(
     _near([function(y, where, weights)], [wanted], ROUNDING[dtype])
 
 
-def expert_plan(function: Callable[..., Plan], device: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
+def expert_plan(function: Callable[..., DispatchPlan], device: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
     """`ds_moe.dispatch.plan`, to the last number."""
     for tokens, k, num, dropped in itertools.product((0, 1, 7, 300), (1, 2, 4), (1, 5, 64), ("none", "some", "all")):
         told = f"{tokens} tokens, top-{k} of {num}, {dropped} dropped"
         yield told, functools.partial(_compare_plan, function, device, tokens, k, num, dropped)
 
 
-def _compare_plan(function: Callable[..., Plan], device: str, tokens: int, k: int, num: int, dropped: str) -> None:
+def _compare_plan(
+    function: Callable[..., DispatchPlan], device: str, tokens: int, k: int, num: int, dropped: str
+) -> None:
     generator = torch.Generator().manual_seed(tokens)
     experts = torch.randint(0, num, (k, tokens), generator=generator).t().to(device)  # in another order than rows
     if dropped != "none":
@@ -112,7 +114,7 @@ def _compare_plan(function: Callable[..., Plan], device: str, tokens: int, k: in
     if dropped == "all":
         experts = torch.full_like(experts, -1)
     found, wanted = function(experts, num), plan(experts, num)
-    for field in dataclasses.fields(Plan):
+    for field in dataclasses.fields(DispatchPlan):
         got, want = getattr(found, field.name), getattr(wanted, field.name)
         alike = want is got if want is None or got is None else torch.equal(got, want)
         assert alike, f"{field.name}: {got} instead of {want}"

@@ -17,7 +17,7 @@ import torch
 from ds_kernel_kit.build import load, why_not
 from torch import Tensor
 
-from ds_moe.dispatch import Plan
+from ds_moe.dispatch import DispatchPlan
 from ds_moe.extension import EXTENSION
 from ds_moe.ffn import FFN
 from ds_moe.grouped import Groups
@@ -72,7 +72,7 @@ def ffn(x: Tensor, what: FFN, weights: Mapping[str, Tensor | None], groups: Grou
     return out
 
 
-def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
     """See `ds_moe.dispatch.weigh_back`."""
     if grad.dtype != y.dtype or weights.dtype != y.dtype:
         raise TypeError(f"the experts' output is {y.dtype}, its gradient {grad.dtype}, its weights {weights.dtype}")
@@ -83,7 +83,7 @@ def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Te
     return of_y, of_weights
 
 
-def sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+def sums(y: Tensor, plan: DispatchPlan, weights: Tensor | None) -> Tensor:
     """See `ds_moe.dispatch.sums`."""
     if weights is not None and weights.dtype != y.dtype:
         raise TypeError(f"the experts' output is {y.dtype}, its weights are {weights.dtype}")
@@ -96,7 +96,7 @@ def sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
     return out
 
 
-def plan(experts: Tensor, num_experts: int) -> Plan:
+def plan(experts: Tensor, num_experts: int) -> DispatchPlan:
     """See `ds_moe.dispatch.plan`; by counting, where torch sorts. ValueError for an expert that there is not."""
     tokens, k = experts.shape
     experts = experts.to(torch.int64).contiguous()
@@ -110,7 +110,7 @@ def plan(experts: Tensor, num_experts: int) -> Plan:
     begins = experts.new_empty(tokens) if dropped or k > 1 else None
     addresses = [0 if t is None else t.data_ptr() for t in (counts, order, rows, choices, places, begins)]
     _module().plan(experts.data_ptr(), tokens, k, num_experts, *addresses)
-    return Plan(order, rows, counts[1:], choices, places, begins)
+    return DispatchPlan(order, rows, counts[1:], choices, places, begins)
 
 
 def _fresh(made: Tensor) -> Tensor:

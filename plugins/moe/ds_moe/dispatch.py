@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ds_core.kernels import Kernels
 
-__all__ = ["Plan", "Run", "dispatch", "plan", "sums", "weigh_back"]
+__all__ = ["DispatchPlan", "Run", "dispatch", "plan", "sums", "weigh_back"]
 
 Run = Callable[[Tensor, Groups], Tensor]
 """``run(rows [M, H], groups) -> [M, H']``: the experts of this rank, on rows sorted by expert."""
@@ -59,17 +59,17 @@ def dispatch(
     """
     there = _serving("expert_plan", plan, kernels, experts)(experts, num_experts)
     flat = weights.to(tokens.dtype).reshape(-1)
-    x: Tensor = _Spread.apply(tokens, there, kernels)  # type: ignore[no-untyped-call]
+    x: Tensor = _PermuteTokens.apply(tokens, there, kernels)  # type: ignore[no-untyped-call]
     if weigh == "before":
         x = x * flat[there.order][:, None]
     x, groups, back = to_experts(x, there.counts, group, meanwhile)
     y = back(run(x, groups))
-    out: Tensor = _Gather.apply(y, flat if weigh == "after" else None, there, kernels)  # type: ignore[no-untyped-call]
+    out: Tensor = _CombineTokens.apply(y, flat if weigh == "after" else None, there, kernels)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DispatchPlan:
     """The permutation of M choices that were not dropped, of N tokens with k choices each.
 
     order: [M], the choices, as places in ``experts.view(-1)``, sorted by expert. rows: [M], their tokens. counts:
@@ -85,7 +85,7 @@ class Plan:
     begins: Tensor | None
 
 
-def plan(experts: Tensor, num_experts: int) -> Plan:
+def plan(experts: Tensor, num_experts: int) -> DispatchPlan:
     """experts: [N, k], see `dispatch`. Kernel ``expert_plan``."""
     k, flat, device = experts.shape[1], experts.reshape(-1), experts.device
     counts = torch.bincount(flat + 1, minlength=num_experts + 1)
@@ -100,10 +100,10 @@ def plan(experts: Tensor, num_experts: int) -> Plan:
     places = torch.empty_like(flat)
     places[order] = everything[: len(order)]
     rows = order if k == 1 else torch.div(order, k, rounding_mode="floor")
-    return Plan(order, rows, counts[1:], choices, places if choices is None else places[choices], begins)
+    return DispatchPlan(order, rows, counts[1:], choices, places if choices is None else places[choices], begins)
 
 
-def sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
+def sums(y: Tensor, plan: DispatchPlan, weights: Tensor | None) -> Tensor:
     """Of each token, the sum over its choices of rows of y [M, H], times weights [M] in the order of tokens: [N, H].
 
     Kernel ``expert_sums``; all of one dtype.
@@ -116,11 +116,11 @@ def sums(y: Tensor, plan: Plan, weights: Tensor | None) -> Tensor:
     return F.embedding_bag(plan.places, y, plan.begins, mode="sum", per_sample_weights=weights)
 
 
-class _Spread(torch.autograd.Function):
+class _PermuteTokens(torch.autograd.Function):
     """Each token's row, once per choice, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, plan: Plan, kernels: Kernels | None) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, plan: DispatchPlan, kernels: Kernels | None) -> Tensor:
         ctx.plan, ctx.kernels = plan, kernels
         return tokens.index_select(0, plan.rows)
 
@@ -129,11 +129,11 @@ class _Spread(torch.autograd.Function):
         return _serving("expert_sums", sums, ctx.kernels, grad)(grad, ctx.plan, None), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _CombineTokens(torch.autograd.Function):
     """The way back: each token's rows, times its weights (None: 1), summed."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, plan: Plan, kernels: Kernels | None) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, plan: DispatchPlan, kernels: Kernels | None) -> Tensor:
         ctx.plan, ctx.kernels = plan, kernels
         ctx.save_for_backward(y, weights)
         if weights is not None and plan.choices is not None:
@@ -153,7 +153,7 @@ def _serving(op: str, reference: Callable[..., Any], kernels: Kernels | None, li
     return reference if kernels is None else kernels.serving(op, like)
 
 
-def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def weigh_back(grad: Tensor, y: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
     """The gradients of y [M, H] and of weights [N * k], from that of the tokens' sums [N, H].
 
     Kernel ``expert_weigh_back``; all of one dtype. Weights of choices that were dropped get 0.
@@ -212,17 +212,17 @@ def exchange(
     """Rows to the other ranks, `given[i]` to rank i; `taken[i]` come from it. Differentiable; collective.
 
     meanwhile: called while they travel. Its way back runs while the gradients of rows travel: autograd takes nodes that
-    are ready in the reverse of the order in which they were made, and both ends of the journey are nodes.
+    are ready in the reverse of the order in which they were made, and both ends of the exchange are nodes.
     """
-    journey = _Journey(given, taken, group)
-    out: Tensor = _Depart.apply(x, journey)  # type: ignore[no-untyped-call]
+    exchange = _Exchange(given, taken, group)
+    out: Tensor = _SendTokens.apply(x, exchange)  # type: ignore[no-untyped-call]
     meanwhile()
-    arrived: Tensor = _Arrive.apply(out, journey)  # type: ignore[no-untyped-call]
+    arrived: Tensor = _ReceiveTokens.apply(out, exchange)  # type: ignore[no-untyped-call]
     return arrived
 
 
 @dataclass(slots=True)
-class _Journey:
+class _Exchange:
     """Rows on their way, or their gradients on their way back. sent, out: what must live until they have come."""
 
     given: list[int]
@@ -248,27 +248,27 @@ class _Journey:
         return out
 
 
-class _Depart(torch.autograd.Function):
+class _SendTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.begin(x, journey.given, journey.taken)
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(x, exchange.given, exchange.taken)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.end(), None
+        return ctx.exchange.end(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _ReceiveTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        journey.end()
+    def forward(ctx: Any, out: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
         ctx.mark_dirty(out)  # and not a view of it, which an expert could not change in place
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        journey = ctx.journey
-        journey.begin(grad, journey.taken, journey.given)
-        return grad, None  # what `_Depart` is to give is of another size, and comes by the journey
+        exchange = ctx.exchange
+        exchange.begin(grad, exchange.taken, exchange.given)
+        return grad, None  # what `_SendTokens` is to give is of another size, and comes by the exchange

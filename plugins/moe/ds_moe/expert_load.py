@@ -1,6 +1,6 @@
-"""How much work each expert gets, for the monitors: collected while layers run, added up over ranks once per step.
+"""The load of each expert, for monitors: counted while layers run, summed over ranks once per step.
 
-Nothing is collected, and nothing sent, unless rank 0 has a monitor; that is agreed at the end of the first step.
+Nothing is counted or sent unless rank 0 has a monitor; ranks agree on that at the end of the first step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ds_core.monitor import MONITOR
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["LOADS", "Load", "report"]
+__all__ = ["EXPERT_LOADS", "ExpertLoad", "report"]
 
 
-class Load:
-    """What one layer saw in training since the last step.
+class ExpertLoad:
+    """What one layer has counted in training since the last step.
 
     totals: choices of each expert, then dropped choices, the sum of auxiliary losses, and how many those were; fp64.
     """
@@ -42,7 +42,7 @@ class Load:
         self.totals = new if self.totals is None else self.totals + new
 
 
-LOADS: StashKey[dict[str, Load]] = StashKey("ds-moe loads")
+EXPERT_LOADS: StashKey[dict[str, ExpertLoad]] = StashKey("ds-moe loads")
 """Per MoE layer of this rank, by its name; a transform that makes layers adds theirs."""
 
 _LAYOUT: StashKey[dict[str, int]] = StashKey("ds-moe layout")
@@ -54,7 +54,7 @@ def report(ctx: Context, metrics: Mapping[str, float]) -> None:
     ``Train/MoE/<layer>/``: ``load/<expert>``, its share of all choices times the number of experts (1: even);
     ``load_max``; ``dropped``, the share of choices that were; ``aux_loss``, the mean.
     """
-    loads, monitor = ctx.stash.get(LOADS) or {}, ctx.stash.get(MONITOR)
+    loads, monitor = ctx.stash.get(EXPERT_LOADS) or {}, ctx.stash.get(MONITOR)
     layout = ctx.stash.get(_LAYOUT)
     if layout is None:
         mine: list[Any] = [monitor is not None and monitor.enabled, {n: x.num_experts for n, x in loads.items()}]

@@ -1,4 +1,4 @@
-"""Feed-forward experts: what can be computed as whole, without looking into a module again.
+"""Feed-forward experts that can be computed directly from their weights, without calling the module.
 
 Most experts are ``down(act(up(x)))`` or ``down(act(gate(x)) * up(x))`` with linear layers. `match` finds out from the
 module itself, by tracing it; all else runs in another way (see `ds_moe.experts`).

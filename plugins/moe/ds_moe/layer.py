@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_moe.dispatch import dispatch
-from ds_moe.expert_load import Load
+from ds_moe.expert_load import ExpertLoad
 from ds_moe.experts import Experts
 from ds_moe.gating import TopKGate
 
@@ -93,7 +93,7 @@ class MoE(nn.Module):
             self.mlp = copy.deepcopy(expert)
             self.coefficient = nn.Linear(hidden_size, 2)
         self.group: ProcessGroup | None = None
-        self.load: Load | None = None
+        self.load: ExpertLoad | None = None
 
     @property
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
@@ -107,13 +107,13 @@ class MoE(nn.Module):
         copied.__dict__.update(copy.deepcopy({k: v for k, v in vars(self).items() if k != "_compiled_call_impl"}, memo))
         return copied
 
-    def bind(self, group: ProcessGroup | None, kernels: Kernels) -> Load:
+    def bind(self, group: ProcessGroup | None, kernels: Kernels) -> ExpertLoad:
         """Take the expert-parallel group and the kernels of this run; called by `ds_core.initialize`.
 
         Returns where the layer takes note of its experts' load.
         """
         self.group, self.experts.kernels = group, kernels
-        self.load = Load(self.num_experts)
+        self.load = ExpertLoad(self.num_experts)
         return self.load
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,6 +159,6 @@ class MoE(nn.Module):
 
 
 def mark_expert(param: nn.Parameter, ep_size: int) -> None:
-    """The attributes by which other code tells parameters of experts from the rest."""
+    """Set the attributes by which other code recognizes expert parameters."""
     param.allreduce = False  # type: ignore[attr-defined]
     param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The transform: MoE layers of a model take their place on the mesh, and say which rows of parameters are here."""
+"""The transform of MoE layers: bind them to the mesh, and declare which slices of parameters this rank has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_run_state.slices import SLICES, Slice
 
 from ds_core.context import StashKey
 from ds_core.errors import UsageError
-from ds_moe.expert_load import LOADS
+from ds_moe.expert_load import EXPERT_LOADS
 from ds_moe.experts import partition_dim
 from ds_moe.layer import MoE
 
@@ -26,16 +26,16 @@ EXPERT_PARALLEL: StashKey[Collection[str]] = StashKey("ds-moe expert-parallel pa
 experts, of which each rank has a slice (`ds_run_state.slices`), are not listed."""
 
 TENSOR_PARALLEL: StashKey[set[str]] = StashKey("ds-moe tensor-parallel experts")
-"""Names of parameters and buffers of experts that are cut over ``tp`` too, in a way that they do not tell."""
+"""Names of expert parameters and buffers that are sharded over ``tp`` too, in a way that is not declared."""
 
 
 def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
-    """Give each MoE layer its group; the model itself stays as it is. Raises UsageError for an ep_size of no axis."""
+    """Bind each MoE layer to its group; the model does not change. Raises UsageError for an ep_size without an axis."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     known = ctx.stash.get(SLICES)
     slices = dict(known) if known is not None else {}
     cut = set(ctx.stash.get(TENSOR_PARALLEL) or ())
-    others, size = ctx.stash.get(LOADS), ctx.mesh.size("ep")
+    others, size = ctx.stash.get(EXPERT_LOADS), ctx.mesh.size("ep")
     loads = dict(others) if others is not None else {}
     for name, layer in layers.items():
         if layer.ep_size not in (1, size):
@@ -53,7 +53,7 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
             if dim is None:
                 cut.add(prefix + key)
     ctx.stash[SLICES], ctx.stash[TENSOR_PARALLEL] = slices, cut
-    ctx.stash[LOADS] = loads
+    ctx.stash[EXPERT_LOADS] = loads
     return model
 
 

@@ -52,8 +52,7 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
 
 
 def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
-    """``ep`` for what a transform has left some rows of on each rank, or has given to some of them alone; ``tp`` for
-    experts that are cut themselves."""
+    """``ep`` for parameters of which each rank has a slice, or only some ranks have; ``tp`` for sharded experts."""
     from ds_run_state.slices import SLICES
 
     from ds_moe.place_layers import EXPERT_PARALLEL, TENSOR_PARALLEL

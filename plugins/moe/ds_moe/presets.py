@@ -130,7 +130,7 @@ def names() -> list[str]:
 def find(name: str) -> Preset | None:
     """The preset called `name`, or that a reference ``"package.module:attribute"`` means; None: there is none.
 
-    Raises PluginError when what stands behind the name is no preset, or two distributions offer it.
+    Raises PluginError when the entry point is not a preset, or two distributions offer it.
     """
     if ":" in name:
         return _load(name, name)
@@ -146,9 +146,9 @@ def find(name: str) -> Preset | None:
 
 
 def for_model_type(model_types: Iterable[str]) -> Preset | None:
-    """The preset for one of these model types; None: nobody has one. PluginError when two have.
+    """The preset for one of these model types; None if there is none. Raises PluginError when there are two.
 
-    A preset that cannot be loaded is passed over with a warning: nobody has named it.
+    A preset that cannot be loaded is skipped with a warning, since the config does not name it.
     """
     wanted, found = set(model_types), []
     for name in names():

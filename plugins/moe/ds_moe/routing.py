@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Routing", "route"]
+__all__ = ["RouterRule", "route"]
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RouterRule:
     """How tokens find their experts.
 
     top_k: experts per token. score: of logits. normalise: divide the chosen scores by their sum. scale: they are
@@ -28,7 +28,7 @@ class Routing:
     group_score: Literal["max", "top2"] = "max"
 
 
-def route(logits: Tensor, how: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, how: RouterRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token and their scores: int64 and floating, both [tokens, top_k].
 
     logits: [tokens, experts]. bias: [experts], added to scores for the choice alone. Scores are fp32, or fp64 when the

@@ -51,7 +51,7 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Group | Iterable[Group], max_group_size: int | None = 178956971
 ) -> list[Group]:
-    """Optimizer groups in which experts' parameters stand apart, with the hyperparameters of the group they were in.
+    """Parameter groups in which expert parameters are separate, with the hyperparameters of their former group.
 
     max_group_size: elements; experts' groups that would be larger are divided. None: never. Accepted by
     `ds_core.initialize` as any other groups are.
@@ -71,7 +71,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups, as groups in which experts' parameters stand apart; without any, as they came."""
+    """Parameters, or groups, as groups with separate expert parameters; unchanged without any."""
     items = list(model_parameters)
     groups = items if items and isinstance(items[0], dict) else [{"params": items}]
     if not any(is_moe_param(p) for g in groups for p in g["params"]) or any(is_moe_param_group(g) for g in groups):

@@ -489,7 +489,7 @@ def overlapping() -> tuple[list[str], list[str]]:
 
     told: list[str] = []
     layer = MoE(m.HIDDEN, m.expert(), m.NUM, ep_size=2, k=2, use_residual=True, drop_tokens=False)
-    begin, end = module._Journey.begin, module._Journey.end
+    begin, end = module._Exchange.begin, module._Exchange.end
 
     def noted_begin(self: Any, *arguments: Any) -> Tensor:
         told.append("depart")
@@ -504,14 +504,14 @@ def overlapping() -> tuple[list[str], list[str]]:
     layer.experts.register_forward_hook(lambda *_: told.append("experts"))
     layer.mlp.register_full_backward_hook(lambda *_: told.append("dense"))
     layer.experts.register_full_backward_pre_hook(lambda *_: told.append("experts"))
-    module._Journey.begin, module._Journey.end = noted_begin, noted_end  # type: ignore[method-assign]
+    module._Exchange.begin, module._Exchange.end = noted_begin, noted_end  # type: ignore[method-assign]
     try:
         out = engine(torch.randn(8, m.HIDDEN, requires_grad=True))[0]
         forward = told.copy()
         told.clear()
         engine.backward(out.sum())
     finally:
-        module._Journey.begin, module._Journey.end = begin, end  # type: ignore[method-assign]
+        module._Exchange.begin, module._Exchange.end = begin, end  # type: ignore[method-assign]
     engine.destroy()
     return forward, told
 

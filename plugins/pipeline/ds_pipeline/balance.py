@@ -12,7 +12,7 @@ METHODS = "'uniform', 'parameters', 'type:REGEX' or 'profile'"
 
 
 def uniform(count: int, parts: int) -> list[int]:
-    """As many layers to each part; the first ``count mod parts`` get one more (``uniform(10, 4)`` -> 0 3 6 8 10)."""
+    """Equal counts per part; the first ``count mod parts`` get one more (``uniform(10, 4)`` -> 0 3 6 8 10)."""
     least, more = divmod(count, parts)
     return [0, *itertools.accumulate(least + (p < more) for p in range(parts))]
 
@@ -56,7 +56,7 @@ def partition(
 ) -> list[int]:
     """Boundaries of `parts` parts by the documented `method` (case does not matter).
 
-    names: of each layer's class or function. parameters, times: of each layer, asked for when the method needs them.
+    names: class or function name of each layer. parameters, times: of each layer, called when the method needs them.
     Raises ValueError for an unknown method, or one that matches no layer.
     """
     wanted = method.lower()

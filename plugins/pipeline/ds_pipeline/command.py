@@ -29,7 +29,7 @@ def draw(
     backward: Annotated[float, typer.Option(min=0.1, help="Time of one backward; each half takes half.")] = 2.0,
     svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
 ) -> None:
-    """Prove a schedule, and draw who does what when."""
+    """Check a schedule, and draw what each stage does when."""
     from ds_cli.show import say_error
 
     from ds_core.errors import UsageError

@@ -1,4 +1,4 @@
-"""A pipeline's micro-batches: taken from the iterator before any work, and what ranks agree on about them."""
+"""A pipeline's micro-batches: read from the iterator before any work, and agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ds_core.nested import map_leaves, tensors_of
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Work", "agree", "signature", "take", "to_device"]
+__all__ = ["BatchRequest", "agree", "signature", "take_micro_batches", "to_device"]
 
 
-class Work(NamedTuple):
-    """What `train_batch` or `eval_batch` was asked for."""
+class BatchRequest(NamedTuple):
+    """The arguments of a `train_batch` or `eval_batch`, which must be equal on all ranks."""
 
     micros: int
     train: bool
@@ -30,12 +30,13 @@ class Work(NamedTuple):
         return f"{kind} of {self.micros} micro-batches{'' if self.with_loss else ' without a loss'}"
 
 
-def take(
+def take_micro_batches(
     batches: Iterator[Any], count: int, fn: Callable[[Any], Any] | None, needs_labels: bool
 ) -> list[tuple[Any, Any]]:
-    """`count` pairs (inputs, labels) out of `batches`, each through `fn` first. StopIteration when there are fewer.
+    """Read `count` pairs (inputs, labels) from `batches`; `fn` is applied to each first.
 
-    Raises UsageError for what is no such pair, and when the iterator filled the same tensors again.
+    Raises StopIteration when there are fewer, UsageError when one is not a pair, or when the iterator has written to
+    tensors that it returned before.
     """
     given: list[tuple[Any, Any]] = []
     versions: list[tuple[Tensor, int]] = []
@@ -45,8 +46,8 @@ def take(
         versions += [(t, t._version) for t in tensors_of(given[-1]) if not t.is_inference()]
     if any(tensor._version != version for tensor, version in versions):
         raise UsageError(
-            "the iterator changed the tensors of a micro-batch after it had given them; a pipeline takes all of a "
-            "batch before it begins, so each micro-batch needs tensors of its own (clone them)"
+            "the iterator changed the tensors of a micro-batch after returning it; a pipeline reads a batch "
+            "before it begins, so each needs its own tensors (clone them)"
         )
     return given
 
@@ -65,20 +66,20 @@ def _pair(batch: Any, needs_labels: bool) -> tuple[Any, Any]:
     return tuple(inputs) if isinstance(inputs, list) else inputs, labels
 
 
-def agree(ctx: Context, work: Work, flags: list[bool]) -> list[bool]:
-    """Of each flag, whether any rank has set it. UsageError on all ranks when they are not at the same work."""
+def agree(ctx: Context, work: BatchRequest, flags: list[bool]) -> list[bool]:
+    """Each flag, true if any rank has set it. Raises UsageError on all ranks when their calls differ."""
     if ctx.world_size == 1:
         return flags
     mine = [work.micros, int(work.train), int(work.with_loss)]
-    told = torch.tensor([*map(int, flags), *mine, *(-x for x in mine)], device=ctx.accelerator.current_device())
-    comm.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-    numbers: list[int] = told.tolist()
+    sent = torch.tensor([*map(int, flags), *mine, *(-x for x in mine)], device=ctx.accelerator.current_device())
+    comm.all_reduce(sent, op=torch.distributed.ReduceOp.MAX)
+    numbers: list[int] = sent.tolist()
     most, least = numbers[-6:-3], [-x for x in numbers[-3:]]
     if most != least:
         other = [low if high == own else high for own, low, high in zip(mine, least, most, strict=True)]
         raise UsageError(
-            f"ranks are not at the same work: this one is in {work}, another in "
-            f"{Work(other[0], bool(other[1]), bool(other[2]))}; all call "
+            f"ranks do not make the same call: this one is in {work}, another in "
+            f"{BatchRequest(other[0], bool(other[1]), bool(other[2]))}; all call "
             "train_batch and eval_batch in the same order, with the same number of micro-batches"
         )
     return [bool(x) for x in numbers[:-6]]

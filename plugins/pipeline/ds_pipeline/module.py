@@ -136,7 +136,7 @@ class PipelineModule(nn.Module):
         if num_stages is None and topology is None:
             raise UsageError("PipelineModule needs num_stages or topology")
         self.num_stages = int(num_stages if num_stages is not None else topology.get_dim("pipe"))  # type: ignore[union-attr]
-        rank, world = _place()
+        rank, world = _distributed()
         self.stage_id = plan_mesh([Axis("pp", self.num_stages, outermost=True)], world, rank).coord["pp"]
         self._given_topology = topology
         self._grid = PipelineParallelGrid(self._checked(topology, world), rank=rank)
@@ -205,7 +205,7 @@ class PipelineModule(nn.Module):
             raise UsageError(str(error)) from None
 
     def _check_shared(self, specs: Sequence[Layer]) -> None:
-        """A weight that two stages hold would silently become two."""
+        """Raise UsageError for a module in two stages: its weight would silently become two."""
         owners: dict[Tensor, int] = {}
         for index, spec in enumerate(specs):
             for param in spec.parameters() if isinstance(spec, nn.Module) else ():
@@ -243,7 +243,7 @@ class PipelineModule(nn.Module):
             return _make(spec)  # type: ignore[no-any-return]
 
     def _find_ties(self, specs: Sequence[Layer]) -> dict[str, list[int]]:
-        """Per key that several stages hold, those stages in order."""
+        """For each key on several stages, those stages in order."""
         found: dict[str, set[int]] = {}
         for index, spec in enumerate(specs):
             if isinstance(spec, TiedLayerSpec):
@@ -308,7 +308,7 @@ class PipelineModule(nn.Module):
         inputs = given if isinstance(given, tuple) else (given,)
         if self.activation_checkpoint_func is not None:
             return self.activation_checkpoint_func(run, *inputs)
-        # The re-entrant kind gives no gradients where no input wants one, as on the first stage.
+        # The re-entrant kind gives no gradients where no input incoming one, as on the first stage.
         reentrant = self.use_reentrant and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
         return checkpoint(run, *inputs, use_reentrant=reentrant)
 
@@ -332,7 +332,7 @@ class PipelineModule(nn.Module):
         return False
 
     def get_additional_losses(self) -> Mapping[str, Any] | None:
-        """Override to tell of losses besides: ``{name: value}`` of the micro-batch that has just gone forward."""
+        """Override to report additional losses: ``{name: value}`` of the micro-batch whose forward has just run."""
         return None
 
     # -- telling ---------------------------------------------------------------------------------------------
@@ -373,11 +373,11 @@ class PipelineModule(nn.Module):
         self.batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Let stages tell each other the shapes anew at the next batch (they do by themselves when inputs change)."""
+        """Send shapes between stages again in the next batch (done automatically when the inputs' shapes change)."""
         self.shapes_known = False
 
 
-def _place() -> tuple[int, int]:
+def _distributed() -> tuple[int, int]:
     """(rank, world size), of the process group if it runs, else as the launcher has set them."""
     if comm.is_initialized():
         return comm.rank(), comm.world_size()

@@ -1,7 +1,7 @@
-"""Schedules beyond the documents: interleaved 1F1B and zero bubble, for any number of micro-batches, stages and chunks.
+"""Interleaved 1F1B and zero bubble, for any number of micro-batches, stages and chunks.
 
-Each says in which order a stage does its forwards and backwards (`_Planned.ops`); transfers and buffers follow from
-that. `validate.check` proves the orders.
+Each schedule gives the order of a stage's forwards and backwards (`_Planned.ops`); transfers and buffers follow from
+it. `validate.check` proves the orders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["InterleavedInferenceSchedule", "InterleavedSchedule", "Op", "ZeroBub
 
 
 class Op(NamedTuple):
-    """Work of one stage. kind: "F", "B" (with the weights' part unless the plan splits it) or "W"."""
+    """BatchRequest of one stage. kind: "F", "B" (with the weights' part unless the plan splits it) or "W"."""
 
     kind: str
     micro: int

@@ -57,7 +57,7 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
-    """``pp``, outside of all others: what goes between stages is small."""
+    """``pp`` as the outermost axis: messages between stages are small."""
     from ds_pipeline.config import PipelineConfig
 
     section = config.section("pipeline")

@@ -1,4 +1,4 @@
-"""Carries out schedules: train_batch and eval_batch of a pipeline."""
+"""The pipeline runner: executes schedules for train_batch and eval_batch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ds_core.precision import cast_floats, forward_context
 from ds_core.runner import Runner, loss_of
 from ds_pipeline import schedule as s
 from ds_pipeline.choose import make_schedule
-from ds_pipeline.micro_batches import Work, agree, signature, take, to_device
+from ds_pipeline.micro_batches import BatchRequest, agree, signature, take_micro_batches, to_device
 from ds_pipeline.module import PipelineModule
-from ds_pipeline.split_backward import Later, backward_inputs
+from ds_pipeline.split_backward import WeightBackward, backward_inputs
 from ds_pipeline.tied_weights import Ties, copies_elsewhere
-from ds_pipeline.transport import DTYPES, Meta, Transport, Want
+from ds_pipeline.transport import DTYPES, Incoming, Meta, StageTransport
 from ds_pipeline.validate import ScheduleError, check
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ BY_HAND = (
 
 
 def prepare(model: nn.Module, ctx: Context) -> nn.Module:
-    """Check that `model` was built for this run, and apply what the config says about it."""
+    """Check that `model` was built for this run, and apply the config section to it."""
     if not isinstance(model, PipelineModule):
         raise UsageError(
             f"the config has a section pipeline, but the model is a {type(model).__name__}; give a PipelineModule"
@@ -58,11 +58,11 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _PipeBuffer:
     """A pipeline buffer: one micro-batch in one chunk.
 
-    leaves: the inputs, as autograd's leaves where they came from another stage. outputs, roots: all, and those with a
-    gradient; root_grads: what came back for them.
+    leaves: inputs from another stage, as autograd leaves. outputs: of the chunk. root_grads: the received gradients of
+    those outputs that have one. input_grads: gradients to send. later, deferred: what is left of a split backward.
     """
 
     micro: int = -1
@@ -74,14 +74,14 @@ class _Slot:
     meta: Meta | None = None
     root_grads: list[Tensor] = field(default_factory=list)
     input_grads: list[Tensor] = field(default_factory=list)
-    later: Later | None = None
-    whole: tuple[list[Tensor], list[Tensor]] | None = None
+    later: WeightBackward | None = None
+    deferred: tuple[list[Tensor], list[Tensor]] | None = None
 
 
 class PipelineRunner(Runner):
-    """See `ds_core.runner.Runner`. Made on all ranks together.
+    """See `ds_core.runner.Runner`. Created on all ranks together.
 
-    additional_losses: on the last stage, the means over the last batch of what `get_additional_losses` told.
+    additional_losses: on the last stage, means of `get_additional_losses` over the last batch.
     """
 
     manual, manual_reason = False, BY_HAND
@@ -93,16 +93,16 @@ class PipelineRunner(Runner):
         self.stages, self.stage, self.chunks = self.module.num_stages, self.module.stage_id, self.module.chunks
         self.parts = self.stages * self.chunks
         split = (self.section.pipe_partitioned, self.section.pipe_partitioned and self.section.grad_partitioned)
-        self.transport = Transport(ctx, self.stages, self.stage, self.chunks, split)
+        self.transport = StageTransport(ctx, self.stages, self.stage, self.chunks, split)
         self.ties = Ties(ctx, self.module)
         if ctx.accelerator.device_type == "cpu":
-            _keep_memory()
+            _tune_malloc()
         self.makes_loss = self._has_last
         self.additional_losses: dict[str, float] = {}
         self._failed = False
-        self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Want], int]] = {}
+        self._plans: dict[tuple[int, bool], tuple[list[s.PipeInstruction], list[Incoming], int]] = {}
         self._signatures: dict[bool, Any] = {}
-        self._does = {
+        self._handlers = {
             s.LoadMicroBatch: self._load,
             s.ForwardPass: self._forward,
             s.BackwardPass: self._backward,
@@ -126,7 +126,7 @@ class PipelineRunner(Runner):
         partitioner.sync = False
         partitioner.hold = partitioner.partitions_gradients and self.section.reduce == "batch"
         self.ties.begin()
-        self._go(batches, return_logits=False)
+        self._execute(batches, return_logits=False)
         loss = self._shared_loss()
         assert loss is not None
         return loss
@@ -142,15 +142,15 @@ class PipelineRunner(Runner):
     ) -> tuple[Tensor | None, Any]:
         """See `Runner.evaluate`; the outputs are on the last stage, the loss everywhere."""
         self._engine, self._count, self._train, self._with_loss = engine, count, False, compute_loss
-        self._go(batches, return_logits=return_logits)
+        self._execute(batches, return_logits=return_logits)
         outputs: Any = None
         if return_logits and self._has_last:
             outputs = self._logits if count > 1 else self._logits[0]
         return self._shared_loss() if compute_loss else None, outputs
 
-    def _go(self, batches: Iterator[Any], *, return_logits: bool) -> None:
-        commands, wants, most = self._plan(self._count, self._train)
-        self._slots: dict[tuple[int, int], _Slot] = {}
+    def _execute(self, batches: Iterator[Any], *, return_logits: bool) -> None:
+        commands, incoming, most = self._plan(self._count, self._train)
+        self._buffers: dict[tuple[int, int], _PipeBuffer] = {}
         self._loss: Tensor | None = None
         self._keep = return_logits
         self._logits: list[Any] = []
@@ -158,21 +158,21 @@ class PipelineRunner(Runner):
         self._loaded = dict.fromkeys(range(self.chunks), 0)
         self._micros, headers, signature = self._pull(batches)
         self._failed = True  # until all is done; see `_pull`
-        self.transport.begin(wants, train=self._train, headers=headers, most=most)
+        self.transport.begin(incoming, train=self._train, headers=headers, most=most)
         for what in commands:
             self._handler(what)(what)
         self.transport.finish()
         self._failed = False
         self._signatures[self._train] = signature
         self.module.shapes_known = True
-        self._slots.clear()
+        self._buffers.clear()
         self._micros = []
         self.additional_losses = {k: v / self._count for k, v in self._extra.items()}
 
     def _handler(self, what: s.PipeInstruction) -> Any:
         for kind in type(what).__mro__:
-            if kind in self._does:
-                return self._does[kind]
+            if kind in self._handlers:
+                return self._handlers[kind]
         raise UsageError(f"the schedule has an instruction {what!r}, which nobody here knows how to carry out")
 
     @property
@@ -193,7 +193,9 @@ class PipelineRunner(Runner):
         short, trouble = False, None
         try:
             if self.stage == 0 or self._has_last:
-                micros = take(batches, self._count, self.module.batch_fn, self._with_loss and self.module.has_loss)
+                micros = take_micro_batches(
+                    batches, self._count, self.module.batch_fn, self._with_loss and self.module.has_loss
+                )
         except StopIteration:
             short = True
         except Exception as error:  # all shall know; it is raised below
@@ -201,7 +203,7 @@ class PipelineRunner(Runner):
         shapes = [signature(inputs) for inputs, _ in micros] if self.stage == 0 else []
         mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
         known = self.module.shapes_known and self._signatures.get(self._train) == (shapes[0] if shapes else None)
-        work = Work(self._count, self._train, self._with_loss)
+        work = BatchRequest(self._count, self._train, self._with_loss)
         word = agree(self.ctx, work, [short, mixed, not known and self.stage == 0, trouble is not None])
         if trouble is not None:
             raise trouble
@@ -229,14 +231,14 @@ class PipelineRunner(Runner):
     def _make(self, count: int, train: bool, stage: int) -> s.PipeSchedule:
         return make_schedule(self.section.schedule, count, self.stages, stage, self.chunks, train=train)
 
-    def _plan(self, count: int, train: bool) -> tuple[list[s.PipeInstruction], list[Want], int]:
-        """This stage's instructions, what it will receive, and how many sends may be under way; proved once."""
+    def _plan(self, count: int, train: bool) -> tuple[list[s.PipeInstruction], list[Incoming], int]:
+        """This stage's instructions, the messages it receives, and how many sends may be in flight; checked once."""
         if (count, train) not in self._plans:
             mine = self._make(count, train, self.stage)
             most = self._prove(lambda stage: self._make(count, train, stage), type(mine).__name__, count, train)
             commands = [what for step in mine for what in step]
-            wants = [self._want(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))]
-            self._plans[count, train] = commands, wants, most
+            incoming = [self._incoming(w) for w in commands if isinstance(w, (s.RecvActivation, s.RecvGrad))]
+            self._plans[count, train] = commands, incoming, most
         return self._plans[count, train]
 
     def _prove(self, make: Callable[[int], s.PipeSchedule], name: str, count: int, train: bool) -> int:
@@ -253,14 +255,14 @@ class PipelineRunner(Runner):
             raise UsageError(f"pipeline.schedule: {name} is wrong: {error}") from error
         return most
 
-    def _want(self, what: s.BufferOpInstruction) -> Want:
-        return Want("act" if isinstance(what, s.RecvActivation) else "grad", self._part(what))
+    def _incoming(self, what: s.BufferOpInstruction) -> Incoming:
+        return Incoming("act" if isinstance(what, s.RecvActivation) else "grad", self._part(what))
 
     def _part(self, what: s.BufferOpInstruction) -> int:
         return what.chunk * self.stages + self.stage
 
-    def _slot(self, what: s.BufferOpInstruction) -> _Slot:
-        return self._slots.setdefault((what.chunk, what.buffer_id), _Slot())
+    def _buffer(self, what: s.BufferOpInstruction) -> _PipeBuffer:
+        return self._buffers.setdefault((what.chunk, what.buffer_id), _PipeBuffer())
 
     # -- instructions ----------------------------------------------------------------------------------------
 
@@ -273,34 +275,36 @@ class PipelineRunner(Runner):
             inputs = to_device(inputs, device)
             if (dtype := self.ctx.precision.cast_inputs) is not None:
                 inputs = cast_floats(inputs, dtype)
-            self._slots[what.chunk, what.buffer_id] = _Slot(inputs=inputs)
+            self._buffers[what.chunk, what.buffer_id] = _PipeBuffer(inputs=inputs)
         if part == self.parts - 1:
-            self._slot(what).labels = to_device(labels, device)
+            self._buffer(what).labels = to_device(labels, device)
 
     def _receive_activation(self, what: s.BufferOpInstruction) -> None:
         meta, tensors = self.transport.receive_activation(self._part(what))
-        slot = self._slots[what.chunk, what.buffer_id] = _Slot(labels=self._slot(what).labels)
+        buffer = self._buffers[what.chunk, what.buffer_id] = _PipeBuffer(labels=self._buffer(what).labels)
         if self._train:
-            slot.leaves = [t.requires_grad_() for t, (_, _, wants) in zip(tensors, meta.tensors, strict=True) if wants]
-        slot.inputs = tuple(tensors) if meta.is_tuple else tensors[0]
+            buffer.leaves = [
+                t.requires_grad_() for t, (_, _, incoming) in zip(tensors, meta.tensors, strict=True) if incoming
+            ]
+        buffer.inputs = tuple(tensors) if meta.is_tuple else tensors[0]
 
     def _forward(self, what: s.BufferOpInstruction) -> None:
-        slot, last = self._slot(what), self._part(what) == self.parts - 1
-        inputs = slot.inputs
-        if slot.leaves and self.module.changes_inputs(what.chunk):
+        buffer, last = self._buffer(what), self._part(what) == self.parts - 1
+        inputs = buffer.inputs
+        if buffer.leaves and self.module.changes_inputs(what.chunk):
             # A leaf cannot be changed in place.
             inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
         context = forward_context(self.ctx.precision, self.ctx.accelerator)
         with self._engine.telemetry.phase("forward"), context or contextlib.nullcontext():
-            self._compute(slot, inputs, what.chunk, last)
+            self._compute(buffer, inputs, what.chunk, last)
 
-    def _compute(self, slot: _Slot, inputs: Any, chunk: int, last: bool) -> None:
+    def _compute(self, buffer: _PipeBuffer, inputs: Any, chunk: int, last: bool) -> None:
         out = self.module(inputs, chunk=chunk)
-        slot.inputs = None
+        buffer.inputs = None
         if not last:
-            slot.is_tuple = isinstance(out, tuple)
-            slot.outputs = list(out) if isinstance(out, tuple) else [out]
-            if wrong := [type(t).__name__ for t in slot.outputs if not isinstance(t, Tensor)]:
+            buffer.is_tuple = isinstance(out, tuple)
+            buffer.outputs = list(out) if isinstance(out, tuple) else [out]
+            if wrong := [type(t).__name__ for t in buffer.outputs if not isinstance(t, Tensor)]:
                 raise UsageError(
                     f"stage {self.stage} gives a {wrong[0]}; a layer's outputs are a tensor or a tuple of tensors"
                 )
@@ -309,7 +313,7 @@ class PipelineRunner(Runner):
             self._logits.append(out)
         if not self._with_loss:
             return
-        loss = self.module.loss_fn(out, slot.labels) if self.module.loss_fn is not None else out
+        loss = self.module.loss_fn(out, buffer.labels) if self.module.loss_fn is not None else out
         loss = loss_of(loss)
         shown = loss.detach()
         self._loss = shown if self._loss is None else self._loss + shown
@@ -318,76 +322,76 @@ class PipelineRunner(Runner):
         if self._train:
             self._engine.check_loss(loss)
             factor = self._engine.loss_factor(self._count)
-            slot.outputs = [loss * factor if factor != 1.0 else loss]
+            buffer.outputs = [loss * factor if factor != 1.0 else loss]
 
     def _send_activation(self, what: s.BufferOpInstruction) -> None:
-        slot = self._slot(what)
-        slot.meta = self.transport.send_activation(self._part(what) + 1, slot.outputs, slot.is_tuple)
+        buffer = self._buffer(what)
+        buffer.meta = self.transport.send_activation(self._part(what) + 1, buffer.outputs, buffer.is_tuple)
         if not self._train:
-            slot.outputs = []
+            buffer.outputs = []
 
     def _receive_gradient(self, what: s.BufferOpInstruction) -> None:
-        slot = self._slot(what)
-        assert slot.meta is not None
-        slot.root_grads = self.transport.receive_gradient(self._part(what), slot.meta)
+        buffer = self._buffer(what)
+        assert buffer.meta is not None
+        buffer.root_grads = self.transport.receive_gradient(self._part(what), buffer.meta)
 
     def _send_gradient(self, what: s.BufferOpInstruction) -> None:
-        slot = self._slot(what)
-        self.transport.send_gradient(self._part(what) - 1, slot.input_grads)
-        slot.input_grads = []
+        buffer = self._buffer(what)
+        self.transport.send_gradient(self._part(what) - 1, buffer.input_grads)
+        buffer.input_grads = []
 
-    def _take_roots(self, slot: _Slot) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs to start backward from, and their gradients; the slot lets go of them."""
-        roots = [t for t in slot.outputs if t.requires_grad]
-        grads = slot.root_grads or [torch.ones_like(t) for t in roots]
-        slot.outputs, slot.root_grads = [], []
+    def _take_roots(self, buffer: _PipeBuffer) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs to start backward from, and their gradients; the buffer lets go of them."""
+        roots = [t for t in buffer.outputs if t.requires_grad]
+        grads = buffer.root_grads or [torch.ones_like(t) for t in roots]
+        buffer.outputs, buffer.root_grads = [], []
         return roots, grads
 
     def _backward(self, what: s.BufferOpInstruction) -> None:
-        slot = self._slot(what)
-        self._run_backward(*self._take_roots(slot))
-        self._collect(slot)
+        buffer = self._buffer(what)
+        self._run_backward(*self._take_roots(buffer))
+        self._collect(buffer)
 
     def _run_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self._engine.run_backward(lambda: torch.autograd.backward(roots, grads) if roots else None)
 
-    def _collect(self, slot: _Slot) -> None:
+    def _collect(self, buffer: _PipeBuffer) -> None:
         """The inputs' gradients; zeros for one that was not used."""
-        slot.input_grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in slot.leaves]
-        slot.leaves = []
+        buffer.input_grads = [t.grad if t.grad is not None else torch.zeros_like(t) for t in buffer.leaves]
+        buffer.leaves = []
 
     def _backward_input(self, what: s.BufferOpInstruction) -> None:
         """The first half. Nobody waits for a first part, which does all in the second; some graphs cannot be cut."""
-        slot = self._slot(what)
-        roots, grads = self._take_roots(slot)
-        if not slot.leaves:
-            slot.whole = roots, grads
+        buffer = self._buffer(what)
+        roots, grads = self._take_roots(buffer)
+        if not buffer.leaves:
+            buffer.deferred = roots, grads
             return
         if not self._can_cut(roots):
             self._run_backward(roots, grads)
-            self._collect(slot)
+            self._collect(buffer)
             return
 
         def backward() -> None:
-            slot.later = backward_inputs(roots, grads, slot.leaves)
+            buffer.later = backward_inputs(roots, grads, buffer.leaves)
 
         self._engine.run_backward(backward)
-        self._collect(slot)
+        self._collect(buffer)
 
     def _can_cut(self, roots: Sequence[Tensor]) -> bool:
-        """Not where activations are recomputed, or weights are away after forward (ZeRO-3)."""
+        """Whether backward can be split: not if activations are recomputed or weights are released after forward."""
         if self.module.activation_checkpoint_interval or self._engine.partitioner.releases_weights:
             return False
         return bool(roots) and all(t.grad_fn is not None for t in roots)
 
     def _backward_weight(self, what: s.BufferOpInstruction) -> None:
-        slot = self._slot(what)
-        if slot.whole is not None:
-            self._run_backward(*slot.whole)
-            slot.whole = None
-        elif slot.later is not None:
-            self._engine.run_backward(slot.later.run)
-            slot.later = None
+        buffer = self._buffer(what)
+        if buffer.deferred is not None:
+            self._run_backward(*buffer.deferred)
+            buffer.deferred = None
+        elif buffer.later is not None:
+            self._engine.run_backward(buffer.later.run)
+            buffer.later = None
 
     def _reduce_ties(self, what: s.PipeInstruction) -> None:
         self.ties.reduce(self._engine.partitioner)
@@ -398,7 +402,7 @@ class PipelineRunner(Runner):
         partitioner.finish()
 
 
-def _keep_memory() -> None:
+def _tune_malloc() -> None:
     """Let glibc keep up to 1 GB of freed memory, instead of paging it in anew for every micro-batch.
 
     By itself it gives back what lies idle beyond 128 KB to 64 MB (mallopt(3)). Left alone where the environment says

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: what each stage does, step by step (no torch, no communication).
 
 A schedule belongs to one stage and yields lists of instructions. `TrainSchedule`, `InferenceSchedule` and
-`DataParallelSchedule` are the documented ones, in the documented order; `planned.py` has those beyond the documents.
+`DataParallelSchedule` are the documented ones, in the documented order; `planned.py` has the others.
 Anybody may write another: subclass `PipeSchedule`, implement `steps`, and let `validate.check` prove it.
 """
 
@@ -63,7 +63,7 @@ class ReduceGrads(PipeInstruction):
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Sum the gradients of tied weights over the stages that hold them."""
+    """Sum the gradients of tied weights over the stages that share them."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -93,7 +93,7 @@ class BackwardInput(BufferOpInstruction):
 
 
 class BackwardWeight(BufferOpInstruction):
-    """The second half: gradients of the weights, which nobody waits for."""
+    """The second half: gradients of the weights, for which no other stage waits."""
 
 
 class SendActivation(BufferOpInstruction):
@@ -259,7 +259,7 @@ class TrainSchedule(PipeSchedule):
         return commands
 
     def _work(self, step: int) -> tuple[int, bool]:
-        """(micro-batch, whether it goes forward) at `step`; an id out of range means nothing to do."""
+        """(micro-batch, whether it is a forward) at `step`; an id out of range means idle."""
         stage, stages = self.stage_id, self.stages
         if step % 2 == stage % 2:
             return step // 2 - stage // 2, True

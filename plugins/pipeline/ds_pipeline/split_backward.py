@@ -1,4 +1,4 @@
-"""A backward in two halves: gradients of a stage's inputs now, those of its weights later, and no work twice.
+"""A backward in two halves: gradients of a stage's inputs first, those of its weights later, without repeated work.
 
 [Note: cuts] The graph's nodes that lead to an input must run first. Where such a node also has an edge that leads only
 to weights (a matrix product does), that side waits: the node's incoming gradient is kept, and the node runs again
@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["Later", "backward_inputs"]
+__all__ = ["WeightBackward", "backward_inputs"]
 
 
 @dataclass
-class Later:
-    """What is left to do. cuts: per node its weights; caught: its incoming gradients."""
+class WeightBackward:
+    """The second half. cuts: node -> its weights. caught: node -> its incoming gradients."""
 
     cuts: dict[Any, list[Tensor]] = field(default_factory=dict)
     caught: dict[Any, Sequence[Tensor | None]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Compute the weights' gradients; they accumulate as in any backward."""
+        """Compute the gradients of the weights; they accumulate as in any backward."""
         for node, weights in self.cuts.items():
             edges = [(GradientEdge(node, k), g) for k, g in enumerate(self.caught.pop(node, ())) if g is not None]
             if edges:
@@ -36,16 +36,16 @@ class Later:
         self.cuts.clear()
 
 
-def backward_inputs(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Later:
-    """Accumulate gradients of `inputs` (leaves that require them); what is left for later.
+def backward_inputs(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> WeightBackward:
+    """Accumulate the gradients of `inputs` (leaves that require them); returns the second half.
 
-    outputs: with a graph; grads: theirs. Gradients of weights that cannot wait accumulate as well.
+    outputs: tensors with a graph. grads: their gradients. Gradients of weights that cannot wait accumulate as well.
     """
     now, cuts, alive = _cut([t.grad_fn for t in outputs], inputs)
     if any(isinstance(node, BackwardCFunction) and "Checkpoint" in type(node).__name__ for node in alive):
         torch.autograd.backward(outputs, grads)  # re-entrant recomputation refuses to be asked for some gradients only
-        return Later()
-    later = Later(cuts)
+        return WeightBackward()
+    later = WeightBackward(cuts)
     handles = [
         node.register_prehook(lambda incoming, node=node: later.caught.__setitem__(node, tuple(incoming)))
         for node in cuts

@@ -9,7 +9,7 @@ from ds_core.entries import Chart
 from ds_core.errors import UsageError
 from ds_pipeline.choose import make_schedule
 from ds_pipeline.config import PipelineConfig
-from ds_pipeline.validate import Proof, ScheduleError, Span, check
+from ds_pipeline.validate import Busy, Proof, ScheduleError, check
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
@@ -53,7 +53,7 @@ def facts(proof: Proof) -> str:
     )
 
 
-def _label(span: Span) -> str:
+def _label(span: Busy) -> str:
     return f"{span.kind}{span.micro}" + ("'" * span.chunk)
 
 
@@ -77,7 +77,7 @@ def as_text(proof: Proof) -> str:
 
 
 def as_svg(proof: Proof, title: str) -> str:
-    """A drawing that stands on its own."""
+    """A complete SVG document."""
     spans = [s for row in proof.spans for s in row]
     begin, unit = min(s.start for s in spans), min(s.stop - s.start for s in spans)
     scale = 9 * max(len(_label(s)) for s in spans) / unit
@@ -110,7 +110,7 @@ def _rows(proof: Proof, begin: float, scale: float) -> Iterator[str]:
             yield f'<text x="{x + width / 2:g}" y="{y + 15}" text-anchor="middle" font-size="11">{span.micro}</text>'
 
 
-def _legend(spans: list[Span], y: int) -> Iterator[str]:
+def _legend(spans: list[Busy], y: int) -> Iterator[str]:
     x = 8
     for kind, meaning in MEANING.items():
         if any(s.kind == kind for s in spans):

@@ -1,4 +1,4 @@
-"""Named coordinates of ranks (torch-free), and the grid that answers as a Megatron-style mpu.
+"""Named coordinates of ranks (torch-free), and the grid that serves as a Megatron-style mpu.
 
 `ProcessTopology` is arithmetic alone. `PipelineParallelGrid` takes its groups from the core's mesh once
 `ds_core.initialize` has made it.
@@ -80,7 +80,7 @@ class ProcessTopology:
         return rows
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks whose coordinates are as given, in order."""
+        """The ranks with the given coordinates, in order."""
         return [r for c, r in self.mapping.items() if all(getattr(c, k) == v for k, v in filter_kwargs.items())]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
@@ -110,7 +110,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """Where a rank stands; the mpu getters. Groups are there once `ds_core.initialize` has bound it to the mesh.
+    """Coordinates of this rank, and the mpu getters. Groups exist once `ds_core.initialize` has bound it to the mesh.
 
     topology: None is data parallelism alone. process_group: the ranks that the topology numbers; None is the world.
     rank: None is this process's.

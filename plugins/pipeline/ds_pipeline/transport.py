@@ -1,11 +1,11 @@
-"""Activations and gradients between stages: asynchronous, received ahead, shapes told only when they are new.
+"""Sends activations and gradients between stages, asynchronously; shapes are sent only when they are new.
 
 [Note: channels] Messages travel over several groups along pp, so chosen that on each of them a rank only sends to one
 peer or only receives from one. So messages are received in the order in which they were sent, whatever else is under
 way, and no backend can block one behind another (NCCL carries out what is asked of a group one after the other).
 
 [Note: shapes] A stage's outputs have the shapes of the last batch unless the model's inputs have changed. Only then,
-and always for models with ``dynamic_shape``, a header goes before the message.
+and always for models with ``dynamic_shape``, a header is sent before the message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Meta", "Transport", "Want", "describe"]
+__all__ = ["Meta", "StageTransport", "Incoming", "describe"]
 
 HEADER = 256
 """Numbers in a header; enough for some 30 tensors."""
@@ -44,14 +44,14 @@ DTYPES = (
 
 
 class Meta(NamedTuple):
-    """What a message holds: per tensor (shape, dtype, whether its gradient comes back); and whether it is a tuple."""
+    """Description of a message: per tensor (shape, dtype, whether its gradient is sent back); whether it is a tuple."""
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
     is_tuple: bool
 
 
-class Want(NamedTuple):
-    """A message that will be received. kind: "act" or "grad"; part: of the model, which it is for."""
+class Incoming(NamedTuple):
+    """A message that will be received. kind: "act" or "grad"; part: the part of the model that it is for."""
 
     kind: str
     part: int
@@ -62,7 +62,7 @@ def describe(tensors: Sequence[Tensor], is_tuple: bool) -> Meta:
     return Meta(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), is_tuple)
 
 
-class Transport:
+class StageTransport:
     """This stage's messages. Made on all ranks together.
 
     stages, chunks: of the pipeline. split: whether tensor-parallel ranks send shares of activations, of gradients.
@@ -81,14 +81,14 @@ class Transport:
         self._local: dict[str, deque[tuple[Meta, list[Tensor]]]] = {"act": deque(), "grad": deque()}
         self.begin((), train=True, headers="none", most=1)
 
-    def begin(self, wants: Iterable[Want], *, train: bool, headers: str, most: int) -> None:
-        """A batch begins. wants: what will be received, in order. headers: "none", "first" (per part) or "each".
+    def begin(self, incoming: Iterable[Incoming], *, train: bool, headers: str, most: int) -> None:
+        """A batch begins. incoming: what will be received, in order. headers: "none", "first" (per part) or "each".
 
         most: messages of a kind that may be under way at a time.
         """
         self._train, self._headers, self._most = train, headers, most
-        self._wants: dict[str, deque[Want]] = {"act": deque(), "grad": deque()}
-        for want in wants:
+        self._wants: dict[str, deque[Incoming]] = {"act": deque(), "grad": deque()}
+        for want in incoming:
             self._wants[want.kind].append(want)
         self._told: set[int] = set()
         self._heard: set[int] = set()
@@ -177,10 +177,10 @@ class Transport:
 
     def _post(self, kind: str) -> None:
         """Begin to receive what comes next, if its shapes are known."""
-        wants = self._wants[kind]
-        if not wants or self._headers == "each":
+        incoming = self._wants[kind]
+        if not incoming or self._headers == "each":
             return
-        part = wants[0].part
+        part = incoming[0].part
         if kind == "act":
             ready = self._headers == "none" or part in self._heard
             meta = self._known.get((self._train, part)) if ready else None
@@ -188,7 +188,7 @@ class Transport:
             ready = self._headers == "none" or part + 1 in self._told
             meta = self._known.get((self._train, part + 1)) if ready else None
         if meta is not None:
-            wants.popleft()
+            incoming.popleft()
             self._posted[kind].append((meta, self._start(kind, part, meta)))
 
     def _meta(self, part: int) -> Meta:
@@ -208,7 +208,7 @@ class Transport:
         ]
 
     def _source(self, kind: str, part: int) -> tuple[int, Any]:
-        """The rank from which `part` gets a message, and the channel."""
+        """The rank that sends a message for `part`, and the channel."""
         stage = (part - 1 if kind == "act" else part + 1) % self._stages
         return self._column[stage], self._groups[_channel(kind, stage, self._stages)]
 
@@ -217,7 +217,7 @@ class _Arriving:
     """A tensor on its way here."""
 
     def __init__(
-        self, owner: Transport, kind: str, shape: tuple[int, ...], dtype: torch.dtype, source: int, group: Any
+        self, owner: StageTransport, kind: str, shape: tuple[int, ...], dtype: torch.dtype, source: int, group: Any
     ) -> None:
         self._whole = torch.empty(shape, dtype=dtype, device=owner._device)
         place, count = owner._tp_place

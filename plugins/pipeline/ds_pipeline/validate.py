@@ -29,7 +29,7 @@ from ds_pipeline.schedule import (
     SendGrad,
 )
 
-__all__ = ["Proof", "ScheduleError", "Span", "check"]
+__all__ = ["Proof", "ScheduleError", "Busy", "check"]
 
 
 class ScheduleError(ValueError):
@@ -37,8 +37,8 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Something that a stage computed. kind: "F", "B" (whole backward), "I" (inputs' half) or "W" (weights' half)."""
+class Busy:
+    """Time in which a stage computes. kind: "F", "B" (full backward), "I" (inputs' half) or "W" (weights' half)."""
 
     kind: str
     micro: int
@@ -58,7 +58,7 @@ class Proof:
     makespan: float
     bubble: float
     activations: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[Busy, ...], ...]
 
     @property
     def speedup(self) -> float:
@@ -68,7 +68,7 @@ class Proof:
 
 @dataclass(slots=True)
 class _Buffer:
-    """What a buffer holds of one micro-batch."""
+    """State of a buffer, for one micro-batch."""
 
     micro: int | None = None
     labels: int | None = None
@@ -92,7 +92,7 @@ class _Stage:
     ended: list[str] = field(default_factory=list)
     live: int = 0
     most: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Busy] = field(default_factory=list)
 
 
 Message = tuple[int, int, float]  # micro-batch, part of the model that it is for, when it is there
@@ -118,12 +118,12 @@ def check(
     if wrong := [s.chunks for s in schedules if s.chunks != schedules[0].chunks]:
         raise ScheduleError(f"stage 0 has {schedules[0].chunks} chunks, another {wrong[0]}")
     costs = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
-    run = _Run(schedules, costs, train=train, waiting=waiting, capacity=capacity)
+    run = _Simulation(schedules, costs, train=train, waiting=waiting, capacity=capacity)
     run.go()
     return run.proof()
 
 
-class _Run:
+class _Simulation:
     def __init__(
         self,
         schedules: Sequence[PipeSchedule],
@@ -138,16 +138,16 @@ class _Run:
         self.count, self.chunks = len(schedules), schedules[0].chunks
         self.parts = self.count * self.chunks
         self.stages = [_Stage(deque(i for step in s.steps() for i in step), s.chunks) for s in schedules]
-        # Activations and gradients travel apart; of each, what one stage sends another arrives in the order in which it
-        # was sent (the engine's transport promises no more, since NCCL does not).
+        # Activations and gradients use separate channels. On each, messages from one stage to another arrive in the
+        # order in which they were sent (the engine's transport promises no more, since NCCL does not).
         self.wires: dict[tuple[int, int, str], deque[Message]] = {}
 
     def go(self) -> None:
-        """Until nobody has anything left to do."""
+        """Run until no stage has an instruction left."""
         while any(s.todo for s in self.stages):
             moved = False
             for number, stage in enumerate(self.stages):
-                while stage.todo and self._carry_out(number, stage, stage.todo[0]):
+                while stage.todo and self._step(number, stage, stage.todo[0]):
                     stage.todo.popleft()
                     moved = True
             if not moved:
@@ -155,13 +155,13 @@ class _Run:
                 raise ScheduleError(f"deadlock: {'; '.join(waits)}")
         self._complete()
 
-    def _carry_out(self, number: int, stage: _Stage, what: PipeInstruction) -> bool:
+    def _step(self, number: int, stage: _Stage, what: PipeInstruction) -> bool:
         """False when it must wait."""
         if isinstance(what, (ReduceTiedGrads, ReduceGrads, OptimizerStep)):
             stage.ended.append(what.name)
             return True
         if not isinstance(what, BufferOpInstruction):
-            return True  # somebody's own instruction
+            return True  # an instruction of the user's schedule
         if not 0 <= what.chunk < self.chunks:
             raise self._wrong(number, what, f"there is no chunk {what.chunk}")
         buffer = stage.buffers.setdefault((what.chunk, what.buffer_id), _Buffer())
@@ -260,7 +260,7 @@ class _Run:
         if (buffer.micro, what.chunk) in done:
             raise self._wrong(number, what, f"micro-batch {buffer.micro} was there before")
         done.add((buffer.micro, what.chunk))
-        stage.spans.append(Span(kind, buffer.micro, what.chunk, stage.clock, stage.clock + self.cost[kind]))
+        stage.spans.append(Busy(kind, buffer.micro, what.chunk, stage.clock, stage.clock + self.cost[kind]))
         stage.clock += self.cost[kind]
         if kind == "F":
             buffer.inputs, buffer.outputs = self.train, True

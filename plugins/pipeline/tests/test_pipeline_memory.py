@@ -11,9 +11,9 @@ import pytest
 SCRIPT = """
 import resource
 import torch
-from ds_pipeline.runner import _keep_memory
+from ds_pipeline.runner import _tune_malloc
 
-_keep_memory()
+_tune_malloc()
 def work():
     return [torch.ones(1 << 18) for _ in range(200)]  # 200 MB
 work()

@@ -490,7 +490,7 @@ def misuses() -> None:
 
     engine = start(pipeline(2))
     first = comm.rank() == 0
-    pattern = "ranks are not at the same work: this one is in "
+    pattern = "ranks do not make the same call: this one is in "
     given = [batch(0, m, 0) for m in range(3)]
     with pytest.raises(UsageError, match=pattern + f"eval_batch of {2 + first} micro-batches, another in eval_batch"):
         engine.eval_batch(iter(given), num_micro_batches=2 + first)
@@ -507,7 +507,7 @@ def misuses() -> None:
             labels.copy_(batch(0, m, 0)[1])
             yield (tokens, mask), labels
 
-    with pytest.raises(UsageError, match="needs tensors of its own"):
+    with pytest.raises(UsageError, match="needs its own tensors"):
         engine.train_batch(filled_again())
     assert engine.global_steps == 0
     engine.train_batch(iter(given))

@@ -52,18 +52,18 @@ class Stage:
                 if what.buffer_id >= limit or what.chunk >= self.chunks:
                     raise Wrong
                 part = what.chunk * self.stages + self.me
-                slot = self.slots.setdefault((what.chunk, what.buffer_id), {})
+                buffer = self.slots.setdefault((what.chunk, what.buffer_id), {})
                 if what.name.startswith("Recv"):
-                    yield from self.receive(what.name, part, slot)
+                    yield from self.receive(what.name, part, buffer)
                 else:
-                    getattr(self, what.name)(what, part, slot)
+                    getattr(self, what.name)(what, part, buffer)
 
-    def take(self, slot: dict[str, Any], key: str, *, keep: bool = False) -> Any:
-        if key not in slot:
+    def take(self, buffer: dict[str, Any], key: str, *, keep: bool = False) -> Any:
+        if key not in buffer:
             raise Wrong(key)
-        return slot[key] if keep else slot.pop(key)
+        return buffer[key] if keep else buffer.pop(key)
 
-    def receive(self, name: str, part: int, slot: dict[str, Any]) -> Iterator[None]:
+    def receive(self, name: str, part: int, buffer: dict[str, Any]) -> Iterator[None]:
         act = name == "RecvActivation"
         source = part - 1 if act else part + 1
         if not 0 <= source < self.parts:
@@ -75,63 +75,63 @@ class Stage:
         if target != part:
             raise Wrong
         if act:
-            self.fresh(slot)
-            slot.update(x=value, micro=micro)
-        elif slot.get("micro") != micro:
+            self.fresh(buffer)
+            buffer.update(x=value, micro=micro)
+        elif buffer.get("micro") != micro:
             raise Wrong
         else:
-            slot["g"] = value
+            buffer["g"] = value
 
-    def fresh(self, slot: dict[str, Any]) -> None:
+    def fresh(self, buffer: dict[str, Any]) -> None:
         """A new micro-batch comes in; what is lost now nobody will ever compute."""
-        if {"out", "later"} & slot.keys():
+        if {"out", "later"} & buffer.keys():
             raise Wrong
-        for key in slot.keys() - {"label"}:
-            del slot[key]
+        for key in buffer.keys() - {"label"}:
+            del buffer[key]
 
-    def LoadMicroBatch(self, what: Any, part: int, slot: dict[str, Any]) -> None:
+    def LoadMicroBatch(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
         micro = self.loaded[what.chunk]
         self.loaded[what.chunk] += 1
         if micro >= self.schedule.num_micro_batches or part not in (0, self.parts - 1):
             raise Wrong
         if part == 0:
-            self.fresh(slot)
-            slot.update(x=1.0 + micro, micro=micro)
+            self.fresh(buffer)
+            buffer.update(x=1.0 + micro, micro=micro)
         if part == self.parts - 1:
-            slot["label"] = 10.0**micro
+            buffer["label"] = 10.0**micro
 
-    def ForwardPass(self, what: Any, part: int, slot: dict[str, Any]) -> None:
+    def ForwardPass(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
         if self.ends:
             raise Wrong
-        slot["saved"] = self.take(slot, "x")
-        slot["out"] = slot["saved"] * (2.0 + part)
+        buffer["saved"] = self.take(buffer, "x")
+        buffer["out"] = buffer["saved"] * (2.0 + part)
         if part == self.parts - 1:
-            slot["g"] = self.take(slot, "label", keep=True)
+            buffer["g"] = self.take(buffer, "label", keep=True)
 
-    def SendActivation(self, what: Any, part: int, slot: dict[str, Any]) -> None:
-        self.send(part + 1, self.take(slot, "micro", keep=True), self.take(slot, "out", keep=True), act=True)
+    def SendActivation(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
+        self.send(part + 1, self.take(buffer, "micro", keep=True), self.take(buffer, "out", keep=True), act=True)
 
-    def BackwardInput(self, what: Any, part: int, slot: dict[str, Any]) -> None:
+    def BackwardInput(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
         if self.ends:
             raise Wrong
-        self.take(slot, "out")
-        g, saved = self.take(slot, "g"), self.take(slot, "saved")
-        slot["later"] = g * saved
+        self.take(buffer, "out")
+        g, saved = self.take(buffer, "g"), self.take(buffer, "saved")
+        buffer["later"] = g * saved
         if part > 0:
-            slot["dx"] = g * (2.0 + part)
+            buffer["dx"] = g * (2.0 + part)
 
-    def BackwardWeight(self, what: Any, part: int, slot: dict[str, Any]) -> None:
+    def BackwardWeight(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
         if self.ends:
             raise Wrong
-        self.grads[part] += self.take(slot, "later")
+        self.grads[part] += self.take(buffer, "later")
         self.used[part] += 1
 
-    def BackwardPass(self, what: Any, part: int, slot: dict[str, Any]) -> None:
-        self.BackwardInput(what, part, slot)
-        self.BackwardWeight(what, part, slot)
+    def BackwardPass(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
+        self.BackwardInput(what, part, buffer)
+        self.BackwardWeight(what, part, buffer)
 
-    def SendGrad(self, what: Any, part: int, slot: dict[str, Any]) -> None:
-        self.send(part - 1, self.take(slot, "micro", keep=True), self.take(slot, "dx"), act=False)
+    def SendGrad(self, what: Any, part: int, buffer: dict[str, Any]) -> None:
+        self.send(part - 1, self.take(buffer, "micro", keep=True), self.take(buffer, "dx"), act=False)
 
     def send(self, target: int, micro: int, value: float, *, act: bool) -> None:
         if not 0 <= target < self.parts:
