@@ -138,8 +138,8 @@ def publish(job: Job) -> None:
 def _readme(tag: str) -> bytes:
     return f"""# A checkpoint of ds_core
 
-Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. With ds-core
-installed (`pip install ds-core`), in the folder above this one:
+Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. With ds-checkpoint
+and ds-cli installed (`pip install ds-checkpoint ds-cli`), in the folder above this one:
 
     dscore checkpoint inspect {tag}
     dscore checkpoint verify {tag}
