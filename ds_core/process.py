@@ -55,7 +55,7 @@ _ELSEWHERE = (
     ("ds_core.comm.interceptor", "reset"),
     ("ds_core.comm.shared", "reset"),
     ("ds_core.comm.start", "stop_lone"),
-    ("ds_core.accelerator.select", "reset_accelerator"),
+    ("ds_core.accelerator", "reset_accelerator"),
     ("ds_core.plugins", "reset_discovery"),
 )
 
