@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ds_comm_gloo import GlooCollectives
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 
 from ds_core import comm
-from ds_core.comm import shared
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,6 +77,7 @@ def median_times(calls: list[Callable[[], object]], budget: float) -> list[float
 def worker(rank: int, ranks: int, store: str, plan: Plan) -> None:
     """Measure on one rank; rank 0 prints."""
     dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks)
+    comm.use_providers({("cpu", "gloo"): GlooCollectives})
     for op in plan.ops:
         for dtype_name in plan.dtypes:
             for size in plan.sizes:
@@ -102,11 +103,11 @@ def worker(rank: int, ranks: int, store: str, plan: Plan) -> None:
 
 def through_memory(call: Callable[[], object]) -> None:
     """`call` with the collectives of ds-ops-cpu."""
-    from ds_ops_cpu.shared import open_segment
+    from ds_ops_cpu.shared import collectives
 
-    shared.configure(open_segment)
+    comm.use_providers({("cpu", "gloo"): collectives})
     call()
-    shared.configure(None)
+    comm.use_providers({("cpu", "gloo"): GlooCollectives})
 
 
 def size_of(text: str) -> int:

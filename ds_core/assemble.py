@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.batches import make_loader
-from ds_core.comm import shared
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
@@ -96,9 +95,11 @@ def initialize(
     # What each rank can work out alone, before it talks.
     asked = chosen.plugins.members()
     accelerator = get_accelerator(chosen.plugins)
+    rank, world_size = _place()
+    several = world_size > 1 or core.collectives is not None
+    providers = comm.choose_providers(chosen.plugins, core.collectives) if several else {}
     check_rules(chosen.config, chosen.plugins, newer_than=asked)
     kernels = Kernels(chosen.plugins, core.kernels)
-    rank, world_size = _place()
     if chosen.notes and rank == 0:
         log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
     mesh = _plan(chosen, mpu, mesh_param, rank, world_size) if mpu is None else None
@@ -116,11 +117,14 @@ def initialize(
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     entry = _entry(optimizer, chosen)
     ctx.grain, ctx.own_optimizer = entry.grain, optimizer is not None
-    comm.check_ranks_agree(_fingerprint(ctx))
+    served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
+    comm.check_ranks_agree(_fingerprint(ctx) | served)
     if mesh.rank == 0:
         _tell_kernels(kernels)
+        if served:
+            log.info("%s", "; ".join(f"{what} by {who}" for what, who in served.items()))
     add_interceptors_of(chosen.plugins, chosen.config)
-    shared.configure(kernels.get("collectives", "cpu"))
+    comm.use_providers(providers)
     STATE.follow(torch.distributed.group.WORLD)
     if STATE.members:
         from ds_core.multi_engine import release_model
@@ -274,7 +278,6 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     }
     dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
     ctx.kernels.resolve_all(ctx.accelerator.device_type, dtype)
-    ctx.kernels.get("collectives", "cpu")
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
 

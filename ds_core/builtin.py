@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from ds_core.entries import (
     AcceleratorEntry,
-    KernelEntry,
     OptimizerEntry,
     SchedulerEntry,
     StateStoreEntry,
 )
 
-__all__ = ["ds_accelerators", "ds_kernels", "ds_optimizers", "ds_schedulers", "ds_state_stores"]
+__all__ = ["ds_accelerators", "ds_optimizers", "ds_schedulers", "ds_state_stores"]
 
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
@@ -22,11 +21,6 @@ def ds_accelerators() -> Iterable[AcceleratorEntry]:
     for name, priority in torch_devices:
         yield AcceleratorEntry(name, name, f"{where}.generic:{name}", f"{where}.probes:{name}", priority)
     yield AcceleratorEntry("cpu", "cpu", f"{where}.cpu:CpuAccelerator")
-
-
-def ds_kernels() -> Iterable[KernelEntry]:
-    """The backend's collectives."""
-    return (KernelEntry("collectives", "reference", "ds_core.comm.shared:backend_only", 0),)
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

@@ -22,6 +22,7 @@ __all__ = [
     "AcceleratorEntry",
     "Axis",
     "Chart",
+    "CollectivesEntry",
     "CommandEntry",
     "Event",
     "KernelEntry",
@@ -149,6 +150,22 @@ class KernelEntry(_Record):
     available: Probe | None = None
     build: Ref | None = None
     check: Ref | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesEntry(_Record):
+    """A provider of collectives for tensors on `device` in groups of `backend`; the highest available priority serves.
+
+    load: called as ``load(group, messages)`` on each rank of a group, when it is first used; gives a
+    `ds_core.comm.GroupCollectives`. build: as `KernelEntry.build`.
+    """
+
+    load: Ref
+    device: str
+    backend: str
+    priority: int = 0
+    available: Probe | None = None
+    build: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True)

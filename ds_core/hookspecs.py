@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         AcceleratorEntry,
         Axis,
         Chart,
+        CollectivesEntry,
         CommandEntry,
         KernelEntry,
         LauncherEntry,
@@ -94,6 +95,15 @@ def ds_accelerators() -> Iterable[AcceleratorEntry]:  # type: ignore[empty-body]
 @gives(many("ds_core.entries:KernelEntry"))
 def ds_kernels() -> Iterable[KernelEntry]:  # type: ignore[empty-body]
     """Driver, by (op, device, dtype): the operations this plugin can serve."""
+
+
+@hookspec
+@gives(named("ds_core.entries:CollectivesEntry"))
+def ds_collectives() -> Mapping[str, CollectivesEntry]:  # type: ignore[empty-body]
+    """Driver, by (device, backend) and priority, or by the name in ``collectives``: who serves collectives.
+
+    Asked where several ranks run, before they talk; what it leaves is served by torch.distributed.
+    """
 
 
 @hookspec

@@ -53,7 +53,7 @@ class ProcessState:
 STATE = ProcessState()
 _ELSEWHERE = (
     ("ds_core.comm.interceptor", "reset"),
-    ("ds_core.comm.shared", "reset"),
+    ("ds_core.comm.collectives", "reset"),
     ("ds_core.comm.start", "stop_lone"),
     ("ds_core.accelerator", "reset_accelerator"),
     ("ds_core.plugins", "reset_discovery"),

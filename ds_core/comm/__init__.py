@@ -1,4 +1,4 @@
-"""Everything that crosses ranks: starting the process group, collectives chosen per backend, agreement, the log.
+"""Everything that crosses ranks: starting the process group, collectives, interceptors around them, agreement.
 
 Names load on first use, so that `import ds_core.comm` brings in no torch.
 """
@@ -12,83 +12,13 @@ from ds_core.lazy import names_on_first_use
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ds_core.comm.collectives import (
-        Work,
-        all_gather,
-        all_gather_into_tensor,
-        all_reduce,
-        all_to_all_single,
-        barrier,
-        batch_isend_irecv,
-        broadcast,
-        gather,
-        irecv,
-        isend,
-        open_transports,
-        rank,
-        recv,
-        reduce,
-        reduce_scatter_tensor,
-        scatter,
-        send,
-        world_size,
-    )
-    from ds_core.comm.fingerprint import check_ranks_agree
-    from ds_core.comm.interceptor import (
-        Activity,
-        Collective,
-        Interceptor,
-        Order,
-        add_interceptor,
-        interceptors,
-        label,
-        register_activity,
-        remove_interceptor,
-        tag,
-    )
-    from ds_core.comm.objects import all_gather_json, broadcast_json
-    from ds_core.comm.start import find_own, find_rendezvous, init_distributed, is_initialized, local_rank
-
-__all__ = [
-    "ALONE",
-    "Work",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_json",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_json",
-    "check_ranks_agree",
-    "find_own",
-    "find_rendezvous",
-    "gather",
-    "init_distributed",
-    "irecv",
-    "is_initialized",
-    "isend",
-    "label",
-    "local_rank",
-    "open_transports",
-    "rank",
-    "recv",
-    "reduce",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-    "world_size",
-    "Activity",
-    "Collective",
-    "Interceptor",
-    "Order",
-    "add_interceptor",
-    "interceptors",
-    "register_activity",
-    "remove_interceptor",
-    "tag",
-]
+    from ds_core.comm.collectives import *  # noqa: F403
+    from ds_core.comm.contract import *  # noqa: F403
+    from ds_core.comm.fingerprint import *  # noqa: F403
+    from ds_core.comm.interceptor import *  # noqa: F403
+    from ds_core.comm.objects import *  # noqa: F403
+    from ds_core.comm.providers import *  # noqa: F403
+    from ds_core.comm.start import *  # noqa: F403
 
 
 class _Alone:
@@ -103,16 +33,17 @@ __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
         "collectives": (
-            "Work all_gather all_gather_into_tensor all_reduce all_to_all_single barrier batch_isend_irecv "
-            "broadcast gather irecv isend open_transports rank recv reduce reduce_scatter_tensor scatter send "
-            "world_size"
+            "all_gather all_gather_into_tensor all_reduce all_to_all_single barrier batch_isend_irecv broadcast gather "
+            "irecv isend open_transports rank recv reduce reduce_scatter_tensor scatter send use_providers world_size"
         ),
+        "contract": "AfterWork GroupCollectives Work",
         "fingerprint": "check_ranks_agree",
         "interceptor": (
             "Activity Collective Interceptor Order add_interceptor interceptors label register_activity "
             "remove_interceptor tag"
         ),
         "objects": "all_gather_json broadcast_json",
+        "providers": "choose_providers",
         "start": "find_own find_rendezvous init_distributed is_initialized local_rank",
     },
 )

@@ -1,8 +1,7 @@
-"""The collectives everything else calls: torch.distributed's signatures, the best algorithm for each backend.
+"""The collectives everything else calls: torch.distributed's signatures, served by whatever is best for each group.
 
-At one rank (or with no process group) nothing is called at all. Over gloo, CPU tensors take the algorithms of
-`ds_core.comm.gloo`, or of `ds_core.comm.shared` where an installed kernel serves; every other backend goes straight to
-torch.distributed. AVG works on all of them.
+At one rank (or with no process group) nothing is called at all. Else a group's provider serves, where one is in use
+(`use_providers`), and `ds_core.comm.plain` what that leaves.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ds_core.comm import ALONE, gloo, interceptor, shared
-from ds_core.comm.lane import AfterWork, Lane, Messages
+from ds_core.comm import ALONE, interceptor
+from ds_core.comm.contract import AfterWork, GroupCollectives, Work
 from ds_core.errors import CommError
 
 __all__ = [
-    "Work",
     "all_gather",
     "all_gather_into_tensor",
     "all_reduce",
@@ -43,28 +40,49 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "send",
+    "use_providers",
     "world_size",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Backends that average by themselves; the others are given a sum, which is then divided.
-_AVERAGING = ("nccl", "xccl")
-# torch 2.13 renamed these two and warns about the old names.
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# What is kept per live process group; it goes with the group.
-_lanes: WeakKeyDictionary[ProcessGroup, tuple[Lane | None, str]] = WeakKeyDictionary()
+Maker = Callable[[ProcessGroup, bool], GroupCollectives]
 
 
-class Work(Protocol):
-    """A collective under way, as `async_op=True` returns it."""
+class _Group:
+    """What is kept per live process group, by device type; it goes with the group.
 
-    def wait(self, timeout: timedelta = ...) -> Any:
-        """Block until the result is in its tensor."""
+    backends: which backend serves. made: by maker, also those in use no longer. ways: who is asked, in this order.
+    carriers: who carries messages, since a receive must look where its message is: the first provider, or None: torch,
+    if there were messages before it.
+    """
 
-    def is_completed(self) -> bool:
-        """Whether it is."""
+    def __init__(self, group: ProcessGroup) -> None:
+        self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self.made: dict[Maker, GroupCollectives] = {}
+        self.ways: dict[str, tuple[GroupCollectives, ...]] = {}
+        self.carriers: dict[str, GroupCollectives | None] = {}
+
+
+_groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
+_makers: Mapping[tuple[str, str], Maker] = {}
+
+
+def use_providers(makers: Mapping[tuple[str, str], Maker]) -> None:
+    """Let ``maker(group, messages)`` give what serves groups of each ``(device type, backend)`` from here on.
+
+    messages: whether others carried messages of the group before. Every rank calls this between the same collectives.
+    """
+    global _makers
+    if makers != _makers:
+        _makers = dict(makers)
+        for known in _groups.values():
+            known.ways.clear()
+
+
+def reset() -> None:
+    """Use no provider; those of messages stay with their groups."""
+    use_providers({})
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
@@ -116,15 +134,10 @@ def all_reduce(
     tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Replace `tensor`, on every rank, by the reduction over all ranks; the same bits everywhere."""
-    if (size := members(group)) == 1:
+    if members(group) == 1:
         return _nothing(async_op)
-    lane, backend = _route(group, tensor)
-    if lane is None or op not in gloo.FOLDS:
-        work = dist.all_reduce(tensor, _wire_op(op, backend), group, async_op=True)
-        return _end(work, _averager(tensor, op, backend, size), async_op)
     flat, back = _flat(tensor)
-    way = shared if shared.serves(lane, "all_reduce", flat.nbytes, flat.dtype, op, async_op=async_op) else gloo
-    return _after(way.all_reduce(flat, op, lane, async_op), back, async_op)
+    return _after(_serve("all_reduce", group, flat, flat, op, async_op), back, async_op)
 
 
 @_intercepted
@@ -132,11 +145,10 @@ def reduce(
     tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Reduce into `tensor` of global rank `dst`; elsewhere its content is undefined afterwards."""
-    if (size := members(group)) == 1:
+    if members(group) == 1:
         return _nothing(async_op)
-    _, backend = _route(group, tensor)
-    work = dist.reduce(tensor, dst, _wire_op(op, backend), group, async_op=True)
-    return _end(work, _averager(tensor, op, backend, size), async_op)
+    flat, back = _flat(tensor)
+    return _after(_serve("reduce", group, flat, flat, _place(group, dst), op, async_op), back, async_op)
 
 
 @_intercepted
@@ -144,11 +156,8 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async
     """Replace `tensor`, on every rank, by that of global rank `src`."""
     if members(group) == 1 or tensor.numel() == 0:
         return _nothing(async_op)
-    lane, _ = _route(group, tensor)
-    if lane is None or not shared.serves(lane, "all_gather", tensor.nbytes, tensor.dtype, async_op=async_op):
-        return _plain(dist.broadcast(tensor, src, group, async_op), async_op)
     flat, back = _flat(tensor)
-    return _after(shared.broadcast(flat, _place(group, src), lane, async_op), back, async_op)
+    return _after(_serve("broadcast", group, flat, flat, _place(group, src), async_op), back, async_op)
 
 
 @_intercepted
@@ -161,13 +170,8 @@ def all_gather_into_tensor(
     if size == 1:
         output.detach().view(-1).copy_(input.detach().reshape(-1))
         return _nothing(async_op)
-    lane, _ = _route(group, output)
-    if lane is None:
-        return _plain(_GATHER(output, input, group, async_op), async_op)
     flat, back = _flat(output, fill=False)
-    mine, _ = _flat(input)
-    way = shared if shared.serves(lane, "all_gather", flat.nbytes, flat.dtype, async_op=async_op) else gloo
-    return _after(way.all_gather_parts(flat.view(size, -1).unbind(), mine, lane, async_op, flat), back, async_op)
+    return _after(_serve("all_gather_into", group, flat, flat, _flat(input)[0], async_op), back, async_op)
 
 
 @_intercepted
@@ -175,27 +179,21 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Fill `tensor_list[i]` with rank i's `tensor`. Over gloo the lengths may differ between ranks, or be 0."""
-    size = members(group)
+    size, here = members(group), rank(group)
     if len(tensor_list) != size:
         raise CommError(f"all_gather over {size} ranks was given {len(tensor_list)} tensors to fill; give {size}")
+    if tensor_list[here].numel() != tensor.numel():
+        raise CommError(
+            f"all_gather: tensor_list[{here}] has {tensor_list[here].numel()} elements, "
+            f"this rank's tensor {tensor.numel()}; they must be equal"
+        )
     if size == 1:
         tensor_list[0].detach().copy_(tensor.detach())
         return _nothing(async_op)
-    lane, _ = _route(group, tensor)
-    if lane is None:
-        return _plain(dist.all_gather(list(tensor_list), tensor, group, async_op), async_op)
-    if tensor_list[lane.rank].numel() != tensor.numel():
-        raise CommError(
-            f"all_gather: tensor_list[{lane.rank}] has {tensor_list[lane.rank].numel()} elements, "
-            f"this rank's tensor {tensor.numel()}; they must be equal"
-        )
     pairs = [_flat(t, fill=False) for t in tensor_list]
-    mine, _ = _flat(tensor)
     backs = [back for _, back in pairs if back is not None]
-    finish = (lambda: [back() for back in backs]) if backs else None
-    total = sum(t.nbytes for t in tensor_list)
-    way = shared if shared.serves(lane, "all_gather", total, mine.dtype, async_op=async_op) else gloo
-    return _after(way.all_gather_parts([flat for flat, _ in pairs], mine, lane, async_op), finish, async_op)
+    work = _serve("all_gather", group, tensor, [flat for flat, _ in pairs], _flat(tensor)[0], async_op)
+    return _after(work, (lambda: [back() for back in backs]) if backs else None, async_op)
 
 
 @_intercepted
@@ -208,14 +206,8 @@ def reduce_scatter_tensor(
     if size == 1:
         output.detach().view(-1).copy_(input.detach().reshape(-1))
         return _nothing(async_op)
-    lane, backend = _route(group, output)
-    if lane is None or op not in gloo.FOLDS:
-        work = _SCATTER(output, input, _wire_op(op, backend), group, True)
-        return _end(work, _averager(output, op, backend, size), async_op)
     flat, back = _flat(output, fill=False)
-    whole, _ = _flat(input)
-    way = shared if shared.serves(lane, "reduce_scatter", whole.nbytes, whole.dtype, op, async_op=async_op) else gloo
-    return _after(way.reduce_scatter(flat, whole, op, lane, async_op), back, async_op)
+    return _after(_serve("reduce_scatter", group, flat, flat, _flat(input)[0], op, async_op), back, async_op)
 
 
 @_intercepted
@@ -228,20 +220,14 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Work | None:
     """Send the i-th part of `input` (along dim 0) to rank i; `output` takes the parts that come, in rank order."""
-    if members(group) == 1:
+    if (size := members(group)) == 1:
         output.detach().copy_(input.detach())
         return _nothing(async_op)
-    lane, _ = _route(group, output)
-    if lane is not None and shared.exchanges(lane, async_op=async_op):
-        if output.dtype != input.dtype:
-            raise CommError(f"all_to_all_single: output is {output.dtype}, input {input.dtype}; they must be equal")
-        flat, back = _flat(output, fill=False)
-        taken = _parts(output, flat, output_split_sizes, lane)
-        given = _parts(input, _flat(input)[0], input_split_sizes, lane)
-        return _end(shared.all_to_all(taken, given, lane), back, async_op)
-    out_sizes = None if output_split_sizes is None else list(output_split_sizes)
-    in_sizes = None if input_split_sizes is None else list(input_split_sizes)
-    return _plain(dist.all_to_all_single(output, input, out_sizes, in_sizes, group, async_op), async_op)
+    if output.dtype != input.dtype:
+        raise CommError(f"all_to_all_single: output is {output.dtype}, input {input.dtype}; they must be equal")
+    taken, given = _lengths(output, output_split_sizes, size), _lengths(input, input_split_sizes, size)
+    flat, back = _flat(output, fill=False)
+    return _after(_serve("all_to_all", group, flat, flat, _flat(input)[0], taken, given, async_op), back, async_op)
 
 
 @_intercepted
@@ -286,42 +272,39 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int =
 
     To be received by this module's `recv` or `irecv`, not by torch.distributed's: they may look elsewhere.
     """
-    members(group)
-    if (post := _post(group, tensor, dst, tag)) is None:
+    work = _carry("isend", group, tensor, _flat(tensor)[0], dst, tag)
+    if work is NotImplemented:
         dist.send(tensor, dst, group, tag)
     else:
-        post.isend(_flat(tensor)[0], _place(group, dst)).wait()
+        work.wait()
 
 
 @_intercepted
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive into `tensor` from global rank `src` (None: whoever sends); returns the sender."""
-    members(group)
-    if (post := _post(group, tensor, src, tag)) is None:
-        return dist.recv(tensor, src, group, tag)
     flat, back = _flat(tensor, fill=False)
-    work = post.irecv(flat, None if src is None else _place(group, src))
+    work = _carry("irecv", group, tensor, flat, src, tag)
+    if work is NotImplemented:
+        return dist.recv(tensor, src, group, tag)
     AfterWork([work], back).wait()
-    return dist.get_global_rank(_live(group), work.source)
+    return dist.get_global_rank(_live(group), work.source) if src is None else src
 
 
 @_intercepted
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start sending `tensor` to global rank `dst`; it must stay as it is until the work is done."""
-    members(group)
-    if (post := _post(group, tensor, dst, tag)) is None:
-        return _message(dist.isend(tensor, dst, group, tag), group, tensor)
-    return cast(Work, post.isend(_flat(tensor)[0], _place(group, dst)))
+    work = _carry("isend", group, tensor, _flat(tensor)[0], dst, tag)
+    return AfterWork([dist.isend(tensor, dst, group, tag)]) if work is NotImplemented else cast(Work, work)
 
 
 @_intercepted
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Start receiving into `tensor` from global rank `src` (None: whoever sends)."""
-    members(group)
-    if (post := _post(group, tensor, src, tag)) is None:
-        return _message(dist.irecv(tensor, src, group, tag), group, tensor)
     flat, back = _flat(tensor, fill=False)
-    return cast(Work, _after(post.irecv(flat, None if src is None else _place(group, src)), back, True))
+    work = _carry("irecv", group, tensor, flat, src, tag)
+    if work is NotImplemented:
+        return AfterWork([dist.irecv(tensor, src, group, tag)])
+    return cast(Work, _after(work, back, True))
 
 
 def batch_isend_irecv(
@@ -336,11 +319,10 @@ def batch_isend_irecv(
         raise CommError(f"batch_isend_irecv takes ds_core.comm.isend and irecv, not {unknown[0]!r}")
     if not operations:
         return []
-    if interceptor.installed or _route(group, operations[0][1])[0] is not None:
+    if interceptor.installed or _carrier(group, operations[0][1]) is not None:
         return [function(tensor, peer, group) for function, tensor, peer in operations]
     batch = [dist.P2POp(kinds[function], tensor, peer, group) for function, tensor, peer in operations]
-    works = dist.batch_isend_irecv(batch)
-    return [_message(work, group, operations[0][1]) for work in works]
+    return [AfterWork([work]) for work in dist.batch_isend_irecv(batch)]
 
 
 @_intercepted
@@ -352,33 +334,78 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
 
 
 def open_transports(groups: Iterable[ProcessGroup]) -> None:
-    """Open the transports of `groups` now. Collective over each: ranks give their groups in one order."""
-    nothing = torch.empty(0)
+    """Let the providers of `groups` set up what all ranks take part in. Collective over each: ranks give one order."""
     for group in groups:
-        if group is ALONE:
+        if group is ALONE or group.size() == 1:
             continue
-        lane, _ = _route(group, nothing)
-        if lane is None or lane.size == 1:
-            continue
-        if interceptor.installed:
-            made = interceptor.Collective("open_transports", group, {"tensor": (0, None)}, (nothing,), {})
-            interceptor.intercept(made, functools.partial(shared.open_transport, lane))
-        else:
-            shared.open_transport(lane)
+        known = _known(group)
+        for device, backend in sorted(known.backends.items()):
+            if (device, backend) not in _makers:
+                continue
+            (own, *_) = _ways(known, group, device)
+            if interceptor.installed:
+                parameters = {"tensor": (0, None)}
+                made = interceptor.Collective("open_transports", group, parameters, (torch.empty(0),), {})
+                interceptor.intercept(made, own.open)
+            else:
+                own.open()
 
 
-def _route(group: ProcessGroup | None, tensor: Tensor) -> tuple[Lane | None, str]:
-    """The lane of `group` if gloo serves `tensor` on the CPU, else None; and the backend's name."""
-    if tensor.device.type != "cpu":
-        served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        return None, served.get(tensor.device.type, "")
-    live = _live(group)
-    found = _lanes.get(live)
+# -- who serves a call -------------------------------------------------------------------------------------------------
+
+
+def _serve(method: str, group: ProcessGroup | None, like: Tensor, *arguments: Any) -> Any:
+    """Call `method` of whatever serves it first in the group, for tensors on the device of `like`."""
+    live, device = _live(group), like.device.type
+    known = _groups.get(live) or _known(live)
+    for way in known.ways.get(device) or _ways(known, live, device):
+        if (work := getattr(way, method)(*arguments)) is not NotImplemented:
+            return work
+    raise CommError(f"nothing serves {method} of {like.dtype} on {device}")
+
+
+def _known(group: ProcessGroup) -> _Group:
+    found = _groups.get(group)
     if found is None:
-        served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        backend = served.get("cpu", "")
-        found = _lanes[live] = (Lane(live) if backend == "gloo" else None, backend)
+        found = _groups[group] = _Group(group)
     return found
+
+
+def _ways(known: _Group, group: ProcessGroup, device: str) -> tuple[GroupCollectives, ...]:
+    """The group's provider, if one is in use for `device`, and torch.distributed."""
+    from ds_core.comm.plain import PlainCollectives
+
+    backend = known.backends.get(device, "")
+    ways: tuple[GroupCollectives, ...] = (PlainCollectives(group, backend),)
+    if (maker := _makers.get((device, backend))) is not None:
+        if maker not in known.made:
+            made = known.made[maker] = maker(group, device in known.carriers)
+            known.carriers.setdefault(device, made)
+        ways = (known.made[maker], *ways)
+    known.ways[device] = ways
+    return ways
+
+
+def _carrier(group: ProcessGroup | None, tensor: Tensor) -> GroupCollectives | None:
+    """Who carries the group's messages of such tensors; None: torch."""
+    live, device = _live(group), tensor.device.type
+    known = _known(live)
+    if device not in known.carriers:
+        _ways(known, live, device)
+    return known.carriers.setdefault(device, None)
+
+
+def _carry(method: str, group: ProcessGroup | None, tensor: Tensor, flat: Tensor, peer: int | None, tag: int) -> Any:
+    """`isend` or `irecv` of the group's carrier; peer: global rank."""
+    members(group)
+    if peer is not None and peer == dist.get_rank():
+        raise CommError(f"{method}: rank {peer} is this rank; a message to oneself is a copy")
+    if (carrier := _carrier(group, tensor)) is None:
+        return NotImplemented
+    return getattr(carrier, method)(flat, None if peer is None else _place(group, peer), tag)
+
+
+# -- tensors and works -------------------------------------------------------------------------------------------------
 
 
 def _flat(tensor: Tensor, fill: bool = True) -> tuple[Tensor, Callable[[], Any] | None]:
@@ -390,16 +417,6 @@ def _flat(tensor: Tensor, fill: bool = True) -> tuple[Tensor, Callable[[], Any] 
     return copy.view(-1), lambda: plain.copy_(copy)
 
 
-def _wire_op(op: Any, backend: str) -> Any:
-    return ReduceOp.SUM if op == ReduceOp.AVG and backend not in _AVERAGING else op
-
-
-def _averager(tensor: Tensor, op: Any, backend: str, size: int) -> Callable[[], Any] | None:
-    if op != ReduceOp.AVG or backend in _AVERAGING:
-        return None
-    return lambda: gloo.average(tensor.detach(), size)
-
-
 def _nothing(async_op: bool) -> Work | None:
     return AfterWork(()) if async_op else None
 
@@ -408,27 +425,17 @@ def _plain(work: Any, async_op: bool) -> Work | None:
     return cast(Work, work) if async_op else None
 
 
-def _post(group: ProcessGroup | None, tensor: Tensor, peer: int | None, tag: int) -> Any:
-    """What carries this message instead of the backend, or None."""
-    lane, _ = _route(group, tensor)
-    return lane.post if lane is not None and shared.carries(lane, peer, tag) else None
+def _after(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:
+    if not async_op:
+        if finish is not None:
+            finish()
+        return None
+    return cast(Work, work) if finish is None else AfterWork([work], finish)
 
 
 def _place(group: ProcessGroup | None, global_rank: int) -> int:
     """The rank in `group` of a global one."""
     return dist.get_group_rank(_live(group), global_rank)
-
-
-def _parts(whole: Tensor, flat: Tensor, rows: Sequence[int] | None, lane: Lane) -> tuple[Tensor, ...]:
-    """`flat`, the elements of `whole`, by ranks: so many rows each, None: equally many."""
-    count = whole.shape[0] if whole.dim() else 0
-    if rows is None and count % lane.size:
-        raise CommError(f"all_to_all_single: {count} rows do not divide over {lane.size} ranks; name the split sizes")
-    split = [count // lane.size] * lane.size if rows is None else list(rows)
-    if len(split) != lane.size or sum(split) != count:
-        raise CommError(f"all_to_all_single: split sizes {split} for {count} rows and {lane.size} ranks; one per rank")
-    width = math.prod(whole.shape[1:])
-    return torch.split(flat, [n * width for n in split])
 
 
 def _live(group: ProcessGroup | None) -> ProcessGroup:
@@ -437,26 +444,17 @@ def _live(group: ProcessGroup | None) -> ProcessGroup:
     return live
 
 
-def _message(work: Any, group: ProcessGroup | None, tensor: Tensor) -> Work:
-    """One message's work; over gloo, one that can be polled."""
-    lane, _ = _route(group, tensor)
-    return cast(Work, work if lane is None else Messages([work]))
-
-
-def _end(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:
-    after = AfterWork([work], finish)
-    if async_op:
-        return after
-    after.wait()
-    return None
-
-
-def _after(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:
-    if not async_op:
-        if finish is not None:
-            finish()
+def _lengths(whole: Tensor, rows: Sequence[int] | None, size: int) -> list[int] | None:
+    """The elements of each rank's part of `whole`, of so many rows each; None where they are to be equal."""
+    count = whole.shape[0] if whole.dim() else 0
+    if rows is None and count % size:
+        raise CommError(f"all_to_all_single: {count} rows do not divide over {size} ranks; name the split sizes")
+    if rows is None:
         return None
-    return cast(Work, work) if finish is None else AfterWork([work], finish)
+    if len(rows) != size or sum(rows) != count:
+        raise CommError(f"all_to_all_single: split sizes {list(rows)} for {count} rows and {size} ranks; one per rank")
+    width = math.prod(whole.shape[1:])
+    return [n * width for n in rows]
 
 
 def _check_lengths(name: str, long_name: str, long: Tensor, short_name: str, short: Tensor, size: int) -> None:

@@ -187,6 +187,9 @@ class CoreConfig(Section):
     kernels: dict[str, Annotated[str, Field(min_length=1)]] = option(
         {}, 'Operation -> provider, such as {"adam": "reference"}.'
     )
+    collectives: str | None = option(
+        None, 'Who serves collectives: the name of a provider, or "torch" for torch.distributed alone.'
+    )
     plugins: PluginsConfig = option(PluginsConfig(), "Which plugins take part.")
 
     @model_validator(mode="before")

@@ -18,6 +18,7 @@ HOOKS = {
     "ds_optimizers": "optimizers",
     "ds_schedulers": "schedulers",
     "ds_state_stores": "state_stores",
+    "ds_collectives": "collectives",
     "ds_launchers": "launchers",
     "ds_commands": "commands",
     "ds_config_formats": "config_formats",

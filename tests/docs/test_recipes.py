@@ -29,7 +29,7 @@ import torch
 
 import ds_core
 from ds_testing import (
-    AcceleratorConformance, CheckpointerConformance,
+    AcceleratorConformance, CheckpointerConformance, CollectivesConformance,
     ConfigFormatConformance, GradientsConformance, InterceptorConformance, KernelConformance,
     LauncherConformance, ObserverConformance,
     LoaderConformance, MonitorConformance, OptimizerConformance, PluginConformance, PrecisionConformance,
@@ -165,11 +165,11 @@ class TestMyNorm(PluginConformance):
 class TestMyNormKernel(KernelConformance):
     plugin = "my_norm.plugin"
 
-class TestMySurvey(PluginConformance):
-    entry_point = "my_survey.plugin"
+class TestMyOrdered(PluginConformance):
+    entry_point = "my_ordered.plugin"
 
-class TestMySurveyKernel(KernelConformance):
-    plugin = "my_survey.plugin"
+class TestMyOrderedSums(CollectivesConformance):
+    provider, polls, ranks, thresholds = "my_ordered.sums:OrderedSums", False, (2,), (65536,)
 
 class TestMyLaunch(PluginConformance):
     entry_point = "my_launch.plugin"
@@ -289,7 +289,7 @@ def recipes() -> dict[str, dict[str, str]]:
 RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
-    *("my-lengths", "my-int8", "my-norm", "my-survey", "my-launch", "my-greeting", "my-ini", "my-slow", "my-replay"),
+    *("my-lengths", "my-int8", "my-norm", "my-ordered", "my-launch", "my-greeting", "my-ini", "my-slow", "my-replay"),
     *("my-clamp", "my-deadline", "my-method", "my-dcp"),
 )
 

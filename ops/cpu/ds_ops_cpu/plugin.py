@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from ds_core.entries import KernelEntry
+from ds_core.entries import CollectivesEntry, KernelEntry
 
-__all__ = ["ds_kernels"]
+__all__ = ["ds_collectives", "ds_kernels"]
 
 OPS = ("accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd", "squared_norm")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def ds_kernels() -> Iterable[KernelEntry]:
-    """One provider, ``cpp``, of each operation, and the collectives of ranks on one host; built on first use."""
-    shared = KernelEntry(
-        "collectives",
-        "shm",
-        "ds_ops_cpu.shared:open_segment",
-        10,
-        devices=("cpu",),
-        available="ds_ops_cpu.extension:can_share",
-        build="ds_ops_cpu.extension:EXTENSION",
-        check="ds_testing.transports:comparisons",
-    )
-    return shared, *(
+    """One provider, ``cpp``, of each operation; built on first use."""
+    return tuple(
         KernelEntry(
             op,
             "cpp",
@@ -37,3 +27,17 @@ def ds_kernels() -> Iterable[KernelEntry]:
         )
         for op in OPS
     )
+
+
+def ds_collectives() -> Mapping[str, CollectivesEntry]:
+    """``shm``, for the ranks of one host; built on first use."""
+    return {
+        "shm": CollectivesEntry(
+            "ds_ops_cpu.shared:collectives",
+            device="cpu",
+            backend="gloo",
+            priority=10,
+            available="ds_ops_cpu.extension:can_share",
+            build="ds_ops_cpu.extension:EXTENSION",
+        )
+    }

@@ -1,4 +1,4 @@
-"""The collectives of ranks on one host, through memory that all of them have mapped: the kernel ``collectives``.
+"""The collectives of ranks on one host, through memory that all of them have mapped: the provider ``shm``.
 
 One rank makes an anonymous memory file (memfd), which has no name in any folder, so that nothing is left behind however
 the processes end; the others open it through /proc. All ranks agree, once per group, on whether it is used; where one
@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from ds_comm_gloo import GlooCollectives, Members, Transport
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from ds_core.comm.shared import Meeting, Transport
 from ds_core.errors import CommError, DSError, LostRankError
 from ds_ops_cpu.kernels import native
 from ds_ops_cpu.messages import LEFT, Post, Receiving, Sending, Sent
 
-__all__ = ["BOX", "RING", "SharedMemory", "open_segment"]
+__all__ = ["BOX", "RING", "SharedMemory", "collectives", "open_segment"]
 
 log = logging.getLogger("ds_ops_cpu")
 
@@ -60,11 +61,11 @@ _GONE, _LATE, _DIFFERENT, _INTERRUPTED, _LEFT = 1, 2, 3, 4, LEFT
 class SharedMemory:
     """A group's segment: a `Transport`. pids: the ranks' processes, for messages."""
 
-    def __init__(self, segment: Any, meeting: Meeting, pids: Sequence[int]) -> None:
-        # Not the meeting itself: it knows the lane, which knows this object; both are to go with their group.
+    def __init__(self, segment: Any, members: Members, pids: Sequence[int]) -> None:
+        # Not `Members` itself: it knows the queue of the group's collectives; both are to go with their group.
         self._segment, self._pids = segment, list(pids)
-        self._rank, self._names, self._timeout = meeting.rank, meeting.names, meeting.timeout
-        self._post = Post(segment, meeting.rank, meeting.names, pids, RING, meeting.timeout)
+        self._rank, self._names, self._timeout = members.rank, members.names, members.timeout
+        self._post = Post(segment, members.rank, members.names, pids, RING, members.timeout)
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
         """See `Transport`."""
@@ -137,51 +138,56 @@ class SharedMemory:
         return LostRankError(f"{head}, for {why}")
 
 
-def open_segment(meeting: Meeting) -> Transport | None:
+def collectives(group: ProcessGroup, messages: bool) -> GlooCollectives:
+    """The provider ``shm``: collectives through a segment, over gloo where the ranks cannot share one."""
+    return GlooCollectives(group, messages, open_segment)
+
+
+def open_segment(members: Members) -> Transport | None:
     """The segment of a group, or None when its ranks cannot share one; collective."""
     key = secrets.token_hex(16)
     mine, reason, module = -1, None, None
     try:
         module = native()
-        reason = _obstacle(module, meeting)
-        if meeting.rank == 0 and reason is None:
+        reason = _obstacle(module, members)
+        if members.rank == 0 and reason is None:
             mine = _make(
-                module.Segment.bytes_for(meeting.size, BOX), module.Segment.ring_bytes_for(meeting.size, RING), key
+                module.Segment.bytes_for(members.size, BOX), module.Segment.ring_bytes_for(members.size, RING), key
             )
     except (DSError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
     told = {"host": _host(), "pid": os.getpid(), "file": mine, "key": key, "reason": (reason or "")[:800]}
-    records = meeting.swap(told)
+    records = members.exchange(told)
     pids, first = [r["pid"] for r in records], records[0]
-    segment, reason = None, _why_apart(records, meeting)
+    segment, reason = None, _why_apart(records, members)
     if reason is None and module is not None:
         try:
             file = (
-                mine if meeting.rank == 0 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
+                mine if members.rank == 0 else os.open(f"/proc/{pids[0]}/fd/{first['file']}", os.O_RDWR | os.O_CLOEXEC)
             )
             mine = -1  # the segment closes it
-            spin = SPIN_NS if meeting.size <= _cores() else 0
-            args = (file, first["key"].encode(), meeting.rank, meeting.size, BOX, RING, meeting.timeout)
+            spin = SPIN_NS if members.size <= _cores() else 0
+            args = (file, first["key"].encode(), members.rank, members.size, BOX, RING, members.timeout)
             segment = module.Segment(*args, spin)
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
-        answers = meeting.swap({"reason": (reason or "")[:800]})
-        reason = _first_reason(answers, meeting)
+        answers = members.exchange({"reason": (reason or "")[:800]})
+        reason = _first_reason(answers, members)
     elif mine >= 0:
         with contextlib.suppress(OSError):
             os.close(mine)
     if reason is not None:
-        log.debug("collectives of ranks %s go through their backend, not shared memory: %s", meeting.names, reason)
+        log.debug("collectives of ranks %s go through their backend, not shared memory: %s", members.names, reason)
         return None
-    log.debug("collectives of ranks %s go through shared memory, %d bytes a rank", meeting.names, 2 * BOX)
-    return SharedMemory(segment, meeting, pids)
+    log.debug("collectives of ranks %s go through shared memory, %d bytes a rank", members.names, 2 * BOX)
+    return SharedMemory(segment, members, pids)
 
 
-def _obstacle(module: Any, meeting: Meeting) -> str | None:
+def _obstacle(module: Any, members: Members) -> str | None:
     if not hasattr(module, "Segment"):
         return "this system has no futex"
-    if meeting.size > module.MOST_RANKS:
-        return f"{meeting.size} ranks; at most {module.MOST_RANKS} share a segment"
+    if members.size > module.MOST_RANKS:
+        return f"{members.size} ranks; at most {module.MOST_RANKS} share a segment"
     return None
 
 
@@ -211,15 +217,15 @@ def _host() -> str:
         return f"unknown {secrets.token_hex(8)} ({error.strerror})"
 
 
-def _why_apart(records: Sequence[dict[str, Any]], meeting: Meeting) -> str | None:
-    if (reason := _first_reason(records, meeting)) is not None:
+def _why_apart(records: Sequence[dict[str, Any]], members: Members) -> str | None:
+    if (reason := _first_reason(records, members)) is not None:
         return reason
     other = next((i for i, r in enumerate(records) if r["host"] != records[0]["host"]), None)
-    return None if other is None else f"rank {meeting.names[other]} is on another host than rank {meeting.names[0]}"
+    return None if other is None else f"rank {members.names[other]} is on another host than rank {members.names[0]}"
 
 
-def _first_reason(records: Sequence[dict[str, Any]], meeting: Meeting) -> str | None:
-    return next((f"rank {n}: {r['reason']}" for n, r in zip(meeting.names, records, strict=True) if r["reason"]), None)
+def _first_reason(records: Sequence[dict[str, Any]], members: Members) -> str | None:
+    return next((f"rank {n}: {r['reason']}" for n, r in zip(members.names, records, strict=True) if r["reason"]), None)
 
 
 def _arithmetic(dtype: torch.dtype, op: str) -> tuple[int, int, int, bool]:

@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_comm_gloo.group_queue import Messages
 from ds_ops_cpu import shared as ours
 from ds_testing import RemoteError, Traffic, run_ranks
 from torch import Tensor
 
 from ds_core import comm
-from ds_core.comm import collectives, shared
-from ds_core.comm.lane import Messages
+from ds_core.comm import collectives
 from ds_core.errors import CommError, LostRankError
 
-CHECKS = Path(__file__).parents[3] / "tests" / "comm" / "test_collectives.py"
 SMALL = 1 << 14
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float64, torch.uint8)
-
-
-def core_checks() -> Any:
-    """The core's own tests of collectives and messages, whichever way they go."""
-    spec = importlib.util.spec_from_file_location("core_checks", CHECKS)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def fresh(ring: int = SMALL, ranks: list[int] | None = None, timeout: float | None = None) -> Any:
     """A group whose messages go through rings of so many bytes."""
     ours.RING = ring
-    shared.configure(ours.open_segment)
+    comm.use_providers({("cpu", "gloo"): ours.collectives})
     group = dist.new_group(ranks, timeout=None if timeout is None else timedelta(seconds=timeout))
     if ranks is None or dist.get_rank() in ranks:
         comm.open_transports([group])
@@ -51,10 +37,13 @@ def fresh(ring: int = SMALL, ranks: list[int] | None = None, timeout: float | No
     return group
 
 
-def post(group: Any = None) -> Any:
-    lane = collectives._route(group, torch.empty(0))[0]
-    assert lane is not None
-    return lane.post
+def served(group: Any) -> Any:
+    """What serves a group that has been used."""
+    return next(iter(collectives._groups[group].made.values()))
+
+
+def post(group: Any) -> Any:
+    return served(group).carrier
 
 
 def numbers(length: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -239,50 +228,31 @@ def broadcasts() -> None:
                 assert torch.equal(tensor, numbers(2 * n, dtype, size - 1).view(n, 2)[:, 0])
 
 
-def as_in_the_core() -> None:
-    fresh()
-    lane = collectives._route(None, torch.empty(0))[0]
-    assert lane is not None
-    lane.opener, lane.messages = None, False
-    comm.all_reduce(torch.ones(1))
-    assert isinstance(lane.post, ours.SharedMemory)
-    core = core_checks()
-    core.polled()
-    if dist.get_world_size() == 3:
-        core.ring()
-        core.the_rest()
-    lane.post, lane.messages = None, False
-
-
-def test_what_holds_over_gloo_holds_here() -> None:
-    run_ranks(2, as_in_the_core)
-    run_ranks(3, as_in_the_core)
+def test_broadcasts() -> None:
     run_ranks(3, broadcasts)
 
 
 def one_way() -> None:
     """A message that was sent before the transport opened is received where it was sent."""
     rank = dist.get_rank()
-    shared.configure(ours.open_segment)
+    comm.use_providers({("cpu", "gloo"): ours.collectives})
     group = dist.new_group()
     work = comm.isend(torch.tensor([3.0]), 1, group) if rank == 0 else None
     comm.all_reduce(torch.ones(1), group=group)
-    lane = collectives._route(group, torch.empty(0))[0]
-    assert lane is not None
-    assert isinstance(lane.transport, ours.SharedMemory)
-    assert lane.post is None
+    assert isinstance(served(group).transport, ours.SharedMemory)
+    assert post(group) is None
     into = torch.zeros(1)
     if rank == 1:
         comm.recv(into, 0, group)
         assert into.item() == 3
     elif work is not None:
         work.wait()
-    # And what was sent before the kernel is changed, likewise.
+    # And what was sent before the provider is changed, likewise.
     group = fresh()
     before = post(group)
     if rank == 0:
         comm.send(torch.tensor([5.0]), 1, group)
-    shared.configure(None)
+    comm.use_providers({})
     comm.all_reduce(torch.ones(1), group=group)
     assert post(group) is before
     if rank == 1:
@@ -324,7 +294,7 @@ def wrong() -> str:
         work = comm.isend(torch.zeros(5 * SMALL), 1, group)
         with pytest.raises(LostRankError, match=r"bytes to rank 1 did not end within 0.2 s"):
             work.wait(timedelta(seconds=0.2))
-        with pytest.raises(ValueError, match="destination"):
+        with pytest.raises(CommError, match="rank 0 is this rank"):
             comm.send(torch.zeros(3), 0, group)
         comm.barrier()
         return ""
@@ -346,8 +316,6 @@ def exchanging() -> None:
     group = fresh()
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
-    lane = collectives._route(group, torch.empty(0))[0]
-    assert lane is not None
     for turn, dtype in enumerate((*DTYPES, torch.float32)):
         rows = [[(3 * a + 5 * b + turn) % 4 * (997 if turn % 3 else 1) for b in range(size)] for a in range(size)]
         given = [numbers(rows[rank][r] * 6, dtype, 100 * rank + r).view(-1, 2, 3) for r in range(size)]
@@ -362,7 +330,7 @@ def exchanging() -> None:
         for each in (sent, work):
             assert each is None or each.wait()
         assert torch.equal(out, torch.cat(wanted))
-    assert isinstance(lane.swapper, ours.SharedMemory)
+    assert isinstance(served(group).exchanger, ours.SharedMemory)
     with pytest.raises(CommError, match="split sizes"):
         comm.all_to_all_single(torch.empty(4), torch.empty(4), [4] * size, [1] * size, group=group)
     with pytest.raises(CommError, match="divide"):

@@ -1,4 +1,4 @@
-"""Collectives through shared memory: the core's own checks of collectives, groups, failures, training as over gloo."""
+"""Collectives through shared memory: the kit of providers, groups, failures, training as over gloo."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_comm_gloo import transports
 from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
-from ds_testing import RemoteError, run_ranks
+from ds_testing import CollectivesConformance, RemoteError, run_ranks
+from ds_testing.collectives import check_reductions, contribution, expected
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.comm import collectives, shared
+from ds_core.comm import collectives
 from ds_core.errors import CommError
 
 ROOT = Path(__file__).parents[3]
@@ -44,47 +46,40 @@ def core_checks(name: str, folder: Path = CHECKS) -> ModuleType:
 
 
 def transport(group: Any = None) -> Any:
-    lane = collectives._route(group, torch.empty(0))[0]
-    assert lane is not None
-    return lane.transport
+    return collectives._groups[dist.group.WORLD if group is None else group].ways["cpu"][0].transport  # type: ignore
+
+
+def renew() -> None:
+    """Ask for the transport of the world's collectives once more."""
+    collectives._groups.pop(dist.group.WORLD, None)  # type: ignore[call-overload]
+    comm.use_providers({("cpu", "gloo"): ours.collectives})
 
 
 def start(box: int = ours.BOX, once: int = ours.ONCE) -> None:
     """Go through shared memory from here on, on new segments."""
     ours.BOX, ours.ONCE = box, once
-    lane = collectives._route(None, torch.empty(0))[0]
-    assert lane is not None
-    lane.opener = None
-    shared.configure(ours.open_segment)
+    renew()
     comm.all_reduce(torch.ones(1))
     assert isinstance(transport(), ours.SharedMemory)
 
 
-def borrowed(module: str, functions: list[str]) -> None:
-    start()
-    for name in functions:
-        getattr(core_checks(module), name)()
-        assert isinstance(transport(), ours.SharedMemory)
+class TestSharedMemory(CollectivesConformance):
+    """The same bits as one process that adds in rank order, as over gloo."""
 
-
-@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_what_holds_over_gloo_holds_here(size: int) -> None:
-    """Bits, dtypes, operations, odd and empty sizes, strides, several in flight, polling, order of waiting."""
-    names = ["sweep_small", "average_at_the_edge_of_fp16", "shapes_and_strides", "polled", "lists_of_any_length"]
-    run_ranks(size, borrowed, "test_collectives", names + (["in_groups"] if size == 4 else []))
+    provider = "ds_ops_cpu.shared:collectives"
+    rank_order = True
 
 
 def at_borders() -> None:
-    check = core_checks("test_collectives").check_all
     for once in (0, 1 << 12):
         start(SMALL, once)
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
             box = SMALL // dtype.itemsize
             for length in (box - 1, box, box + 1, 3 * box + 17, (1 << 12) // dtype.itemsize + 1):
-                check(length, dtype, "AVG" if once else "SUM", async_op=length > box)
+                check_reductions(length, dtype, "AVG" if once else "SUM", async_op=length > box)
     start()
-    check(1_500_017, torch.float32, "SUM", False)
-    check(1_500_017, torch.float16, "AVG", True)
+    check_reductions(1_500_017, torch.float32, "SUM", False)
+    check_reductions(1_500_017, torch.float16, "AVG", True)
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
@@ -123,13 +118,12 @@ def test_bits_nan_and_what_is_left_to_the_backend() -> None:
 
 def test_every_instruction_set_reduces_alike() -> None:
     """In one process: the arithmetic alone, of each instruction set that this processor has."""
-    check = core_checks("test_collectives")
     module = native()
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8):
         for length in (1, 15, 16, 1037):
-            parts = [check.data(length, dtype, r) for r in range(3)]
+            parts = [contribution(length, dtype, r) for r in range(3)]
             for op in ("SUM", "AVG", "PRODUCT", "MAX", "MIN"):
-                want = check.reference(parts, op)
+                want = expected(parts, op)
                 for name in module.instruction_sets():
                     out = parts[1].clone()  # the result may overwrite a part
                     at = [parts[0].data_ptr(), out.data_ptr(), parts[2].data_ptr()]
@@ -162,7 +156,6 @@ def overlapping() -> None:
     """Groups that share ranks, disjoint ones and the world, all in flight at once, waited for in any order."""
     start(SMALL)
     rank = dist.get_rank()
-    data, reference = core_checks("test_collectives").data, core_checks("test_collectives").reference
     members = [[0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in members]
     comm.open_transports(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)
@@ -171,13 +164,13 @@ def overlapping() -> None:
         for ranks, group in zip(members, groups, strict=True):
             if rank in ranks:
                 length = 1000 + 20_000 * (turn % 2)
-                mine = data(length, torch.float32, 10 * turn + rank)
+                mine = contribution(length, torch.float32, 10 * turn + rank)
                 work = comm.all_reduce(mine, group=group, async_op=True)
-                flying.append((work, mine, [data(length, torch.float32, 10 * turn + r) for r in ranks]))
+                flying.append((work, mine, [contribution(length, torch.float32, 10 * turn + r) for r in ranks]))
     for work, mine, parts in flying[::-1] if rank % 2 else flying:
         assert work is not None
         work.wait()
-        assert torch.equal(mine, reference(parts, "SUM"))
+        assert torch.equal(mine, expected(parts, "SUM"))
     assert all(isinstance(transport(g), ours.SharedMemory) for g, m in zip(groups, members, strict=True) if rank in m)
     for ranks, group in zip(members, groups, strict=True):
         if rank in ranks:
@@ -186,7 +179,6 @@ def overlapping() -> None:
 
 def test_groups_that_share_ranks_in_flight_together() -> None:
     run_ranks(4, overlapping)
-    run_ranks(2, borrowed, "test_collectives", ["many_in_flight"])
 
 
 # -- who is gone, who differs ------------------------------------------------------------------------------------------
@@ -260,12 +252,10 @@ def differ(how: str) -> str:
     rank = dist.get_rank()
     if how == "late":
         segment = transport()
-        lane = collectives._route(None, torch.empty(0))[0]
-        assert lane is not None
-        lane.opener = None
-        before, shared._timeout = shared._timeout, lambda group: 0.5
+        renew()
+        before, transports._timeout = transports._timeout, lambda group: 0.5
         comm.all_reduce(torch.ones(1))
-        shared._timeout = before
+        transports._timeout = before
         assert transport() is not segment
         if rank == 1:
             time.sleep(1.5)
@@ -358,10 +348,7 @@ def without(why: str) -> list[Any]:
     if why == "room" and rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[2][1]))
     try:
-        lane = collectives._route(None, torch.empty(0))[0]
-        assert lane is not None
-        lane.opener = None
-        shared.configure(ours.open_segment)
+        renew()
         total = torch.full((5,), rank + 1.0)
         comm.all_reduce(total)
         comm.all_reduce(total)
@@ -370,7 +357,7 @@ def without(why: str) -> list[Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before[2])
         logging.getLogger("ds_ops_cpu").removeHandler(handler)
     assert transport() is None
-    lane.opener = None  # the next test of these processes may ask again
+    renew()  # the next test of these processes may ask again
     assert "/memfd:ds_core collectives" not in "".join(os.readlink(f"/proc/self/fd/{f}") for f in fds())
     return [total.tolist(), told]
 
@@ -410,7 +397,7 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "plugins": {"load": ["ds_zero.plugin", "ds_ops_cpu.plugin"]},
         "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 4000},
-        "kernels": {"collectives": provider},
+        "collectives": provider,
         "bf16": {"enabled": dtype == "bf16"},
     }
     engine, *_ = ds_core.initialize(model=model, config=config)
@@ -422,15 +409,13 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    lanes = [lane for lane, _ in collectives._lanes.values() if lane is not None]
-    assert any(isinstance(lane.transport, ours.SharedMemory) for lane in lanes) == (provider == "shm")
+    used = [known.ways["cpu"][0] for known in collectives._groups.values() if "cpu" in known.ways]
+    assert any(isinstance(getattr(w, "transport", None), ours.SharedMemory) for w in used) == (provider == "shm")
     engine.destroy()
-    for lane in lanes:
-        lane.opener = lane.transport = None
     return losses
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, "fp32"), (3, "bf16")])
 def test_training_is_that_over_gloo_bit_for_bit(size: int, dtype: str) -> None:
     for stage in (1, 2, 3):
-        assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(size, train, stage, "reference", dtype)
+        assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(size, train, stage, "composed", dtype)

@@ -13,18 +13,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_comm_gloo import GlooCollectives
 from ds_comms_guard import judge
 from ds_comms_guard.config import CommsGuard
 from ds_comms_guard.guard import guard_of_job, installed_guard
 from ds_testing import RemoteError, run_ranks
 
 from ds_core import comm
+from ds_core.comm import collectives
 from ds_core.comm.interceptor import reset
 from ds_core.errors import ConfigError
 
 
 def start(enabled: bool = True, patience: float = 0.4) -> None:
-    """What a run with this section does."""
+    """What a run with this section does; collectives of ds-comm-gloo, unless others are in use."""
+    if not collectives._makers:
+        comm.use_providers({("cpu", "gloo"): GlooCollectives})
     if (guard := guard_of_job(CommsGuard(enabled=enabled, patience=patience))) is not None:
         comm.add_interceptor(guard)
 

@@ -12,6 +12,7 @@ from ds_core.lazy import names_on_first_use
 if TYPE_CHECKING:
     from ds_testing.accelerator import AcceleratorConformance
     from ds_testing.checkpointer import CheckpointerConformance
+    from ds_testing.collectives import CollectivesConformance
     from ds_testing.formats import ConfigFormatConformance
     from ds_testing.gradients import GradientsConformance
     from ds_testing.interceptor import InterceptorConformance
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceleratorConformance",
     "CheckpointerConformance",
+    "CollectivesConformance",
     "ConfigFormatConformance",
     "GradientsConformance",
     "InterceptorConformance",
@@ -62,6 +64,7 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "accelerator": "AcceleratorConformance",
         "checkpointer": "CheckpointerConformance",
+        "collectives": "CollectivesConformance",
         "formats": "ConfigFormatConformance",
         "gradients": "GradientsConformance",
         "interceptor": "InterceptorConformance",

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ds_core.comm.lane import AfterWork, Lane, LaneWork, Messages
-from ds_core.errors import CommError
+from ds_comm_gloo.group_queue import GroupQueue, Messages, QueueWork
+from ds_core.comm import AfterWork
+from ds_core.comm.plain import average
 
-__all__ = ["FOLDS", "all_gather_parts", "all_reduce", "average", "reduce_parts", "reduce_scatter"]
+__all__ = ["FOLDS", "all_gather_parts", "all_reduce", "reduce_parts", "reduce_scatter"]
 
 # Measured 2026-11-21 on 2 cores, other work running (torch 2.13.0; milliseconds, gloo's own -> ours, fp32). All of it:
 # `benchmarks/collectives.py`.
@@ -62,8 +63,8 @@ FOLDS: dict[Any, _Fold] = {
 
 
 def all_gather_parts(
-    parts: Sequence[Tensor], mine: Tensor, lane: Lane, async_op: bool, whole: Tensor | None = None
-) -> AfterWork | LaneWork | None:
+    parts: Sequence[Tensor], mine: Tensor, queue: GroupQueue, async_op: bool, whole: Tensor | None = None
+) -> AfterWork | QueueWork | None:
     """Fill `parts[i]` with rank i's `mine`; flat contiguous tensors, possibly of different lengths (or empty).
 
     whole: the tensor of which `parts` are the equal pieces, if there is one.
@@ -72,62 +73,64 @@ def all_gather_parts(
     total = sum(sizes)
     if total == 0:
         return AfterWork(()) if async_op else None
-    if lane.size > 2 and total * mine.element_size() <= SMALL_BYTES:
+    if queue.size > 2 and total * mine.element_size() <= SMALL_BYTES:
         arrived = torch.empty(total, dtype=mine.dtype) if whole is None else whole
         even = None if len(set(sizes)) == 1 else sizes
-        work = lane.exchange(arrived, _repeat(mine, lane.size), even, even and [mine.numel()] * lane.size)
+        work = queue.exchange(arrived, _repeat(mine, queue.size), even, even and [mine.numel()] * queue.size)
         deal = (lambda: _copy_all(parts, arrived.split(sizes))) if whole is None else None
-        return _settle(AfterWork([work], deal), async_op)
-    tag = lane.tag(_TAG_GATHER)
-    works = [lane.recv(parts[i], i, tag) for i in lane.peers() if sizes[i]]
-    works += [lane.send(mine, i, tag) for i in lane.peers() if mine.numel()]
-    if parts[lane.rank].data_ptr() != mine.data_ptr():
-        _copy(parts[lane.rank], mine)
-    return _settle(AfterWork([Messages(works)]), async_op)
+        return _finish(AfterWork([work], deal), async_op)
+    tag = queue.tag(_TAG_GATHER)
+    works = [queue.recv(parts[i], i, tag) for i in queue.peers() if sizes[i]]
+    works += [queue.send(mine, i, tag) for i in queue.peers() if mine.numel()]
+    if parts[queue.rank].data_ptr() != mine.data_ptr():
+        _copy(parts[queue.rank], mine)
+    return _finish(AfterWork([Messages(works)]), async_op)
 
 
-def reduce_scatter(output: Tensor, input: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
+def reduce_scatter(
+    output: Tensor, input: Tensor, op: Any, queue: GroupQueue, async_op: bool
+) -> AfterWork | QueueWork | None:
     """Fill `output` (k elements) with this rank's k of the reduced `input` (n * k); flat contiguous tensors."""
     if input.numel() == 0:
         return AfterWork(()) if async_op else None
-    rows = input.view(lane.size, -1).unbind()
-    if lane.size > 2 and input.numel() * input.element_size() <= SMALL_BYTES:
+    rows = input.view(queue.size, -1).unbind()
+    if queue.size > 2 and input.numel() * input.element_size() <= SMALL_BYTES:
         arrived = torch.empty_like(input)
-        work = lane.exchange(arrived, input)
-        parts = arrived.view(lane.size, -1).unbind()
-        return _settle(AfterWork([work], lambda: reduce_parts(output, parts, op)), async_op)
+        work = queue.exchange(arrived, input)
+        parts = arrived.view(queue.size, -1).unbind()
+        return _finish(AfterWork([work], lambda: reduce_parts(output, parts, op)), async_op)
 
     spans = list(_spans(output.numel(), CHUNK_BYTES // output.element_size()))
-    tag = lane.tag(_TAG_SCATTER if len(spans) > 1 else _TAG_SCATTER_ONE)
+    tag = queue.tag(_TAG_SCATTER if len(spans) > 1 else _TAG_SCATTER_ONE)
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         begin, end = spans[index]
-        parts = scratch.parts(index, rows[lane.rank][begin:end])
-        works = [lane.recv(parts[i], i, tag) for i in lane.peers()]
-        return parts, works + [lane.send(rows[i][begin:end], i, tag) for i in lane.peers()]
+        parts = scratch.parts(index, rows[queue.rank][begin:end])
+        works = [queue.recv(parts[i], i, tag) for i in queue.peers()]
+        return parts, works + [queue.send(rows[i][begin:end], i, tag) for i in queue.peers()]
 
     def add(index: int, parts: list[Tensor]) -> None:
         reduce_parts(output[slice(*spans[index])], parts, op)
 
-    return _rounds(len(spans), post, add, _Scratch(output, spans[0][1], lane, len(spans)), lane, async_op)
+    return _rounds(len(spans), post, add, _Scratch(output, spans[0][1], queue, len(spans)), queue, async_op)
 
 
-def all_reduce(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
+def all_reduce(flat: Tensor, op: Any, queue: GroupQueue, async_op: bool) -> AfterWork | QueueWork | None:
     """Replace `flat` (flat contiguous) by its reduction over the ranks."""
     size = flat.numel() * flat.element_size()
     if size == 0:
         return AfterWork(()) if async_op else None
-    if lane.size == 2:
-        if size > PAIR_BYTES and _adds_alike(flat.dtype, op, 2) and not lane.tagged:
-            work = dist.all_reduce(flat, ReduceOp.SUM, lane.group, async_op=True)
-            return _settle(AfterWork([work], (lambda: average(flat, 2)) if op == ReduceOp.AVG else None), async_op)
-        return _all_reduce_pair(flat, op, lane, async_op)
-    if size * lane.size <= EXCHANGE_BYTES:
-        arrived = flat.new_empty(lane.size, flat.numel())
-        work = lane.exchange(arrived.view(-1), _repeat(flat, lane.size))
-        return _settle(AfterWork([work], lambda: reduce_parts(flat, arrived.unbind(), op)), async_op)
-    reducing, spreading = lane.tag(_TAG_REDUCE), lane.tag(_TAG_SPREAD)
-    return lane.run(lambda: _all_reduce_blocks(flat, op, lane, reducing, spreading), async_op, flat.is_inference())
+    if queue.size == 2:
+        if size > PAIR_BYTES and _adds_alike(flat.dtype, op, 2) and not queue.tagged:
+            work = dist.all_reduce(flat, ReduceOp.SUM, queue.group, async_op=True)
+            return _finish(AfterWork([work], (lambda: average(flat, 2)) if op == ReduceOp.AVG else None), async_op)
+        return _all_reduce_pair(flat, op, queue, async_op)
+    if size * queue.size <= EXCHANGE_BYTES:
+        arrived = flat.new_empty(queue.size, flat.numel())
+        work = queue.exchange(arrived.view(-1), _repeat(flat, queue.size))
+        return _finish(AfterWork([work], lambda: reduce_parts(flat, arrived.unbind(), op)), async_op)
+    reducing, spreading = queue.tag(_TAG_REDUCE), queue.tag(_TAG_SPREAD)
+    return queue.run(lambda: _all_reduce_blocks(flat, op, queue, reducing, spreading), async_op, flat.is_inference())
 
 
 def _adds_alike(dtype: torch.dtype, op: Any, ranks: int) -> bool:
@@ -141,51 +144,51 @@ def _adds_alike(dtype: torch.dtype, op: Any, ranks: int) -> bool:
     return False
 
 
-def _all_reduce_pair(flat: Tensor, op: Any, lane: Lane, async_op: bool) -> AfterWork | LaneWork | None:
+def _all_reduce_pair(flat: Tensor, op: Any, queue: GroupQueue, async_op: bool) -> AfterWork | QueueWork | None:
     """Two ranks: each sends all it has and adds all that comes; as many bytes as any way, in one round."""
     spans = list(_spans(flat.numel(), CHUNK_BYTES // flat.element_size()))
-    tag, (peer,) = lane.tag(_TAG_PAIR if len(spans) > 1 else _TAG_PAIR_ONE), lane.peers()
+    tag, (peer,) = queue.tag(_TAG_PAIR if len(spans) > 1 else _TAG_PAIR_ONE), queue.peers()
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         mine = flat[slice(*spans[index])]
         parts = scratch.parts(index, mine)
-        return parts, [lane.recv(parts[peer], peer, tag), lane.send(mine, peer, tag)]
+        return parts, [queue.recv(parts[peer], peer, tag), queue.send(mine, peer, tag)]
 
     def add(index: int, parts: list[Tensor]) -> None:
-        reduce_parts(parts[lane.rank], parts, op)
+        reduce_parts(parts[queue.rank], parts, op)
 
-    return _rounds(len(spans), post, add, _Scratch(flat, spans[0][1], lane, len(spans)), lane, async_op)
+    return _rounds(len(spans), post, add, _Scratch(flat, spans[0][1], queue, len(spans)), queue, async_op)
 
 
-def _all_reduce_blocks(flat: Tensor, op: Any, lane: Lane, reduce_tag: int, spread_tag: int) -> None:
+def _all_reduce_blocks(flat: Tensor, op: Any, queue: GroupQueue, reduce_tag: int, spread_tag: int) -> None:
     """More ranks: block by block, each rank reduces its part and sends it to all."""
-    step = CHUNK_BYTES // flat.element_size() * lane.size
-    blocks = [flat[begin:end].tensor_split(lane.size) for begin, end in _spans(flat.numel(), step)]
+    step = CHUNK_BYTES // flat.element_size() * queue.size
+    blocks = [flat[begin:end].tensor_split(queue.size) for begin, end in _spans(flat.numel(), step)]
     spreading: list[Any] = []
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
         block = blocks[index]
-        parts = scratch.parts(index, block[lane.rank])
-        works = [lane.recv(parts[i], i, reduce_tag) for i in lane.peers() if len(parts[i])]
-        works += [lane.send(block[i], i, reduce_tag) for i in lane.peers() if len(block[i])]
+        parts = scratch.parts(index, block[queue.rank])
+        works = [queue.recv(parts[i], i, reduce_tag) for i in queue.peers() if len(parts[i])]
+        works += [queue.send(block[i], i, reduce_tag) for i in queue.peers() if len(block[i])]
         return parts, works
 
     def add(index: int, parts: list[Tensor]) -> None:
-        block, mine = blocks[index], parts[lane.rank]
+        block, mine = blocks[index], parts[queue.rank]
         reduce_parts(mine, parts, op)
-        spreading.extend(lane.recv(block[i], i, spread_tag) for i in lane.peers() if len(block[i]))
-        spreading.extend(lane.send(mine, i, spread_tag) for i in lane.peers() if len(mine))
+        spreading.extend(queue.recv(block[i], i, spread_tag) for i in queue.peers() if len(block[i]))
+        spreading.extend(queue.send(mine, i, spread_tag) for i in queue.peers() if len(mine))
 
-    _pipeline(len(blocks), post, add, _Scratch(flat, len(blocks[0][0]), lane, len(blocks)))
+    _pipeline(len(blocks), post, add, _Scratch(flat, len(blocks[0][0]), queue, len(blocks)))
     _wait_all(spreading)
 
 
 class _Scratch:
     """Up to two buffers per other rank: one is being filled while the other is being added."""
 
-    def __init__(self, like: Tensor, length: int, lane: Lane, rounds: int) -> None:
-        self._rank, self.inference = lane.rank, like.is_inference()
-        self._rows = like.new_empty(min(rounds, 2), lane.size - 1, length).unbind()
+    def __init__(self, like: Tensor, length: int, queue: GroupQueue, rounds: int) -> None:
+        self._rank, self.inference = queue.rank, like.is_inference()
+        self._rows = like.new_empty(min(rounds, 2), queue.size - 1, length).unbind()
 
     def parts(self, index: int, mine: Tensor) -> list[Tensor]:
         """One tensor like `mine` per rank, this rank's being `mine` itself, for round `index`."""
@@ -195,13 +198,18 @@ class _Scratch:
 
 
 def _rounds(
-    rounds: int, post: _Post, add: Callable[[int, list[Tensor]], None], scratch: _Scratch, lane: Lane, async_op: bool
-) -> AfterWork | LaneWork | None:
+    rounds: int,
+    post: _Post,
+    add: Callable[[int, list[Tensor]], None],
+    scratch: _Scratch,
+    queue: GroupQueue,
+    async_op: bool,
+) -> AfterWork | QueueWork | None:
     """Run all rounds; a single one is under way at once, so that only its adding is left for wait."""
     if rounds > 1:
-        return lane.run(lambda: _pipeline(rounds, post, add, scratch), async_op, scratch.inference)
+        return queue.run(lambda: _pipeline(rounds, post, add, scratch), async_op, scratch.inference)
     parts, works = post(0, scratch)
-    return _settle(AfterWork([Messages(works)], lambda: add(0, parts)), async_op)
+    return _finish(AfterWork([Messages(works)], lambda: add(0, parts)), async_op)
 
 
 def _pipeline(rounds: int, post: _Post, add: Callable[[int, list[Tensor]], None], scratch: _Scratch) -> None:
@@ -248,19 +256,6 @@ def _reduce_wide(out: Tensor, parts: Sequence[Tensor], op: Any, total: Tensor, n
     out.copy_(total.div_(len(parts)) if op == ReduceOp.AVG else total)
 
 
-def average(total: Tensor, count: int) -> None:
-    """Divide `total` in place by the number of ranks; integers towards zero."""
-    if total.dtype == torch.bool:
-        raise CommError("the average of bool tensors means nothing; reduce with MAX (any) or MIN (all)")
-    rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
-    if total.device.type != "cpu" or not total.is_contiguous():
-        total.div_(count, rounding_mode=rounding)
-        return
-    flat = total.view(-1)
-    for begin, end in _spans(flat.numel(), PIECE):
-        flat[begin:end].div_(count, rounding_mode=rounding)
-
-
 def _repeat(tensor: Tensor, times: int) -> Tensor:
     """`tensor` `times` times in a row, without torch's threads."""
     rows = tensor.new_empty(times, tensor.numel())
@@ -268,7 +263,7 @@ def _repeat(tensor: Tensor, times: int) -> Tensor:
     return rows.view(-1)
 
 
-def _settle(work: AfterWork, async_op: bool) -> AfterWork | None:
+def _finish(work: AfterWork, async_op: bool) -> AfterWork | None:
     if async_op:
         return work
     work.wait()

@@ -1,4 +1,4 @@
-"""Work objects, and the lane on which a group's long collectives run one after the other."""
+"""The queue in which a group's long collectives run one after the other, its messages, and their works."""
 
 from __future__ import annotations
 
@@ -19,32 +19,10 @@ from torch.distributed import ProcessGroup
 from ds_core.comm import interceptor
 from ds_core.errors import CommError
 
-__all__ = ["AfterWork", "Lane", "LaneWork", "Messages"]
+__all__ = ["GroupQueue", "Messages", "QueueWork"]
 
 _TAG_EXCHANGE = 7
 _Jobs = queue.SimpleQueue[tuple[Callable[[], None], bool, "Future[None]"] | None]
-
-
-class AfterWork:
-    """A running collective and what is left to do here when it has arrived; done once, by wait or is_completed."""
-
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Any] | None = None) -> None:
-        self._works, self._finish = list(works), finish
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in its tensor. Raises what the backend raises."""
-        for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
-        self._works = []
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            with torch.no_grad():
-                finish()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the result is in its tensor; adds up what has fully arrived."""
-        return all(work.is_completed() for work in self._works) and self.wait()
 
 
 class Messages:
@@ -63,7 +41,7 @@ class Messages:
         if self._done is None:
             self._wait_each(timeout)
         else:
-            LaneWork(self._done).wait(timeout)
+            QueueWork(self._done).wait(timeout)
         return True
 
     def is_completed(self) -> bool:
@@ -74,7 +52,7 @@ class Messages:
             self._done = Future()
             jobs: _Jobs = queue.SimpleQueue()
             jobs.put((lambda: self._wait_each(None), False, self._done))
-            threading.Thread(target=_serve, args=(jobs, 1), name="ds_core.comm poll", daemon=True).start()
+            threading.Thread(target=_serve, args=(jobs, 1), name="ds_comm_gloo poll", daemon=True).start()
         return self._done.done()
 
     def _wait_each(self, timeout: timedelta | None) -> None:
@@ -83,8 +61,8 @@ class Messages:
         self._works = ()
 
 
-class LaneWork:
-    """A collective that runs on its group's lane."""
+class QueueWork:
+    """A collective that runs in its group's queue."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -102,28 +80,22 @@ class LaneWork:
         return self._future.done()
 
 
-class Lane:
-    """What we keep per group: its size, this rank's place in it, and the order of its long collectives.
+class GroupQueue:
+    """The collectives of one group that take several messages, in the order of their calls; and those messages.
 
     Chunked collectives of one group run one after the other in the order in which they were called, on every rank;
     asynchronous ones on a thread of their own. It is a daemon, so a rank that fails can end while its peers hang.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # the lane is kept for as long as its group lives, and must not keep it
+        self._group = weakref.ref(group)  # the queue lives as long as its group, and must not keep it alive
         self.size, self.rank = group.size(), group.rank()
         self._jobs: _Jobs = queue.SimpleQueue()
         self._last: Future[None] | None = None
         self._started = False
-        self.opener: Any = None  # of `transport`; see `ds_core.comm.shared`
-        self.transport: Any = None
-        self.post: Any = None  # the transport that carries messages, and whether there have been any
-        self.messages = False
-        self.swap_opener: Any = None  # of `swapper`, a transport that only all_to_all uses
-        self.swapper: Any = None
 
-    def run(self, job: Callable[[], None], async_op: bool, inference: bool) -> LaneWork | None:
-        """Run `job` after all that was called before it; on the lane's thread if `async_op`."""
+    def run(self, job: Callable[[], None], async_op: bool, inference: bool) -> QueueWork | None:
+        """Run `job` after all that was called before it; on the queue's thread if `async_op`."""
         if not async_op:
             if self._last is not None:
                 self._last.exception()  # only its end matters here; its own wait() raises
@@ -132,12 +104,12 @@ class Lane:
                 job()
             return None
         if not self._started:
-            threading.Thread(target=_serve, args=(self._jobs,), name="ds_core.comm lane", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)  # the thread ends with the lane, which ends with its group
+            threading.Thread(target=_serve, args=(self._jobs,), name="ds_comm_gloo queue", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)  # the thread ends with the queue, which ends with its group
             self._started = True
         self._last = future = Future[None]()
         self._jobs.put((job, inference, future))
-        return LaneWork(future)
+        return QueueWork(future)
 
     @property
     def group(self) -> ProcessGroup:

@@ -1,0 +1,108 @@
+"""The contract of transports: another way than gloo's messages for the collectives of a group's ranks.
+
+An opener is a function ``(Members) -> Transport | None``, called once per group by all its ranks together; the answer
+must be of one kind on all of them. None: gloo does everything. A transport runs one collective at a time, in the
+group's queue, so that their order is that of the calls on every rank.
+
+[Note: when a transport opens] Opening blocks until the group's ranks are all there. An asynchronous collective must
+not: a rank may first have to start one on another group, where its peer opens a transport already. So the groups of a
+mesh open theirs when they are made (`ds_core.comm.open_transports`); other groups at their first synchronous
+collective, which blocks anyhow.
+
+[Note: which way messages go] A receive must look where its message is, so the way of a group's messages is chosen once:
+the transport's, if it opened before the first of them on any rank, else gloo's. Tags other than 0 are always gloo's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_comm_gloo import gloo
+from ds_comm_gloo.group_queue import GroupQueue
+from ds_core.errors import CommError
+
+__all__ = ["Members", "Opener", "Transport", "members"]
+
+RECORD = 2048
+"""Bytes of one rank's record in `Members.exchange`."""
+_DEFAULT_TIMEOUT = 1800.0
+
+
+class Transport(Protocol):
+    """Runs collectives on flat contiguous CPU tensors, each on all ranks of a group; blocks, and raises CommError.
+
+    op: a name of torch's ReduceOp. tag: 0, or what must be equal on all ranks; where it is not, the call waits until
+    an interceptor ends the process.
+    """
+
+    def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
+        """Whether to run this one here; the same on every rank. size: bytes of the whole buffer, of all ranks."""
+
+    def all_reduce(self, flat: Tensor, op: str, tag: int) -> None:
+        """Replace `flat` by the reduction, in rank order."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, tag: int) -> None:
+        """Fill `output` with this rank's part of the reduction of `input`."""
+
+    def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> None:
+        """Fill `parts[i]` with rank i's `mine`; lengths may differ."""
+
+    def isend(self, flat: Tensor, to: int) -> Any:
+        """Start sending any number of bytes to rank `to` of the group; a work. Blocks in no case, nor does `irecv`.
+
+        Messages of two ranks arrive in the order in which they were sent, in that in which receives were posted. A
+        sender need not wait longer than until the receive is posted. Both are independent of collectives.
+        """
+
+    def irecv(self, flat: Tensor, source: int | None) -> Any:
+        """Start receiving from rank `source` of the group, None: from any; a work that then has a `source`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """What an opener is given: the ranks of a group, all in this call at once.
+
+    rank, size: in the group. names: the ranks' numbers in the world. timeout: of collectives, in seconds.
+    exchange: gives this rank's JSON object to all, and returns theirs in rank order; collective.
+    """
+
+    rank: int
+    size: int
+    names: tuple[int, ...]
+    timeout: float
+    exchange: Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+Opener = Callable[[Members], "Transport | None"]
+
+
+def members(queue: GroupQueue) -> Members:
+    """The `Members` of a queue's group."""
+
+    def exchange(mine: dict[str, Any]) -> list[dict[str, Any]]:
+        text = json.dumps(mine).encode()
+        if len(text) > RECORD:
+            raise CommError(f"a record of {len(text)} bytes to exchange; at most {RECORD} are carried")
+        record = torch.frombuffer(bytearray(text.ljust(RECORD)), dtype=torch.uint8)
+        all_records = torch.empty(queue.size * RECORD, dtype=torch.uint8)
+        rows = all_records.view(queue.size, RECORD).unbind()
+        gloo.all_gather_parts(rows, record, queue, False, all_records)
+        return [json.loads(bytes(row.tolist())) for row in rows]
+
+    group = queue.group
+    return Members(queue.rank, queue.size, tuple(dist.get_process_group_ranks(group)), _timeout(group), exchange)
+
+
+def _timeout(group: Any) -> float:
+    """The group's, as its backend was given it; torch tells it nowhere in public."""
+    try:
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_TIMEOUT

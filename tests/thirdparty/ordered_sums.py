@@ -1,0 +1,43 @@
+"""A provider of collectives of somebody else's: sums of small tensors in rank order, the same in every run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ds_core.entries import CollectivesEntry
+
+CALLS: list[int] = []
+"""The lengths that were summed here."""
+
+
+def ds_collectives() -> Mapping[str, CollectivesEntry]:
+    """Priority -1: it must be asked for."""
+    return {"ordered": CollectivesEntry("ordered_sums:ordered_sums", device="cpu", backend="gloo", priority=-1)}
+
+
+def ordered_sums(group: Any, messages: bool) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from ds_core import comm
+
+    class OrderedSums(comm.GroupCollectives):
+        def __init__(self, group: dist.ProcessGroup, messages: bool) -> None:
+            self.group, self.size = weakref.ref(group), group.size()
+
+        def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Any:
+            if not 0 < tensor.nbytes <= 65536 or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                return NotImplemented
+            if tensor.dtype != torch.float32:
+                return NotImplemented
+            rows = [torch.empty_like(tensor) for _ in range(self.size)]
+            dist.all_gather(rows, tensor, self.group())
+            tensor.copy_(torch.stack(rows).sum(0))
+            if op == dist.ReduceOp.AVG:
+                tensor.div_(self.size)
+            CALLS.append(tensor.numel())
+            return comm.AfterWork(()) if async_op else None
+
+    return OrderedSums(group, messages)
