@@ -1,4 +1,4 @@
-"""Param axes: per parameter, the mesh axes on which ranks hold different ones, and what follows from that.
+"""Param axes: for each parameter, the mesh axes along which ranks have different ones, and what follows from them.
 
 [Note: the enabling rule] Plugins answer `ds_param_axes`; answers merge by union, because pipeline and expert
 parallelism may both be right about one parameter. From the union alone follow the group that gradients are
@@ -38,18 +38,18 @@ __all__ = [
 
 _dtype = attrgetter("dtype")
 COUNTED_ELSEWHERE: StashKey[Collection[str]] = StashKey("counted elsewhere")
-"""Names of parameters and buffers of which this rank has a copy that is kept equal to the one of a rank along an axis
-in `held` (weights tied over pipeline stages). This rank updates its copy, but the global norm and checkpoints take the
-other's. Whoever stashes the names (in a transform) keeps the copies' gradients equal."""
+"""Names of tied parameters and buffers whose original is on another rank along an axis in `held`. This rank updates its
+copy too, but the global norm and checkpoints count the original only. The transform that adds the names here keeps the
+gradients of the copies equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """A parameter's (or buffer's) name and its place on the mesh.
+    """A parameter's (or buffer's) name, and how it is distributed over the mesh.
 
-    held: axes on which ranks hold different parameters under this name (grid order, size > 1).
-    replicas: the parts of dp over which it is the same, so over which gradients are reduced.
-    counted: whether the norm and checkpoints take this copy; see `COUNTED_ELSEWHERE`.
+    held: axes along which ranks have different parameters of this name (grid order, size > 1). replicas: the axes of dp
+    along which it is equal, so over which gradients are reduced. counted: whether the norm and checkpoints use this
+    copy; see `COUNTED_ELSEWHERE`.
     """
 
     name: str
@@ -60,9 +60,9 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class GradGroup:
-    """Gradients of which the optimizer will see just these elements, disjoint over the ranks along `axes`.
+    """The elements of gradients that this rank's optimizer gets, disjoint over the ranks along `axes`.
 
-    weight: of their squares in the global norm; less than 1 where ranks have gradients of their own for one parameter.
+    weight: factor of their squares in the global norm; below 1 if several ranks have a gradient of one parameter.
     """
 
     axes: tuple[str, ...]
@@ -91,7 +91,7 @@ def collect_buffers(module: nn.Module, ctx: Context) -> dict[str, ParamInfo]:
 
 
 def _asked(name: str, tensor: Tensor, ctx: Context) -> set[str]:
-    """The union of what plugins say."""
+    """The union of the plugins' answers."""
     held: set[str] = set()
     for answer in ctx.plugins.ask("ds_param_axes", name=name, param=tensor, ctx=ctx):
         unknown = [a for a in answer.value if not ctx.mesh.has(a)]
@@ -130,7 +130,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 
 
 class GradNorm:
-    """The global L2 norm of gradients that lie over the mesh in any way.
+    """The global L2 norm of gradients that are distributed over the mesh in any way.
 
     Sums of squares are added over each group's axes, so each element of the model counts once. Which sets of axes
     occur is agreed once, when it is built (a stage without experts still takes part in the experts' sum).
