@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.plugins import Found, Plugins
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "make_adamw", "torch_grain"]
+__all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "torch_grain"]
 
 Kind = Literal["optimizer", "scheduler"]
 
@@ -62,14 +62,16 @@ class AdamWParams(AdamParams):
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "Adam": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamParams"),
-    "AdamW": OptimizerEntry("ds_core.optim:make_adamw", "ds_core.optim:AdamWParams"),
+    "AdamW": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamWParams"),
     "SGD": OptimizerEntry("torch.optim:SGD"),
     "Adagrad": OptimizerEntry("torch.optim:Adagrad"),
 }
-_SCHEDULES = "ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LinearLR MultiStepLR"
+_SCHEDULES = """
+ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LinearLR MultiStepLR OneCycleLR
+PolynomialLR StepLR
+"""
 SCHEDULERS: Mapping[str, SchedulerEntry] = {
-    name: SchedulerEntry(f"torch.optim.lr_scheduler:{name}")
-    for name in (*_SCHEDULES.split(), "OneCycleLR", "PolynomialLR", "StepLR")
+    name: SchedulerEntry(f"torch.optim.lr_scheduler:{name}") for name in _SCHEDULES.split()
 }
 
 
@@ -129,16 +131,14 @@ def choose(kind: Kind, config: RunConfig, plugins: Plugins) -> tuple[Choice | No
         with blaming(answer.plugin, f"cannot serve {kind} {name!r}, which it offers by {hook}"):
             chosen, problems = _checked(kind, answer.value, params)
         return (replace(chosen, plugin=answer.plugin) if chosen is not None else None), problems
-    if "." in name:
-        module, _, attribute = name.rpartition(".")
-        return _of_torch_or_path(kind, f"{module}:{attribute}", params)
-    if (ref := _torch_class(kind, name)) is not None:
-        return _of_torch_or_path(kind, ref, params)
+    ref = ":".join(name.rsplit(".", 1)) if "." in name else _torch_class(kind, name)
+    if ref is not None:
+        return _by_reference(kind, ref, params)
     message, remedy = _unknown(kind, name, list(offers))
     return None, [Problem(f"{kind}.type", message, remedy + plugins.quarantined())]
 
 
-def _of_torch_or_path(kind: Kind, ref: str, params: dict[str, Any]) -> tuple[Choice | None, list[Problem]]:
+def _by_reference(kind: Kind, ref: str, params: dict[str, Any]) -> tuple[Choice | None, list[Problem]]:
     """The class or function that `ref` names, with its parameters checked."""
     try:
         found = resolve(ref)
@@ -241,8 +241,3 @@ def make_adam(groups: Any, *, adam_w_mode: bool = True, **params: Any) -> Optimi
     devices = _get_fused_kernels_supported_devices()
     fused = bool(tensors) and all(p.is_floating_point() and p.device.type in devices for p in tensors)
     return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(groups, fused=fused, **params)
-
-
-def make_adamw(groups: Any, *, adam_w_mode: bool = True, **params: Any) -> Optimizer:
-    """torch's AdamW, fused where the device has it."""
-    return make_adam(groups, **params)

@@ -14,7 +14,7 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
     """What this plugin is for; two of them take over names of the core's."""
     return {
         "PaperLamb": OptimizerEntry("whole_tensors:PaperLamb", grain="tensor"),
-        "AdamW": OptimizerEntry("ds_core.optim:make_adamw", "ds_core.optim:AdamWParams", grain="tensor"),
+        "AdamW": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamWParams", grain="tensor"),
         "SGD": OptimizerEntry("torch.optim:SGD", grain="tensor"),
     }
 
