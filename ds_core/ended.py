@@ -13,7 +13,7 @@ from ds_core.errors import UsageError
 
 __all__ = ["end"]
 
-LEFT = {"module", "destroy", "config", "ctx", "serial", "global_rank", "world_size"} | {
+LEFT = {"module", "destroy", "config", "ctx", "serial", "global_rank", "world_size", "should_stop"} | {
     "micro_steps",
     "global_steps",
     "global_samples",

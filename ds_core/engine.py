@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -42,8 +43,8 @@ __all__ = ["Engine"]
 
 
 class Engine(ResumableEngine):
-    """A model being trained. Made by `ds_core.initialize`; unknown attributes are the partitioner's `methods`, then
-    the module's.
+    """A model being trained. Made by `ds_core.initialize`; unknown attributes are methods of plugins
+    (`ds_engine_methods`), then the module's.
 
     Its parts, counters and getters: `RunningEngine`.
     """
@@ -400,6 +401,7 @@ class Engine(ResumableEngine):
         """
         if self in STATE.engines:
             STATE.engines.discard(self)
+            self.telemetry.exception(sys.exc_info()[1])  # destroyed by a ``finally`` while an exception ends training?
             self._hooks.close()
             self.close_checkpointer()
             self.telemetry.close()

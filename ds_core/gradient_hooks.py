@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.process import STATE, tell_once
+from ds_core.process import STATE, log_once
 from ds_core.window import Origin, Window
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         if engine.optimizer is self or engine.module is self:
             engine.drop_gradients()
             if not (args[0] if args else kwargs.get("set_to_none", True)):
-                tell_once(log, logging.INFO, "zero_grad(set_to_none=False): gradients are dropped, not filled with 0")
+                log_once(log, logging.INFO, "zero_grad(set_to_none=False): gradients are dropped, not filled with 0")
 
 
 def watch_zero_grad(*owners: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ds_core.context import StashKey
 from ds_core.errors import LossScaleError
 from ds_core.nested import map_leaves
-from ds_core.process import STATE, tell_once
+from ds_core.process import STATE, log_once
 
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
@@ -273,7 +273,7 @@ def forward_context(precision: Precision, accelerator: Accelerator) -> contextli
     if outside := torch.is_autocast_enabled(device):
         text = "the autocast around the engine has no effect in it; its torch_autocast section decides"
         missing = ", and there is none, so forward runs without autocast"
-        tell_once(log, logging.INFO if inside else logging.WARNING, text if inside else text + missing)
+        log_once(log, logging.INFO if inside else logging.WARNING, text if inside else text + missing)
     if inside or outside:
         dtype = precision.autocast or torch.get_autocast_dtype(device)
         context = accelerator.autocast(dtype, enabled=inside)

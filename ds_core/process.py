@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ds_core")
 
-__all__ = ["STATE", "ProcessState", "reset", "show_log", "tell_once"]
+__all__ = ["STATE", "ProcessState", "reset", "show_log", "log_once"]
 
 
 @dataclass
@@ -60,7 +60,7 @@ _ELSEWHERE = (
 )
 
 
-def tell_once(logger: logging.Logger, level: int, message: str, *arguments: Any) -> None:
+def log_once(logger: logging.Logger, level: int, message: str, *arguments: Any) -> None:
     """Log `message` the first time it is said in this process."""
     if message not in STATE.told:
         STATE.told.add(message)

@@ -77,9 +77,7 @@ class Telemetry:
 
     def set_loss(self, loss: Tensor) -> None:
         """Record the whole batch's mean loss (train_batch), in place of the micro-batches' losses."""
-        self._losses.clear()
-        if self._has_readers:
-            self._losses.append(loss * self.ctx.batch.gas)
+        self._losses = [loss * self.ctx.batch.gas] if self._has_readers else []
 
     def drop_loss(self) -> None:
         """Forget the losses of a batch that was not completed."""
@@ -136,13 +134,13 @@ class Telemetry:
         return metrics
 
     def _events(self, engine: RunningEngine, metrics: dict[str, float]) -> list[tuple[str, float, int]]:
-        x = engine.global_samples
-        events = [("Train/Samples/lr", metrics["lr"], x)]
-        if "loss" in metrics:
-            events.insert(0, ("Train/Samples/train_loss", metrics["loss"], x))
-        if engine.scaler is not None:
-            events.append(("Train/Samples/loss_scale", metrics["loss_scale"], x))
-        return events
+        names = {
+            "train_loss": "loss",
+            "lr": "lr",
+            **({"loss_scale": "loss_scale"} if engine.scaler is not None else {}),
+        }
+        at = engine.global_samples
+        return [(f"Train/Samples/{name}", metrics[key], at) for name, key in names.items() if key in metrics]
 
     def nonfinite(self, engine: RunningEngine) -> None:
         """Log that this step's gradients hold inf or NaN, and in which parameters this rank sees them."""
@@ -168,8 +166,7 @@ class Telemetry:
             self.notify("ds_exception", error=error)
 
     def close(self) -> None:
-        """The engine is being destroyed, perhaps by a ``finally`` while an exception ends training."""
-        self.exception(sys.exc_info()[1])
+        """The engine is being destroyed."""
         if self._restore is not None:
             self._restore()
         self.notify("ds_close")

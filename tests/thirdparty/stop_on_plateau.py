@@ -43,6 +43,8 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request
     """Ask to stop once the loss of this rank has not fallen for `patience` steps; all ranks stop then."""
     section = ctx.config.section("stop_on_plateau")
     assert isinstance(section, PlateauConfig)
+    if "loss" not in metrics:  # after a plain loss.backward()
+        return None
     if BEST not in ctx.stash:
         ctx.stash[BEST] = Best(metrics["loss"], step)
     best = ctx.stash[BEST]

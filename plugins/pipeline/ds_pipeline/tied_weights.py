@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.process import tell_once
+from ds_core.process import log_once
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -58,7 +58,7 @@ class Ties:
                 param.register_hook(lambda grad, p=param: self._divert(p, grad))
             more = [n for n, _ in module.tied[key].named_parameters() if n not in module.tied_attrs[key]]
             if more and module.stage_id == stages[0] and ctx.mesh.index("dp") == 0:
-                tell_once(log, logging.INFO, f"TiedLayerSpec {key!r}: {', '.join(more)} are tied too; {WHOLE}")
+                log_once(log, logging.INFO, f"TiedLayerSpec {key!r}: {', '.join(more)} are tied too; {WHOLE}")
 
     def __contains__(self, param: object) -> bool:
         return param in self._shapes

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import AcceleratorError, ConfigError, UsageError
-from ds_core.process import tell_once
+from ds_core.process import log_once
 from ds_zero.gather_on_access import GatherOnAccess
 from ds_zero.module_hooks import install_hooks
 from ds_zero.sharded_param import ShardSpec, cast_param, fill_alias, shard_param, sharded_param_of
@@ -94,7 +94,7 @@ class Init:
                 raise UsageError("ds_zero.Init: config and config_dict_or_path are both given; give one")
         if not mem_efficient_linear and comm.rank() == 0:
             text = "ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered weight"
-            tell_once(log, logging.WARNING, text)
+            log_once(log, logging.WARNING, text)
         run, plugins = _read(config if config_dict_or_path is None else config_dict_or_path)
         section = _section(run)
         if run is not None and (section is None or section.stage != 3):

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_core.process import tell_once
+from ds_core.process import log_once
 from ds_optimizers.onebit.compress import Errors, Exchange, padded
 
 __all__ = ["BACKENDS", "OneBit", "Work", "check_arguments"]
@@ -45,7 +45,7 @@ def check_arguments(
 ) -> None:
     """What the documents list for the whole family, and what of it this family does not have (ValueError)."""
     if deepspeed is not None:
-        tell_once(log, logging.INFO, "deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself")
+        log_once(log, logging.INFO, "deepspeed= of a 1-bit optimizer has no effect: the engine connects by itself")
     if amsgrad:
         raise ValueError("amsgrad: the 1-bit family has no AMSGrad variant; leave it out")
     if max_grad_norm:
