@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ds_core
-from ds_core.errors import ConfigError, PluginError, RankMismatchError, UsageError
+from ds_core.errors import CheckpointError, ConfigError, PluginError, RankMismatchError, UsageError
 
 HERE = Path(__file__).parent
 PUBLIC = {"ds_core.config", "ds_core.data", "ds_core.precision"}
@@ -136,6 +136,58 @@ def test_each_token_counts_the_same(world: int, zero: dict[str, Any], ranks: Ran
         assert rank["again"] == rank["losses"][2:]
         count = [sum(w >= WORDS for b in r["words"][: 2 * 4] for w in b) for r in found]
         assert rank["samples"][-1] == rank["resumed"] == sum(count)
+
+
+def staged(folder: str) -> dict[str, Any]:
+    """On a stage of three: losses without and with a checkpoint in between, and what the loader has given here."""
+    from ds_pipeline import PipelineModule
+
+    def begin() -> ds_core.Engine:
+        torch.manual_seed(0)
+        layers = [nn.Embedding(WORDS + len(LENGTHS), 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "plugins": {"load": list(LOAD)},
+            "pipeline": {},
+        }
+        model = PipelineModule(layers, num_stages=3, loss_fn=weighted, partition_method="uniform")
+        return ds_core.initialize(model=model, config={**config, **BUDGET}, training_data=texts())[0]
+
+    engine = begin()
+    losses = [engine.train_batch().item()]
+    engine.save_checkpoint(folder)
+    losses.append(engine.train_batch().item())
+    resumed = begin()
+    resumed.load_checkpoint(folder)
+    again = resumed.train_batch().item()
+    loader: Any = engine.training_dataloader
+    result = {"losses": losses, "again": again, "given": loader.samples_seen, "samples": engine.global_samples}
+    engine.destroy()
+    resumed.destroy()
+    return result
+
+
+def weighted(out: Tensor, weight: float) -> Tensor:
+    return out.square().mean() * weight
+
+
+def test_only_stages_that_need_data_read_it(ranks: Ranks, tmp_path: Path) -> None:
+    first, middle, last = ranks(3, staged, str(tmp_path))
+    assert first["losses"] == middle["losses"] == last["losses"]
+    assert first["again"] == first["losses"][1]
+    assert first["given"] == last["given"] == first["samples"] > 0 == middle["given"]
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_the_position_of_another_loader_is_refused(tmp_path: Path) -> None:
+    engine = start({}, gas=1)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+    plain, *_ = ds_core.initialize(model=Words(), config=config, training_data=texts())
+    plain.save_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"'batches': 0.* does not fit TokenBudgetLoader.*KeyError: 'done'"):
+        engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
 
 
 # -- the precision mode ----------------------------------------------------------------------------------------------

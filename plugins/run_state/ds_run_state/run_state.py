@@ -222,13 +222,13 @@ class RunState:
             setattr(engine, counter, int(state[counter]))
         if optimizer:
             if engine.scaler is not None and state["scaler"] is not None:
-                engine.scaler.load_state_dict(state["scaler"])
+                _restore(engine.scaler, state["scaler"], "the state of the loss scaler")
             for group, values in zip(groups, saved, strict=False):
                 group.update(values)
         if scheduler and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if engine.training_dataloader is not None and state["data"] is not None:
-            engine.training_dataloader.load_state_dict(state["data"])
+            _restore(engine.training_dataloader, state["data"], "the data position")
 
     def _load_module_values(self, saved: SavedRun) -> None:
         """Buffers of this rank's own, and what modules keep by themselves."""
@@ -318,3 +318,14 @@ def _positions(optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     for g, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for p, param in enumerate(group["params"]):
             yield f"{g}.{p}", param
+
+
+def _restore(target: Any, state: Any, what: str) -> None:
+    """Load a state into a loader or scaler, which a plugin may have made; CheckpointError when it does not fit."""
+    try:
+        target.load_state_dict(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{what} in the checkpoint, {state}, does not fit {type(target).__name__} of this run: "
+            f"{type(error).__name__}: {error}; resume with the config that it was saved with"
+        ) from error
