@@ -27,7 +27,7 @@ from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
-from ds_core.mesh import Mesh, MpuMesh, plan_mesh
+from ds_core.mesh import Mesh, plan_mesh
 from ds_core.monitor import MonitorMaster
 from ds_core.optim import torch_grain
 from ds_core.optimizer_step import required
@@ -110,6 +110,8 @@ def initialize(
         accelerator.communication_backend, distributed_port=distributed_port, dist_init_required=dist_init_required
     )
     if mesh is None:
+        from ds_core.mpu import MpuMesh
+
         mesh = MpuMesh(mpu, comm.rank(), comm.world_size())
         batch = resolve_batch(core, mesh.size("dp"))
     assert batch is not None
@@ -118,7 +120,9 @@ def initialize(
     entry = _entry(optimizer, chosen)
     ctx.grain, ctx.own_optimizer = entry.grain, optimizer is not None
     served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
-    comm.check_ranks_agree(_fingerprint(ctx) | served)
+    fingerprint = _fingerprint(ctx) | served
+    if mesh.world_size > 1:
+        comm.check_ranks_agree(fingerprint)
     if mesh.rank == 0:
         _tell_kernels(kernels)
         if served:

@@ -20,7 +20,7 @@ from ds_core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Mesh", "MpuMesh", "plan_mesh"]
+__all__ = ["Mesh", "plan_mesh"]
 
 
 class Mesh:
@@ -147,99 +147,6 @@ class Mesh:
             rank, c = divmod(rank, s)
             coord.append(c)
         return coord[::-1]
-
-
-class MpuMesh(Mesh):
-    """A mesh given by a Megatron-style `mpu` object: its data and model groups are used as they are.
-
-    An mpu without model-parallel getters has no tensor parallelism. One without data-parallel getters leaves no rank
-    for it, unless it is a sequence-parallel unit of size 1. Raises ConfigError for what cannot be told from it.
-    """
-
-    def __init__(self, mpu: Any, rank: int, world_size: int) -> None:
-        tp, tp_rank, tp_group = _coordinates(mpu, "tensor_model_parallel", "model_parallel") or (1, 0, None)
-        dp, dp_rank, dp_group = _data_coordinates(mpu, tp, rank, world_size)
-        pp = world_size // (dp * tp)
-        if pp * dp * tp != world_size:
-            raise ConfigError(
-                f"mpu says data parallel {dp} x model parallel {tp}, which does not divide the world of "
-                f"{world_size} ranks",
-                "mpu",
-            )
-        super().__init__(("pp", "dp", "tp"), (pp, dp, tp), 0, {})
-        self.rank, self.mpu = rank, mpu
-        self.coord = {
-            "pp": 0,
-            "dp": dp_rank,
-            "tp": tp_rank,
-        }
-        given = {"dp": dp_group, "tp": tp_group}
-        self._given = {axis: group for axis, group in given.items() if self.size(axis) > 1}
-
-    def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
-        """Take the mpu's groups, whether or not others use them; the world is added, for what concerns all ranks."""
-        import torch.distributed as dist
-
-        world = dist.group.WORLD
-        assert world is not None or self.world_size == 1
-        for axis, group in self._given.items():
-            self._groups[(axis,)] = group
-        live = self.expand(self.names)
-        if live and live not in self._groups:
-            self._groups[live] = world  # type: ignore[assignment]
-        comm.open_transports(self.groups())
-
-    def ranks(self, *axes: str) -> list[int]:
-        """The ranks of the mpu's own group; it may lay ranks out in any order."""
-        import torch.distributed as dist
-
-        group = self.group(*axes)
-        return [self.rank] if group is ALONE else dist.get_process_group_ranks(group)
-
-    def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
-        return [list(row) for row in sorted({tuple(row) for row in comm.all_gather_json(self.ranks(*combo))})]
-
-
-def _coordinates(mpu: Any, *kinds: str) -> tuple[int, int, Any] | None:
-    """(size, rank, group) from the getters of the first of `kinds` that has all three; None when there is no getter."""
-    partial = ""
-    for kind in kinds:
-        names = [f"get_{kind}_{what}" for what in ("world_size", "rank", "group")]
-        missing = [name for name in names if not callable(getattr(mpu, name, None))]
-        if not missing:
-            size, rank, group = (getattr(mpu, name)() for name in names)
-            return int(size), int(rank), group
-        if missing == names[1:] and int(getattr(mpu, names[0])()) == 1:
-            return 1, 0, None
-        if len(missing) < len(names) and not partial:
-            partial = f"the mpu has {', '.join(n for n in names if n not in missing)}, but not {', '.join(missing)}"
-    if partial:
-        raise ConfigError(f"{partial}; give it all three", "mpu")
-    return None
-
-
-def _data_coordinates(mpu: Any, tp: int, rank: int, world_size: int) -> tuple[int, int, Any]:
-    found = _coordinates(mpu, "data_parallel")
-    if found is not None:
-        return found
-    if tp == world_size > 1:
-        return 1, 0, None
-    sequence = _coordinates(mpu, "sequence_parallel")
-    if sequence is None:
-        raise ConfigError(
-            "the mpu does not tell which ranks hold the same weights; give it get_data_parallel_world_size, "
-            "get_data_parallel_rank and get_data_parallel_group",
-            "mpu",
-        )
-    if sequence[0] != 1:
-        raise ConfigError(
-            f"the mpu has sequence parallel size {sequence[0]}, which is documented but not built yet; use 1", "mpu"
-        )
-    if tp != 1:
-        raise ConfigError(f"the mpu has model parallel size {tp}, so it needs get_data_parallel_* getters too", "mpu")
-    import torch.distributed as dist
-
-    return world_size, rank, dist.group.WORLD
 
 
 def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:

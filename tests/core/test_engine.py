@@ -15,7 +15,7 @@ from torch import nn
 
 import ds_core
 from ds_core.errors import ConfigError, DSError, LossScaleError, UsageError
-from ds_core.mesh import MpuMesh
+from ds_core.mpu import MpuMesh
 from ds_core.precision import LossScaler
 
 pytestmark = pytest.mark.usefixtures("clean_ds")

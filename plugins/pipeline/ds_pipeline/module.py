@@ -20,7 +20,8 @@ from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.entries import Axis
 from ds_core.errors import UsageError
-from ds_core.mesh import MpuMesh, plan_mesh
+from ds_core.mesh import plan_mesh
+from ds_core.mpu import MpuMesh
 from ds_pipeline.balance import partition
 from ds_pipeline.layer_times import measure
 from ds_pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
