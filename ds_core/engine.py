@@ -79,7 +79,6 @@ class Engine(ResumableEngine):
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.plain_forward and not telemetry.follows_phases
         self._phase = telemetry.phase if telemetry.follows_phases else None
-        STATE.engines.add(self)
         self.serial = self._hooks.serial
         watch_zero_grad(self.optimizer, self.module)
 
@@ -399,8 +398,7 @@ class Engine(ResumableEngine):
 
         A checkpoint that is being saved is waited for. Any later use of the engine is an error, see `ds_core.ended`.
         """
-        if self in STATE.engines:
-            STATE.engines.discard(self)
+        if self.serial in STATE.members:
             self.telemetry.exception(sys.exc_info()[1])  # destroyed by a ``finally`` while an exception ends training?
             self._hooks.close()
             self.close_checkpointer()

@@ -19,19 +19,24 @@ __all__ = ["STATE", "ProcessState", "reset", "show_log", "log_once"]
 
 @dataclass
 class ProcessState:
-    """engines: those alive. told: messages that are logged only once.
+    """told: messages that are logged only once.
 
     members: the hooks on gradients of the engines that were not destroyed, by serial number; one that was
     garbage-collected stays, since that happens on each rank by itself. world: the process group of those from the
     number `first` on; nothing of the others can be reduced any more.
     """
 
-    engines: weakref.WeakSet[RunningEngine] = field(default_factory=weakref.WeakSet)
     told: set[str] = field(default_factory=set)
     members: dict[int, weakref.ref[GradientHooks]] = field(default_factory=dict)
     world: weakref.ref[Any] | None = None
     first: int = 1
     made: int = 0
+
+    @property
+    def engines(self) -> list[RunningEngine]:
+        """Those that are alive and were not destroyed, in the order in which they were made."""
+        members = (ref() for ref in self.members.values())
+        return [engine for m in members if m is not None and (engine := m.engine()) is not None]
 
     def enter(self, hooks: GradientHooks, world: Any) -> int:
         """The serial number of a new engine, by which all ranks walk through engines in one order."""
@@ -79,9 +84,8 @@ def show_log() -> None:
 
 def reset() -> None:
     """Destroy live engines, and forget all other state of the process: accelerator, interceptors, plugins."""
-    for engine in sorted(STATE.engines, key=lambda e: e.serial):
+    for engine in STATE.engines:
         engine.destroy()
-    STATE.engines.clear()
     STATE.told.clear()
     STATE.members.clear()
     for module, function in _ELSEWHERE:

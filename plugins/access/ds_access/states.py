@@ -289,7 +289,7 @@ def _find(param: Tensor) -> _Found | None:
     """What this rank holds of `param`, and the engine whose optimizer updates it; the newest engine first."""
     if not isinstance(param, nn.Parameter):
         raise UsageError(f"expected a parameter of the model, got {type(param).__name__}")
-    for engine in sorted(STATE.engines, key=lambda e: -e.serial):
+    for engine in reversed(STATE.engines):
         if engine.optimizer is not None and (held := locate(engine, param)) is not None:
             return held, engine
     return None

@@ -137,7 +137,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     module: nn.Module = model if isinstance(model, nn.Module) else model.module
     with GatheredParameters(module), torch.no_grad(), contextlib.ExitStack() as stack:
         mine = set(module.modules())
-        for engine in sorted(STATE.engines, key=lambda e: e.serial):
+        for engine in STATE.engines:
             pause = getattr(engine.partitioner, "without_hooks", None)
             if pause is not None and not mine.isdisjoint(engine.module.modules()):
                 stack.enter_context(pause())

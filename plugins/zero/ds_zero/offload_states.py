@@ -66,7 +66,7 @@ def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | s
     Raises ValueError for an unknown group, UsageError when no live engine under ZeRO has this model.
     """
     kind = OffloadStateTypeEnum(state)
-    engines = sorted(STATE.engines, key=lambda e: -e.serial)
+    engines = reversed(STATE.engines)
     engine = next((e for e in engines if e is model or e.module is model), None)
     partitioner: Any = engine.partitioner if engine is not None else None
     if engine is None or not hasattr(partitioner, "offloaded"):
