@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_checkpoint import files
-from ds_checkpoint.collective_errors import on_every_rank, tell
+from ds_checkpoint.collective_errors import describe, on_every_rank
 from ds_checkpoint.writing import Job, Prepared, commit, publish, write
 from ds_core.errors import CheckpointError
 
@@ -67,7 +67,7 @@ class Background:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save was started that nobody has waited for. The same on all ranks."""
+        """Whether a save was started and not waited for. The same on all ranks."""
         return self._flight is not None
 
     def wait(self) -> None:
@@ -115,7 +115,7 @@ def _run(flight: _InFlight, prepared: Prepared, job: Job) -> None:
         _write_and_commit(prepared, job)
     except Exception as error:
         flight.error = error
-        log.error("%s: %s", flight.action, tell(error))
+        log.error("%s: %s", flight.action, describe(error))
     else:
         if prepared.rank == 0:
             log.info("saved checkpoint %s", job.root / job.tag)
@@ -127,7 +127,7 @@ def _write_and_commit(prepared: Prepared, job: Job) -> None:
     except Exception as error:
         if not job.temporary.is_dir():
             raise _Elsewhere("another rank could not write its files") from error
-        _give_up(prepared.rank, job.temporary, tell(error))
+        _give_up(prepared.rank, job.temporary, describe(error))
         raise
     if prepared.rank != 0:
         return

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ds_core import comm
 from ds_core.errors import CheckpointError
 
-__all__ = ["on_every_rank", "on_first_rank", "tell"]
+__all__ = ["on_every_rank", "on_first_rank", "describe"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def on_every_rank(
         result = work()
         mine = {"report": report(result)}
     except Exception as error:  # whatever it is, the other ranks are waiting for word
-        cause, mine = error, {"error": tell(error)}
+        cause, mine = error, {"error": describe(error)}
     everyone = comm.all_gather_json(mine)
     _raise_first(action, {rank: row["error"] for rank, row in enumerate(everyone) if "error" in row}, cause)
     return result, [row["report"] for row in everyone]
@@ -40,14 +40,14 @@ def on_first_rank(action: str, work: Callable[[], Any]) -> Any:
         try:
             answer = {"result": work()}
         except Exception as error:  # as above
-            cause, answer = error, {"error": tell(error)}
+            cause, answer = error, {"error": describe(error)}
     answer = comm.broadcast_json(answer)
     _raise_first(action, {0: answer["error"]} if "error" in answer else {}, cause)
     return answer["result"]
 
 
-def tell(error: Exception) -> str:
-    """What to say of `error` where it is not raised."""
+def describe(error: Exception) -> str:
+    """The text of `error` for a log or another rank."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

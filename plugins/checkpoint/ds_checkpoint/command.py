@@ -28,18 +28,18 @@ def inspect(folder: Folder, tag: Tag = None, as_json: Json = False) -> None:
     from ds_checkpoint.offline import open_saved
 
     with open_saved(folder, tag) as saved:
-        told = _told(saved)
+        summary = _summary(saved)
     if as_json:
-        show_json(told)
+        show_json(summary)
         return
     for key in ("path", "step", "world_size", "mesh", "optimizer", "versions", "parameters", "bytes"):
-        typer.echo(f"{key + ':':<12}{told[key]}")
+        typer.echo(f"{key + ':':<12}{summary[key]}")
     typer.echo()
-    rows = [[s["name"], str(tuple(s["shape"])), s["dtype"], str(s["chunks"]), _at(s["at"])] for s in told["states"]]
+    rows = [[s["name"], str(tuple(s["shape"])), s["dtype"], str(s["chunks"]), _at(s["at"])] for s in summary["states"]]
     show_table(("state", "shape", "dtype", "chunks", "at"), rows)
 
 
-def _told(saved: Saved) -> dict[str, Any]:
+def _summary(saved: Saved) -> dict[str, Any]:
     manifest = saved.manifest
     return {
         "path": str(saved.path),

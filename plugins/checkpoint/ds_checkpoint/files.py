@@ -101,7 +101,7 @@ def make_temporary(root: Path, tag: str) -> Path:
 
 
 def clean(root: Path) -> None:
-    """Remove the debris of crashed saves below `root`, and give a checkpoint that had stepped aside its name back."""
+    """Remove what crashed saves left below `root`, and rename a checkpoint that was moved aside back."""
     for path in root.iterdir():
         if path.name.startswith(_ASIDE) and (path / MANIFEST).is_file():
             final = root / path.name.removeprefix(_ASIDE)
@@ -152,8 +152,8 @@ def find(root: Path, tag: str) -> Path:
     path = aside if not final.exists() and (aside / MANIFEST).is_file() else final
     if not path.is_dir():
         have = existing_tags(root)
-        mend = f"there are {', '.join(have[:10])}" if have else "there is no checkpoint"
-        raise CheckpointError(f"checkpoint {final} does not exist; in {root} {mend}")
+        hint = f"there are {', '.join(have[:10])}" if have else "there is no checkpoint"
+        raise CheckpointError(f"checkpoint {final} does not exist; in {root} {hint}")
     if path.resolve().parent != root.resolve():
         raise CheckpointError(f"checkpoint {final} is a link out of {root}; give the directory that it leads to")
     return path

@@ -197,7 +197,7 @@ _HEAD = re.compile(
 
 
 def read_head(path: Path) -> tuple[int, int] | None:
-    """(serial, step) of the manifest at `path`, by which checkpoints have an order; 0 for what it does not tell.
+    """(serial, step) of the manifest at `path`, which order checkpoints; 0 for what it lacks.
 
     None when it does not begin as ours do. Only its first lines are read.
     """

@@ -1,4 +1,4 @@
-"""From each rank's pieces to whole states: the rows that ranks tell each other, and their merging."""
+"""From each rank's pieces to full states: the rows that describe pieces, and how rank 0 merges them."""
 
 from __future__ import annotations
 

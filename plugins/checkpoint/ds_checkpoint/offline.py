@@ -77,8 +77,8 @@ def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
         latest = files.read_latest(folder) if folder.is_dir() else None
         if latest is None:
             have = files.existing_tags(folder)
-            mend = f"name one of {', '.join(have[:10])}" if have else "give the folder of a checkpoint"
-            raise CheckpointError(f"{folder} is no checkpoint and has no file {LATEST!r}; {mend}")
+            hint = f"name one of {', '.join(have[:10])}" if have else "give the folder of a checkpoint"
+            raise CheckpointError(f"{folder} is no checkpoint and has no file {LATEST!r}; {hint}")
         folder = files.find(folder, latest)
     manifest = parse_manifest(folder / MANIFEST)
     source = SavedStates(folder, manifest, None)

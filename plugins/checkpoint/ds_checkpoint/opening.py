@@ -1,7 +1,7 @@
-"""Opening files that a stranger may have made: never through a link, never anything but a regular file (torch-free).
+"""Opening files from untrusted sources: never through a link, never anything but a regular file (torch-free).
 
 What counts is what was opened: its kind and size are asked of the descriptor, so they cannot change in between. A
-FIFO does not block, and a file that is larger than it can rightly be is not read.
+FIFO does not block, and a file above its size limit is not read.
 """
 
 from __future__ import annotations

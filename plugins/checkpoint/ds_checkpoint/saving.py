@@ -1,7 +1,7 @@
 """`save`: prepare (nothing written) -> every rank writes its files aside -> rank 0 commits.
 
-Each step ends with word from all ranks, so a failure anywhere is raised everywhere, and leaves the checkpoints that
-were there, and ``latest``, as they were.
+After each step all ranks exchange whether it failed. A failure on one rank is raised on all of them and leaves the
+earlier checkpoints, and ``latest``, unchanged.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _agreed_tag(tags: list[str], mode: str) -> str:
     different = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if different and mode != "ignore":
         rank, other = next(iter(different.items()))
-        told = f"the tag is {tags[0]!r} on rank 0 but {other!r} on rank {rank} ({len(different)} ranks differ)"
+        differs = f"the tag is {tags[0]!r} on rank 0 but {other!r} on rank {rank} ({len(different)} ranks differ)"
         if mode == "fail":
-            raise CheckpointError(f"{told}; pass one tag on all ranks (checkpoint.tag_validation is Fail)")
-        log.warning("%s; rank 0's is used", told)
+            raise CheckpointError(f"{differs}; pass one tag on all ranks (checkpoint.tag_validation is Fail)")
+        log.warning("%s; rank 0's is used", differs)
     return tags[0]

@@ -107,9 +107,9 @@ class SavedStates:
         if name not in self._files:
             file = TensorFile(self.path / name)
             if file.metadata.get("save_id") != self.manifest.save_id or file.metadata.get("file") != name:
-                told = ", ".join(f"{k} {file.metadata[k]!r}" for k in ("file", "step") if k in file.metadata)
+                found = ", ".join(f"{k} {file.metadata[k]!r}" for k in ("file", "step") if k in file.metadata)
                 file.close()
-                raise CheckpointError(f"{file.path} is not of this checkpoint ({told or 'no mark of ours'}); {DAMAGED}")
+                raise CheckpointError(f"{file.path} is not of this checkpoint ({found or 'no metadata'}); {DAMAGED}")
             self._files[name] = file
         self._open.pop(name, None)
         self._open[name] = None
@@ -167,7 +167,7 @@ def _takes(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
 def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, State]:
     """The state that each name means on this rank.
 
-    A name that only one set of coordinates holds means the same everywhere. Of several, this rank's own is meant;
+    A name that only one set of coordinates holds means the same everywhere. Of several, this rank's own is read;
     that makes sense only while the axes are as long as they were.
     """
     by_name: dict[str, list[State]] = {}

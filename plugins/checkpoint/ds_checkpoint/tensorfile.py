@@ -64,8 +64,8 @@ Item = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
 def dtype_name(dtype: torch.dtype, what: str) -> str:
     """How safetensors spells `dtype`; CheckpointError, naming `what`, for one that it does not have."""
     if dtype not in _NAMES:
-        mend = "store torch.view_as_real of it" if dtype.is_complex else f"use one of {', '.join(DTYPES)}"
-        raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files cannot hold; {mend}")
+        fix = "store torch.view_as_real of it" if dtype.is_complex else f"use one of {', '.join(DTYPES)}"
+        raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files cannot hold; {fix}")
     return _NAMES[dtype]
 
 

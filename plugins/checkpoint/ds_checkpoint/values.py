@@ -22,7 +22,7 @@ __all__ = ["decode", "encode"]
 _DEEPEST = 100
 _WIDEST = 8192  # bits of an int; Python refuses to print much longer ones
 _MAPPINGS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter, "$dict": dict}
-_MENDS = {
+_FIXES = {
     "set": "store sorted(it)",
     "frozenset": "store sorted(it)",
     "ndarray": "store torch.from_numpy(it)",
@@ -42,7 +42,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], *, own: bool = Fa
     """`value` as JSON. where: its path, for errors. Tensors go into `tensors`, under keys made from the path's head.
 
     own: a state of ours or torch's, in which mappings may have int keys (a MultiStepLR's milestones, for one).
-    Raises CheckpointError, naming the path and the mend, for anything that would not come back as it was.
+    Raises CheckpointError, naming the path and the fix, for anything that would not be decoded to an equal value.
     """
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -63,7 +63,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor], *, own: bool = Fa
         return rows if kind is list else {"$tuple": rows}
     if kind in _MAPPINGS.values():
         return _encode_mapping(value, where, tensors, own, depth)
-    raise CheckpointError(f"{where} is a {_name(kind)}, which a checkpoint cannot hold; {_mend(value)}")
+    raise CheckpointError(f"{where} is a {_name(kind)}, which a checkpoint cannot hold; {_fix(value)}")
 
 
 def _encode_mapping(value: Any, where: str, tensors: dict[str, Tensor], own: bool, depth: int) -> Any:
@@ -83,14 +83,14 @@ def _name(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def _mend(value: Any) -> str:
+def _fix(value: Any) -> str:
     name = type(value).__name__
     if isinstance(value, Tensor):
         return "store a plain tensor (for a DTensor its full_tensor(), else .as_subclass(torch.Tensor))"
-    if type(value).__module__ == "numpy" and name not in _MENDS:
+    if type(value).__module__ == "numpy" and name not in _FIXES:
         return "store it.item()"
-    if name in _MENDS:
-        return _MENDS[name]
+    if name in _FIXES:
+        return _FIXES[name]
     if isinstance(value, int):
         return "store int(it)" if type(value) is not int else "store str(it)"
     for plain in (float, str, tuple, list, dict):

@@ -128,7 +128,7 @@ def commit(prepared: Prepared, job: Job, written: list[dict[str, Any]]) -> None:
 
 
 def publish(job: Job) -> None:
-    """Rank 0, last: ``latest``, and the removal of checkpoints that nobody wants kept."""
+    """Rank 0, last: ``latest``, and the removal of checkpoints beyond ``keep_last``."""
     if job.save_latest:
         files.write_latest(job.root, job.tag)
     if job.keep_last is not None:

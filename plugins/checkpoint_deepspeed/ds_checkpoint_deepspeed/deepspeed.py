@@ -210,7 +210,7 @@ class _Stretch:
 
 
 def _state_pieces(state: Mapping[str, Any], flat: Tensor, stretches: Sequence[_Stretch]) -> Iterator[StateTensor]:
-    """Moments of one flat tensor; counters are each parameter's, told by whoever has its beginning."""
+    """Moments of one flat tensor; a parameter's counter comes from the rank with its first element."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() == 1 and value.numel() >= flat.numel():  # padding comes last
             yield from (s.piece(f"optimizer/{key}", value) for s in stretches if s.stop > s.start)
@@ -246,8 +246,8 @@ class _Stage12:
         groups = self.shards[0]["base_optimizer_state"]["param_groups"]
         run = _run(self.model, groups, _scaler(vars(self.shards[0].get("loss_scaler") or _Data())))
         frozen = list(self.model.get("frozen_param_shapes") or {})
-        told = _optimizer_name(self.model)
-        return Foreign(self.folder.name, pieces, self.shared, frozen, run, _client(self.model), told, [])
+        optimizer = _optimizer_name(self.model)
+        return Foreign(self.folder.name, pieces, self.shared, frozen, run, _client(self.model), optimizer, [])
 
 
 def _stretches(shapes: Mapping[str, Any], begin: int, count: int) -> list[_Stretch]:
@@ -363,11 +363,11 @@ class _Plain:
                     counter = torch.as_tensor(value, dtype=torch.float32).reshape(())
                     pieces.append(_whole(f"optimizer/{key}/{names[index]}", counter))
         frozen = [n for n in module if n not in self.buffers and n not in names.values()]
-        told = _optimizer_name(self.model)
-        return Foreign(self.folder.name, pieces, self.shared, frozen, run, client, told, [])
+        optimizer = _optimizer_name(self.model)
+        return Foreign(self.folder.name, pieces, self.shared, frozen, run, client, optimizer, [])
 
     def _names(self, inner: dict[str, Any], masters: Any, module: dict[str, Tensor]) -> tuple[dict[int, str], str]:
-        """The parameter of each number in the optimizer; or why they cannot be told."""
+        """The parameter of each number in the optimizer; or why it cannot be found."""
         free = [n for n in module if n not in self.buffers]
         values = [m for group in masters or () for m in group]
         shapes = {n: _shape_of(inner["state"].get(n, {})) for g in inner["param_groups"] for n in g["params"]}
@@ -384,8 +384,8 @@ class _Plain:
                 same = [] if shape in twice or len(same) != (len(free) if shape is None else left[shape]) else same
             if not same:
                 return {}, (
-                    "the optimizer's states are left out: stage 0 stores them without names, and which parameter "
-                    f"number {number}, of shape {tuple(shape or ())}, is cannot be told; save with stage 1 to keep them"
+                    "the optimizer's states are left out: stage 0 stores them without names, and which parameter is "
+                    f"number {number}, of shape {tuple(shape or ())}, cannot be found; save with stage 1 to keep them"
                 )
             left[shape] -= 1
             names[number] = same[0]
