@@ -8,7 +8,7 @@ collective; the flags are only looked at when this rank lacks a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["BUCKET_BYTES", "Bucket", "arrange", "averaging_factors", "make_buckets", "wire_dtype"]
 
 
-class _Sized(Protocol):
-    def numel(self) -> int: ...
-
-
 K = TypeVar("K", bound=Hashable)
-T = TypeVar("T", bound=_Sized)
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough that a reduction's start-up cost vanishes, small enough to start while backward still runs."""
@@ -133,13 +128,15 @@ def wire_dtype(param: nn.Parameter, ctx: Context) -> torch.dtype:
     return (ctx.stash.get(WIRE_DTYPES) or {}).get(param) or ctx.precision.wire or param.dtype
 
 
-def arrange(params: Sequence[T], kind: Callable[[T], K], full: Callable[[K, int, int], bool]) -> list[list[T]]:
+def arrange(
+    params: Sequence[nn.Parameter], kind: Callable[[nn.Parameter], K], full: Callable[[K, int, int], bool]
+) -> list[list[nn.Parameter]]:
     """Which parameters share a buffer: runs of one kind, in reverse order, about that in which backward finishes them.
 
     kind: what must be the same in a buffer. full: kind, elements in the buffer, elements of the next parameter ->
     whether that one begins a new buffer.
     """
-    runs: dict[K, list[list[T]]] = {}
+    runs: dict[K, list[list[nn.Parameter]]] = {}
     filled: dict[K, int] = {}
     for param in reversed(params):
         key, size = kind(param), param.numel()

@@ -89,11 +89,8 @@ class GradientHooks:
         """
         ctx = self._ctx
         counted = not ctx.config.core.managed_gradient_accumulation
-        return ctx.batch.gas > 1 or ctx.precision.scaler is not None or counted or self._others()
-
-    def _others(self) -> bool:
-        """Whether there are other engines on this rank."""
-        return any(h is not None and h is not self and h.engine() is not None for h in STATE.present())
+        others = (h for h in STATE.present() if h is not None and h is not self and h.engine() is not None)
+        return ctx.batch.gas > 1 or ctx.precision.scaler is not None or counted or any(others)
 
     # -- backwards -------------------------------------------------------------------------------------------
 

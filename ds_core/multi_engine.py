@@ -113,38 +113,31 @@ def release_model(model: nn.Module) -> None:
     module around it, is in use.
     """
     mine = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    if _in_use(model, mine):
+    if any(hooks.engine() is not None for hooks in _sharing(model, mine)):
         gc.collect()  # an engine in a reference cycle lives on for a while though nobody can reach it
-    for hooks in _members():
-        if hooks.module is model and (engine := hooks.engine()) is not None:
+    for hooks, what in _sharing(model, mine).items():
+        if (engine := hooks.engine()) is None:
+            hooks.remove()
+            hooks.partitioner.detach()
+        elif hooks.module is model:
             log.warning(
                 "initialize was called again on a model whose engine is in use; that engine is destroyed, with its "
                 "optimizer states (call its destroy() first to avoid this warning)"
             )
             engine.destroy()
-    if what := _in_use(model, mine):
-        raise UsageError(
-            f"{what} belongs to the engine that an earlier initialize made, which is still in use, and two engines "
-            "cannot train the same weights; call destroy() on that engine first"
-        )
-    for hooks in _members():
-        if _shared(hooks, model, mine):
-            hooks.remove()
-            hooks.partitioner.detach()
+        else:
+            raise UsageError(
+                f"{what} belongs to the engine that an earlier initialize made, which is still in use, and two engines "
+                "cannot train the same weights; call destroy() on that engine first"
+            )
 
 
-def _members() -> list[GradientHooks]:
-    return [hooks for ref in STATE.members.values() if (hooks := ref()) is not None]
-
-
-def _in_use(model: nn.Module, trainable: dict[nn.Parameter, str]) -> str:
-    shared = (_shared(hooks, model, trainable) for hooks in _members() if hooks.engine() is not None)
-    return next(filter(None, shared), "")
-
-
-def _shared(hooks: GradientHooks, model: nn.Module, trainable: dict[nn.Parameter, str]) -> str:
-    """What of `model` the engine has too, in words; "" for nothing."""
-    if hooks.module is model:
-        return "the model"
-    name = next((trainable[p] for p in hooks.module.parameters() if p in trainable), None)
-    return "" if name is None else f"the parameter {name!r} of the model"
+def _sharing(model: nn.Module, trainable: dict[nn.Parameter, str]) -> dict[GradientHooks, str]:
+    """The engines that have something of `model` too, by their hooks, and what it is in words."""
+    found = {}
+    for hooks in filter(None, [ref() for ref in STATE.members.values()]):
+        if hooks.module is model:
+            found[hooks] = "the model"
+        elif name := next((trainable[p] for p in hooks.module.parameters() if p in trainable), ""):
+            found[hooks] = f"the parameter {name!r} of the model"
+    return found

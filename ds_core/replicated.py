@@ -76,7 +76,6 @@ class Replicated(Partitioner):
         self._twice = False  # a gradient has arrived in parts, so nothing is reduced before backward ends
         self.grad_state = GradState.LOCAL
         self._load_hook: Any = None
-        self._module: nn.Module | None = None
         self._plain = True  # the optimizer updates the module's own parameters
         self.given: list[Tensor | None] = []  # per master, from `gradients` to the step
         self._stepper = Stepper([], [])
@@ -94,7 +93,7 @@ class Replicated(Partitioner):
 
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """See `Partitioner.attach`."""
-        self._module = module
+        self.module = module
         self._broadcast(module)
         self.slots = {p: self._slot(p) for group in groups for p in group["params"]}
         slots = self.slots.values()
@@ -204,12 +203,11 @@ class Replicated(Partitioner):
         self.grad_state = GradState.REDUCED
         for bucket in self._buckets:
             for param, reduced in bucket.collect():
-                if (total := self.slots[param].total) is not None:
-                    total.copy_(reduced)
-                elif reduced.dtype == param.dtype:
+                slot = self.slots[param]
+                if slot.total is None and reduced.dtype == param.dtype:
                     param.grad = reduced
-                elif param.grad is not None:
-                    param.grad.copy_(reduced)
+                elif (grad := slot.gradient) is not None:
+                    grad.copy_(reduced)
                 else:
                     param.grad = reduced.to(param.dtype)
 
@@ -271,16 +269,14 @@ class Replicated(Partitioner):
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
         """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
-        assert self._module is not None
         mesh = self.ctx.mesh
         for name, tensor, info in self._tensors(optimizer):
             copies = tuple(a for a in mesh.expand(mesh.names) if a not in info.held)
             yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), info.held, info.counted, copies)
-        yield from buffer_states(self.ctx, self._module)
+        yield from buffer_states(self.ctx, self.module)
 
     def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, ParamInfo]]:
-        assert self._module is not None
-        for name, param in self._module.named_parameters():
+        for name, param in self.module.named_parameters():
             yield f"module/{name}", param.data, self.ctx.params[param]
         for slot in self.slots.values():
             if slot.master is not slot.param:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from ds_zero.layout import Layout
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from ds_core.buckets import arrange
 
@@ -35,14 +37,11 @@ def test_parts_are_equal_and_padding_is_small(sizes: list[int], world: int) -> N
         assert layout.total == sum(sizes)
 
 
-class Sized(int):
-    def numel(self) -> int:
-        return int(self)
-
-
 @given(SIZES, st.integers(1, 100))
 def test_runs_hold_everything_in_order_and_keep_to_the_capacity(sizes: list[int], capacity: int) -> None:
-    runs = arrange([Sized(n) for n in sizes], lambda _: None, lambda _, filled, size: filled + size > capacity)
+    params = [nn.Parameter(torch.empty(n)) for n in sizes]
+    found = arrange(params, lambda _: None, lambda _, filled, size: filled + size > capacity)
+    runs = [[p.numel() for p in run] for run in found]
     assert [n for run in runs for n in run] == sizes[::-1]
     for run in runs:
         assert len(run) == 1 or sum(run) <= capacity
