@@ -54,6 +54,12 @@ class GradientsConformance:
             for rank, weights in enumerate(self._weights(2, 1, **extra)):
                 assert _difference(weights, truth) <= self.tolerance, f"{name}, rank {rank}"
 
+    def test_the_factor_is_honoured(self) -> None:
+        """A plain ``loss.backward()``, whose gradients the step divides by the accumulation steps, gives the same."""
+        (truth,) = self._weights(1, 4)
+        (plain,) = run_ranks(1, _train, 4, dict(self.config), list(self.load), True, timeout=self.timeout)
+        assert _difference(plain, truth) <= self.tolerance, "a gradient is its tensor times gradients.factor"
+
     def test_the_loss_scale_does_not_matter(self) -> None:
         """Under fp16, weights do not depend on the loss scale, up to fp16's rounding."""
         found = [self._weights(1, 1, fp16={"enabled": True, "loss_scale": scale})[0] for scale in (8, 512)]
@@ -67,8 +73,8 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return max(relative(one[name], other[name]) for name in one)
 
 
-def _train(gas: int, extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
-    """Three steps of `gas` micro-batches on each rank; returns the unsharded weights, in fp64."""
+def _train(gas: int, extra: dict[str, Any], load: list[str], plain: bool = False) -> dict[str, Any]:
+    """Three steps of `gas` micro-batches on each rank; returns unsharded weights, in fp64. plain: ``backward()``."""
     import ds_core
     from ds_core import comm
     from ds_testing.models import Case, build_model, micro_batch
@@ -81,7 +87,8 @@ def _train(gas: int, extra: dict[str, Any], load: list[str]) -> dict[str, Any]:
     for step in range(3):
         for micro in range(gas):
             batch = micro_batch(case, step, 0, micro * world + comm.rank())
-            engine.backward(engine(batch["x"].to(dtype), batch["y"]))
+            loss = engine(batch["x"].to(dtype), batch["y"])
+            loss.backward() if plain else engine.backward(loss)
             engine.step()
     assert engine.skipped_steps == 0
     weights = whole_weights(engine)

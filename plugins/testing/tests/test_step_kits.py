@@ -1,0 +1,47 @@
+"""`GradientsConformance` and `ObserverConformance` find what is wrong with a plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ds_testing import GradientsConformance, ObserverConformance
+
+HEAD = "def ds_gradients(ctx, gradients):\n    import torch\n    for s in gradients.shards: "
+
+
+@pytest.mark.parametrize(
+    ("body", "check"),
+    [
+        ("s.tensor.add_(ctx.rank * 0.01)", lambda kit: kit.test_ranks_are_as_one(1)),
+        ("s.tensor.clamp_(-0.01, 0.01)", lambda kit: kit.test_the_factor_is_honoured()),
+        ("pass", lambda kit: kit.test_it_changes_what_is_trained()),
+    ],
+    ids=["ranks", "scale", "nothing"],
+)
+def test_wrong_changes_of_gradients(body: str, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"changes_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(HEAD + body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kit = type("Kit", (GradientsConformance,), {"load": (name,)})()
+    with pytest.raises(AssertionError):
+        check(kit)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def ds_step_end(ctx): ctx.engine.optimizer.param_groups[0]['lr'] = 0.2",
+        "def ds_phase_begin(phase): 1 / 0",
+        "def ds_eval_begin(ctx): ctx.engine.module.layer.bias.data.add_(1)",
+    ],
+    ids=["changes", "fails", "evaluation"],
+)
+def test_wrong_observers(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"observes_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kit = type("Kit", (ObserverConformance,), {"load": (name,)})()
+    with pytest.raises(AssertionError):
+        kit.test_training_is_the_same_with_it()
