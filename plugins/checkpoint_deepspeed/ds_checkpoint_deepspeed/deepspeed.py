@@ -384,8 +384,8 @@ class _Plain:
                 same = [] if shape in twice or len(same) != (len(free) if shape is None else left[shape]) else same
             if not same:
                 return {}, (
-                    "the optimizer's states are left out: stage 0 stores them without names, and which parameter is "
-                    f"number {number}, of shape {tuple(shape or ())}, cannot be found; save with stage 1 to keep them"
+                    "the optimizer's states are left out: stage 0 stores them without names, and no name fits "
+                    f"parameter number {number}, of shape {tuple(shape or ())}; save with stage 1 to keep them"
                 )
             left[shape] -= 1
             names[number] = same[0]
