@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ds_core.entries import (
-    AcceleratorEntry,
-    OptimizerEntry,
-    SchedulerEntry,
-    StateStoreEntry,
-)
+from ds_core.entries import AcceleratorEntry, OptimizerEntry, SchedulerEntry
 
-__all__ = ["ds_accelerators", "ds_optimizers", "ds_schedulers", "ds_state_stores"]
+__all__ = ["ds_accelerators", "ds_optimizers", "ds_schedulers"]
 
 
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
@@ -35,8 +30,3 @@ def ds_schedulers() -> Mapping[str, SchedulerEntry]:
     from ds_core.optim import SCHEDULERS
 
     return SCHEDULERS
-
-
-def ds_state_stores() -> Mapping[str, StateStoreEntry]:
-    """The host's memory."""
-    return {"cpu": StateStoreEntry("ds_core.stores:HostStore")}

@@ -197,7 +197,7 @@ class SchedulerEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class StateStoreEntry(_Record):
-    """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a `ds_core.stores.StateStore`.
+    """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a `ds_state_stores.StateStore`.
 
     options: the keys that stand beside ``device`` where the config chose it.
     """

@@ -234,7 +234,7 @@ def test_towers_differ_and_the_rest_is_shared():
 
 def test_the_store_keeps_values_and_gives_memory_back():
     from ds_core.plugins import Plugins
-    from ds_core.stores import is_evicted, open_store
+    from ds_state_stores import is_evicted, open_store
     ctx = SimpleNamespace(plugins=Plugins(), accelerator=None)
     store = open_store(ctx, "attic", {})
     tensor = store.copy_in(torch.arange(6.0))

@@ -269,13 +269,13 @@ def test_hooks_of_a_run_are_called_only_of_who_takes_part(
 def test_a_state_store_that_a_rule_chooses_brings_in_its_plugin(write: Write) -> None:
     write(
         "def ds_check(config, plugins):\n"
-        "    from ds_core.stores import check_store\n"
+        "    from ds_state_stores import check_store\n"
         "    return filter(None, [check_store(plugins, 'attic', 'a.device')])\n",
         "chooser",
         SECTIONS,
     )
     write(
-        "def ds_state_stores(): return {'attic': StateStoreEntry('ds_core.stores:HostStore')}\n"
+        "def ds_state_stores(): return {'attic': StateStoreEntry('ds_state_stores:HostStore')}\n"
         "def ds_check(config): return [Problem('a.path', 'attic needs one')]\n",
         "attic",
     )

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from ds_state_stores import StateStore, is_evicted
 from torch import Tensor
-
-from ds_core.stores import StateStore, is_evicted
 
 __all__ = ["StateStoreConformance"]
 
@@ -29,7 +28,7 @@ class StateStoreConformance:
         from ds_core.accelerator import get_accelerator
 
         made = self.make_store(SimpleNamespace(accelerator=get_accelerator()), tmp_path)
-        assert isinstance(made, StateStore), f"{type(made).__name__} is no ds_core.stores.StateStore"
+        assert isinstance(made, StateStore), f"{type(made).__name__} is no ds_state_stores.StateStore"
         return made
 
     def test_values_come_back(self, tmp_path: Path) -> None:

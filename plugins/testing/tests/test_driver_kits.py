@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_state_stores import HostStore, StateStore, is_evicted
 from ds_testing import (
     LauncherConformance,
     OptimizerConformance,
@@ -20,7 +21,6 @@ from ds_testing import (
 from torch import Tensor, nn
 
 from ds_core.entries import OptimizerEntry, Phase, SchedulerEntry, Transform
-from ds_core.stores import HostStore, StateStore, is_evicted
 
 Plant = Callable[..., str]
 

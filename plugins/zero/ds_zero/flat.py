@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_state_stores import is_evicted
 from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.buckets import arrange
-from ds_core.stores import is_evicted
 from ds_zero.layout import Layout
 from ds_zero.placement import ON_DEVICE, StatePlacement
 from ds_zero.records import Piece

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from ds_state_stores import StateStore, is_evicted
 from torch import Tensor
 
 from ds_core.param_shard import ParamShard
-from ds_core.stores import StateStore, is_evicted
 from ds_zero.flat import FlatBucket
 from ds_zero.records import Piece
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_state_stores import StateStore, open_store
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.stores import StateStore, open_store
 
 if TYPE_CHECKING:
     from ds_core.context import Context

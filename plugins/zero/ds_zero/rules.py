@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ds_state_stores import check_store
+
 from ds_core.errors import Problem
-from ds_core.stores import check_store
 
 if TYPE_CHECKING:
     from ds_core.config.core import OptimizerConfig

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_state_stores import is_evicted, owns_storage
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_core.stores import is_evicted, owns_storage
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_state_stores import StateStore, is_evicted
+
 from ds_core.config import Section
 from ds_core.entries import OptimizerEntry, StateStoreEntry
-from ds_core.stores import StateStore, is_evicted
 
 
 class DiskSection(Section):

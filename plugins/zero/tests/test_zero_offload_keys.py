@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from ds_state_stores import StateStore
 from ds_testing import run_ranks
 from torch import Tensor, nn
 
 import ds_core
 from ds_core.accelerator.cpu import CpuAccelerator
 from ds_core.errors import ConfigError, UsageError
-from ds_core.stores import StateStore
 
 CPU = {"device": "cpu"}
 STORE = "plugins.zero.tests.disk_store"
@@ -186,11 +186,11 @@ class Lazy(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_the_host_waits_for_copies_and_only_for_those_it_needs() -> None:
+    from ds_state_stores import HostStore
     from ds_zero.placement import Transfers
 
     from ds_core.kernels import Kernels
     from ds_core.plugins import Plugins
-    from ds_core.stores import HostStore
 
     device = Lazy()
     accelerator = SimpleNamespace(new_event=device.new_event, pin=lambda t: t)

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ds_state_stores import StateStore
 from ds_testing import StateStoreConformance
 
-from ds_core.stores import StateStore
 from plugins.zero.tests.disk_store import DiskStore
 
 

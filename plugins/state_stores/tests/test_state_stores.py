@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from ds_testing import run_ranks
+from ds_state_stores import HostStore, StateStore, check_store, is_evicted, open_store, owns_storage
 from torch import Tensor
 
 from ds_core.errors import PluginError, UsageError
-from ds_core.params import GradGroup, GradNorm
 from ds_core.plugins import Plugins, PluginSettings
-from ds_core.stores import HostStore, StateStore, check_store, is_evicted, open_store, owns_storage
 
 THEIRS = """
 from ds_core.entries import StateStoreEntry
-from ds_core.stores import HostStore
+from ds_state_stores import HostStore
 
 class Attic(HostStore):
     def __init__(self, ctx, options):
@@ -113,7 +111,7 @@ def test_a_plugin_offers_a_store_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert check_store(offers, "ATTIC", "x.device") is None
     ctx: Any = SimpleNamespace(plugins=offers, accelerator=None)
     assert open_store(ctx, "attic", {"pin_memory": False, "shelf": 3}).told["shelf"] == 3  # type: ignore[attr-defined]
-    with pytest.raises(PluginError, match=r"attic.*'cellar' must be a ds_core.stores.StateStore"):
+    with pytest.raises(PluginError, match=r"attic.*'cellar' must be a ds_state_stores.StateStore"):
         open_store(ctx, "cellar", {})
 
 
@@ -125,50 +123,3 @@ def test_a_store_that_nobody_offers_is_named() -> None:
     assert "choose one of none, cpu" in str(check_store(offers, "zzz", "a.device"))
     with pytest.raises(UsageError, match="no state store is called 'zzz'"):
         open_store(SimpleNamespace(plugins=offers), "zzz", {})  # type: ignore[arg-type]
-
-
-def test_the_norm_uses_the_kernel_of_the_masters_device_and_dtype() -> None:
-    asked: list[tuple[str, torch.dtype]] = []
-
-    def kernel_for(device: str, dtype: torch.dtype) -> Any:
-        asked.append((device, dtype))
-
-        def kernel(tensors: list[Tensor]) -> Tensor:
-            assert {(t.device.type, t.dtype) for t in tensors} == {(device, dtype)}
-            return sum((t.double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64))
-
-        return kernel
-
-    from ds_core.mesh import plan_mesh
-
-    mesh, here = plan_mesh([], 1, 0), torch.device("cpu")
-    masters = [torch.zeros(2), torch.zeros(1, dtype=torch.float64)]
-    norm = GradNorm(mesh, [()], kernel_for, masters)
-    assert sorted(asked, key=str) == [("cpu", torch.float32), ("cpu", torch.float64)]
-    grads = [torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.float64), torch.tensor([0.0, 12.0])]
-    assert norm([GradGroup((), grads)], here) == 13.0
-    assert norm([GradGroup((), [])], here) == 0.0
-    only = GradNorm(mesh, [()], kernel_for, masters[:1])
-    assert only([GradGroup((), grads[:1])], here) == 3.0
-
-
-def resolved(section: str) -> list[str]:
-    """Under which devices and dtypes the engine looks for the norm's kernel."""
-    import ds_core
-
-    engine, *_ = ds_core.initialize(
-        model=torch.nn.Linear(3, 3),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            section: {"enabled": True},
-        },
-    )
-    kinds = [f"{device} {dtype}" for device, dtype in engine._optimizer_step.norm._kernels]
-    engine.destroy()
-    return kinds
-
-
-@pytest.mark.parametrize("section", ["bf16", "fp16"])
-def test_under_16_bit_modes_the_norm_is_of_fp32_masters(section: str) -> None:
-    assert run_ranks(1, resolved, section) == [["cpu torch.float32"]]

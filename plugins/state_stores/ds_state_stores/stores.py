@@ -1,6 +1,4 @@
-"""State stores: where a partitioner keeps optimizer states and weights that it does not need now.
-
-The contract, and the store ``cpu`` (torch-free at import).
+"""The contract of state stores, the store ``cpu``, and how a store is found by its name (torch-free at import).
 
 [Note: identity] A tensor stays the same object for its whole life, so optimizers and views may refer to it. A store
 that frees memory empties the tensor's storage (``untyped_storage().resize_(0)``) and fills it again later. Torch
@@ -145,5 +143,5 @@ def open_store(ctx: Context, device: str, options: Mapping[str, Any]) -> StateSt
     with blaming(answer.plugin, f"failed to make the state store {device!r} ({answer.value.load})", passing=(DSError,)):
         store = resolve(answer.value.load)(ctx, options)
     if not isinstance(store, StateStore):
-        raise PluginError(f"plugin {answer.plugin}: state store {device!r} must be a ds_core.stores.StateStore")
+        raise PluginError(f"plugin {answer.plugin}: state store {device!r} must be a ds_state_stores.StateStore")
     return store
