@@ -33,7 +33,7 @@ from ds_core.optim import torch_grain
 from ds_core.optimizer_step import required
 from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
-from ds_core.plugins import blaming
+from ds_core.plugins import Plugins, blaming
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
 from ds_core.process import STATE, show_log
 from ds_core.replicated import Replicated
@@ -95,7 +95,7 @@ def initialize(
     # What each rank can work out alone, before it talks.
     asked = chosen.plugins.members()
     accelerator = get_accelerator(chosen.plugins)
-    rank, world_size = _place()
+    rank, world_size = _place(chosen.plugins)
     several = world_size > 1 or core.collectives is not None
     providers = comm.choose_providers(chosen.plugins, core.collectives) if several else {}
     check_rules(chosen.config, chosen.plugins, newer_than=asked)
@@ -240,11 +240,11 @@ def _check_step(optimizer: Optimizer) -> None:
         )
 
 
-def _place() -> tuple[int, int]:
+def _place(plugins: Plugins) -> tuple[int, int]:
     """(rank, world size) of a running process group, else as the environment tells; (0, 1) when it tells nothing."""
     if comm.is_initialized():
         return comm.rank(), comm.world_size()
-    where = comm.find_own()
+    where = comm.find_own(plugins=plugins)
     return (where.rank, where.world_size) if where is not None else (0, 1)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Phase",
     "Probe",
     "Ref",
+    "RendezvousEntry",
     "Request",
     "SchedulerEntry",
     "StateStoreEntry",
@@ -232,6 +233,21 @@ class Request(_Record):
 
     stop: bool = False
     save: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousEntry(_Record):
+    """How ranks find each other where torchrun's variables are missing, and how they meet. The highest priority serves.
+
+    find: gives ``environment -> ds_core.comm.Job``, or None for a process alone; it is asked only where one of
+    `variables` is set. store: gives ``(ds_core.comm.Rendezvous, timedelta) -> torch Store``, at which all ranks meet;
+    it raises CommError within the time. None: torch's `TCPStore`.
+    """
+
+    find: Ref | None = None
+    store: Ref | None = None
+    variables: tuple[str, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

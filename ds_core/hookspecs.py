@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         LauncherEntry,
         OptimizerEntry,
         Ref,
+        RendezvousEntry,
         Request,
         SchedulerEntry,
         StateStoreEntry,
@@ -89,6 +90,16 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type:
 @gives(many("ds_core.entries:AcceleratorEntry"))
 def ds_accelerators() -> Iterable[AcceleratorEntry]:  # type: ignore[empty-body]
     """Driver, by `DS_ACCELERATOR` or by probe: the device kinds this plugin can drive."""
+
+
+@hookspec
+@gives(one_or_none("ds_core.entries:RendezvousEntry"))
+def ds_rendezvous() -> RendezvousEntry | None:
+    """Driver, by priority: how this process finds the other ranks, and how they meet before the process group starts.
+
+    Asked before there is a config. None: not here. Nobody: torchrun's variables and torch's own store, which the
+    answer's `find` need not know. Two answers of one priority are an error.
+    """
 
 
 @hookspec

@@ -59,7 +59,7 @@ STATE = ProcessState()
 _ELSEWHERE = (
     ("ds_core.comm.interceptor", "reset"),
     ("ds_core.comm.collectives", "reset"),
-    ("ds_core.comm.start", "stop_lone"),
+    ("ds_core.comm.start", "reset"),
     ("ds_core.accelerator", "reset_accelerator"),
     ("ds_core.plugins", "reset_discovery"),
 )

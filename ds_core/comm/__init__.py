@@ -44,6 +44,6 @@ __getattr__, __dir__ = names_on_first_use(
         ),
         "objects": "all_gather_json broadcast_json",
         "providers": "choose_providers",
-        "start": "find_own find_rendezvous init_distributed is_initialized local_rank",
+        "start": "Job Rendezvous find_own find_rendezvous init_distributed is_initialized local_rank",
     },
 )

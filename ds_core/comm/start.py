@@ -1,15 +1,13 @@
 """Starting the process group: who am I, how many are we, where do we meet (torch is imported only to start).
 
-Each source of that answer (the launcher's variables, MPI, Slurm, SageMaker, AzureML) is one function over the
-environment that returns a `Rendezvous` or None; the environment itself is never changed.
+The core reads torchrun's variables. What else an environment may say, and how ranks make sure at the store that they
+belong together, is the installed `ds_rendezvous` answer's. The environment itself is never changed.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import json
+import contextlib
+import ipaddress
 import logging
 import os
 import re
@@ -19,14 +17,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ds_core.errors import CommError, ConfigError
+from ds_core.catalogue import install, known, offered_by
+from ds_core.errors import CommError, ConfigError, PluginError
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from ds_core.config import RunConfig
+    from ds_core.discovery import Answer
     from ds_core.plugins import Plugins
 
 __all__ = [
     "DEFAULT_PORT",
+    "Job",
     "Rendezvous",
     "add_interceptors_of",
     "find_own",
@@ -34,6 +37,7 @@ __all__ = [
     "init_distributed",
     "is_initialized",
     "local_rank",
+    "reset",
     "stop_lone",
 ]
 
@@ -42,41 +46,9 @@ log = logging.getLogger("ds_core.comm")
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT_MINUTES = 30.0
 MEND = "start the script with `dscore run train.py`, which sets them all"
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-# (source, rank, world size, local rank, local size); the first names present win.
-_SCHEDULERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        "Open MPI",
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    (
-        "MVAPICH",
-        ("MV2_COMM_WORLD_RANK",),
-        ("MV2_COMM_WORLD_SIZE",),
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    # Slurm before PMI: srun sets PMI variables too, and Slurm's own also tell the first node's name.
-    (
-        "Slurm",
-        ("SLURM_PROCID",),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-        ("SLURM_LOCALID",),
-        (),
-    ),
-    (
-        "MPICH",
-        ("PMI_RANK", "PMIX_RANK"),
-        ("PMI_SIZE", "PMIX_SIZE"),
-        ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    ),
-)
-_MPI = tuple(f"{name}'s variables" for name in ("Open MPI", "MVAPICH", "MPICH"))
-_LOCAL_RANKS = ("LOCAL_RANK", *(name for scheduler in _SCHEDULERS for name in scheduler[3]))
+_choice: tuple[Answer | None] | None = None  # the `ds_rendezvous` answer of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +66,21 @@ class Rendezvous:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a `ds_rendezvous` answer finds in an environment.
+
+    source: whose variables say so, to go after "from". variables: what they mean, by torchrun's names, as far as they
+    tell. address: for a job that does not tell MASTER_ADDR: ``(rank, world size) -> rank 0's address``, collective.
+    hint: another way to tell it, for the error message, where there is no `address`.
+    """
+
+    source: str
+    variables: Mapping[str, str]
+    address: Callable[[int, int], str] | None = None
+    hint: str = ""
+
+
 def is_initialized() -> bool:
     """Whether a process group is running; loads no torch when nothing else has."""
     import sys
@@ -108,10 +95,9 @@ def is_initialized() -> bool:
 def local_rank(env: Mapping[str, str] | None = None) -> int:
     """This process's number on its machine, from whichever launcher started it; 0 when none did."""
     env = os.environ if env is None else env
-    for name in _LOCAL_RANKS:
-        if env.get(name):
-            return _integer(env, name)
-    return 0
+    if not env.get("LOCAL_RANK") and (job := _find_job(env)) is not None:
+        env = job.variables
+    return _integer(env, "LOCAL_RANK") if env.get("LOCAL_RANK") else 0
 
 
 def init_distributed(
@@ -128,8 +114,8 @@ def init_distributed(
 ) -> None:
     """Start torch's default process group, unless one runs already. Collective: every rank calls it.
 
-    dist_backend: None takes the accelerator's. auto_mpi_discovery: look at MPI, Slurm, SageMaker and AzureML
-    variables when the launcher's are missing. distributed_port: of rank 0, where no MASTER_PORT says otherwise.
+    dist_backend: None takes the accelerator's. auto_mpi_discovery: ask `ds_rendezvous` (MPI,
+    Slurm, ...) when torchrun's variables are missing. distributed_port: of rank 0, where no MASTER_PORT says otherwise.
     timeout: of collectives; None means DEEPSPEED_TIMEOUT minutes, or 30. init_method: torch's, with `rank` and
     `world_size`; None finds them. dist_init_required: False means that a process group must be running already.
     config: the run's; the interceptors of its sections (`ds_interceptors`) are put into effect. A process that no
@@ -155,7 +141,7 @@ def init_distributed(
         if init_method is not None and init_method != "env://":
             _start_by_method(init_method, backend, limit, rank, world_size)
         else:
-            where = find_own(auto_mpi_discovery, distributed_port, rank, world_size)
+            where = find_own(auto_mpi_discovery, distributed_port, rank, world_size, plugins)
             _start_found(where, backend, limit)
         if verbose and dist.get_rank() == 0:
             log.info("process group started: %d ranks over %s", dist.get_world_size(), dist.get_backend())
@@ -175,43 +161,27 @@ def stop_lone() -> None:
             dist.destroy_process_group()
 
 
+def reset() -> None:
+    """`stop_lone`, and choose again who answers `ds_rendezvous`."""
+    global _choice
+    stop_lone()
+    _choice = None
+
+
 def find_own(
-    discover: bool = True, port: int = DEFAULT_PORT, rank: int = -1, world_size: int = -1
+    discover: bool = True,
+    port: int = DEFAULT_PORT,
+    rank: int = -1,
+    world_size: int = -1,
+    plugins: Plugins | None = None,
 ) -> Rendezvous | None:
-    """`find_rendezvous` for this process. Collective the first time, in an MPI job over several hosts."""
-    installed = importlib.util.find_spec("mpi4py") is not None
-    return find_rendezvous(os.environ, discover, port, rank, world_size, address_by_mpi if installed else None)
+    """`find_rendezvous` for this process. Collective the first time, where a job's variables do not tell MASTER_ADDR.
 
-
-@functools.cache
-def address_by_mpi(rank: int, world_size: int) -> str:
-    """Rank 0's address, which it broadcasts as plain bytes. Collective; importing mpi4py starts MPI.
-
-    Raises CommError when mpi4py does not see the job.
+    plugins: the run's, to choose the `ds_rendezvous` answer from.
     """
-    MPI = importlib.import_module("mpi4py.MPI")
-    job = MPI.COMM_WORLD
-    if (job.Get_rank(), job.Get_size()) != (rank, world_size):
-        raise CommError(
-            f"mpi4py sees rank {job.Get_rank()} of {job.Get_size()}, but the job's variables say {rank} of "
-            f"{world_size}; mpi4py was built for another MPI than the one that started the job: install it for this "
-            "one, or set MASTER_ADDR to rank 0's host on all ranks"
-        )
-    text = bytearray(_own_address().encode().ljust(256, b"\0") if rank == 0 else 256)
-    job.Bcast([text, MPI.BYTE], root=0)
-    return text.rstrip(b"\0").decode()
-
-
-def _own_address() -> str:
-    """The address of this machine that others reach, or its name where it has no route to them."""
-    for family, far in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing; the system chooses the interface
-                probe.connect((far, 9))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return socket.gethostname()
+    if plugins is not None:
+        _provider(plugins)
+    return find_rendezvous(os.environ, discover, port, rank, world_size, collective=True)
 
 
 def find_rendezvous(
@@ -220,45 +190,42 @@ def find_rendezvous(
     port: int = DEFAULT_PORT,
     rank: int = -1,
     world_size: int = -1,
-    ask: Callable[[int, int], str] | None = None,
+    collective: bool = False,
 ) -> Rendezvous | None:
     """What the environment says; None when nothing in it speaks of several processes.
 
-    rank, world_size: given values take precedence (-1: not given). ask: ``(rank, world size) -> rank 0's address``,
-    for MPI jobs over several hosts, whose variables do not tell it. Raises CommError for an incomplete answer.
+    discover: ask `ds_rendezvous` where torchrun's variables are missing. rank, world_size: given values take precedence
+    (-1: not given). collective: rank 0 may be asked for its address. Raises CommError for an incomplete answer.
     """
-    given = {"RANK": rank, "WORLD_SIZE": world_size}
-    facts = {name: str(value) for name, value in given.items() if value >= 0}
-    facts = {
-        **{n: env[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if env.get(n)},
-        **facts,
-    }
-    source = "the launcher's variables"
-    if not {"RANK", "WORLD_SIZE"} <= facts.keys() and discover and (found := _from_scheduler(env)):
-        source = found.pop("source")
-        facts = {**found, **facts}
+    given = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value >= 0}
+    facts = {**{name: env[name] for name in _NAMES if env.get(name)}, **given}
+    source, job = "the launcher's variables", None
+    if discover and not {"RANK", "WORLD_SIZE"} <= facts.keys():
+        job = _find_job(env)
+        if job is not None and "RANK" in job.variables:
+            source, facts = job.source, {**job.variables, **facts}
     if "RANK" not in facts and "WORLD_SIZE" not in facts:
         return None
-    if (rank >= 0 and world_size >= 0) or (discover and _first(env, _LOCAL_RANKS)):
-        facts.setdefault("LOCAL_RANK", str(local_rank(env)))
+    if "LOCAL_RANK" not in facts and len(given) == 2:
+        facts["LOCAL_RANK"] = str(local_rank(env))
+    elif "LOCAL_RANK" not in facts and discover and (job or (job := _find_job(env))):
+        facts.update({n: v for n, v in job.variables.items() if n == "LOCAL_RANK"})
     facts.setdefault("MASTER_PORT", str(port))
     if facts.get("WORLD_SIZE") == "1":
         facts.setdefault("MASTER_ADDR", "127.0.0.1")
         facts.setdefault("LOCAL_RANK", "0")
-    missing = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if n not in facts]
-    if missing == ["MASTER_ADDR"] and ask is not None and source in _MPI:
-        facts["MASTER_ADDR"] = ask(_integer(facts, "RANK"), _integer(facts, "WORLD_SIZE"))
+    missing = [name for name in _NAMES if name not in facts]
+    if missing == ["MASTER_ADDR"] and collective and job is not None and source == job.source and job.address:
+        facts["MASTER_ADDR"] = job.address(_integer(facts, "RANK"), _integer(facts, "WORLD_SIZE"))
         missing = []
     if missing:
-        known = ", ".join(f"{n}={v}" for n, v in sorted(facts.items()))
+        told = ", ".join(f"{name}={value}" for name, value in sorted(facts.items()))
         hint = "" if discover else " (auto_mpi_discovery is off)"
         if missing == ["MASTER_ADDR"]:
-            hint += (
-                ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on all of them, or install "
-                "mpi4py, by which rank 0 tells it to the others"
-            )
+            hint += ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on all of them"
+            hint += f", or {job.hint}" if job is not None and job.hint else ""
         raise CommError(
-            f"{', '.join(missing)} missing from the environment, which has {known} from {source}{hint}; {MEND}"
+            f"{', '.join(missing)} missing from the environment, which has {told} from {source}{hint}; {MEND}"
         )
     here = Rendezvous(
         _integer(facts, "RANK"),
@@ -277,57 +244,47 @@ def find_rendezvous(
     return here
 
 
-def _from_scheduler(env: Mapping[str, str]) -> dict[str, str] | None:
-    """RANK, WORLD_SIZE, LOCAL_RANK and, where it can be known, MASTER_ADDR, from MPI's or Slurm's variables."""
-    for source, ranks, sizes, locals_, local_sizes in _SCHEDULERS:
-        rank = _first(env, ranks)
-        if rank is None:
-            continue
-        facts = {"source": f"{source}'s variables", "RANK": rank}
-        size, local = _first(env, sizes), _first(env, locals_)
-        if size is not None:
-            facts["WORLD_SIZE"] = size
-        if local is not None:
-            facts["LOCAL_RANK"] = local
-        one_host = size is not None and size == _first(env, local_sizes)
-        facts.update(_address(env, "127.0.0.1" if one_host else None, source == "Slurm"))
-        return facts
+# -- who finds and meets others ----------------------------------------------------------------------------------------
+
+
+def _provider(plugins: Plugins | None = None) -> Answer | None:
+    """The `ds_rendezvous` answer of this process: chosen earlier, else now. plugins: choose again from these.
+
+    Raises PluginError when two have the same, highest priority.
+    """
+    global _choice
+    if _choice is None or plugins is not None:
+        from ds_core.plugins import Plugins
+
+        answers = [a for a in (plugins or Plugins()).offers("ds_rendezvous") if a.value is not None]
+        answers.sort(key=lambda answer: -answer.value.priority)
+        if len(answers) > 1 and answers[0].value.priority == answers[1].value.priority:
+            raise PluginError(
+                f"ds_rendezvous is answered by {answers[0].plugin} and {answers[1].plugin} with the same priority; "
+                "uninstall one, or disable it with plugins.disable"
+            )
+        _choice = (answers[0] if answers else None,)
+    return _choice[0]
+
+
+def _find_job(env: Mapping[str, str]) -> Job | None:
+    """The job that the installed `ds_rendezvous` answer finds; nothing of it is imported for a process alone.
+
+    Raises CommError where a variable says that this is not rank 0, and the package that reads it is not installed.
+    """
+    chosen = _provider()
+    if chosen is not None and chosen.value.find is not None:
+        if not any(env.get(name) for name in chosen.value.variables):
+            return None
+        job: Job | None = chosen.resolve(chosen.value.find, "ds_rendezvous")(env)
+        return job
+    if name := next((n for n in sorted(known("launch_variables")) if (env.get(n) or "0") != "0"), None):
+        dist = str(offered_by("launch_variables", name))
+        raise CommError(
+            f"{name} is {env[name]}, so there are several processes, and {dist}, which reads this variable, is not "
+            f"installed; {install(dist)}, or set {', '.join(_NAMES)}"
+        )
     return None
-
-
-def _address(env: Mapping[str, str], fallback: str | None, slurm: bool) -> dict[str, str]:
-    """Rank 0's host (and port) as the surrounding service names it; `fallback` when no service does."""
-    if env.get("AZ_BATCH_MASTER_NODE"):  # AzureML on several nodes: "10.0.0.4:6000"
-        host, _, port = env["AZ_BATCH_MASTER_NODE"].partition(":")
-        return {"MASTER_ADDR": host, **({"MASTER_PORT": port} if port else {})}
-    if env.get("AZ_BATCHAI_MPI_MASTER_NODE"):
-        return {"MASTER_ADDR": env["AZ_BATCHAI_MPI_MASTER_NODE"]}
-    if env.get("SM_HOSTS"):  # SageMaker: every host, as a JSON list; its launcher puts rank 0 on the first by name
-        try:
-            return {"MASTER_ADDR": min(json.loads(env["SM_HOSTS"]))}
-        except (ValueError, TypeError) as error:
-            raise CommError(f"SM_HOSTS is {env['SM_HOSTS']!r}, not a JSON list of host names") from error
-    if slurm and (
-        nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    ):
-        # Before SLURM_LAUNCH_NODE_IPADDR: srun may run on a login node, where no rank is.
-        return {"MASTER_ADDR": first_host(nodes)}
-    if slurm and env.get("SLURM_LAUNCH_NODE_IPADDR"):
-        return {"MASTER_ADDR": env["SLURM_LAUNCH_NODE_IPADDR"]}
-    return {"MASTER_ADDR": fallback} if fallback else {}
-
-
-def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: ``"gpu[07-09,12],cpu1"`` -> ``"gpu07"``."""
-    match = re.match(r"([^,\[\]]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes.strip())
-    host = "".join(part or "" for part in match.groups()) if match else ""
-    if not host:
-        raise CommError(f"no host in the Slurm node list {nodes!r}; set MASTER_ADDR to rank 0's host")
-    return host
-
-
-def _first(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    return next((env[n] for n in names if env.get(n)), None)
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
@@ -402,12 +359,11 @@ def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> 
     if where is None or where.world_size == 1:  # nobody to meet, so nothing listens
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    from ds_core.comm.meeting import Place, meet_at_store
-
-    place = Place(where.rank, where.world_size, where.address, where.port)
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    open_store, chosen = _open_store, _provider()
+    if chosen is not None and chosen.value.store is not None:
+        open_store = chosen.resolve(chosen.value.store, "ds_rendezvous")
     try:
-        store = meet_at_store(place, timeout, kept=kept)
+        store = open_store(where, timeout)
         dist.init_process_group(backend, store=store, rank=where.rank, world_size=where.world_size, timeout=timeout)
     except CommError as error:
         raise CommError(f"{error} (the place is from {where.source})") from error
@@ -416,3 +372,27 @@ def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> 
             f"rank {where.rank} of {where.world_size} could not start {backend} at {where.address}:{where.port} "
             f"(from {where.source}): {error}; are all ranks started, and is the port reachable and free?"
         ) from error
+
+
+def _open_store(where: Rendezvous, timeout: timedelta) -> Store:
+    """torch's store: rank 0's, or that of torchrun's agent. At a loopback address it listens on this machine alone."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener: dict[str, Any] = {}
+    if hosts and _is_loopback(where.address):
+        with contextlib.suppress(OSError):  # a port in use: by our own store, which torch shares, or it raises
+            host = "127.0.0.1" if where.address == "localhost" else where.address
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener["master_listen_fd"] = socket.create_server((host, where.port), family=family).detach()
+    store = TCPStore(
+        where.address, where.port, where.world_size, is_master=hosts, timeout=timeout, multi_tenant=True, **listener
+    )
+    return PrefixStore(f"ds_core/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

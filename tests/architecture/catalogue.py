@@ -72,6 +72,8 @@ def made() -> str:
         catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
     kernels = [(e, a.plugin.dist) for a in plugins.offers("ds_kernels") for e in a.value if a.plugin.dist in folders]
     catalogue["kernels"] = {e.op: dist for e, dist in sorted(kernels, key=lambda row: -row[0].priority)}
+    starts = [(a.value, a.plugin.dist) for a in plugins.offers("ds_rendezvous") if a.plugin.dist in folders]
+    catalogue["launch_variables"] = {name: dist for entry, dist in starts if entry for name in entry.variables}
     rows = [(hook, report.found) for report in plugins.reports() for hook in report.hooks if hook in DRIVERS]
     catalogue["drivers"] = {hook: found.dist for hook, found in rows if found.dist in folders}
     return json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1) + "\n"

@@ -1,28 +1,27 @@
-"""Finding the other ranks, and saying what is missing when they cannot be found."""
+"""Starting with torchrun's variables and torch's store alone, and what a `ds_rendezvous` answer adds."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
+import types
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_core.comm.start import Rendezvous, _default_timeout, find_rendezvous, first_host, local_rank
-from ds_core.errors import CommError
+from ds_core.comm import start
+from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_own, find_rendezvous, local_rank
+from ds_core.entries import RendezvousEntry
+from ds_core.errors import CommError, PluginError
+from ds_core.plugins import BACKENDS, Found, Plugins
 
 ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
-OMPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
-SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+ALL_BY_HAND = {"DS_PLUGINS_DISABLE_AUTOLOAD": "1"}  # nobody answers ds_rendezvous
 
 
 def place(env: dict[str, str]) -> tuple[int, int, int, str, int]:
@@ -39,52 +38,8 @@ def test_nothing_in_the_environment_is_one_process() -> None:
 def test_the_launchers_variables() -> None:
     assert place(ENV) == (3, 8, 1, "10.0.0.1", 4000)
     assert place({**ENV, "MASTER_PORT": ""})[-1] == 29500
-    assert place({**ENV, **OMPI, "OMPI_COMM_WORLD_RANK": "7"})[0] == 3  # the launcher's come first
-
-
-@pytest.mark.parametrize(
-    ("extra", "address"),
-    [
-        ({"MASTER_ADDR": "n0"}, "n0"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "127.0.0.1"),
-        ({"AZ_BATCH_MASTER_NODE": "10.0.0.4"}, "10.0.0.4"),
-        ({"AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}, "10.0.0.5"),
-        ({"SM_HOSTS": '["algo-2", "algo-1"]'}, "algo-1"),
-    ],
-    ids=["given", "one host", "azureml", "azureml batch ai", "sagemaker"],
-)
-def test_open_mpi(extra: dict[str, str], address: str) -> None:
-    assert place({**OMPI, **extra}) == (3, 8, 1, address, 29500)
-
-
-def test_azureml_gives_a_port_too() -> None:
-    assert place({**OMPI, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"})[3:] == ("10.0.0.4", 6000)
-
-
-def test_mpich_and_intel_mpi() -> None:
-    env = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "8"}
-    assert place(env) == (3, 8, 1, "127.0.0.1", 29500)
-
-
-@pytest.mark.parametrize(
-    ("extra", "address"),
-    [
-        ({"SLURM_JOB_NODELIST": "gpu[07-09,12],cpu1"}, "gpu07"),
-        ({"SLURM_STEP_NODELIST": "b2,b3", "SLURM_JOB_NODELIST": "b1,b2,b3"}, "b2"),
-        ({"SLURM_JOB_NODELIST": "b1", "SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}, "b1"),
-        ({"SLURM_LAUNCH_NODE_IPADDR": "10.1.1.1"}, "10.1.1.1"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_JOB_NODELIST": "b1"}, "b1"),
-    ],
-)
-def test_slurm(extra: dict[str, str], address: str) -> None:
-    assert place({**SLURM, **extra}) == (3, 8, 1, address, 29500)
-
-
-def test_first_host_of_a_slurm_list() -> None:
-    assert first_host("n[1,5]-ib,m2") == "n1-ib"
-    assert first_host("solo") == "solo"
-    with pytest.raises(CommError, match=r"no host in the Slurm node list '\[\]'"):
-        first_host("[]")
+    assert local_rank(ENV) == 1
+    assert local_rank({}) == 0
 
 
 @pytest.mark.parametrize(
@@ -92,12 +47,10 @@ def test_first_host_of_a_slurm_list() -> None:
     [
         ({"RANK": "1"}, ["WORLD_SIZE, LOCAL_RANK, MASTER_ADDR missing", "RANK=1", "dscore run"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, ["LOCAL_RANK missing"]),
-        (OMPI, ["MASTER_ADDR missing", "Open MPI's variables", "set MASTER_ADDR to rank 0's host"]),
-        ({**SLURM, "SLURM_NTASKS": ""}, ["WORLD_SIZE, MASTER_ADDR missing", "Slurm's variables"]),
+        ({**ENV, "MASTER_ADDR": ""}, ["MASTER_ADDR missing", "set MASTER_ADDR to rank 0's host"]),
         ({**ENV, "RANK": "8"}, ["RANK 8 is not below WORLD_SIZE 8"]),
         ({**ENV, "RANK": "one"}, ["RANK is 'one'"]),
         ({**ENV, "MASTER_PORT": "70000"}, ["MASTER_PORT 70000"]),
-        ({**OMPI, "SM_HOSTS": "algo-1"}, ["SM_HOSTS is 'algo-1', not a JSON list"]),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(env: dict[str, str], named: list[str]) -> None:
@@ -106,40 +59,10 @@ def test_what_is_missing_or_wrong_is_named(env: dict[str, str], named: list[str]
     assert all(part in str(caught.value) for part in named), str(caught.value)
 
 
-def test_an_mpi_job_over_hosts_asks_rank_0() -> None:
-    asked: list[tuple[int, int]] = []
-
-    def ask(rank: int, world_size: int) -> str:
-        asked.append((rank, world_size))
-        return "10.0.0.9"
-
-    for env in (OMPI, {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1"}):
-        found = find_rendezvous(env, ask=ask)
-        assert found is not None
-        assert (found.rank, found.address) == (3, "10.0.0.9")
-    find_rendezvous({**OMPI, "MASTER_ADDR": "h"}, ask=ask)
-    find_rendezvous({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, ask=ask)  # one host
-    with pytest.raises(CommError):  # Slurm without a node list: there may be no MPI
-        find_rendezvous(SLURM, ask=ask)
-    assert asked == [(3, 8)] * 2
-
-
-def test_discovery_can_be_switched_off() -> None:
-    assert find_rendezvous({**OMPI, "MASTER_ADDR": "h"}, discover=False) is None
-    with pytest.raises(CommError, match="WORLD_SIZE, LOCAL_RANK missing.*auto_mpi_discovery is off"):
-        find_rendezvous({**OMPI, "MASTER_ADDR": "h", "RANK": "1"}, discover=False)
-
-
 def test_arguments_take_precedence() -> None:
     found = find_rendezvous({**ENV, "LOCAL_RANK": ""}, rank=0, world_size=2)
     assert found is not None
     assert (found.rank, found.world_size, found.local_rank) == (0, 2, 0)
-
-
-def test_local_rank() -> None:
-    assert local_rank({}) == 0
-    assert local_rank(OMPI) == 1
-    assert local_rank({**OMPI, "LOCAL_RANK": "5"}) == 5
 
 
 def test_timeout_from_the_environment() -> None:
@@ -173,7 +96,7 @@ class Nothing(comm.Interceptor):
         return call()
 
 def ds_interceptors(config):
-    assert comm.is_initialized() and config.core.steps_per_print == 3
+    assert comm.is_initialized() and config.core.gradient_clipping == 3
     return [Nothing()]
 
 sys.modules["probe"] = types.ModuleType("probe")
@@ -185,7 +108,7 @@ try:
 except DSError as error:
     assert "dist_init_required is False, but no process group is running" in str(error)
 assert not comm.is_initialized()
-comm.init_distributed("gloo", config={"plugins": ["probe"], "steps_per_print": 3})
+comm.init_distributed("gloo", config={"plugins": ["probe"], "gradient_clipping": 3})
 comm.init_distributed("gloo", dist_init_required=True)
 assert comm.is_initialized() and len(comm.interceptors()) == 1
 assert dict(os.environ) == before
@@ -219,92 +142,110 @@ def free_port() -> int:
         return port
 
 
-def test_two_processes_under_open_mpi_variables() -> None:
-    """The accelerator's own backend, the port from the argument."""
-    code = TOGETHER.format(port=free_port(), kwargs={"verbose": False})
-    envs = [
-        {
-            "OMPI_COMM_WORLD_RANK": str(r),
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(r),
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "DS_ACCELERATOR": "cpu",
-        }
-        for r in range(2)
-    ]
-    both = [python(code, env) for env in envs]
-    assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 1 3.0"]
-
-
-MPI4PY = """
-import os, time
-from pathlib import Path
-BYTE = "byte"
-class COMM_WORLD:
-    Get_rank = staticmethod(lambda: int(os.environ["OMPI_COMM_WORLD_RANK"]))
-    Get_size = staticmethod(lambda: int(os.environ["FAKE_SIZE"]))
-    def Bcast(buffer, root):
-        data, kind = buffer
-        told = Path(__file__).with_name("told")
-        assert (kind, root, len(data)) == (BYTE, 0, 256)
-        if COMM_WORLD.Get_rank() == 0:
-            told.with_suffix(".new").write_bytes(bytes(data))
-            told.with_suffix(".new").rename(told)
-        while not told.exists():
-            time.sleep(0.01)
-        data[:] = told.read_bytes()
-"""
-
-
-def over_two_hosts(folder: Path, size: str) -> list[str]:
-    (folder / "mpi4py").mkdir()
-    (folder / "mpi4py" / "__init__.py").touch()
-    (folder / "mpi4py" / "MPI.py").write_text(MPI4PY)
-    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-    code += SAYS.format(port=free_port())
-    envs = [{**OMPI, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2", "FAKE_SIZE": size} for r in range(2)]
-    envs = [{**env, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"} for env in envs]
-    return [output(p) for p in [python(code, env) for env in envs]]
-
-
-SAYS = """
+TWICE = """
+from datetime import timedelta
 import torch
 from ds_core import comm
-from ds_core.errors import CommError
-try:
-    comm.init_distributed("gloo", distributed_port={port}, verbose=False)
+for start in range(2):
+    comm.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=60))
     tensor = torch.tensor([comm.rank() + 1.0])
     comm.all_reduce(tensor)
-    print(comm.find_own().address == comm.start._own_address(), tensor.item())
+    comm.barrier()
     torch.distributed.destroy_process_group()
-except CommError as error:
-    print(error)
+print(comm.local_rank(), tensor.item())
 """
 
 
-def test_rank_0_broadcasts_its_address_by_mpi4py(tmp_path: Path) -> None:
-    """Two processes that look to Open MPI as if each had a host of its own; the address is this machine's real one."""
-    assert over_two_hosts(tmp_path, "2") == ["True 3.0", "True 3.0"]
+def test_two_processes_with_torchs_store_alone() -> None:
+    """Nobody answers ds_rendezvous; a second process group at the same port works too."""
+    port = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    envs = [{**ALL_BY_HAND, **port, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(2)]
+    assert [output(p) for p in [python(TWICE, env) for env in envs]] == ["0 3.0", "1 3.0"]
 
 
-def test_an_mpi4py_of_another_mpi_is_told(tmp_path: Path) -> None:
-    for rank, said in enumerate(over_two_hosts(tmp_path, "1")):
-        assert f"mpi4py sees rank {rank} of 1, but the job's variables say {rank} of 2" in said
-        assert "set MASTER_ADDR" in said
+def test_torchs_store_alone_says_where_it_looked() -> None:
+    """A port that is taken, and nobody at the port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        method = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        said = output(python(FAILS.format(kwargs=f"dict(init_method='{method}', rank=0, world_size=2)"), ALL_BY_HAND))
+    assert f"rank 0 of 2 could not start gloo at {method[6:]} (from init_method): " in said
+    env = {**ENV, **ALL_BY_HAND, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = output(python(FAILS.format(kwargs="dict(timeout=timedelta(seconds=1))"), env))
+    assert "rank 3 of 8 could not start gloo at 127.0.0.1:" in said
+    assert "are all ranks started" in said
 
 
-@pytest.mark.skipif(
-    not shutil.which("mpirun") or not importlib.util.find_spec("mpi4py"), reason="needs mpirun and mpi4py"
-)
-def test_under_mpirun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SAYS.format(port=free_port()))
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]
-    clean = {k: v for k, v in os.environ.items() if k not in ENV and not k.startswith(("OMPI_", "SLURM_", "PMI"))}
-    ended = subprocess.run(
-        [*words, sys.executable, str(script)], env=clean, capture_output=True, text=True, check=False
+def test_the_store_at_a_loopback_address_is_for_this_machine_alone() -> None:
+    port = free_port()
+    where = Rendezvous(0, 1, 0, "localhost", port, "a test")
+    store = start._open_store(where, timedelta(seconds=30))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.3", port), 5)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_variable_that_only_a_package_reads_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = Plugins(found=[])
+    monkeypatch.setattr(start, "_choice", None)
+    for alone in ({}, {"SLURM_PROCID": "0"}):
+        for name in ("SLURM_PROCID", *ENV):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in alone.items():
+            monkeypatch.setenv(name, value)
+        assert find_own(plugins=nobody) is None
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(CommError, match="SLURM_PROCID is 1, so there are several processes, and ds-rendezvous"):
+        find_own(plugins=nobody)
+
+
+# -- an answer to ds_rendezvous ----------------------------------------------------------------------------------------
+
+DESK = {"DESK": "3 of 8"}
+
+
+def find_desk(env: Mapping[str, str]) -> Job:
+    rank, _, size = env["DESK"].partition(" of ")
+    return Job(
+        "the desk", {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0"}, lambda rank, size: f"desk{rank}{size}"
     )
-    assert ended.stdout.splitlines() == ["True 3.0"] * 2, ended.stderr
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, **entries: RendezvousEntry | None) -> Plugins:
+    """Plugins of which each answers with one of `entries`."""
+    found = []
+    for name, entry in entries.items():
+        module: Any = types.ModuleType(name)
+        module.ds_rendezvous, module.find = lambda entry=entry: entry, find_desk
+        monkeypatch.setitem(sys.modules, name, module)
+        found.append(Found(name, BACKENDS, name, f"ds-{name}", "1"))
+    monkeypatch.setattr(start, "_choice", None)
+    return Plugins(found=found)
+
+
+def test_the_answer_of_the_highest_priority_finds_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENV:
+        monkeypatch.delenv(name, raising=False)
+    low, high = RendezvousEntry("nowhere:find", None, ("DESK",)), RendezvousEntry("desk:find", None, ("DESK",), 1)
+    plugins = answering(monkeypatch, desk=high, other=low, silent=None)
+    assert find_own(plugins=plugins) is None  # nothing is imported: none of the variables is set
+    monkeypatch.setenv("DESK", "3 of 8")
+    assert find_own(plugins=plugins) == Rendezvous(3, 8, 0, "desk38", 29500, "the desk")
+    assert find_own(discover=False) is None
+    with pytest.raises(CommError, match="MASTER_ADDR missing .* from the desk"):  # asking rank 0 is collective
+        find_rendezvous(os.environ)
+    assert find_rendezvous({**DESK, **ENV}) == Rendezvous(3, 8, 1, "10.0.0.1", 4000, "the launcher's variables")
+
+
+def test_what_is_wrong_with_answers_names_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = RendezvousEntry("nowhere:find", None, ("DESK",))
+    with pytest.raises(PluginError, match=r"'desk' \(ds-desk 1.* and 'other' \(ds-other 1.*same priority"):
+        find_own(plugins=answering(monkeypatch, desk=same, other=same))
+    monkeypatch.setenv("DESK", "3 of 8")
+    with pytest.raises(
+        PluginError, match=r"'desk' \(ds-desk 1.* cannot serve ds_rendezvous: cannot load 'nowhere:find'"
+    ):
+        find_own(rank=0, plugins=answering(monkeypatch, desk=same))
 
 
 def test_two_processes_by_a_file(tmp_path: Path) -> None:
@@ -319,15 +260,6 @@ def test_two_processes_by_a_file(tmp_path: Path) -> None:
     assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 0 3.0"]
 
 
-def test_a_tcp_address_is_met_at_in_our_way() -> None:
-    """A port that is taken is told as elsewhere, instead of torch's words."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        method = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        said = output(python(FAILS.format(kwargs=f"dict(init_method='{method}', rank=0, world_size=2)"), {}))
-    assert "rank 0 of 2 cannot open the job's store: port" in said
-    assert "(the place is from init_method)" in said
-
-
 FAILS = """
 from datetime import timedelta
 from ds_core import comm
@@ -337,15 +269,6 @@ try:
 except DSError as error:
     print(error)
 """
-
-
-def test_nobody_there_is_a_clear_error() -> None:
-    port = free_port()
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    code = FAILS.format(kwargs="dict(timeout=timedelta(seconds=1))")
-    said = output(python(code, env))
-    assert f"rank 1 of 2 expected the store of rank 0 at 127.0.0.1:{port}, but nothing can be reached there" in said
-    assert "(the place is from the launcher's variables)" in said
 
 
 def test_bad_arguments_are_errors() -> None:

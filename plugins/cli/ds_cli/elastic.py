@@ -11,6 +11,7 @@ import time
 from datetime import datetime, timedelta
 from typing import Any
 
+from ds_rendezvous.meeting import Place, host_store, reach_store
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -33,7 +34,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ds_cli.rendezvous import LIMIT
-from ds_core.comm.meeting import Place, host_store, reach_store
 from ds_core.errors import CommError
 
 __all__ = ["ELASTIC", "register"]

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_rendezvous.meeting import is_loopback
+
 from ds_cli.failure import describe, exit_code, first, gather, signal_name
 from ds_cli.guard import Guard, Stopped
 from ds_cli.show import say_error
@@ -31,7 +33,6 @@ from ds_cli.surroundings import (
     pid_file,
     threads_per_rank,
 )
-from ds_core.comm.meeting import is_loopback
 from ds_core.errors import CommError
 
 if TYPE_CHECKING:

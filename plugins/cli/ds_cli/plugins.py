@@ -17,6 +17,7 @@ __all__ = ["plugins", "provides"]
 _KINDS = {
     "ds_accelerators": "accelerator",
     "ds_kernels": "kernel",
+    "ds_rendezvous": "rendezvous",
     "ds_optimizers": "optimizer",
     "ds_schedulers": "scheduler",
     "ds_state_stores": "state store",

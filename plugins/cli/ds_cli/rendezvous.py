@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from ds_rendezvous.meeting import Place, host_store, meet, reach_store
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -17,8 +18,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-
-from ds_core.comm.meeting import Place, host_store, meet, reach_store
 
 __all__ = ["FIXED", "LIMIT", "register"]
 

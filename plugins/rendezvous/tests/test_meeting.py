@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from ds_rendezvous import meeting
+from ds_rendezvous.meeting import Place, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
 
-from ds_core.comm import meeting
-from ds_core.comm.meeting import Place, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
 from ds_core.errors import CommError
 
 LOOPBACK = "127.0.0.1"
