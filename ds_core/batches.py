@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from ds_core.data import DistributedLoader, Loader, LoaderRequest, RepeatingLoader
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
     from ds_core.context import Context
+    from ds_core.data import Loader
 
 __all__ = ["Batches", "make_loader"]
 
@@ -29,6 +29,8 @@ def make_loader(
 
     batch_size: samples per micro-batch; None: the config's.
     """
+    from ds_core.data import DistributedLoader, LoaderRequest
+
     request = LoaderRequest(
         dataset,
         batch_size or ctx.batch.micro,
@@ -42,7 +44,7 @@ def make_loader(
         sampler=sampler,
     )
     answer = ctx.plugins.driver("ds_loader", ctx=ctx, request=request)
-    return DistributedLoader.of(request) if answer is None else cast(Loader, answer.value)
+    return DistributedLoader.of(request) if answer is None else cast("Loader", answer.value)
 
 
 class Batches:
@@ -60,6 +62,8 @@ class Batches:
 
     def set_loader(self, loader: Iterable[Any]) -> None:
         """Read from `loader` from now on, and start it again whenever it ends."""
+        from ds_core.data import RepeatingLoader
+
         self._given = iter(RepeatingLoader(loader))
 
     def set_batch_size(self, micro: int) -> None:
@@ -97,5 +101,7 @@ class Batches:
                 "an iterator"
             )
         if self._own is None:
+            from ds_core.data import RepeatingLoader
+
             self._own = iter(RepeatingLoader(self.loader))
         return self._own

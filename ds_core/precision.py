@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ds_core.context import StashKey
 from ds_core.errors import LossScaleError
-from ds_core.nested import map_leaves
 from ds_core.process import STATE, log_once
 
 if TYPE_CHECKING:
@@ -223,6 +222,8 @@ def cast_module(module: nn.Module, precision: Precision) -> None:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """`value` with the floating-point tensors in it (in lists, tuples, mappings) cast to `dtype`."""
+    from ds_core.nested import map_leaves
+
     return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 

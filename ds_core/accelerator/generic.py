@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +27,6 @@ log = logging.getLogger("ds_core.accelerator")
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 _GRAPHS = ("CUDAGraph", "XPUGraph", "Graph")
-
-# Function of a device module -> its name in torch.accelerator.
-_STAND_IN = {
-    "current_device": "current_device_index",
-    "current_stream": "current_stream",
-    "device_count": "device_count",
-    "set_device": "set_device_index",
-    "synchronize": "synchronize",
-}
 
 
 class TorchAccelerator(Accelerator):
@@ -62,10 +54,10 @@ class TorchAccelerator(Accelerator):
 
     def _member(self, name: str) -> Callable[..., Any] | None:
         found = getattr(self._module, name, None)
-        if found is None and name in _STAND_IN:
+        if found is None:
             current = torch.accelerator.current_accelerator()
             if current is not None and current.type == self.device_type:
-                found = getattr(torch.accelerator, _STAND_IN[name], None)
+                found = getattr(torch.accelerator, name, None) or getattr(torch.accelerator, f"{name}_index", None)
         return found if callable(found) else None
 
     def _first(self, *names: str) -> Callable[..., Any] | None:
@@ -232,7 +224,8 @@ class TorchAccelerator(Accelerator):
         if dtype == torch.float16:
             return dtype in self._autocast_dtypes(dtype)
         if dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # ROCm's first fp8 has other formats
-            return self.device_type == "cuda" and not torch.version.hip and self._capability() >= (8, 9)
+            nvidia = self.device_type == "cuda" and not torch.version.hip
+            return nvidia and tuple(self._module.get_device_capability()) >= (8, 9)
         return dtype == torch.float32
 
     def _supports_bf16(self) -> bool:
@@ -249,24 +242,9 @@ class TorchAccelerator(Accelerator):
         member = self._member("get_amp_supported_dtype")
         return [default] if member is None else list(member())
 
-    def _capability(self) -> tuple[int, int]:
-        major, minor = self._module.get_device_capability()
-        return int(major), int(minor)
 
-
-def cuda() -> TorchAccelerator:
-    """NVIDIA GPUs and, through ROCm, AMD GPUs."""
-    return TorchAccelerator("cuda")
-
-
-def xpu() -> TorchAccelerator:
-    """Intel GPUs."""
-    return TorchAccelerator("xpu")
-
-
-def mps() -> TorchAccelerator:
-    """Apple GPUs."""
-    return TorchAccelerator("mps")
+cuda, xpu, mps = (partial(TorchAccelerator, device_type) for device_type in ("cuda", "xpu", "mps"))
+"""NVIDIA and (through ROCm) AMD GPUs, Intel GPUs, Apple GPUs."""
 
 
 def privateuse1() -> TorchAccelerator:

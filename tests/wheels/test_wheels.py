@@ -29,8 +29,9 @@ ROOT = HERE.parents[1]
 KINDS = ("plugins", "ops", "monitors")
 PROJECTS = (ROOT / "pyproject.toml", *(f for kind in KINDS for f in ROOT.glob(f"{kind}/*/pyproject.toml")))
 FOLDERS = {re.findall(r'^name = "(.*)"', f.read_text(), re.MULTILINE)[0]: f.parent for f in PROJECTS}
-RUN_BY = {"ds_cli", "ds_testing"}
-"""Kits that call a plugin's code by themselves: modules that need them run only where they are."""
+RUN_BY = ("ds_cli", "ds_testing", "typer", "rich", "pytest")
+"""Kits that call a plugin's code by themselves, and what they bring: modules that need them run only where they are."""
+TESTED_WITH = ("ds-testing", "ds-cli", "pytest", "pytest-timeout", "numpy", "hypothesis", "safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -217,15 +218,15 @@ def test_each_distribution_alone(building: ModuleType, environment: Environment,
     env = variables(building, tmp_path)
     names = [n for n in names if not n.endswith("__main__")]
     building.run(
-        [str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), json.dumps([*RUN_BY])], cwd=tmp_path, env=env
+        [str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), json.dumps(RUN_BY)], cwd=tmp_path, env=env
     )
 
     files = [f for f in (folder / "tests").glob("test_*.py") if dist != "ds-core"]
-    files = [f for f in files if "PluginConformance" in f.read_text()] or files[:1]
+    files = [f for f in files if "PluginConformance" in f.read_text()] or sorted(files)[:1]
     if not files:
         return
-    python = environment(dist, "ds-testing", "pytest", "pytest-timeout")
-    for file in files:
-        shutil.copy(file, tmp_path)
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", str(tmp_path)]
+    python = environment(dist, *TESTED_WITH)
+    shutil.copytree(folder / "tests", tmp_path / "tests")
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    command += ["--import-mode=importlib", *(str(tmp_path / "tests" / f.name) for f in files)]
     building.run(command, cwd=tmp_path, env=env, timeout=300)
