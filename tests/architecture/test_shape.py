@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ PACKAGES = [
     CORE,
     *sorted(d for kind in ("plugins", "ops", "monitors") for d in ROOT.glob(f"{kind}/*/ds_*") if d.is_dir()),
 ]
-LINES, CODE, LONGEST = 17_800, 12_400, 520
+LINES, CODE, LONGEST = 11_700, 7_680, 500
 """Budgets: lines and lines of code of the core, lines of one file. They may only shrink."""
 
 
@@ -44,6 +45,13 @@ def test_lines_of_code_are_counted() -> None:
 def test_the_core_keeps_to_its_budget() -> None:
     lines, code = measured()
     assert lines < LINES and code < CODE, f"{lines} lines, {code} of code: give the new part a package of its own"
+
+
+def test_the_readme_quotes_the_measured_size() -> None:
+    said = re.search(r"([\d,]+) lines\s+\(([\d,]+)\s+of\s+code\)", (ROOT / "README.md").read_text())
+    assert said is not None, "README.md says how large the core is: 'N lines (N of code)'"
+    for quoted, now in zip(said.groups(), measured(), strict=True):
+        assert abs(int(quoted.replace(",", "")) - now) <= 100, f"README.md says {quoted}, and it is {now:,}"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)

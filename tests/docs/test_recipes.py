@@ -29,6 +29,7 @@ import torch
 
 import ds_core
 from ds_testing import (
+    RendezvousConformance,
     AcceleratorConformance, CheckpointerConformance, CollectivesConformance,
     ConfigFormatConformance, GradientsConformance, InterceptorConformance, KernelConformance,
     LauncherConformance, ObserverConformance,
@@ -41,6 +42,15 @@ class TestEarlyStop(PluginConformance):
 
 class TestHello(PluginConformance):
     entry_point, section, good_config, bad_configs = "ds_hello.plugin", "hello", {"every": 3}, [{"every": 0}]
+
+class TestMyBatch(PluginConformance):
+    entry_point = "my_batch.plugin"
+
+class TestMyBatchRendezvous(RendezvousConformance):
+    plugin = "my_batch.plugin"
+
+    def environment(self, rank, size):
+        return {"BATCH_RANK": str(rank), "BATCH_SIZE": str(size), "BATCH_SLOT": "0", "BATCH_HOST": "localhost"}
 
 class TestMyIni(PluginConformance):
     entry_point = "my_ini.plugin"
@@ -289,7 +299,18 @@ def recipes() -> dict[str, dict[str, str]]:
 RECIPES = recipes()
 KINDS = (
     *("early-stop", "ds-hello", "my-optim", "my-lines", "my-device", "my-towers", "my-plain", "my-attic", "my-runner"),
-    *("my-lengths", "my-int8", "my-norm", "my-ordered", "my-launch", "my-greeting", "my-ini", "my-slow", "my-replay"),
+    *(
+        "my-lengths",
+        "my-int8",
+        "my-norm",
+        "my-ordered",
+        "my-launch",
+        "my-greeting",
+        "my-ini",
+        "my-batch",
+        "my-slow",
+        "my-replay",
+    ),
     *("my-clamp", "my-deadline", "my-method", "my-dcp"),
 )
 

@@ -227,6 +227,7 @@ def test_each_distribution_alone(building: ModuleType, environment: Environment,
         return
     python = environment(dist, *TESTED_WITH)
     shutil.copytree(folder / "tests", tmp_path / "tests")
+    shutil.copy(ROOT / "conftest.py", tmp_path)
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
     command += ["--import-mode=importlib", *(str(tmp_path / "tests" / f.name) for f in files)]
     building.run(command, cwd=tmp_path, env=env, timeout=300)

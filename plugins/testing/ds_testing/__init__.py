@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds_testing.plugin import PluginConformance
     from ds_testing.pool import RemoteError, WorkerPool, run_ranks
     from ds_testing.precision import PrecisionConformance
+    from ds_testing.rendezvous import RendezvousConformance
     from ds_testing.runner import RunnerConformance
     from ds_testing.scheduler import SchedulerConformance
     from ds_testing.store import StateStoreConformance
@@ -50,6 +51,7 @@ __all__ = [
     "PluginConformance",
     "PrecisionConformance",
     "RemoteError",
+    "RendezvousConformance",
     "RunnerConformance",
     "SchedulerConformance",
     "StateStoreConformance",
@@ -78,6 +80,7 @@ __getattr__, __dir__ = names_on_first_use(
         "plugin": "PluginConformance",
         "precision": "PrecisionConformance",
         "pool": "RemoteError WorkerPool run_ranks",
+        "rendezvous": "RendezvousConformance",
         "runner": "RunnerConformance",
         "scheduler": "SchedulerConformance",
         "store": "StateStoreConformance",

@@ -1,0 +1,74 @@
+"""The conformance kit of `ds_rendezvous`: finding a process's place, and the store at which all ranks meet."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from ds_core.comm.start import Job, Rendezvous
+from ds_core.entries import RendezvousEntry, resolve
+
+__all__ = ["RendezvousConformance"]
+
+SIZE = 3
+
+
+class RendezvousConformance:
+    """Inherit, set `plugin` to the reference of the declaration module, and override `environment`.
+
+    alone: variables of a process that belongs to no job.
+    """
+
+    plugin: str = ""
+    alone: ClassVar[Mapping[str, str]] = {}
+
+    def environment(self, rank: int, size: int) -> Mapping[str, str]:
+        """The variables of one rank of a job of `size` ranks on this machine."""
+        raise NotImplementedError
+
+    def entry(self) -> RendezvousEntry:
+        """What the plugin answers."""
+        found: RendezvousEntry = resolve(self.plugin).ds_rendezvous()
+        return found
+
+    def test_a_process_alone_is_in_no_job(self) -> None:
+        """`find` gives None where none of the job's variables is set."""
+        entry = self.entry()
+        assert not set(entry.variables) & set(self.alone)
+        if entry.find is not None:
+            assert resolve(entry.find)(self.alone) is None
+
+    def test_ranks_find_their_places(self) -> None:
+        """`find` gives each rank its number and the job's size, and one of `variables` is among those that are set."""
+        entry = self.entry()
+        for rank in range(SIZE) if entry.find is not None else ():
+            env = self.environment(rank, SIZE)
+            assert set(entry.variables) & set(env)
+            job = resolve(str(entry.find))(env)
+            assert isinstance(job, Job) and job.source
+            assert (int(job.variables["RANK"]), int(job.variables["WORLD_SIZE"])) == (rank, SIZE)
+
+    def test_ranks_meet_at_the_store(self) -> None:
+        """All ranks open the store at once; what one sets, the others read."""
+        entry = self.entry()
+        if entry.store is None:
+            return
+        open_store = resolve(entry.store)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+
+        def meet(rank: int) -> list[bytes]:
+            store: Any = open_store(Rendezvous(rank, SIZE, rank, "127.0.0.1", port, "the kit"), timedelta(seconds=60))
+            store.set(f"kit/{rank}", str(rank))
+            found = [store.get(f"kit/{other}") for other in range(SIZE)]
+            store.add("kit/read", 1)
+            while rank == 0 and store.add("kit/read", 0) < SIZE:  # rank 0 may hold the store: it leaves last
+                pass
+            return found
+
+        with ThreadPoolExecutor(SIZE) as pool:
+            assert list(pool.map(meet, range(SIZE))) == [[b"0", b"1", b"2"]] * SIZE
