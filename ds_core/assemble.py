@@ -120,9 +120,9 @@ def initialize(
     entry = _entry(optimizer, chosen)
     ctx.grain, ctx.own_optimizer = entry.grain, optimizer is not None
     served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
-    fingerprint = _fingerprint(ctx) | served
+    _resolve_kernels(ctx)
     if mesh.world_size > 1:
-        comm.check_ranks_agree(fingerprint)
+        comm.check_ranks_agree(_fingerprint(ctx) | served)
     if mesh.rank == 0:
         _tell_kernels(kernels)
         if served:
@@ -267,6 +267,12 @@ def _plan(chosen: Composition, mpu: Any, mesh_param: tuple[int, int] | None, ran
     return mesh
 
 
+def _resolve_kernels(ctx: Context) -> None:
+    """Choose who serves each operation for the tensors that are updated."""
+    dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
+    ctx.kernels.resolve_all(ctx.accelerator.device_type, dtype)
+
+
 def _fingerprint(ctx: Context) -> dict[str, str]:
     """What must be the same on every rank, key by key."""
     from ds_core import __version__
@@ -280,8 +286,6 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
         "mesh": str(ctx.mesh.describe()),
         "precision": str(ctx.precision),
     }
-    dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
-    ctx.kernels.resolve_all(ctx.accelerator.device_type, dtype)
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
 

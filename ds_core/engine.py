@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.absent import no_attribute
 from ds_core.accumulation import Accumulation
 from ds_core.batches import Batches, make_loader
 from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
-from ds_core.ended import end
 from ds_core.errors import PluginError, UsageError
-from ds_core.evaluation import evaluate, mean_over_dp
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.optimizer_step import OptimizerStep
 from ds_core.precision import LossScaler, cast_floats, forward_context
@@ -90,6 +87,8 @@ class Engine(ResumableEngine):
         try:
             return getattr(self.module, name)
         except AttributeError as error:
+            from ds_core.absent import no_attribute
+
             raise no_attribute(self, name, error) from None
 
     def _plugin_methods(self) -> dict[str, Callable[..., Any]]:
@@ -297,6 +296,8 @@ class Engine(ResumableEngine):
             self._accumulation.begin_window()
             self._accumulation.update()
             raise
+        from ds_core.evaluation import mean_over_dp
+
         loss = mean_over_dp(loss, self.ctx.mesh)
         self.telemetry.set_loss(loss)
         self._window.add_batch()
@@ -319,6 +320,8 @@ class Engine(ResumableEngine):
         alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone. bcast_loss:
         False leaves the loss where it was made, in a pipeline on the last stage; other ranks have None.
         """
+        from ds_core.evaluation import evaluate
+
         return evaluate(
             self,
             iter(data_iter),
@@ -405,4 +408,6 @@ class Engine(ResumableEngine):
             self.telemetry.close()
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)
+            from ds_core.ended import end
+
             end(self)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_core.errors import UsageError
-from ds_core.gradients import Gradients
 from ds_core.params import GradNorm, squared_norm
 from ds_core.partition import Partitioner
 
@@ -82,6 +81,8 @@ class OptimizerStep:
         if not self._changes_gradients or not math.isfinite(norm):
             return norm
         shards = tuple(engine.partitioner.gradient_shards())
+        from ds_core.gradients import Gradients
+
         gradients = Gradients(engine.ctx, shards, factor=factor, norm=norm * factor, step=engine.global_steps)
         with torch.no_grad():
             engine.ctx.plugins.ask("ds_gradients", ctx=engine.ctx, gradients=gradients)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
 from ds_core.partition import (
     GradState,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from ds_core.buckets import Bucket
     from ds_core.context import Context
+    from ds_core.gradients import GradientShard
     from ds_core.params import ParamInfo
 
 __all__ = ["Replicated", "Slot"]
@@ -234,6 +234,8 @@ class Replicated(Partitioner):
 
     def gradient_shards(self) -> Iterable[GradientShard]:
         """See `Partitioner.gradient_shards`: every gradient is unsharded."""
+        from ds_core.gradients import GradientShard
+
         for (param, slot), grad in zip(self.slots.items(), self.given, strict=True):
             if grad is not None:
                 info = slot.info

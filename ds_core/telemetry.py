@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ds_core.context import StashKey
 from ds_core.discovery import OBSERVERS
 from ds_core.monitor import MONITOR, MonitorMaster
-from ds_core.requests import Request, agreed
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ds_core.context import Context
+    from ds_core.entries import Request
     from ds_core.running import RunningEngine
 
 __all__ = ["Telemetry"]
@@ -115,6 +115,8 @@ class Telemetry:
             self.monitor.write_events(self._events(engine, metrics))
         if self.observes("ds_request"):
             answers = self.notify("ds_request", step=engine.global_steps - 1, metrics=metrics)
+            from ds_core.requests import agreed
+
             request = agreed([r for r in answers if r is not None], self.ctx)
         self._losses.clear()
         return request

@@ -32,13 +32,14 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
 
     Raises ConfigError when that key is wrong.
     """
-    from ds_core.config.translate import translate_errors
     from ds_core.plugins import PluginSettings
 
     given = source.raw.get("plugins", {})
     try:
         parsed = PluginsConfig.model_validate(given)
     except ValidationError as error:
+        from ds_core.config.translate import translate_errors
+
         problems = translate_errors(error, PluginsConfig, "plugins", owner=CORE_OWNER, data=given)
         raise ConfigError(problems, source.origin) from None
     return PluginSettings(tuple(parsed.require), tuple(parsed.disable), tuple(parsed.load), dict(parsed.prefer))
