@@ -403,7 +403,10 @@ def test_a_missing_plugin_is_named(name: str) -> None:
     (problem,) = refused({name: WITHOUT_PLUGIN[name]}).problems
     files = "pip install ./monitors/files ./monitors"
     built = {"csv_monitor": f"{files}/csv", "tensorboard": f"{files}/tensorboard"}
-    built |= {"zero_optimization": "pip install ./plugins/zero", "pipeline": "pip install ./plugins/pipeline"}
+    built |= {
+        "zero_optimization": "pip install ./plugins/state_stores ./plugins/zero",
+        "pipeline": "pip install ./plugins/pipeline",
+    }
     built |= {"expert_parallel": "./plugins/moe` in a checkout"}
     assert built.get(name, "documented but not built yet (it will come with ds-") in str(problem)
 

@@ -93,7 +93,10 @@ def test_test_compares(dscore: Any) -> None:
     assert ("lion", "gpu") not in lines
     bad = dscore("test", entries=(KernelEntry("accumulate", "wrong", "ops_cli:wrong", 10),))
     assert bad.exit_code == 1 and "differs: accumulate by wrong, torch.float32 contiguous scaled" in bad.stdout
-    assert "nothing to compare; `pip install ./ops/kernel_kit ./ops/cpu`" in dscore("test", entries=()).output
+    assert (
+        "nothing to compare; `pip install ./ops/comm_gloo ./ops/kernel_kit ./ops/cpu`"
+        in dscore("test", entries=()).output
+    )
 
 
 def test_bench_times_every_provider(dscore: Any, monkeypatch: pytest.MonkeyPatch) -> None:

