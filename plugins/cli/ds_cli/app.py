@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,16 +26,21 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that
 class Group(TyperGroup):
     """Every command comes from a plugin, and is imported only when it is run. Those of ds-cli itself need no search."""
 
+    @functools.cached_property
+    def offers(self) -> dict[str, list[Answer]]:
+        """The commands of all plugins; every plugin is asked once."""
+        return _offers()
+
     def list_commands(self, ctx: Any) -> list[str]:
         """The commands of ds-cli in their order, then the other plugins' by name."""
         own = ds_commands()
-        return [*own, *(n for n in sorted(_offers()) if n not in own)]
+        return [*own, *(n for n in sorted(self.offers) if n not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in that carries the command's help line; `resolve_command` imports the command itself."""
         if (own := ds_commands().get(cmd_name)) is not None:
             return _stand_in(cmd_name, own.help)
-        rows = _offers().get(cmd_name)
+        rows = self.offers.get(cmd_name)
         if not rows:
             return None
         return _stand_in(cmd_name, rows[0].value.help if len(rows) == 1 else f"offered by {_both(rows)}: disable one")
@@ -48,7 +54,7 @@ class Group(TyperGroup):
             raise
         assert name is not None
         own = ds_commands().get(name)
-        return name, _command(name, own, resolve(own.load)) if own is not None else _load(name, _offers()[name]), rest
+        return name, _command(name, own, resolve(own.load)) if own is not None else _load(name, self.offers[name]), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an error of ours is one message, never a traceback."""
