@@ -81,9 +81,6 @@ class Stage3(ZeroPartitioner):
                 self._add_unit(bucket, gatherer.leaf, mine)
         return replicated + [u.bucket for u in self.units]
 
-    def _world_of(self, param: nn.Parameter) -> int:
-        return self.ctx.mesh.size(*self.ctx.params[param].replicas)
-
     @property
     def releases_weights(self) -> bool:  # type: ignore[override]
         """See `Partitioner.releases_weights`."""
