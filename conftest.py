@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,18 +17,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "ds")
 
 @pytest.fixture
 def full_at() -> Callable[[int], AbstractContextManager[None]]:
-    """``with full_at(size)``: every file of this process is full at `size` bytes.
+    """`ds_testing.processes.full_at`."""
+    from ds_testing.processes import full_at
 
-    A write beyond it is cut short, and the next one fails.
-    """
-
-    @contextmanager
-    def limit(size: int) -> Iterator[None]:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return limit
+    return full_at

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ds_testing.processes import free_port
 
 from ds_core.comm import start
 from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_own, find_rendezvous, local_rank
@@ -133,13 +134,6 @@ comm.all_reduce(tensor)
 print(comm.rank(), comm.world_size(), comm.local_rank(), tensor.item())
 torch.distributed.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 TWICE = """

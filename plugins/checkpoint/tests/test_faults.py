@@ -6,12 +6,10 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from ds_checkpoint import files, writing
 from ds_checkpoint.format import MANIFEST
 from ds_run_state import RunState
 from ds_testing import RemoteError
+from ds_testing.processes import full_at
 from torch import nn
 
 import ds_core
@@ -124,20 +123,9 @@ def test_a_dead_rank_leaves_the_previous_checkpoint(ranks: Any, tmp_path: Path) 
 # -- errors while saving -------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes: writing then fails as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def full_disk(folder: str, size: int, full_rank: int, what: str) -> str:
     engine = make(2.0)
-    with largest_file(size) if comm.rank() == full_rank else nullcontext():
+    with full_at(size) if comm.rank() == full_rank else nullcontext():
         with pytest.raises(CheckpointError) as caught:
             if what == "16bit":
                 engine.save_16bit_model(folder)

@@ -517,7 +517,7 @@ def test_what_strangers_write_where_machines_meet_is_not_unpickled(script: Any, 
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
     mark = tmp_path / "ran"
-    port = free_port()
+    port = processes.free_port()
     words = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", script("")]
     running = command(tmp_path, *words)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -539,14 +539,8 @@ def test_what_strangers_write_where_machines_meet_is_not_unpickled(script: Any, 
 # -- machines ------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 def test_a_port_can_be_chosen_and_one_in_use_is_named(script: Any, tmp_path: Path, capfd: Any) -> None:
-    port = free_port()
+    port = processes.free_port()
     assert launch(LaunchRequest(script('print(os.environ["MASTER_PORT"])'), master_port=port)) == 0
     assert capfd.readouterr().out.split() == [str(port)]
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -560,7 +554,7 @@ def test_a_port_can_be_chosen_and_one_in_use_is_named(script: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("meet", ["--node-rank 0 --master-addr 127.0.0.1 --master-port", "--rdzv-endpoint"])
 def test_a_launcher_that_waits_for_other_machines_can_be_stopped(script: Any, tmp_path: Path, meet: str) -> None:
-    port = free_port()
+    port = processes.free_port()
     where = str(port) if meet.endswith("--master-port") else f"127.0.0.1:{port}"
     running = command(tmp_path, "--nnodes", "2", "--nproc", "1", *meet.split(), where, script(""))
 
@@ -578,7 +572,7 @@ def test_a_launcher_that_waits_for_other_machines_can_be_stopped(script: Any, tm
 @pytest.mark.parametrize("way", ["static", pytest.param("endpoint", marks=pytest.mark.slow)])
 def test_two_machines_meet(script: Any, tmp_path: Path, way: str) -> None:
     file = script('print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])')
-    port = str(free_port())
+    port = str(processes.free_port())
     meet = {
         "static": ["--master-addr", "127.0.0.1", "--master-port", port],
         "endpoint": ["--rdzv-endpoint", f"127.0.0.1:{port}"],

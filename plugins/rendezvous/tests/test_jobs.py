@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from ds_rendezvous import jobs
 from ds_rendezvous.jobs import first_host
+from ds_testing.processes import free_port
 
 from ds_core.comm import Rendezvous, find_rendezvous, local_rank
 from ds_core.errors import CommError
@@ -152,13 +153,6 @@ comm.all_reduce(tensor)
 print(comm.rank(), comm.world_size(), comm.local_rank(), tensor.item())
 torch.distributed.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_two_processes_under_open_mpi_variables() -> None:

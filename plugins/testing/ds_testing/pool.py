@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_testing import wire
+from ds_testing.processes import free_port
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -366,10 +367,7 @@ def _reference(fn: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _surroundings() -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"env": dict(os.environ), "cwd": os.getcwd(), "path": _import_path(), "port": port}
+    return {"env": dict(os.environ), "cwd": os.getcwd(), "path": _import_path(), "port": free_port()}
 
 
 def _import_path() -> list[str]:

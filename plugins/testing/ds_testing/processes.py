@@ -1,12 +1,16 @@
-"""Subprocesses of tests: an environment without what would leak into them, and a run that shows what went wrong."""
+"""What tests want of the operating system: subprocesses in a clean environment, a free port, files that are full."""
 
 from __future__ import annotations
 
 import os
+import resource
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["clean_environment", "run"]
+__all__ = ["clean_environment", "free_port", "full_at", "run"]
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -39,3 +43,21 @@ def run(
     )
     assert (done.returncode != 0) if status == -1 else (done.returncode == status), done.stdout
     return done.stdout
+
+
+def free_port() -> int:
+    """A port of the loopback address on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@contextmanager
+def full_at(size: int) -> Iterator[None]:
+    """Inside, every file of this process is full at `size` bytes: a write beyond is cut short, the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 from ds_core.comm.start import Job, Rendezvous
 from ds_core.entries import RendezvousEntry, resolve
+from ds_testing.processes import free_port
 
 __all__ = ["RendezvousConformance"]
 
@@ -57,9 +57,7 @@ class RendezvousConformance:
         if entry.store is None:
             return
         open_store = resolve(entry.store)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
 
         def meet(rank: int) -> list[bytes]:
             store: Any = open_store(Rendezvous(rank, SIZE, rank, "127.0.0.1", port, "the kit"), timedelta(seconds=60))
