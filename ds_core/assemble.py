@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
-from ds_core.batches import make_loader
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
+from ds_core.data import make_loader
 from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
@@ -118,7 +118,7 @@ def initialize(
     precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     entry = _entry(optimizer, chosen)
-    ctx.grain, ctx.own_optimizer = entry.grain, optimizer is not None
+    ctx.grain, ctx.own_optimizer, ctx.collate_fn = entry.grain, optimizer is not None, collate_fn
     served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
     _resolve_kernels(ctx)
     if mesh.world_size > 1:
@@ -156,7 +156,7 @@ def initialize(
         partitioner.bind(built, kernels)
     scheduler = _make_scheduler(lr_scheduler, built, chosen)
     monitors = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
-    loader = make_loader(ctx, training_data, collate_fn=collate_fn) if training_data is not None else None
+    loader = make_loader(ctx, training_data) if training_data is not None else None
     engine = Engine(
         ctx,
         partitioner=partitioner,
@@ -165,7 +165,6 @@ def initialize(
         lr_scheduler=scheduler,
         scaler=precision.scaler() if precision.scaler is not None else None,
         loader=loader,
-        collate_fn=collate_fn,
         telemetry=Telemetry(ctx, MonitorMaster(monitors)),
     )
     return engine, built, loader, scheduler

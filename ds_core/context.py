@@ -75,9 +75,10 @@ class Context:
 
     batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None when
     it is an object or function of the user's that nobody has declared. own_optimizer: whether the optimizer is an
-    object or function, not the config's. params: per parameter of the transformed model, its name and axes; empty until
-    the transforms have run. trained: the parameters that the optimizer was given, frozen ones too. buffers: as params,
-    of buffers, by name. module: the transformed model, None before. stash: typed plugin state.
+    object or function, not the config's. collate_fn: what `initialize` was given. params: per parameter of the
+    transformed model, its name and axes; empty until the transforms have run. trained: the parameters that the
+    optimizer was given, frozen ones too. buffers: as params, of buffers, by name. module: the transformed model, None
+    before. stash: typed plugin state.
     """
 
     config: RunConfig
@@ -89,6 +90,7 @@ class Context:
     batch: Batch
     grain: Grain | None = None
     own_optimizer: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
     module: nn.Module | None = None
     params: dict[nn.Parameter, ParamInfo] = field(default_factory=dict)
     trained: list[nn.Parameter] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From a dataset to this rank's batches: the contract of loaders, and the loader that is used without a plugin.
+"""From a dataset to this rank's batches: the contract of loaders, the loader without a plugin, and who reads it.
 
 [Note: unequal batches] The engine averages the losses of micro-batches and ranks, each with the same weight. Where
 micro-batches hold unequal numbers of samples or tokens (a token budget), that is not the mean over all of them. Such a
@@ -9,16 +9,19 @@ data-parallel ranks / tokens of the whole step. It knows the batches of every ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from ds_core.errors import UsageError
 
-__all__ = ["DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader"]
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
+__all__ = ["Batches", "DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader", "make_loader"]
 
 
 class Loader(Protocol):
@@ -53,7 +56,7 @@ class LoaderRequest:
 
     batch_size: samples per micro-batch and rank. replicas, index: data-parallel ranks, and which of them this is; a
     loader depends on these, never on the global rank, so that ranks with one index get the same batches.
-    route: "train", or what else `Engine.deepspeed_io` was told. sampler: of indices, for this rank.
+    route: "train", or what else the user says. sampler: of indices, for this rank.
     """
 
     dataset: Any
@@ -72,65 +75,48 @@ class LoaderRequest:
 class DistributedLoader:
     """Batches of this rank's share of a dataset, through torch's DataLoader and DistributedSampler.
 
-    Each epoch is shuffled by (seed, epoch) alone, so any world size walks through the same permutation. An
+    Route "train" is shuffled, by (seed, epoch) alone, so any world size walks through the same permutation. An
     IterableDataset is taken as already split over ranks. After `load_state_dict` the next iteration starts at that
     position without loading what was seen.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        *,
-        replicas: int = 1,
-        index: int = 0,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        sampler: Sampler[Any] | None = None,
-    ) -> None:
+    def __init__(self, request: LoaderRequest) -> None:
+        dataset, batch_size = request.dataset, request.batch_size
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
-        self.dataset, self.batch_size, self.replicas, self.seed = dataset, batch_size, replicas, seed
+        self.batch_size, self._request = batch_size, request
         self.epoch = self.position = self._skip = 0
-        self._drop_last, self._generator = drop_last, torch.Generator()
-        self._options: dict[str, Any] = {
-            "collate_fn": collate_fn,
-            "num_workers": num_workers,
-            "pin_memory": pin_memory,
-            "generator": self._generator,
-        }
+        self._generator = torch.Generator()
         self._sampler: Sampler[Any] | None = None
         if not isinstance(dataset, IterableDataset):
             if len(dataset) == 0:
                 raise UsageError("training_data is empty")
-            self._sampler = sampler or DistributedSampler(dataset, replicas, index, shuffle, seed, drop_last)
+            self._sampler = request.sampler or DistributedSampler(
+                dataset, request.replicas, request.index, request.route == "train", request.seed, request.drop_last
+            )
         self._build()
         if self._batches is not None and not len(self._batches):
             raise UsageError(
-                f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} on each of {replicas} "
-                "ranks, and dataloader_drop_last drops it; lower train_micro_batch_size_per_gpu or set "
-                "dataloader_drop_last to false"
+                f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} on each of "
+                f"{request.replicas} ranks, and dataloader_drop_last drops it; lower train_micro_batch_size_per_gpu or "
+                "set dataloader_drop_last to false"
             )
-
-    @classmethod
-    def of(cls, request: LoaderRequest) -> DistributedLoader:
-        """The loader of a request; shuffled for route "train", in order for any other."""
-        given = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "route"}
-        return cls(**given, shuffle=request.route == "train")
 
     def _build(self) -> None:
         self._batches: _Batches | None = None
-        options: dict[str, Any]
         if self._sampler is None:
-            options = {"batch_size": self.batch_size, "drop_last": self._drop_last}
+            options: dict[str, Any] = {"batch_size": self.batch_size, "drop_last": self._request.drop_last}
         else:
-            self._batches = _Batches(self._sampler, self.batch_size, self._drop_last)
+            self._batches = _Batches(self._sampler, self.batch_size, self._request.drop_last)
             options = {"batch_sampler": self._batches}
-        self._loader: DataLoader[Any] = DataLoader(self.dataset, **options, **self._options)
+        self._loader: DataLoader[Any] = DataLoader(
+            self._request.dataset,
+            **options,
+            collate_fn=self._request.collate_fn,
+            num_workers=self._request.num_workers,
+            pin_memory=self._request.pin_memory,
+            generator=self._generator,
+        )
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -141,7 +127,7 @@ class DistributedLoader:
             self.epoch += 1
         self.position = skip
         # Its own generator keeps torch's global one, and so a resumed run, untouched by how often a loader starts.
-        self._generator.manual_seed(self.seed + self.epoch)
+        self._generator.manual_seed(self._request.seed + self.epoch)
         if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
             set_epoch(self.epoch)
         if self._batches is not None:
@@ -166,13 +152,13 @@ class DistributedLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The position: epoch, batches yielded in it on each rank, and their samples over all ranks."""
-        samples = self.position * self.batch_size * self.replicas
+        samples = self.position * self.batch_size * self._request.replicas
         return {"epoch": self.epoch, "batches": self.position, "samples": samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from `state` at the next iteration; with another batch size or world size at the same sample."""
         self.epoch = int(state["epoch"])
-        self._skip = int(state["samples"]) // (self.batch_size * self.replicas)
+        self._skip = int(state["samples"]) // (self.batch_size * self._request.replicas)
         if self._batches is not None and self._skip >= len(self._batches):  # saved after the last batch of an epoch
             self.epoch, self._skip = self.epoch + 1, 0
         self.position = self._skip
@@ -207,3 +193,83 @@ class RepeatingLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+def make_loader(
+    ctx: Context,
+    dataset: Any,
+    batch_size: int | None = None,
+    *,
+    route: str = "train",
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    sampler: Any = None,
+) -> Loader:
+    """A loader of this rank's share of `dataset`: a plugin's (hook `ds_loader`), else `DistributedLoader`.
+
+    batch_size: samples per micro-batch; None: the config's. The rest: `LoaderRequest`.
+    """
+    request = LoaderRequest(
+        dataset,
+        batch_size or ctx.batch.micro,
+        replicas=ctx.mesh.size("dp"),
+        index=ctx.mesh.index("dp"),
+        route=route,
+        drop_last=ctx.config.core.dataloader_drop_last,
+        collate_fn=collate_fn or ctx.collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory and ctx.accelerator.device_type != "cpu",
+        sampler=sampler,
+    )
+    answer = ctx.plugins.driver("ds_loader", ctx=ctx, request=request)
+    return DistributedLoader(request) if answer is None else cast("Loader", answer.value)
+
+
+class Batches:
+    """What `train_batch` without an argument reads: an iterator that was `given`, else the engine's own loader."""
+
+    given: Iterator[Any] | None = None
+    _own: Iterator[Any] | None = None
+
+    def __init__(self, loader: Loader | None) -> None:
+        self.loader: Any = loader
+        self._seen: int | None = getattr(loader, "samples_seen", None)  # None: the loader does not count
+
+    def check_resizable(self) -> None:
+        """Raise UsageError if the loader's batches have no size that can be set."""
+        if self.loader is not None and not hasattr(self.loader, "set_batch_size"):
+            raise UsageError(
+                f"the micro-batch size cannot be changed: {type(self.loader).__name__}, which a plugin made, has no "
+                "set_batch_size"
+            )
+
+    def set_batch_size(self, micro: int) -> None:
+        """Samples per micro-batch of the engine's own loader, from its next iteration on."""
+        if self.loader is not None:
+            self.loader.set_batch_size(micro)
+            self.restart()
+
+    def take_samples(self, usual: int) -> int:
+        """Samples that the loader has yielded on all ranks since the last call; `usual` if it counts none."""
+        if self._seen is None:
+            return usual
+        before, self._seen = self._seen, self.loader.samples_seen
+        return self._seen - before or usual  # other batches than the loader's were used, or another stage reads it
+
+    def restart(self) -> None:
+        """Iterate over the engine's own loader again, from the position that its state gives."""
+        self._own = None
+
+    def iterator(self) -> Iterator[Any]:
+        """The iterator to read from; the loader's is endless. Raises UsageError when there is none."""
+        if self.given is not None:
+            return self.given
+        if self.loader is None:
+            raise UsageError(
+                "train_batch() without an iterator needs training_data in initialize(), or set_dataiterator(); or pass "
+                "an iterator"
+            )
+        if self._own is None:
+            self._own = iter(RepeatingLoader(self.loader))
+        return self._own

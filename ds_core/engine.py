@@ -10,15 +10,15 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ds_core.accumulation import Accumulation
-from ds_core.batches import Batches, make_loader
 from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
+from ds_core.data import Batches
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.optimizer_step import OptimizerStep
@@ -40,8 +40,8 @@ __all__ = ["Engine"]
 
 
 class Engine(ResumableEngine):
-    """A model being trained. Made by `ds_core.initialize`; unknown attributes are methods of plugins
-    (`ds_engine_methods`), then the module's.
+    """A model being trained. Made by `ds_core.initialize`; unknown attributes are methods of plugins that take part
+    (`ds_engine_methods`), then the module's, then methods of installed backends.
 
     Its parts, counters and getters: `RunningEngine`.
     """
@@ -56,14 +56,13 @@ class Engine(ResumableEngine):
         lr_scheduler: Any,
         scaler: LossScaler | None,
         loader: Loader | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
         telemetry: Telemetry,
     ) -> None:
         assert ctx.module is not None
         self.ctx, self.module = ctx, ctx.module
         self.partitioner, self.runner = partitioner, runner
         self.optimizer, self.lr_scheduler, self.scaler = optimizer, lr_scheduler, scaler
-        self.training_dataloader, self._collate_fn = loader, collate_fn
+        self.training_dataloader = loader
         self.config, ctx.engine_ref = ctx.config, weakref.ref(self)
         self.monitor = telemetry.monitor
         self.telemetry = telemetry
@@ -87,9 +86,9 @@ class Engine(ResumableEngine):
         try:
             return getattr(self.module, name)
         except AttributeError as error:
-            from ds_core.absent import no_attribute
+            from ds_core.absent import find_elsewhere
 
-            raise no_attribute(self, name, error) from None
+            return find_elsewhere(self, name, error)
 
     def _plugin_methods(self) -> dict[str, Callable[..., Any]]:
         """The methods that plugins give the engine, by name. Raises PluginError for a name that is taken."""
@@ -334,33 +333,7 @@ class Engine(ResumableEngine):
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """What `train_batch` takes its micro-batches from when it is given nothing."""
-        self._batches.set_iterator(iterator)
-
-    def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """The same, from a loader that is started again whenever it ends."""
-        self._batches.set_loader(loader)
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Loader:
-        """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any other."""
-        return make_loader(
-            self.ctx,
-            dataset,
-            batch_size,
-            route=route,
-            collate_fn=collate_fn or self._collate_fn,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory,
-            sampler=data_sampler,
-        )
+        self._batches.given = iterator
 
     # -- the module ------------------------------------------------------------------------------------------
 
@@ -373,17 +346,8 @@ class Engine(ResumableEngine):
         """Put the module into evaluation mode."""
         return self.train(False)
 
-    def compile(
-        self,
-        backend: str = "inductor",
-        compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """Compile the module's forward with torch.compile, in place. The last two arguments are refused when set."""
-        if schedule is not None or compiled_autograd_enabled:
-            which = "schedule" if schedule is not None else "compiled_autograd_enabled"
-            raise UsageError(f"compile({which}=...): DeepCompile's graph passes are not built; leave it out")
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the module's forward with torch.compile, in place."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     # -- the end ---------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def ds_precision(config: RunConfig, base: Precision) -> Precision | None:
 def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     """Driver: who turns a dataset into this rank's batches. None: not this plugin. Nobody: `DistributedLoader`.
 
-    Called on every rank, for ``training_data`` and by `Engine.deepspeed_io`; the position of the loader of
+    Called on every rank, for ``training_data`` and by `ds_core.data.make_loader`; the position of the loader of
     ``training_data`` is part of every checkpoint. What a loader owes is in `ds_core.data.Loader`.
     """
 
@@ -224,7 +224,8 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
     """Hook: methods for the engine, by name: functions whose first argument is the engine. Every rank, once.
 
-    A name that the engine has, or that another plugin gives, is an error; names of the module are shadowed.
+    A name that the engine has, or that another plugin gives, is an error; names of the module are shadowed. Installed
+    backends that do not take part serve names that neither the engine nor its module has.
     """
 
 

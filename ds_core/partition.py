@@ -239,7 +239,7 @@ class Partitioner(ABC):
         return None
 
     def release_idle(self) -> None:  # noqa: B027
-        """Free weights that were gathered ahead or are kept for later; for ``engine.empty_partition_cache()``."""
+        """Free weights that were gathered ahead or are kept for later. Every rank calls it."""
 
     def detach(self) -> None:  # noqa: B027
         """Remove hooks and free buffers; the module keeps its weights."""

@@ -422,10 +422,13 @@ class Plugins:
         """Those who take part and implement `hook`, in plugin order."""
         return [self._by_module[i.plugin_name] for i in self._impls(hook) if i.plugin_name in self._members]
 
-    def merged(self, hook: str, **arguments: Any) -> dict[str, Answer]:
-        """Merge the mappings that `hook` gives. Two plugins with one name are an error that names both."""
+    def merged(self, hook: str, *, installed: bool = False, **arguments: Any) -> dict[str, Answer]:
+        """Merge the mappings that `hook` gives. Two plugins with one name are an error that names both.
+
+        installed: ask every backend, not those who take part.
+        """
         merged: dict[str, Answer] = {}
-        for answer in self.ask(hook, **arguments):
+        for answer in self._ask_backends(hook, arguments) if installed else self.ask(hook, **arguments):
             for name, value in answer.value.items():
                 if name in merged:
                     raise PluginError(f"{hook}: {name!r} is given by plugins {merged[name].plugin} and {answer.plugin}")

@@ -109,8 +109,6 @@ class ResumableEngine(RunningEngine):
         export = self._find().export
         return export(self, save_dir, save_filename, exclude_frozen_parameters)
 
-    save_fp16_model = save_16bit_model  # its old name
-
     def close_checkpointer(self) -> None:
         """Wait for a save under way, and release what it holds."""
         try:

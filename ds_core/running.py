@@ -99,10 +99,6 @@ class RunningEngine(ABC):
         """Micro-batches per optimizer step."""
         return self.ctx.batch.gas
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train_batch_size, micro batch size, accumulation steps)."""
-        return self.ctx.batch.train, self.ctx.batch.micro, self.ctx.batch.gas
-
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups; empty without an optimizer."""
         return self.optimizer.param_groups if self.optimizer is not None else []
@@ -110,14 +106,6 @@ class RunningEngine(ABC):
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return [float(g.get("lr", 0.0)) for g in self.param_groups()]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum (or betas) of each parameter group."""
-        return [g["momentum"] if "momentum" in g else g.get("betas") for g in self.param_groups()]
-
-    def get_type(self) -> list[str | None]:
-        """The ``type`` that each parameter group carries, if any."""
-        return [g.get("type") for g in self.param_groups()]
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients, unscaled, before clipping, at the last update; None before the first."""
@@ -131,14 +119,6 @@ class RunningEngine(ABC):
     def loss_scale(self) -> float:
         """The current loss scale; 1 without a scaler."""
         return self.scaler.scale if self.scaler is not None else 1.0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are partitioned over ranks (ZeRO stages 2 and 3), which rules out `no_sync`."""
-        return self.partitioner.partitions_gradients
-
-    def empty_partition_cache(self) -> None:
-        """Free weights that the partitioner has gathered ahead or keeps for later. Every rank calls it."""
-        self.partitioner.release_idle()
 
     @property
     def device(self) -> torch.device:

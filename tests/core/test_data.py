@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from ds_core.data import DistributedLoader, RepeatingLoader
+from ds_core.data import DistributedLoader, LoaderRequest, RepeatingLoader
 from ds_core.errors import UsageError
+
+
+def loader_of(dataset, batch_size, **options):
+    return DistributedLoader(LoaderRequest(dataset, batch_size, **options))
 
 
 class TestDistributedLoader(LoaderConformance):
@@ -24,7 +28,7 @@ class TestDistributedLoader(LoaderConformance):
 def test_ranks_share_every_epoch_fairly(length, replicas, drop_last, epoch):
     shares = []
     for index in range(replicas):
-        loader = DistributedLoader(range(length), 1, replicas=replicas, index=index, drop_last=drop_last)
+        loader = loader_of(range(length), 1, replicas=replicas, index=index, drop_last=drop_last)
         loader.set_epoch(epoch)
         shares.append([batch.item() for batch in loader])
     assert {len(s) for s in shares} == {len(loader)}
@@ -38,13 +42,13 @@ def test_ranks_share_every_epoch_fairly(length, replicas, drop_last, epoch):
 
 def test_set_epoch_keeps_a_position_within_it():
     """As a user's own loop calls it, also after a checkpoint was loaded."""
-    loader = DistributedLoader(list(range(12)), 3)
+    loader = loader_of(list(range(12)), 3)
     epochs = [[b.tolist() for b in loader] for _ in range(3)]
     for epoch in (2, 0, 0, 1):
         loader.set_epoch(epoch)
         assert next(iter(loader)).tolist() == epochs[epoch][0]
     place = loader.state_dict()
-    resumed = DistributedLoader(list(range(12)), 3)
+    resumed = loader_of(list(range(12)), 3)
     resumed.load_state_dict(place)
     resumed.set_epoch(1)
     assert [b.tolist() for b in resumed] == epochs[1][1:]
@@ -53,10 +57,10 @@ def test_set_epoch_keeps_a_position_within_it():
 
 
 def test_epochs_shuffle_differently_and_reproducibly():
-    loader = DistributedLoader(list(range(20)), 5)
+    loader = loader_of(list(range(20)), 5)
     first, second = [b.tolist() for b in loader], [b.tolist() for b in loader]
     assert first != second
-    again = DistributedLoader(list(range(20)), 5)
+    again = loader_of(list(range(20)), 5)
     assert [b.tolist() for b in again] == first
 
 
@@ -64,16 +68,16 @@ def test_iterating_leaves_the_global_generator_alone():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    list(DistributedLoader(list(range(20)), 5))
+    list(loader_of(list(range(20)), 5))
     assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3, 4, 6])
 def test_a_loader_goes_on_where_it_stopped(stop):
-    whole, part = (iter(RepeatingLoader(DistributedLoader(list(range(16)), 4))) for _ in range(2))
+    whole, part = (iter(RepeatingLoader(loader_of(list(range(16)), 4))) for _ in range(2))
     wanted = [next(whole).tolist() for _ in range(10)]
     assert [next(part).tolist() for _ in range(stop)] == wanted[:stop]
-    resumed = DistributedLoader(list(range(16)), 4)
+    resumed = loader_of(list(range(16)), 4)
     resumed.load_state_dict(part.loader.state_dict())
     rest = iter(RepeatingLoader(resumed))
     assert [next(rest).tolist() for _ in range(10 - stop)] == wanted[stop:]
@@ -90,18 +94,18 @@ def test_resuming_does_not_load_what_was_seen():
             touched.append(i)
             return i
 
-    loader = DistributedLoader(Data(), 3)
+    loader = loader_of(Data(), 3)
     loader.load_state_dict({"epoch": 0, "batches": 3, "samples": 9})
     assert len(list(loader)) == 1
     assert len(touched) == 3
 
 
 def test_position_carries_over_to_another_world_size():
-    two = DistributedLoader(list(range(32)), 2, replicas=2)
+    two = loader_of(list(range(32)), 2, replicas=2)
     it = iter(two)
     for _ in range(4):
         next(it)
-    one = DistributedLoader(list(range(32)), 4, replicas=1)
+    one = loader_of(list(range(32)), 4, replicas=1)
     one.load_state_dict(two.state_dict())
     assert len(list(one)) == 4
 
@@ -115,15 +119,15 @@ def test_position_carries_over_to_another_world_size():
     ],
 )
 def test_batches_of_any_shape(sample, check):
-    (first, *_) = DistributedLoader([sample(i) for i in range(4)], 2)
+    (first, *_) = loader_of([sample(i) for i in range(4)], 2)
     assert check(first)
 
 
 def test_collate_drop_last_and_workers():
-    loader = DistributedLoader(list(range(7)), 2, drop_last=True, collate_fn=sorted)
+    loader = loader_of(list(range(7)), 2, drop_last=True, collate_fn=sorted)
     assert len(loader) == 3
     assert all(isinstance(b, list) and len(b) == 2 for b in loader)
-    assert len(DistributedLoader(list(range(7)), 2)) == 4
+    assert len(loader_of(list(range(7)), 2)) == 4
 
 
 def test_iterable_data_pass_through_and_resume():
@@ -131,27 +135,27 @@ def test_iterable_data_pass_through_and_resume():
         def __iter__(self):
             return iter(range(10))
 
-    loader = DistributedLoader(Stream(), 2)
+    loader = loader_of(Stream(), 2)
     it = iter(loader)
     assert next(it).tolist() == [0, 1]
-    other = DistributedLoader(Stream(), 2)
+    other = loader_of(Stream(), 2)
     other.load_state_dict(loader.state_dict())
     assert [b.tolist() for b in other] == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 def test_errors_name_the_numbers():
     with pytest.raises(UsageError, match="empty"):
-        DistributedLoader([], 2)
+        loader_of([], 2)
     with pytest.raises(UsageError, match=r"3 samples, fewer than one batch of 4 on each of 1 ranks"):
-        DistributedLoader([1, 2, 3], 4, drop_last=True)
+        loader_of([1, 2, 3], 4, drop_last=True)
     with pytest.raises(UsageError, match="batch_size is 0"):
-        DistributedLoader([1], 0)
+        loader_of([1], 0)
     with pytest.raises(UsageError, match="is empty"):
         next(iter(RepeatingLoader([])))
 
 
 def test_a_pass_left_early_is_followed_by_the_next_epoch():
-    loader = DistributedLoader(list(range(12)), 3)
+    loader = loader_of(list(range(12)), 3)
     first = next(iter(loader)).tolist()
     second = next(iter(loader)).tolist()
     assert loader.epoch == 1

@@ -14,6 +14,7 @@ from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
+from ds_core.config.batch import Batch
 from ds_core.errors import ConfigError, DSError, LossScaleError, UsageError
 from ds_core.mpu import MpuMesh
 from ds_core.precision import LossScaler
@@ -198,13 +199,13 @@ def test_a_loss_that_cannot_be_learnt_from_is_refused(loss, words):
 
 def test_batch_setters_change_accumulation_or_micro():
     engine, *_ = start({"gradient_accumulation_steps": 2})
-    assert engine.get_batch_info() == (4, 2, 2)
+    assert engine.ctx.batch == Batch(4, 2, 2)
     engine.set_train_batch_size(8)
-    assert engine.get_batch_info() == (8, 2, 4)
+    assert engine.ctx.batch == Batch(8, 2, 4)
     with pytest.raises(ValueError, match="7"):
         engine.set_train_batch_size(7)
     engine.set_train_micro_batch_size(3)
-    assert engine.get_batch_info() == (12, 3, 4)
+    assert engine.ctx.batch == Batch(12, 3, 4)
 
 
 def test_a_new_micro_batch_size_reaches_the_engines_own_loader():
@@ -578,7 +579,7 @@ def test_config_sources_are_equivalent(tmp_path):
         {"args": {"deepspeed_config": str(path), "local_rank": 0}},
     ):
         engine, *_ = ds_core.initialize(model=model(), **kwargs)
-        assert engine.get_batch_info() == (2, 2, 1)
+        assert engine.ctx.batch == Batch(2, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
+from ds_core.config.batch import Batch
 from ds_core.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
@@ -89,9 +90,9 @@ def test_a_change_in_the_middle_of_a_window_waits_for_the_next(after_step: bool)
     engine.step()
     if after_step:
         engine.set_train_batch_size(6)
-    assert engine.get_batch_info() == (4, 2, 2)
+    assert engine.ctx.batch == Batch(4, 2, 2)
     assert run(engine, xs[1:2]) == [1]
-    assert engine.get_batch_info() == (6, 2, 3)
+    assert engine.ctx.batch == Batch(6, 2, 3)
     assert run(engine, xs[2:]) == [1, 1, 2]
     assert same(engine.module, plain([xs[:2], xs[2:]]))
 
@@ -290,12 +291,6 @@ def test_a_memory_breakdown_is_shown_from_the_first_step_on(caplog: pytest.LogCa
 
 def test_names_that_are_documented_for_every_engine() -> None:
     engine = start()
-    assert engine.zero_optimization_partition_gradients() is False
-    engine.empty_partition_cache()
-    with pytest.raises(UsageError, match="schedule"):
-        engine.compile(schedule=[(0, [])])
-    with pytest.raises(UsageError, match="compiled_autograd_enabled"):
-        engine.compile(compiled_autograd_enabled=True)
     engine.backward(engine(data(1)[0]).sum(), allreduce_gradients=False)  # nobody to average with
     assert not ds_core.is_autocast_initialized()
     ds_core.init_autocast_params(engine, torch.bfloat16)

@@ -19,6 +19,7 @@ from ds_testing import run_ranks
 from ds_testing.pool import RemoteError
 from pipe_models import MICRO, Plain, batch, pipeline
 
+from ds_core.data import RepeatingLoader
 from ds_core.errors import DSError, UsageError
 
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
@@ -111,7 +112,7 @@ def takes_data() -> None:
     with pytest.raises(StopIteration):
         engine.train_batch()
     assert engine.global_steps == 2
-    engine.set_dataloader(list(batches(2)))
+    engine.set_dataiterator(RepeatingLoader(list(batches(2))))
     for _ in range(3):
         engine.train_batch()
     engine.destroy()

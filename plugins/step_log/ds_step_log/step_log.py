@@ -70,7 +70,8 @@ class StepLog:
 
     def _print(self, engine: RunningEngine, metrics: Mapping[str, float], timings: Mapping[str, float] | None) -> None:
         parts = [f"step {engine.global_steps}", f"skipped {engine.skipped_steps}"]
-        parts += [f"lr {engine.get_lr()}", f"mom {engine.get_mom()}"]
+        momentum = [g["momentum"] if "momentum" in g else g.get("betas") for g in engine.param_groups()]
+        parts += [f"lr {engine.get_lr()}", f"mom {momentum}"]
         if "loss" in metrics:
             parts.insert(1, f"loss {metrics['loss']:.4f}")
         if self._throughput is not None:

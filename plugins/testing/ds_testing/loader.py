@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from ds_core.data import DistributedLoader, Loader, LoaderRequest, RepeatingLoader
+from ds_core.data import DistributedLoader, Loader, LoaderRequest, RepeatingLoader, make_loader
 
 if TYPE_CHECKING:
     from ds_core import Engine
@@ -92,7 +92,7 @@ class LoaderConformance:
         dataset = self.make_dataset() if dataset is None else dataset
         request = LoaderRequest(dataset, self.micro, replicas=replicas, index=index)
         answer = engine.ctx.plugins.driver("ds_loader", ctx=engine.ctx, request=request)
-        loader: Loader = DistributedLoader.of(request) if answer is None else answer.value
+        loader: Loader = DistributedLoader(request) if answer is None else answer.value
         return loader
 
     def take(self, loader: Loader, count: int | None = None) -> Batches:
@@ -172,7 +172,7 @@ class LoaderConformance:
         assert rest and (self.pads or not seen & rest)
 
     def test_checkpoints_have_it(self, engine: Engine, tmp_path: Path) -> None:
-        """The engine's own loader goes on where a checkpoint was saved, and `deepspeed_io` gives a loader too."""
+        """The engine's own loader goes on where a checkpoint was saved, and `make_loader` gives a loader too."""
         assert engine.training_dataloader is not None
         running = iter(RepeatingLoader(engine.training_dataloader))
         for _ in range(3):
@@ -183,7 +183,7 @@ class LoaderConformance:
         assert other.training_dataloader is not None
         assert self.take(other.training_dataloader, 2) == [self.samples_of(next(running)) for _ in range(2)]
         other.destroy()
-        assert self.take(engine.deepspeed_io(self.make_dataset()))
+        assert self.take(make_loader(engine.ctx, self.make_dataset()))
 
     # -- what a loader may have besides ----------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ def test_load_from_fp32_weights(tmp_path: Path) -> None:
 
 def save_16bit(folder: Path, stage: int, section: dict[str, Any]) -> tuple[bool, dict[str, Tensor]]:
     engine = start("plain", stage, **section)
-    written = engine.save_fp16_model(str(folder))  # the old name of save_16bit_model
+    written = engine.save_16bit_model(str(folder))
     found = whole(engine)
     engine.destroy()
     return written, found
