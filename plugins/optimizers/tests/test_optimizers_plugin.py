@@ -199,18 +199,6 @@ def test_lamb_needs_a_dynamic_loss_scale(name: str) -> None:
     start("Adam", fp16={"enabled": True, "loss_scale": 128})
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
-def test_the_1bit_family_does_not_go_with_zero(name: str) -> None:
-    for stage in (1, 2, 3):
-        with pytest.raises(ConfigError, match=r"optimizer.type: .*reduces gradients by itself.*set stage 0"):
-            start(name, zero_optimization={"stage": stage})
-    start(name, zero_optimization={"stage": 0})
-    model = nn.Linear(2, 2)
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, **LOAD}
-    with pytest.raises(UsageError, match="reduces gradients by itself"):
-        ds_core.initialize(model=model, optimizer=getattr(ds_optimizers, name)(model.parameters()), config=config)
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -223,10 +211,3 @@ def test_the_1bit_family_does_not_go_with_zero(name: str) -> None:
 def test_a_dotted_path_that_leads_nowhere_is_refused(path: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         start(path)
-
-
-def test_an_optimizer_by_dotted_path_is_known_to_zero_if_it_is_a_known_one() -> None:
-    for path in ("torch.optim.AdamW", "ds_optimizers.lion.Lion", "ds_optimizers.lamb.FusedLamb"):
-        assert start(path, zero_optimization={"stage": 1}).ctx.grain == ("tensor" if "lamb" in path else "element")
-    with pytest.raises(UsageError, match="zero_allow_untested_optimizer"):
-        start("ds_optimizers.base.KernelOptimizer", {"defaults": {}}, zero_optimization={"stage": 1})

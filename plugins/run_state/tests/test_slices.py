@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ds_checkpoint import open_saved
 from ds_checkpoint.format import checksum
 from ds_checkpoint.layout import merge
-from ds_run_state.slices import SLICES, Slice, unslice
+from ds_run_state.slices import SLICES, Slice
 from ds_testing import run_ranks
 from ds_testing.partitioner import whole_weights
 
@@ -179,22 +179,3 @@ def test_ranks_that_have_nothing_of_it_do_not_matter() -> None:
         for low, high, box in ((0, 14, None), (14, 28, None), (0, 0, [(0, 7), (2, 0)]), (0, 0, [(2, 7), (2, 0)]))
     ]
     assert len(merge(rows)[0].chunks) == 4
-
-
-def test_states_of_another_shape_stay_the_ranks_own() -> None:
-    from ds_core.entries import Axis
-    from ds_core.mesh import plan_mesh
-    from ds_core.partition import StateTensor
-
-    mesh = plan_mesh([Axis("ep", 2, inside="dp")], 2, 1)
-    slices = {"a.b": Slice.of((4, 3)).cut("ep", 0, 2, 2)}
-    states = [
-        StateTensor("module/a.b", torch.zeros(2, 3), (2, 3), 1, 5, ("ep",), True),
-        StateTensor("optimizer/step/a.b", torch.zeros(()), (), 0, 1, ("ep",), True),
-        StateTensor("optimizer/rows/a.b", torch.zeros(2), (2,), 0, 2, ("ep",), True),
-        StateTensor("module/other", torch.zeros(2, 3), (2, 3), 0, 6, ("ep",), True),
-    ]
-    cut, counter, *rest = unslice(states, slices, mesh)
-    assert (cut.shape, cut.start, cut.stop, cut.held) == ((4, 3), 7, 11, ())
-    assert (counter.held, counter.store) == ((), False)
-    assert rest == states[2:] and list(unslice(states, None, mesh)) == states
