@@ -41,8 +41,8 @@ def documented() -> Mapping[str, Mapping[str, Any]]:
     """Documented section -> what is known of it.
 
     owner: its distribution, now or later; "" where ``why`` says why there will be none. switch, off: the key that turns
-    it off, and the values that do, where that is not ``enabled`` and false. keys: key -> null, or the keys below it;
-    ``*`` stands for any name.
+    it off, and the values that do, where that is not ``enabled`` and false. infinity_is_null: Infinity, which some
+    integrations write, is read as null. keys: key -> null, or the keys below it; ``*`` stands for any name.
     """
     return _catalogue()["documented"]
 

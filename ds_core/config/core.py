@@ -182,8 +182,6 @@ class CoreConfig(Section):
     # -- what is built by name
     optimizer: OptimizerConfig | None = option(None, "The optimizer, by name.")
     scheduler: SchedulerConfig | None = option(None, "The learning-rate schedule, by name.")
-    zero_allow_untested_optimizer: bool = option(False, "Let a partitioner run an optimizer that nobody has declared.")
-    zero_force_ds_cpu_optimizer: bool = option(True, "Let a partitioner refuse a user's optimizer with offload.")
     kernels: dict[str, Annotated[str, Field(min_length=1)]] = option(
         {}, 'Operation -> provider, such as {"adam": "reference"}.'
     )

@@ -25,7 +25,7 @@ def is_off(name: str, value: Any) -> bool:
     off = row.get("off", [False])
     if value is None or value is False or value in ({}, []):
         return True
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or row["keys"] is None:
         return any(type(value) is type(o) and value == o for o in off)
     if (switch := value.get(row.get("switch", "enabled"))) is not None:
         return any(type(switch) is type(o) and switch == o for o in off)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from ds_core.catalogue import install, offered_by
+from ds_core.catalogue import documented, install, offered_by
 from ds_core.errors import ConfigError, Problem, join
 
 __all__ = ["ConfigSource", "format_parser", "Pairs", "parse_json", "read_config", "to_pairs", "Unreadable"]
@@ -24,8 +24,6 @@ __all__ = ["ConfigSource", "format_parser", "Pairs", "parse_json", "read_config"
 MAX_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 64
 MAX_VALUES = 200_000
-NEVER = frozenset({"steps_per_print"})
-"""Keys that integrations set to Infinity for "never" (the Hugging Face Trainer does): read as null."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -182,7 +180,7 @@ class _Copier:
             number = float(value)
             if math.isfinite(number):
                 return number
-            if number > 0 and path in NEVER:
+            if number > 0 and documented().get(path, {}).get("infinity_is_null"):
                 return None
             shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
             self.problems.append(

@@ -83,8 +83,6 @@ BOOLEANS = [
     "bf16.immediate_grad_update",
     "bf16.check_grad_overflow",
     "torch_autocast.enabled",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
     "disable_allgather",
 ]
 OBJECTS = ["fp16", "bf16", "torch_autocast", "data_types", "optimizer"]

@@ -74,7 +74,6 @@ def test_the_defaults_are_the_documents() -> None:
     assert core.communication_data_type is None
     assert core.log_level is None and core.vocabulary_size is None
     assert core.optimizer is None and core.scheduler is None
-    assert core.zero_force_ds_cpu_optimizer and not core.zero_allow_untested_optimizer
 
 
 def test_values_arrive() -> None:

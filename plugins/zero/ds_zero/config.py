@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ConfigDict, RootModel, field_validator, model_validator
 
 from ds_core.config import Section, not_built, option
 from ds_core.config.section import names_of, old_names
 
-__all__ = ["LEAF_CLASSES", "LeafModules", "OffloadOptimizer", "OffloadParam", "ZeroConfig"]
+if TYPE_CHECKING:
+    from ds_core.config import RunConfig
+
+__all__ = [
+    "LEAF_CLASSES",
+    "AllowUntestedOptimizer",
+    "ForceOwnOptimizer",
+    "LeafModules",
+    "OffloadOptimizer",
+    "OffloadParam",
+    "ZeroConfig",
+    "switch",
+]
 
 LEAF_CLASSES = tuple(
     f"transformers.models.{name}"
@@ -286,3 +298,21 @@ class ZeroConfig(Section):
     def unit_elements(self, world: int) -> int:
         """The most elements that stage 3 gathers at once, but for larger parameters."""
         return 1 if self.allgather_sequential else self.bucket_elements(world)
+
+
+class AllowUntestedOptimizer(RootModel[bool]):
+    """Let ZeRO run an optimizer that nobody has declared; default false."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class ForceOwnOptimizer(RootModel[bool]):
+    """Refuse an optimizer object of the user's where optimizer states are offloaded; default true."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+def switch(config: RunConfig, key: str, default: bool) -> bool:
+    """The value of a top-level key that is a switch of ds-zero's."""
+    section: Any = config.section(key)
+    return default if section is None else bool(section.root)

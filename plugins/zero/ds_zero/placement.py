@@ -18,6 +18,7 @@ from ds_state_stores import StateStore, open_store
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
+from ds_zero.config import switch
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -69,7 +70,8 @@ class OffloadStores:
             )
         store = self.optimizer or self.param
         self.transfers = Transfers(ctx, store) if store is not None else None
-        if self.optimizer is not None and ctx.own_optimizer and ctx.config.core.zero_force_ds_cpu_optimizer:
+        refused = ctx.own_optimizer and switch(ctx.config, "zero_force_ds_cpu_optimizer", True)
+        if self.optimizer is not None and refused:
             raise UsageError(
                 "zero_optimization.offload_optimizer moves what the optimizer updates to the host, and initialize was "
                 "given an optimizer object, which may not support that; name one in the config's optimizer "

@@ -222,6 +222,16 @@ def test_one_leaf_may_stand_without_a_list_and_doubles_go() -> None:
     assert leaf.name_suffixes == ["x", "y"]
 
 
+class TestAllowUntested(PluginConformance):
+    entry_point, section = "ds_zero.zero_allow_untested_optimizer", "zero_allow_untested_optimizer"
+    good_config, bad_configs = True, [1, "yes", None]
+
+
+class TestForceOwn(PluginConformance):
+    entry_point, section = "ds_zero.zero_force_ds_cpu_optimizer", "zero_force_ds_cpu_optimizer"
+    good_config, bad_configs = False, [0, "no", None]
+
+
 def check_optimizers() -> dict[str, str]:
     """What ZeRO says to optimizers that nobody has declared, or that need whole tensors."""
     import ds_core
