@@ -28,7 +28,6 @@ from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, plan_mesh
-from ds_core.monitor import MonitorMaster
 from ds_core.optim import torch_grain
 from ds_core.optimizer_step import required
 from ds_core.params import collect_buffers, collect_params
@@ -38,7 +37,6 @@ from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dty
 from ds_core.process import STATE, show_log
 from ds_core.replicated import Replicated
 from ds_core.runner import Sequential
-from ds_core.telemetry import LEFT_OUT, Telemetry
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -155,7 +153,6 @@ def initialize(
     if built is not None:
         partitioner.bind(built, kernels)
     scheduler = _make_scheduler(lr_scheduler, built, chosen)
-    monitors = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
     loader = make_loader(ctx, training_data) if training_data is not None else None
     engine = Engine(
         ctx,
@@ -165,7 +162,6 @@ def initialize(
         lr_scheduler=scheduler,
         scaler=precision.scaler() if precision.scaler is not None else None,
         loader=loader,
-        telemetry=Telemetry(ctx, MonitorMaster(monitors)),
     )
     return engine, built, loader, scheduler
 
@@ -382,7 +378,7 @@ def _attach(
     """Let the partitioner take the model and give the optimizer the tensors it is to update."""
     if isinstance(optimizer, Optimizer):
         old = optimizer.param_groups
-        _note_trained(ctx, old)
+        ctx.trained = [p for group in old for p in group["params"]]
         for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
                 if before is not after and before in optimizer.state:
@@ -391,7 +387,7 @@ def _attach(
             group["params"] = new["params"]
         return optimizer
     wanted = _param_groups(model, model_parameters)
-    _note_trained(ctx, wanted)
+    ctx.trained = [p for group in wanted for p in group["params"]]
     if optimizer is None and chosen.optimizer is not None:
         wanted = chosen.optimizer.groups(wanted, {p: info.name for p, info in ctx.params.items()})
     groups = partitioner.attach(model, wanted)
@@ -413,13 +409,6 @@ def _attach(
             "which may hold fp32 masters or partitions of the parameters"
         )
     return built
-
-
-def _note_trained(ctx: Context, groups: ParamGroups) -> None:
-    """Note the optimizer's parameters, and which frozen ones it does not have, for the case that they are unfrozen."""
-    ctx.trained = [p for group in groups for p in group["params"]]
-    given = set(ctx.trained)
-    ctx.stash[LEFT_OUT] = {p: info.name for p, info in ctx.params.items() if not p.requires_grad and p not in given}
 
 
 def _trains_anywhere(ctx: Context, here: bool) -> bool:

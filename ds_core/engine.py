@@ -24,7 +24,8 @@ from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_
 from ds_core.optimizer_step import OptimizerStep
 from ds_core.precision import LossScaler, cast_floats, forward_context
 from ds_core.process import STATE
-from ds_core.resumable import ResumableEngine
+from ds_core.runner import evaluate, mean_over_dp
+from ds_core.running import RunningEngine
 from ds_core.telemetry import Telemetry
 from ds_core.window import Origin
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Engine(ResumableEngine):
+class Engine(RunningEngine):
     """A model being trained. Made by `ds_core.initialize`; unknown attributes are methods of plugins that take part
     (`ds_engine_methods`), then the module's, then methods of installed backends.
 
@@ -56,7 +57,6 @@ class Engine(ResumableEngine):
         lr_scheduler: Any,
         scaler: LossScaler | None,
         loader: Loader | None = None,
-        telemetry: Telemetry,
     ) -> None:
         assert ctx.module is not None
         self.ctx, self.module = ctx, ctx.module
@@ -64,8 +64,8 @@ class Engine(ResumableEngine):
         self.optimizer, self.lr_scheduler, self.scaler = optimizer, lr_scheduler, scaler
         self.training_dataloader = loader
         self.config, ctx.engine_ref = ctx.config, weakref.ref(self)
+        self.telemetry = telemetry = Telemetry(ctx)
         self.monitor = telemetry.monitor
-        self.telemetry = telemetry
         self._methods = self._plugin_methods()
         self._batches = Batches(loader)
         self._hooks = GradientHooks(self)
@@ -295,8 +295,6 @@ class Engine(ResumableEngine):
             self._accumulation.begin_window()
             self._accumulation.update()
             raise
-        from ds_core.evaluation import mean_over_dp
-
         loss = mean_over_dp(loss, self.ctx.mesh)
         self.telemetry.set_loss(loss)
         self._window.add_batch()
@@ -319,8 +317,6 @@ class Engine(ResumableEngine):
         alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone. bcast_loss:
         False leaves the loss where it was made, in a pipeline on the last stage; other ranks have None.
         """
-        from ds_core.evaluation import evaluate
-
         return evaluate(
             self,
             iter(data_iter),

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     )
     from ds_core.errors import Problem
     from ds_core.gradients import Gradients
-    from ds_core.monitor import Monitor
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
     from ds_core.precision import Precision
     from ds_core.runner import Runner
+    from ds_core.telemetry import Monitor
 
 hookspec = pluggy.HookspecMarker("ds_core")
 hookimpl = pluggy.HookimplMarker("ds_core")

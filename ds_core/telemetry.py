@@ -6,43 +6,100 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_core.context import StashKey
+from ds_core import comm
 from ds_core.discovery import OBSERVERS
-from ds_core.monitor import MONITOR, MonitorMaster
+from ds_core.entries import Event, Request
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ds_core.context import Context
-    from ds_core.entries import Request
     from ds_core.running import RunningEngine
 
-__all__ = ["Telemetry"]
+__all__ = ["Monitor", "MonitorMaster", "Telemetry"]
 
 log = logging.getLogger("ds_core.engine")
-LEFT_OUT: StashKey[dict[nn.Parameter, str]] = StashKey("frozen parameters that the optimizer does not have")
 _NOTHING = contextlib.nullcontext()
 LOOK_EVERY = 10
 """Steps between checks for parameters that were unfrozen: there can be thousands of frozen ones."""
 
 
+@runtime_checkable
+class Monitor(Protocol):
+    """Receives metric events on rank 0. Buffer writes; `flush` makes them readable; `close` flushes and frees."""
+
+    name: str
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Take `events` in order; called at most once per optimizer step, and by users."""
+
+    def flush(self) -> None:
+        """Make everything written so far readable by others."""
+
+    def close(self) -> None:
+        """Flush and release; nothing is called afterwards."""
+
+
+class MonitorMaster:
+    """Gives events to every monitor; only rank 0 has any.
+
+    A monitor that raises is closed and switched off after one warning; the others and training go on.
+    """
+
+    def __init__(self, monitors: Iterable[Monitor] = ()) -> None:
+        self.monitors = list(monitors)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self.monitors)
+
+    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+        """Send ``(name, value, samples)`` triples to all monitors; also for users' and plugins' own metrics."""
+        if self.monitors:
+            self._each("write_events", [Event(*event) for event in events])
+
+    def flush(self) -> None:
+        """Flush every monitor."""
+        self._each("flush")
+
+    def close(self) -> None:
+        """Close every monitor, for good."""
+        self._each("close")
+        self.monitors.clear()
+
+    def _each(self, method: str, *arguments: Sequence[Event]) -> None:
+        for monitor in list(self.monitors):
+            try:
+                getattr(monitor, method)(*arguments)
+            except Exception as error:
+                self.monitors.remove(monitor)
+                what = f"{method} ({type(error).__name__}: {error})"
+                log.warning("monitor %s failed in %s; it is switched off and training goes on", monitor.name, what)
+                if method != "close":
+                    with contextlib.suppress(Exception):
+                        monitor.close()
+
+
 class Telemetry:
     """Feeds the observers and the monitors of one engine."""
 
-    def __init__(self, ctx: Context, monitor: MonitorMaster) -> None:
-        self.ctx, self.monitor = ctx, monitor
-        ctx.stash[MONITOR] = monitor
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        given = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
+        self.monitor = MonitorMaster(given)
         self._observers = {hook: rows for hook in OBSERVERS if (rows := ctx.plugins.observers(hook))}
         self.follows_phases = self.observes("ds_phase_begin", "ds_phase_end")
-        self._has_readers = self.observes("ds_step_end", "ds_request") or monitor.enabled
+        self._has_readers = self.observes("ds_step_end", "ds_request") or self.monitor.enabled
         self._losses: list[Tensor] = []
-        self._left_out = ctx.stash.get(LEFT_OUT) or {}
+        trained = set(ctx.trained)
+        self._left_out = {p: i.name for p, i in ctx.params.items() if not p.requires_grad and p not in trained}
         self._restore = _watch_uncaught(self) if self.observes("ds_exception") else None
 
     # -- observers -------------------------------------------------------------------------------------------
@@ -112,12 +169,12 @@ class Telemetry:
         request, metrics = None, self._metrics(engine)
         self.notify("ds_step_end", step=engine.global_steps - 1, metrics=metrics)
         if self.monitor.enabled:
-            self.monitor.write_events(self._events(engine, metrics))
+            keys = {"loss": "train_loss", "lr": "lr", **({} if engine.scaler is None else {"loss_scale": "loss_scale"})}
+            events = [(f"Train/Samples/{keys[k]}", metrics[k], engine.global_samples) for k in keys if k in metrics]
+            self.monitor.write_events(events)
         if self.observes("ds_request"):
             answers = self.notify("ds_request", step=engine.global_steps - 1, metrics=metrics)
-            from ds_core.requests import agreed
-
-            request = agreed([r for r in answers if r is not None], self.ctx)
+            request = _agreed([r for r in answers if r is not None], self.ctx)
         self._losses.clear()
         return request
 
@@ -134,15 +191,6 @@ class Telemetry:
             total = torch.stack([x.reshape(()).float() for x in self._losses]).sum()
             metrics["loss"] = float(total) / self.ctx.batch.gas
         return metrics
-
-    def _events(self, engine: RunningEngine, metrics: dict[str, float]) -> list[tuple[str, float, int]]:
-        names = {
-            "train_loss": "loss",
-            "lr": "lr",
-            **({"loss_scale": "loss_scale"} if engine.scaler is not None else {}),
-        }
-        at = engine.global_samples
-        return [(f"Train/Samples/{name}", metrics[key], at) for name, key in names.items() if key in metrics]
 
     def nonfinite(self, engine: RunningEngine) -> None:
         """Log that this step's gradients hold inf or NaN, and in which parameters this rank sees them."""
@@ -173,6 +221,22 @@ class Telemetry:
             self._restore()
         self.notify("ds_close")
         self.monitor.close()
+
+
+def _agreed(mine: Sequence[Request], ctx: Context) -> Request | None:
+    """The union of what all ranks ask for, the same on each; None: nothing. Collective, with one byte per question.
+
+    Of several folders to save into, the first rank's first one counts.
+    """
+    stop, save = any(r.stop for r in mine), next((r.save for r in mine if r.save), None)
+    if ctx.world_size > 1:
+        flags = torch.tensor([stop, save is not None], dtype=torch.uint8, device=ctx.accelerator.current_device())
+        comm.label("what plugins ask for after this step")
+        comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+        stop, saves = map(bool, flags.tolist())
+        if saves:
+            save = next(folder for folder in comm.all_gather_json(save) if folder)
+    return Request(stop, save) if stop or save else None
 
 
 def _watch_uncaught(telemetry: Telemetry) -> Any:

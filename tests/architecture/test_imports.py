@@ -41,7 +41,6 @@ TORCH_FREE = (
     "ds_core.kernels",
     "ds_kernel_kit.portions",
     "ds_core.mesh",
-    "ds_core.monitor",
     "ds_core.optim",
     "ds_core.plugins",
     "ds_core.process",

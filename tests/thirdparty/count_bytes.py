@@ -12,7 +12,6 @@ from typing import Any
 from ds_core import comm
 from ds_core.config import RunConfig, Section, option
 from ds_core.context import Context
-from ds_core.monitor import MONITOR
 
 
 class CountBytes(Section):
@@ -46,7 +45,7 @@ def ds_interceptors(config: RunConfig) -> Iterable[comm.Interceptor]:
 def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
     if (counter := installed()) is not None:
         events = [(f"Comm/{op}_bytes", float(n), int(metrics["samples"])) for op, n in sorted(counter.bytes.items())]
-        ctx.stash[MONITOR].write_events(events)
+        ctx.engine.monitor.write_events(events)
         counter.bytes.clear()
 
 

@@ -16,7 +16,7 @@ def train() -> list[dict[str, float]]:
 
     import ds_core
     from ds_core import comm
-    from ds_core.monitor import MONITOR, Event
+    from ds_core.entries import Event
 
     sys.path.insert(0, HERE)
 
@@ -41,7 +41,7 @@ def train() -> list[dict[str, float]]:
     }
     engine, *_ = ds_core.initialize(model=model, config=config)
     kept = Kept()
-    engine.ctx.stash[MONITOR].monitors.append(kept)
+    engine.monitor.monitors.append(kept)
     steps = []
     for _ in range(2):
         engine.backward(engine(torch.ones(1, 4)).sum())

@@ -125,7 +125,6 @@ def test_modules_of_a_model_may_ask_for_sections(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("clean_ds")
 def test_a_plugin_may_write_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_core.monitor import MONITOR
 
     told = []
 
@@ -142,13 +141,12 @@ def test_a_plugin_may_write_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "writes_mod.py").write_text(
         SECTION
         + "def ds_step_end(ctx, step, metrics):\n"
-        + "    from ds_core.monitor import MONITOR\n"
-        + "    ctx.stash[MONITOR].write_events([('mine/x', 2.5, int(metrics['samples']))])\n"
+        + "    ctx.engine.monitor.write_events([('mine/x', 2.5, int(metrics['samples']))])\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = {"train_batch_size": 4, "plugins": {"load": ["writes=writes_mod"]}, "writes": {}}
     engine, *_ = ds_core.initialize(model=nn.Linear(2, 2), config=config)
-    engine.ctx.stash[MONITOR].monitors.append(Recorder())
+    engine.monitor.monitors.append(Recorder())
     engine.backward(engine(torch.ones(4, 2)).sum())
     engine.step()
     assert told == [("mine/x", 2.5, 4)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ds_monitor_files import append_whole
 
-from ds_core.monitor import Event
+from ds_core.entries import Event
 
 __all__ = ["CSVFiles", "file_stem", "header"]
 

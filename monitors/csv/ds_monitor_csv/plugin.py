@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.context import Context
-    from ds_core.monitor import Monitor
+    from ds_core.telemetry import Monitor
 
 __all__ = ["ds_config", "ds_monitors"]
 

@@ -12,7 +12,7 @@ from ds_monitor_csv.plugin import ds_monitors
 from ds_testing import PluginConformance
 
 from ds_core.config import build_config
-from ds_core.monitor import Event
+from ds_core.entries import Event
 from ds_core.plugins import Plugins, PluginSettings
 
 

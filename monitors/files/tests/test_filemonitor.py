@@ -19,7 +19,8 @@ from ds_monitor_files import BufferedMonitor, JobFolder, append_whole
 from ds_testing import MonitorConformance
 from pydantic import ValidationError
 
-from ds_core.monitor import Event, MonitorMaster
+from ds_core.entries import Event
+from ds_core.telemetry import MonitorMaster
 
 FullAt = Callable[[int], AbstractContextManager[None]]
 
@@ -209,7 +210,7 @@ def test_after_close_writing_is_an_error(tmp_path: Path) -> None:
 SCRIPT = """
 import os, runpy, sys
 from pathlib import Path
-from ds_core.monitor import Event
+from ds_core.entries import Event
 monitor = runpy.run_path(sys.argv[1])["make"](Path(sys.argv[2]))
 monitor.write_events([Event("loss", 1.0, 1)])
 child = os.fork()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ds_monitor_files import BufferedMonitor, Buffering, append_whole
 from tensorboard.compat.proto import event_pb2, summary_pb2
 
-from ds_core.monitor import Event
+from ds_core.entries import Event
 from ds_monitor_tensorboard.records import record
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.monitor import Monitor
+    from ds_core.telemetry import Monitor
 
 __all__ = ["ds_check", "ds_config", "ds_monitors"]
 

@@ -19,7 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.proto.event_pb2 import Event as Message
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from ds_core.monitor import Event, MonitorMaster
+from ds_core.entries import Event
+from ds_core.telemetry import MonitorMaster
 
 Row = tuple[str, float, int]
 FullAt = Callable[[int], AbstractContextManager[None]]
@@ -113,7 +114,7 @@ def test_it_starts_no_thread(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from ds_core.monitor import Event
+from ds_core.entries import Event
 from ds_monitor_tensorboard.monitor import TensorBoardMonitor
 monitor = TensorBoardMonitor(Path(sys.argv[1]))
 monitor.write_events([Event("loss", 1.0, 1)])

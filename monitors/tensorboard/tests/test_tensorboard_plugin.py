@@ -19,7 +19,7 @@ from ds_testing import PluginConformance
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ds_core.config import build_config
-from ds_core.monitor import Event
+from ds_core.entries import Event
 from ds_core.plugins import Plugins, PluginSettings
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ds_core import comm
 from ds_core.context import StashKey
-from ds_core.monitor import MONITOR
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -54,10 +53,10 @@ def report(ctx: Context, metrics: Mapping[str, float]) -> None:
     ``Train/MoE/<layer>/``: ``load/<expert>``, its share of all choices times the number of experts (1: even);
     ``load_max``; ``dropped``, the share of choices that were; ``aux_loss``, the mean.
     """
-    loads, monitor = ctx.stash.get(EXPERT_LOADS) or {}, ctx.stash.get(MONITOR)
+    loads, monitor = ctx.stash.get(EXPERT_LOADS) or {}, ctx.engine.monitor
     layout = ctx.stash.get(_LAYOUT)
     if layout is None:
-        mine: list[Any] = [monitor is not None and monitor.enabled, {n: x.num_experts for n, x in loads.items()}]
+        mine: list[Any] = [monitor.enabled, {n: x.num_experts for n, x in loads.items()}]
         everyone = comm.all_gather_json(mine) if ctx.world_size > 1 else [mine]
         wanted = any(asked for asked, _ in everyone)
         layout = {n: size for _, layers in everyone for n, size in layers.items()} if wanted else {}

@@ -162,7 +162,6 @@ def test_each_rank_holds_only_its_share_of_experts() -> None:
 def events() -> list[Any]:
     """What monitors are told on rank 0 after one step, and how often this rank's routers chose each expert."""
     import ds_core
-    from ds_core.monitor import MONITOR
 
     told: list[tuple[str, float]] = []
 
@@ -179,7 +178,7 @@ def events() -> list[Any]:
 
     engine, *_ = ds_core.initialize(model=hugging_face("deepseek_v3"), config=settings(2, 0))
     if engine.ctx.rank == 0:
-        engine.ctx.stash[MONITOR].monitors.append(Recorder())
+        engine.monitor.monitors.append(Recorder())
     counts = torch.zeros(8)
 
     def count(module: Any, args: Any, out: Any) -> None:

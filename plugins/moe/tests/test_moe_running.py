@@ -198,7 +198,6 @@ class TestPipelineEp2(RunnerConformance):
 
 def monitored(watch: bool) -> Any:
     from ds_core import comm
-    from ds_core.monitor import MONITOR
 
     told: list[Any] = []
 
@@ -218,7 +217,7 @@ def monitored(watch: bool) -> Any:
     model = m.build(2, 1, 0.5)
     engine = ds_core.initialize(model=model, config={"train_micro_batch_size_per_gpu": 4})[0]
     if watch and comm.rank() == 0:
-        engine.ctx.stash[MONITOR].monitors.append(Recorder())
+        engine.monitor.monitors.append(Recorder())
     counts, dropped, aux = torch.zeros(m.NUM), 0.0, []
     for step in range(2):
         h = torch.tanh(model.inp(m.batch(step, 0, comm.rank())["x"]))

@@ -13,7 +13,7 @@ from ds_core.context import StashKey
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.monitor import Monitor
+    from ds_core.telemetry import Monitor
     from ds_step_log.step_log import StepLog
 
 __all__ = ["dump", "measuring", "printing"]

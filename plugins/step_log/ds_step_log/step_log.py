@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.monitor import MONITOR
 from ds_step_log.clocks import PhaseTimers, Throughput
 from ds_step_log.config import Timers
 
@@ -60,7 +59,7 @@ class StepLog:
         """Print what is due, and give monitors the timings."""
         timings = self._timers.end_step() if self._timers is not None else None
         timings = timings if self._timed else None
-        monitor = self._ctx.stash[MONITOR]
+        monitor = self._ctx.engine.monitor
         if timings is not None and monitor.enabled:
             x = engine.global_samples
             monitor.write_events([(f"Train/Samples/elapsed_time_ms_{phase}", ms, x) for phase, ms in timings.items()])

@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ds_core.monitor import Event, Monitor
+from ds_core.entries import Event
+from ds_core.telemetry import Monitor
 
 __all__ = ["MonitorConformance"]
 
@@ -43,7 +44,7 @@ class MonitorConformance:
     def test_is_a_monitor(self, tmp_path: Path) -> None:
         """It has the contract's methods and a name to show in warnings."""
         monitor = self.make_monitor(tmp_path)
-        assert isinstance(monitor, Monitor), f"{type(monitor).__name__} lacks a method of ds_core.monitor.Monitor"
+        assert isinstance(monitor, Monitor), f"{type(monitor).__name__} lacks a method of ds_core.telemetry.Monitor"
         assert isinstance(monitor.name, str) and monitor.name, "a monitor needs a name"
         monitor.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ds_testing.monitor import MonitorConformance, Row
 
-from ds_core.monitor import Event
+from ds_core.entries import Event
 
 
 class LinesMonitor:

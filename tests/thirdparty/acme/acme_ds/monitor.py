@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_core.monitor import Event
+from ds_core.entries import Event
 
 
 class AcmeMonitor:

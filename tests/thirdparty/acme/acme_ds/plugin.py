@@ -17,7 +17,7 @@ from ds_core.errors import Problem
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.monitor import Monitor
+    from ds_core.telemetry import Monitor
 
 STEPS = StashKey[list[int]]("acme steps")
 
