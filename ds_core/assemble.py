@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
+from ds_core.catalogue import install, offered_by
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
@@ -100,7 +101,7 @@ def initialize(
     kernels = Kernels(chosen.plugins, core.kernels)
     if chosen.notes and rank == 0:
         log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
-    mesh = _plan(chosen, mpu, mesh_param, rank, world_size) if mpu is None else None
+    mesh = _plan(chosen, mesh_param, rank, world_size) if mpu is None else None
     batch = resolve_batch(core, mesh.size("dp")) if mesh is not None else None
 
     # The first talk: start, and compare what ranks were started with.
@@ -108,9 +109,7 @@ def initialize(
         accelerator.communication_backend, distributed_port=distributed_port, dist_init_required=dist_init_required
     )
     if mesh is None:
-        from ds_core.mpu import MpuMesh
-
-        mesh = MpuMesh(mpu, comm.rank(), comm.world_size())
+        mesh = _mesh_of(mpu, chosen.plugins)
         batch = resolve_batch(core, mesh.size("dp"))
     assert batch is not None
     precision = make_precision(chosen.config, chosen.plugins)
@@ -243,7 +242,20 @@ def _place(plugins: Plugins) -> tuple[int, int]:
     return (where.rank, where.world_size) if where is not None else (0, 1)
 
 
-def _plan(chosen: Composition, mpu: Any, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:
+def _mesh_of(mpu: Any, plugins: Plugins) -> Mesh:
+    """The mesh that a plugin makes of the user's `mpu`."""
+    rank, world_size = comm.rank(), comm.world_size()
+    answer = plugins.driver("ds_mesh", or_installed=True, mpu=mpu, rank=rank, world_size=world_size)
+    if answer is None:
+        dist = offered_by("drivers", "ds_mesh")
+        hint = f"; {dist} does for those with its getters: {install(dist)}" if dist is not None else ""
+        kind = type(mpu).__name__
+        raise UsageError(f"no installed package makes a mesh of mpu, a {kind}{hint}{plugins.quarantined()}")
+    mesh: Mesh = answer.value
+    return mesh
+
+
+def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:
     core = chosen.config.core
     axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
     mesh = plan_mesh(axes, world_size, rank)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from ds_core.errors import Problem
     from ds_core.gradients import Gradients
+    from ds_core.mesh import Mesh
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
     from ds_core.precision import Precision
@@ -145,6 +146,16 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:  # type: ignore[empty-body]
 @gives(many("ds_core.entries:Axis"))
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:  # type: ignore[empty-body]
     """Hook: the mesh axes this plugin adds. Called on every rank before processes talk."""
+
+
+@hookspec
+@gives(one_or_none("ds_core.mesh:Mesh"))
+def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
+    """Driver: the mesh over the process groups of `mpu`, the object given as ``initialize(mpu=...)``. None: not mine.
+
+    Asked on every rank when the process group runs, and only where `mpu` is given; then no axes are planned. Where no
+    plugin that takes part answers, installed backends are asked. `Mesh.build_groups` comes next. Nobody: UsageError.
+    """
 
 
 @hookspec

@@ -75,7 +75,7 @@ def collect_params(module: nn.Module, ctx: Context) -> dict[nn.Parameter, ParamI
     found: dict[nn.Parameter, ParamInfo] = {}
     elsewhere = ctx.stash.get(COUNTED_ELSEWHERE) or ()
     for name, param in module.named_parameters():
-        held = {*_megatron_axes(param, ctx.mesh), *_asked(name, param, ctx)}
+        held = _asked(name, param, ctx)
         found[param] = ParamInfo(name, ctx.mesh.expand(held), ctx.mesh.replicas(held), name not in elsewhere)
     return found
 
@@ -102,12 +102,6 @@ def _asked(name: str, tensor: Tensor, ctx: Context) -> set[str]:
             )
         held.update(answer.value)
     return held
-
-
-def _megatron_axes(param: nn.Parameter, mesh: Mesh) -> tuple[str, ...]:
-    """The convention of models that come with an `mpu`: sliced parameters carry a true attribute."""
-    sliced = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
-    return ("tp",) if sliced and mesh.has("tp") else ()
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:

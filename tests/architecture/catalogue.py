@@ -23,7 +23,7 @@ HOOKS = {
     "ds_commands": "commands",
     "ds_config_formats": "config_formats",
 }
-DRIVERS = ("ds_checkpointer",)
+DRIVERS = ("ds_checkpointer", "ds_mesh")
 """Hooks that an installed backend answers without being named; see `Plugins.driver`."""
 
 

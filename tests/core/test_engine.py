@@ -16,7 +16,6 @@ from torch import nn
 import ds_core
 from ds_core.config.batch import Batch
 from ds_core.errors import ConfigError, DSError, LossScaleError, UsageError
-from ds_core.mpu import MpuMesh
 from ds_core.precision import LossScaler
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
@@ -847,125 +846,6 @@ def test_ranks_with_different_configs_all_stop_and_name_the_key():
         assert "config.steps_per_print" in message
         assert "1" in message
         assert "2" in message
-
-
-def _mpu():
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    rows = [[0, 1], [2, 3]]
-    columns = [[0, 2], [1, 3]]
-    tp = [dist.new_group(r) for r in rows][rank // 2]
-    dp = [dist.new_group(c) for c in columns][rank % 2]
-
-    class Mpu:
-        def get_model_parallel_rank(self):
-            return rank % 2
-
-        def get_model_parallel_group(self):
-            return tp
-
-        def get_model_parallel_world_size(self):
-            return 2
-
-        def get_data_parallel_rank(self):
-            return rank // 2
-
-        def get_data_parallel_group(self):
-            return dp
-
-        def get_data_parallel_world_size(self):
-            return 2
-
-    net = nn.ModuleDict({"same": nn.Linear(4, 2), "slice": nn.Linear(4, 2)}).double()
-    with torch.no_grad():
-        for i, p in enumerate(net.parameters()):
-            p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)))
-        for p in net["slice"].parameters():
-            p.add_(rank % 2)
-            p.tensor_model_parallel = True
-    engine, *_ = start(net=net, mpu=Mpu())
-    x = data(1, seed=rank // 2, dtype=torch.float64)[0]
-    engine.backward(net["same"](x).square().mean() + net["slice"](x).square().mean())
-    engine.step()
-    return [engine.train_batch_size(), engine.get_global_grad_norm(), engine.ctx.mesh.describe()]
-
-
-class _Getters:
-    """An mpu with the getters that `values` names: ``dp_rank=0`` is ``get_data_parallel_rank``."""
-
-    def __init__(self, **values):
-        kinds = {
-            "dp": "data_parallel",
-            "mp": "model_parallel",
-            "tp": "tensor_model_parallel",
-            "sp": "sequence_parallel",
-        }
-        for name, value in values.items():
-            kind, _, what = name.partition("_")
-            setattr(self, f"get_{kinds[kind]}_{what}", lambda value=value: value)
-
-
-def _unit(kind, size, rank=0, group=None):
-    return {f"{kind}_world_size": size, f"{kind}_rank": rank, f"{kind}_group": group}
-
-
-@pytest.mark.parametrize(
-    ("unit", "world", "axes"),
-    [
-        (_unit("dp", 2), 2, {"dp": 2, "tp": 1, "pp": 1}),
-        (_unit("dp", 2), 4, {"dp": 2, "tp": 1, "pp": 2}),
-        ({**_unit("dp", 2), **_unit("mp", 2)}, 4, {"dp": 2, "tp": 2}),
-        ({**_unit("dp", 2), **_unit("tp", 2), **_unit("mp", 4)}, 4, {"dp": 2, "tp": 2}),
-        ({**_unit("dp", 2), "tp_rank": 0, **_unit("mp", 2)}, 4, {"dp": 2, "tp": 2}),
-        ({**_unit("dp", 2), "mp_world_size": 1}, 2, {"dp": 2, "tp": 1}),
-        (_unit("mp", 4), 4, {"dp": 1, "tp": 4}),
-        (_unit("sp", 1), 2, {"dp": 2, "tp": 1}),
-    ],
-)
-def test_an_mpu_with_some_getters(unit, world, axes):
-    mesh = MpuMesh(_Getters(**unit), 0, world)
-    assert {axis: mesh.size(axis) for axis in axes} == axes
-
-
-@pytest.mark.parametrize(
-    ("unit", "words"),
-    [
-        ({}, "the mpu does not tell which ranks hold the same weights; give it get_data_parallel_world_size"),
-        ({"dp_rank": 0}, "has get_data_parallel_rank, but not get_data_parallel_world_size, get_data_parallel_group"),
-        ({"dp_world_size": 2}, "but not get_data_parallel_rank, get_data_parallel_group; give it all three"),
-        (_unit("mp", 2), "the mpu does not tell which ranks hold the same weights"),
-        (_unit("sp", 2), "sequence parallel size 2, which is documented but not built yet"),
-        ({**_unit("sp", 1), **_unit("mp", 2)}, "model parallel size 2, so it needs get_data_parallel_"),
-    ],
-)
-def test_an_mpu_that_does_not_tell_enough_is_refused(unit, words):
-    with pytest.raises(ConfigError, match=words):
-        MpuMesh(_Getters(**unit), 0, 4)
-
-
-def test_an_external_mpu_is_honoured():
-    answers = run_ranks(4, _mpu)
-    assert [a[0] for a in answers] == [4] * 4
-    assert len({a[1] for a in answers}) == 1
-    truth = {}
-    total = 0.0
-    for tp in range(2):
-        grads = []
-        net = nn.ModuleDict({"same": nn.Linear(4, 2), "slice": nn.Linear(4, 2)}).double()
-        with torch.no_grad():
-            for i, p in enumerate(net.parameters()):
-                p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)))
-            for p in net["slice"].parameters():
-                p.add_(tp)
-        for dp in range(2):
-            x = data(1, seed=dp, dtype=torch.float64)[0]
-            ((net["same"](x).square().mean() + net["slice"](x).square().mean()) / 2).backward()
-        grads = {n: float(p.grad.square().sum()) for n, p in net.named_parameters()}
-        total += sum(v for n, v in grads.items() if n.startswith("slice"))
-        truth = grads
-    total += sum(v for n, v in truth.items() if n.startswith("same"))
-    assert answers[0][1] == pytest.approx(math.sqrt(total), rel=1e-12)
 
 
 def _interrupted():

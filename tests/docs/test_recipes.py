@@ -121,6 +121,9 @@ class TestMyAccelerator(AcceleratorConformance):
 class TestMyTowers(PluginConformance):
     entry_point, section, good_config, bad_configs = "my_towers.plugin", "my_towers", {"size": 2}, [{"size": 0}]
 
+class TestMyUnits(PluginConformance):
+    entry_point = "my_units.plugin"
+
 class TestMyPlain(PluginConformance):
     entry_point, section, good_config = "my_plain.plugin", "plain", {}
 
@@ -222,7 +225,8 @@ def test_what_is_installed_serves_when_it_is_named(tmp_path, caplog, capsys):
     assert "hello from step" in capsys.readouterr().out and "reached a loss of" in caplog.text
     assert (tmp_path / "lines").read_text().count("\\n") > 3
 
-def _towers(rank_seed):
+def _towers(own):
+    unit = SimpleNamespace(ranks_per_tower=2) if own else None
     torch.manual_seed(ds_core.comm.rank())
     class Model(torch.nn.Module):
         def __init__(self):
@@ -231,7 +235,8 @@ def _towers(rank_seed):
         def forward(self, x):
             return self.shared(self.tower(x))
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = ds_core.initialize(model=Model(), config={**config, "my_towers": {"size": 2}})
+    towers = {} if unit else {"my_towers": {"size": 2}}
+    engine, *_ = ds_core.initialize(model=Model(), config={**config, **towers}, mpu=unit)
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
     found = [engine.module.tower.weight.sum().item(), engine.module.shared.weight.sum().item()]
@@ -239,8 +244,9 @@ def _towers(rank_seed):
     return found
 
 def test_towers_differ_and_the_rest_is_shared():
-    (tower, shared), (other, same) = run_ranks(2, _towers, 0)
-    assert tower != other and shared == same
+    for own in (False, True):
+        (tower, shared), (other, same) = run_ranks(2, _towers, own)
+        assert tower != other and shared == same
 
 def test_the_store_keeps_values_and_gives_memory_back():
     from ds_core.plugins import Plugins
@@ -310,6 +316,7 @@ KINDS = (
         "my-batch",
         "my-slow",
         "my-replay",
+        "my-units",
     ),
     *("my-clamp", "my-deadline", "my-method", "my-dcp"),
 )

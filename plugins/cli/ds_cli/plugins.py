@@ -22,6 +22,7 @@ _KINDS = {
     "ds_schedulers": "scheduler",
     "ds_state_stores": "state store",
     "ds_monitors": "monitor",
+    "ds_mesh": "mesh",
     "ds_mesh_axes": "mesh axis",
     "ds_transforms": "transform",
     "ds_param_axes": "param axes",

@@ -1,11 +1,17 @@
-"""Declaration: methods of the engine under DeepSpeed's names (torch-free)."""
+"""Declaration: methods of the engine under DeepSpeed's names, and a mesh over a Megatron-style `mpu` (torch-free)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ds_engine_methods"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.context import Context
+    from ds_core.mesh import Mesh
+
+__all__ = ["ds_engine_methods", "ds_mesh", "ds_param_axes"]
 
 
 def ds_engine_methods() -> Mapping[str, Callable[..., Any]]:
@@ -13,3 +19,16 @@ def ds_engine_methods() -> Mapping[str, Callable[..., Any]]:
     from ds_deepspeed_compat import engine_methods
 
     return {name: getattr(engine_methods, name) for name in engine_methods.__all__}
+
+
+def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
+    """The data and model groups of `mpu`; None where it has none of Megatron's getters."""
+    from ds_deepspeed_compat.mpu import MpuMesh, knows
+
+    return MpuMesh(mpu, rank, world_size) if knows(mpu) else None
+
+
+def ds_param_axes(param: nn.Parameter, ctx: Context) -> Collection[str]:
+    """``tp`` for parameters with a true attribute: the convention of models that come with an `mpu`."""
+    sliced = getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
+    return ("tp",) if sliced and ctx.mesh.has("tp") else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ds_testing import run_ranks
 import ds_core
 from ds_core.compose import compose
 from ds_core.errors import ConfigError, DSError, PluginError
+from ds_core.mesh import plan_mesh
 
 
 def test_defaults_are_those_of_the_documents() -> None:
@@ -174,9 +176,6 @@ def test_tensor_parallelism_is_refused() -> None:
 
 def other_ways() -> list[str]:
     """What is said of weights that are not there, optimizers that need them whole, and an mpu."""
-    from types import SimpleNamespace
-
-    import torch.distributed as dist
 
     def attempt(config: dict[str, Any], **arguments: Any) -> str:
         try:
@@ -195,15 +194,12 @@ def other_ways() -> list[str]:
     muon["plugins"]["load"].append("ds_optimizers.plugin")
     said.append(attempt(muon))
     said.append(attempt(muon | {"expert_parallel": {"enabled": True}}))
-    unit = SimpleNamespace(
-        get_data_parallel_world_size=lambda: 2,
-        get_data_parallel_rank=dist.get_rank,
-        get_data_parallel_group=lambda: dist.group.WORLD,
-        get_model_parallel_world_size=lambda: 1,
-        get_model_parallel_rank=lambda: 0,
-        get_model_parallel_group=lambda: None,
-    )
-    said.append(attempt(settings(2, 0), mpu=unit))
+    module = ModuleType("own_units")  # makes a mesh of any unit
+    vars(module)["ds_mesh"] = lambda rank, world_size: plan_mesh([], world_size, rank)
+    sys.modules[module.__name__] = module
+    config = settings(2, 0)
+    config["plugins"]["load"].append(module.__name__)
+    said.append(attempt(config, mpu=object()))
     twice = hugging_face("mixtral")
     assert attempt(settings(2, 0), model=twice) == "nothing"
     said.append(attempt(settings(2, 0), model=twice))

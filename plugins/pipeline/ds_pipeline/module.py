@@ -10,7 +10,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,10 @@ from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.entries import Axis
 from ds_core.errors import UsageError
-from ds_core.mesh import plan_mesh
-from ds_core.mpu import MpuMesh
+from ds_core.mesh import Mesh, plan_mesh
 from ds_pipeline.balance import partition
 from ds_pipeline.layer_times import measure
 from ds_pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-
-if TYPE_CHECKING:
-    from ds_core.mesh import Mesh
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
@@ -254,7 +250,7 @@ class PipelineModule(nn.Module):
 
     def bind(self, mesh: Mesh) -> None:
         """Compare what was built with the run's mesh, and take its groups; called by `ds_core.initialize`."""
-        if isinstance(mesh, MpuMesh):
+        if type(mesh) is not Mesh or not mesh.has("pp"):  # a plugin made it of the user's mpu
             raise UsageError("a PipelineModule brings its own mpu; call initialize without mpu=")
         if (mesh.size("pp"), mesh.coord["pp"]) != (self.num_stages, self.stage_id):
             here = f"stage {mesh.coord['pp']} of {mesh.size('pp')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pipe_models import MICRO, Plain, batch, pipeline, specs
 
 from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
+from ds_core.mesh import plan_mesh
 
 W = 6
 
@@ -343,8 +345,6 @@ def has_a_topology() -> None:
     model = PipelineModule(linears(4), topology=PipeDataParallelTopology(2, 2), loss_fn=squares)
     with pytest.raises(UsageError, match="once ds_core.initialize has been called with the module, without mpu="):
         model.mpu().get_pipe_parallel_group()
-    with pytest.raises(UsageError, match="without mpu="):
-        start(model, mpu=model.mpu())
     engine = start(model)
     mpu, rank = engine.mpu(), comm.rank()
     assert engine.topology().get_axis_names() == ["pipe", "data"]
@@ -371,10 +371,17 @@ def has_a_topology() -> None:
         with pytest.raises(UsageError, match=why):
             start(PipelineModule(linears(4), topology=topology, loss_fn=squares))
 
+    units = ModuleType("own_units")  # makes a mesh of any unit
+    vars(units)["ds_mesh"] = lambda rank, world_size: plan_mesh([], world_size, rank)
+    sys.modules[units.__name__] = units
     with pytest.raises(UsageError, match="brings its own mpu"):
         ds_core.initialize(
             model=PipelineModule(linears(4), num_stages=2, loss_fn=squares),
-            config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}},
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "SGD"},
+                "plugins": {"load": [units.__name__]},
+            },
             mpu=mpu,
         )
 

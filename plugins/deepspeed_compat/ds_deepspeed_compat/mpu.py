@@ -9,7 +9,15 @@ from ds_core.comm import ALONE
 from ds_core.errors import ConfigError
 from ds_core.mesh import Mesh
 
-__all__ = ["MpuMesh"]
+__all__ = ["MpuMesh", "knows"]
+
+_GETTERS = ("world_size", "rank", "group")
+
+
+def knows(mpu: Any) -> bool:
+    """Whether `mpu` has any of the getters that `MpuMesh` reads."""
+    kinds = ("data", "model", "tensor_model", "sequence")
+    return any(hasattr(mpu, f"get_{kind}_parallel_{what}") for kind in kinds for what in _GETTERS)
 
 
 class MpuMesh(Mesh):
@@ -30,12 +38,7 @@ class MpuMesh(Mesh):
                 "mpu",
             )
         super().__init__(("pp", "dp", "tp"), (pp, dp, tp), 0, {})
-        self.rank, self.mpu = rank, mpu
-        self.coord = {
-            "pp": 0,
-            "dp": dp_rank,
-            "tp": tp_rank,
-        }
+        self.rank, self.coord = rank, {"pp": 0, "dp": dp_rank, "tp": tp_rank}
         given = {"dp": dp_group, "tp": tp_group}
         self._given = {axis: group for axis, group in given.items() if self.size(axis) > 1}
 
@@ -67,7 +70,7 @@ def _coordinates(mpu: Any, *kinds: str) -> tuple[int, int, Any] | None:
     """(size, rank, group) from the getters of the first of `kinds` that has all three; None when there is no getter."""
     partial = ""
     for kind in kinds:
-        names = [f"get_{kind}_{what}" for what in ("world_size", "rank", "group")]
+        names = [f"get_{kind}_{what}" for what in _GETTERS]
         missing = [name for name in names if not callable(getattr(mpu, name, None))]
         if not missing:
             size, rank, group = (getattr(mpu, name)() for name in names)

@@ -1,0 +1,140 @@
+"""A Megatron-style `mpu` given to ``initialize``: which mesh comes of it, and that gradients follow its groups."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ds_deepspeed_compat.mpu import MpuMesh
+from ds_testing import run_ranks
+from torch import nn
+
+import ds_core
+from ds_core.errors import ConfigError, PluginError, UsageError
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def _samples(seed: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _train_with_an_mpu() -> list[Any]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    rows = [[0, 1], [2, 3]]
+    columns = [[0, 2], [1, 3]]
+    tp = [dist.new_group(r) for r in rows][rank // 2]
+    dp = [dist.new_group(c) for c in columns][rank % 2]
+
+    mpu = _Getters(**_unit("mp", 2, rank % 2, tp), **_unit("dp", 2, rank // 2, dp))
+    net = nn.ModuleDict({"same": nn.Linear(4, 2), "slice": nn.Linear(4, 2)}).double()
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)))
+        for p in net["slice"].parameters():
+            p.add_(rank % 2)
+            p.tensor_model_parallel = True  # type: ignore[attr-defined]
+    engine, *_ = ds_core.initialize(model=net, config=CONFIG, mpu=mpu)
+    x = _samples(rank // 2)
+    engine.backward(net["same"](x).square().mean() + net["slice"](x).square().mean())
+    engine.step()
+    held = {info.name: info.held for info in engine.ctx.params.values()}
+    return [engine.train_batch_size(), engine.get_global_grad_norm(), held]
+
+
+class _Getters:
+    """An mpu with the getters that `values` names: ``dp_rank=0`` is ``get_data_parallel_rank``."""
+
+    def __init__(self, **values: Any) -> None:
+        kinds = {
+            "dp": "data_parallel",
+            "mp": "model_parallel",
+            "tp": "tensor_model_parallel",
+            "sp": "sequence_parallel",
+        }
+        for name, value in values.items():
+            kind, _, what = name.partition("_")
+            setattr(self, f"get_{kinds[kind]}_{what}", lambda value=value: value)
+
+
+def _unit(kind: str, size: int, rank: int = 0, group: Any = None) -> dict[str, Any]:
+    return {f"{kind}_world_size": size, f"{kind}_rank": rank, f"{kind}_group": group}
+
+
+@pytest.mark.parametrize(
+    ("unit", "world", "axes"),
+    [
+        (_unit("dp", 2), 2, {"dp": 2, "tp": 1, "pp": 1}),
+        (_unit("dp", 2), 4, {"dp": 2, "tp": 1, "pp": 2}),
+        ({**_unit("dp", 2), **_unit("mp", 2)}, 4, {"dp": 2, "tp": 2}),
+        ({**_unit("dp", 2), **_unit("tp", 2), **_unit("mp", 4)}, 4, {"dp": 2, "tp": 2}),
+        ({**_unit("dp", 2), "tp_rank": 0, **_unit("mp", 2)}, 4, {"dp": 2, "tp": 2}),
+        ({**_unit("dp", 2), "mp_world_size": 1}, 2, {"dp": 2, "tp": 1}),
+        (_unit("mp", 4), 4, {"dp": 1, "tp": 4}),
+        (_unit("sp", 1), 2, {"dp": 2, "tp": 1}),
+    ],
+)
+def test_an_mpu_with_some_getters(unit: dict[str, Any], world: int, axes: dict[str, int]) -> None:
+    mesh = MpuMesh(_Getters(**unit), 0, world)
+    assert {axis: mesh.size(axis) for axis in axes} == axes
+
+
+@pytest.mark.parametrize(
+    ("unit", "words"),
+    [
+        ({}, "the mpu does not tell which ranks hold the same weights; give it get_data_parallel_world_size"),
+        ({"dp_rank": 0}, "has get_data_parallel_rank, but not get_data_parallel_world_size, get_data_parallel_group"),
+        ({"dp_world_size": 2}, "but not get_data_parallel_rank, get_data_parallel_group; give it all three"),
+        (_unit("mp", 2), "the mpu does not tell which ranks hold the same weights"),
+        (_unit("sp", 2), "sequence parallel size 2, which is documented but not built yet"),
+        ({**_unit("sp", 1), **_unit("mp", 2)}, "model parallel size 2, so it needs get_data_parallel_"),
+    ],
+)
+def test_an_mpu_that_does_not_tell_enough_is_refused(unit: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MpuMesh(_Getters(**unit), 0, 4)
+
+
+def test_an_mpu_given_to_initialize() -> None:
+    """Gradients and their norm are those of one process; only sliced parameters differ along ``tp``."""
+    answers = run_ranks(4, _train_with_an_mpu)
+    assert [a[0] for a in answers] == [4] * 4
+    assert all(held == {n: ("tp",) if n.startswith("slice") else () for n in held} for _, _, held in answers)
+    assert len({a[1] for a in answers}) == 1
+    truth = {}
+    total = 0.0
+    for tp in range(2):
+        grads = []
+        net = nn.ModuleDict({"same": nn.Linear(4, 2), "slice": nn.Linear(4, 2)}).double()
+        with torch.no_grad():
+            for i, p in enumerate(net.parameters()):
+                p.copy_(torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)))
+            for p in net["slice"].parameters():
+                p.add_(tp)
+        for dp in range(2):
+            x = _samples(dp)
+            ((net["same"](x).square().mean() + net["slice"](x).square().mean()) / 2).backward()
+        grads = {n: float(p.grad.square().sum()) for n, p in net.named_parameters()}
+        total += sum(v for n, v in grads.items() if n.startswith("slice"))
+        truth = grads
+    total += sum(v for n, v in truth.items() if n.startswith("same"))
+    assert answers[0][1] == pytest.approx(math.sqrt(total), rel=1e-12)
+
+
+def test_a_unit_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Megatron's getters do not tell, an object without them, and no package that knows them."""
+
+    def refused(mpu: Any) -> str:
+        with pytest.raises((PluginError, UsageError)) as caught:
+            ds_core.initialize(model=nn.Linear(4, 2), config=CONFIG, mpu=mpu)
+        return str(caught.value)
+
+    assert "(ds-deepspeed-compat 0.1.0" in (said := refused(_Getters(dp_rank=0))) and "give it all three" in said
+    assert "makes a mesh of mpu, a SimpleNamespace" in refused(SimpleNamespace())
+    monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
+    assert "ds-deepspeed-compat does for those with its getters: `pip install" in refused(_Getters(dp_rank=0))
