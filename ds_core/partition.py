@@ -4,100 +4,27 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.errors import UsageError
 from ds_core.kernels import UsesKernels
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
     from ds_core.gradients import GradientShard
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh
-    from ds_core.param_shard import ParamShard
 
-__all__ = [
-    "GradState",
-    "Partitioner",
-    "StateSource",
-    "StateTensor",
-    "broadcast_from_first",
-    "buffer_states",
-    "check_shape",
-    "read_state",
-    "saved_optimizer_states",
-    "set_optimizer_state",
-]
+__all__ = ["GradState", "Partitioner", "broadcast_from_first"]
 
 ParamGroups = list[dict[str, Any]]
-
-
-class BoxLike(Protocol):
-    """A part of an array: the `size[d]` indices from `first[d]` on, of each dimension d."""
-
-    @property
-    def first(self) -> tuple[int, ...]:
-        """Per dimension."""
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Per dimension."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateTensor:
-    """This rank's piece of one model state, for checkpoints.
-
-    name: ``"module/<param>"``, ``"master/<param>"`` or ``"optimizer/<key>/<param>"``. tensor: the live piece.
-    shape: of the whole state. start, stop: the piece as a range of the row-major flattened state, or of its `box` where
-    only a box of it is divided here.
-    held: axes on which ranks hold different states under this name. store: whether this rank writes it, or a share of
-    it: copies are the axes along which ranks hold this very piece, with `store` on all of them.
-    read: gives the values of `tensor`, or of a view of it, where it may be empty: where it rests in a `StateStore` that
-    gives memory back.
-    """
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    held: tuple[str, ...]
-    store: bool
-    copies: tuple[str, ...] = ()
-    read: Callable[[Tensor], Tensor] | None = None
-    box: BoxLike | None = None
-
-    def values(self) -> Tensor:
-        """The values of `tensor`, wherever they rest."""
-        return self.tensor if self.read is None else self.read(self.tensor)
-
-
-class StateSource(Protocol):
-    """States in a checkpoint, by the names of `StateTensor`."""
-
-    def names(self) -> Sequence[str]:
-        """Every state that this rank may read."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole state's shape."""
-
-    def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
-        """The range [start, stop) of the row-major flattened state, as a 1-d CPU tensor.
-
-        into: what it is to replace. When that is a contiguous tensor on the CPU, of the stored dtype and this size, the
-        range is read straight into it, and the answer is a view of it; else it is left alone and the answer is new.
-        """
 
 
 class GradState(enum.Enum):
@@ -128,9 +55,6 @@ class Partitioner(ABC):
     takes_gradients = True
     """Whether `on_gradient` is called. False where gradients just accumulate in ``param.grad``: then no hook on
     parameters is needed, and `begin` and `finish` may not be called around a plain ``loss.backward()``."""
-
-    not_exported = ""
-    """Why `save_16bit_model` writes nothing, where the config says so; it is told to the user."""
 
     sync = True
     """Set by the core: whether the backward that comes next may reduce gradients as they become ready."""
@@ -222,39 +146,11 @@ class Partitioner(ABC):
     def axes(self) -> Iterable[tuple[str, ...]]:
         """Every set of axes that a `GradGroup` of this rank can carry."""
 
-    @abstractmethod
-    def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """This rank's model states; those of `optimizer` too when given."""
-
-    @abstractmethod
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """Read this rank's model states; those of `optimizer` too when given.
-
-        strict: a weight that the checkpoint lacks is an error. Without master weights in the checkpoint they are
-        made from the module's.
-        """
-
-    def locate(self, param: nn.Parameter) -> ParamShard | None:
-        """What this rank holds of the states of `param`; None when no optimizer updates it here."""
-        return None
-
     def release_idle(self) -> None:  # noqa: B027
         """Free weights that were gathered ahead or are kept for later. Every rank calls it."""
 
     def detach(self) -> None:  # noqa: B027
         """Remove hooks and free buffers; the module keeps its weights."""
-
-
-def buffer_states(ctx: Context, module: nn.Module) -> Iterator[StateTensor]:
-    """The persistent buffers; replicas may differ in theirs, and the first rank's count."""
-    mesh, persistent = ctx.mesh, module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            info = ctx.buffers.get(name)  # None: one that came after initialize
-            held, counted = (info.held, info.counted) if info is not None else ((), True)
-            others = [a for a in mesh.expand(mesh.names) if a not in held]
-            store = counted and mesh.index(*others) == 0
-            yield StateTensor(f"module/{name}", buffer, tuple(buffer.shape), 0, buffer.numel(), held, store)
 
 
 def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:
@@ -268,49 +164,3 @@ def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Te
         comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
         for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
             tensor.copy_(piece.view_as(tensor))
-
-
-def saved_optimizer_states(source: StateSource) -> dict[str, dict[str, str]]:
-    """``{parameter: {key: name in source}}`` of all optimizer states that a checkpoint has."""
-    found: dict[str, dict[str, str]] = {}
-    for name in source.names():
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            key, _, param = rest.partition("/")
-            found.setdefault(param, {})[key] = name
-    return found
-
-
-def check_shape(source: StateSource, name: str, shape: Sequence[int]) -> None:
-    """Raise UsageError unless the unsharded state `name` has `shape` in the checkpoint."""
-    if (saved := source.shape(name)) != tuple(shape):
-        raise UsageError(
-            f"checkpoint state {name!r} has shape {saved}, the model's is {tuple(shape)}; was it saved by another "
-            "model?"
-        )
-
-
-def read_state(source: StateSource, name: str, into: object) -> Tensor:
-    """The whole state in its shape, on the CPU; into: see `StateSource.read`."""
-    return source.read(name, into=into).view(source.shape(name))
-
-
-def set_optimizer_state(optimizer: Optimizer, master: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Make `values`, CPU tensors by key, the state of `master`. None at all: its state has not begun."""
-    if not values:
-        optimizer.state.pop(master, None)
-        return
-    state: dict[str, Any] = optimizer.state[master]
-    for key, value in values.items():
-        old = state.get(key)
-        if isinstance(old, Tensor):
-            device = old.device
-        elif value.dim() == 0 and (master.dim() != 0 or key == "step"):
-            # A counter stays on the CPU unless the optimizer has put it on the device.
-            on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-            device = master.device if on_device else torch.device("cpu")
-        else:
-            device = master.device
-        if value.shape == master.shape and not master.is_contiguous():  # fused optimizers go by strides
-            value = torch.empty_like(master, dtype=value.dtype, device="cpu").copy_(value)
-        state[key] = value.to(device)

@@ -17,19 +17,7 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_core.params import GradGroup
-from ds_core.partition import (
-    GradState,
-    ParamGroups,
-    Partitioner,
-    StateSource,
-    StateTensor,
-    broadcast_from_first,
-    buffer_states,
-    check_shape,
-    read_state,
-    saved_optimizer_states,
-    set_optimizer_state,
-)
+from ds_core.partition import GradState, ParamGroups, Partitioner, broadcast_from_first
 from ds_core.stepping import Stepper
 
 if TYPE_CHECKING:
@@ -266,46 +254,6 @@ class Replicated(Partitioner):
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
         return {s.info.held for s in self.slots.values()} | {()}
-
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; replicas share the writing, but buffers may differ: the first rank's count."""
-        mesh = self.ctx.mesh
-        for name, tensor, info in self._tensors(optimizer):
-            copies = tuple(a for a in mesh.expand(mesh.names) if a not in info.held)
-            yield StateTensor(name, tensor, tuple(tensor.shape), 0, tensor.numel(), info.held, info.counted, copies)
-        yield from buffer_states(self.ctx, self.module)
-
-    def _tensors(self, optimizer: Optimizer | None) -> Iterable[tuple[str, Tensor, ParamInfo]]:
-        for name, param in self.module.named_parameters():
-            yield f"module/{name}", param.data, self.ctx.params[param]
-        for slot in self.slots.values():
-            if slot.master is not slot.param:
-                yield f"master/{slot.info.name}", slot.master.data, slot.info
-            for key, value in optimizer.state.get(slot.master, {}).items() if optimizer is not None else ():
-                if isinstance(value, Tensor):
-                    yield f"optimizer/{key}/{slot.info.name}", value, slot.info
-
-    @torch.no_grad()
-    def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """See `Partitioner.load_states`."""
-        known = set(source.names())
-        for state in self.states(None):
-            if state.name.startswith("module/") and (strict or state.name in known):
-                check_shape(source, state.name, state.shape)
-                state.tensor.copy_(read_state(source, state.name, state.tensor))
-        saved = saved_optimizer_states(source) if optimizer is not None else {}
-        for slot in self.slots.values():
-            if slot.master is not slot.param:
-                name = f"master/{slot.info.name}"
-                if name in known:
-                    check_shape(source, name, slot.master.shape)
-                slot.master.data.copy_(read_state(source, name, slot.master) if name in known else slot.param.data)
-            if optimizer is not None:
-                old, names = optimizer.state.get(slot.master, {}), saved.get(slot.info.name, {})
-                values = {key: read_state(source, name, old.get(key)) for key, name in names.items()}
-                set_optimizer_state(optimizer, slot.master, values)
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""

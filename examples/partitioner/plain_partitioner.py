@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from ds_run_state.states import StateSource, StateTensor
 from torch import nn
 
 from ds_core import comm
 from ds_core.config import Section
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
-from ds_core.partition import Partitioner, StateSource, StateTensor, broadcast_from_first
+from ds_core.partition import Partitioner, broadcast_from_first
 from ds_core.stepping import Stepper
 
 

@@ -402,7 +402,7 @@ def test_a_missing_plugin_is_named(name: str) -> None:
     files = "pip install ./monitors/files ./monitors"
     built = {"csv_monitor": f"{files}/csv", "tensorboard": f"{files}/tensorboard"}
     built |= {
-        "zero_optimization": "pip install ./plugins/state_stores ./plugins/zero",
+        "zero_optimization": "pip install ./plugins/access ./plugins/run_state ./plugins/state_stores ./plugins/zero",
         "pipeline": "pip install ./plugins/pipeline",
     }
     built |= {"expert_parallel": "./plugins/moe` in a checkout"}

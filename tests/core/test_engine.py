@@ -586,7 +586,10 @@ def test_config_sources_are_equivalent(tmp_path):
     [
         ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'adam'"]),
         ({"type": "MuAdam"}, ["documented but not built yet"]),
-        ({"type": "Lamb"}, ["served by ds-optimizers", "pip install ./ops/kernel_kit ./plugins/optimizers"]),
+        (
+            {"type": "Lamb"},
+            ["served by ds-optimizers", "pip install ./plugins/run_state ./ops/kernel_kit ./plugins/optimizers"],
+        ),
         ({"type": "no_such_package.Adam"}, ["optimizer.type", "No module named 'no_such_package'"]),
         ({"type": "AdamW", "params": {"lrr": 1}}, ["optimizer.params.lrr", "did you mean 'optimizer.params.lr'"]),
         ({"type": "AdamW", "params": {"lr": "fast"}}, ["optimizer.params.lr"]),

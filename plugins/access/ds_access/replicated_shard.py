@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_core.param_shard import ParamShard
+from ds_access.param_shard import ParamShard
 from ds_core.partition import GradState
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ds_access.param_shard import LocatesParams
 from ds_access.replicated_shard import ReplicatedShard
 from ds_access.unshard import WHEN, agree_kind, flags, no_state, owner, put_together, states_of, whole_grads
 from ds_core import comm
@@ -33,7 +34,7 @@ from ds_core.process import STATE
 from ds_core.replicated import Replicated
 
 if TYPE_CHECKING:
-    from ds_core.param_shard import ParamShard, Ranges
+    from ds_access.param_shard import ParamShard, Ranges
     from ds_core.running import RunningEngine
 
     _Found = tuple[ParamShard, RunningEngine]
@@ -300,7 +301,7 @@ def locate(engine: RunningEngine, param: nn.Parameter) -> ParamShard | None:
     partitioner = engine.partitioner
     if isinstance(partitioner, Replicated) and (slot := partitioner.slots.get(param)) is not None:
         return ReplicatedShard(partitioner, slot)
-    return partitioner.locate(param)
+    return partitioner.locate(param) if isinstance(partitioner, LocatesParams) else None
 
 
 def _found(param: Tensor, who: str) -> _Found:

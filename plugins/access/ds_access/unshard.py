@@ -13,7 +13,7 @@ from ds_core import comm
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_core.param_shard import ParamShard, Ranges
+    from ds_access.param_shard import ParamShard, Ranges
 
 __all__ = ["WHEN", "Kind", "agree_kind", "flags", "no_state", "owner", "put_together", "states_of", "whole_grads"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from ds_run_state import RunState
 from ds_run_state.slices import Box
+from ds_run_state.states import StateTensor
 from torch import Tensor
 
 from ds_checkpoint import files
@@ -23,7 +24,6 @@ from ds_checkpoint.layout import merge, rows_of
 from ds_checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core import comm
 from ds_core.errors import CheckpointError
-from ds_core.partition import StateTensor
 
 __all__ = ["clone_tensors_for_torch_save", "save_16bit_model"]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_run_state.slices import Box
+from ds_run_state.states import StateTensor
 
 from ds_checkpoint.format import Chunk, State, check_coverage
 from ds_checkpoint.tensorfile import Item, dtype_name
 from ds_core.errors import CheckpointError
-from ds_core.partition import StateTensor
 
 __all__ = ["items_of", "merge", "rows_of"]
 

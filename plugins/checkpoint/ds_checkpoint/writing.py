@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_run_state.states import StateTensor
 from torch import Tensor
 
 from ds_checkpoint import files
@@ -30,7 +31,6 @@ from ds_checkpoint.format import (
 from ds_checkpoint.layout import items_of, merge, rows_of
 from ds_checkpoint.tensorfile import Item, write_tensors
 from ds_core.errors import CheckpointError
-from ds_core.partition import StateTensor
 
 __all__ = ["Job", "Prepared", "commit", "publish", "write"]
 

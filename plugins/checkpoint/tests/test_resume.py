@@ -99,7 +99,7 @@ def train(engine: Any, steps: int) -> list[float]:
 
 def everything(engine: Any) -> dict[str, Any]:
     """All that a step depends on, by name."""
-    states = {s.name: s.tensor.detach().clone() for s in engine.partitioner.states(engine.optimizer)}
+    states = {s.name: s.tensor.detach().clone() for s in RunState(engine).states(engine.optimizer)}
     draws = [torch.rand(1).item(), random.random(), float(np.random.rand())]
     run = json.dumps(RunState(engine).common(), default=lambda v: sorted(v.items()), sort_keys=True)
     return {"states": states, "draws": draws, "run": run, "calls": engine.module.calls}
@@ -158,9 +158,9 @@ def memory_after_loading(folder: str, mode: str) -> Any:
     train(engine, 1)
     engine.save_checkpoint(folder)
     train(engine, 1)
-    before = {s.name: s.tensor.data_ptr() for s in engine.partitioner.states(engine.optimizer)}
+    before = {s.name: s.tensor.data_ptr() for s in RunState(engine).states(engine.optimizer)}
     engine.load_checkpoint(folder)
-    after = {s.name: s.tensor for s in engine.partitioner.states(engine.optimizer)}
+    after = {s.name: s.tensor for s in RunState(engine).states(engine.optimizer)}
     moved = [name for name, tensor in after.items() if tensor.data_ptr() != before[name]]
     return moved, all(t.untyped_storage().resizable() for t in after.values())
 

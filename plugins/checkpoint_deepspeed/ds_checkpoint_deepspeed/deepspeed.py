@@ -20,10 +20,10 @@ import torch
 from ds_checkpoint.files import read_latest
 from ds_checkpoint.format import check_tag
 from ds_checkpoint.opening import open_plain
+from ds_run_state.states import StateTensor
 from torch import Tensor
 
 from ds_core.errors import CheckpointError
-from ds_core.partition import StateTensor
 
 __all__ = ["Foreign", "find_deepspeed", "read_deepspeed"]
 

@@ -17,12 +17,12 @@ from ds_checkpoint.opening import open_plain, read_small, read_start
 from ds_checkpoint.tensorfile import check_tensor
 from ds_checkpoint.values import encode
 from ds_checkpoint.writing import Job, Prepared, commit, publish, write
+from ds_run_state.states import StateTensor
 from torch import Tensor
 
 import ds_core
 from ds_checkpoint_deepspeed.deepspeed import Foreign, find_deepspeed, read_deepspeed
 from ds_core.errors import CheckpointError
-from ds_core.partition import StateTensor
 
 __all__ = ["import_checkpoint"]
 

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from ds_core.errors import CheckpointError
 from ds_run_state import rng
 from ds_run_state.slices import SLICES, shares, unslice
+from ds_run_state.states import states_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.checkpointer import LoadOptions
     from ds_core.context import Context
-    from ds_core.partition import StateSource, StateTensor
     from ds_core.running import RunningEngine
+    from ds_run_state.states import HasStates, StateSource, StateTensor
 
 __all__ = ["HasRankState", "RunState", "SavedRun", "persistent_buffers", "some"]
 
@@ -83,6 +84,10 @@ class RunState:
         return self._engine.optimizer
 
     @property
+    def _owner(self) -> HasStates:
+        return states_of(self._engine.partitioner)
+
+    @property
     def step(self) -> int:
         """Optimizer steps so far."""
         return self._engine.global_steps
@@ -90,7 +95,7 @@ class RunState:
     @property
     def not_exported(self) -> str:
         """Why the weights are not to be exported, where the config says so."""
-        return self._engine.partitioner.not_exported
+        return getattr(self._engine.partitioner, "not_exported", "")
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -101,8 +106,7 @@ class RunState:
 
     def states(self, optimizer: Optimizer | None = None) -> Iterator[StateTensor]:
         """All pieces that this rank holds, of the weights and buffers and of the states of `optimizer`."""
-        states = self._engine.partitioner.states(optimizer)
-        return unslice(states, self.ctx.stash.get(SLICES), self.ctx.mesh)
+        return unslice(self._owner.states(optimizer), self.ctx.stash.get(SLICES), self.ctx.mesh)
 
     def frozen_states(self) -> list[str]:
         """The names that ``exclude_frozen_parameters`` leaves out."""
@@ -163,7 +167,7 @@ class RunState:
         excluded: states that were left out on purpose. Returns the weights that this rank has no place for.
         """
         optimizer = self.optimizer if options.optimizer and not options.module_only else None
-        mine = {state.name: tuple(state.shape) for state in self._engine.partitioner.states(optimizer)}
+        mine = {state.name: tuple(state.shape) for state in self._owner.states(optimizer)}
         if options.custom is not None:
             return []
         saved = set(states.names())
@@ -189,10 +193,10 @@ class RunState:
             options.custom(_module_tensors(saved), self.module)
             # Without weights in the source, master weights are made from those that the function has just set.
             weights = _Without(saved.states, ("module/", "master/"))
-            self._engine.partitioner.load_states(weights, optimizer, strict=False)
+            self._owner.load_states(weights, optimizer, strict=False)
         else:
             strict = options.strict and not saved.partial
-            self._engine.partitioner.load_states(saved.states, optimizer, strict=strict)
+            self._owner.load_states(saved.states, optimizer, strict=strict)
             self._load_module_values(saved)
         if options.module_only:
             return

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_core.mesh import Mesh
-    from ds_core.partition import StateTensor
+    from ds_run_state.states import StateTensor
 
 __all__ = ["SLICES", "Box", "Slice", "shares", "unslice"]
 

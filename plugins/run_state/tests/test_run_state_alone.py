@@ -12,6 +12,7 @@ import pytest
 import torch
 from ds_run_state import RunState, SavedRun
 from ds_run_state.slices import Slice, unslice
+from ds_run_state.states import StateTensor
 from torch import Tensor, nn
 
 import ds_core
@@ -19,7 +20,6 @@ from ds_core.checkpointer import LoadOptions
 from ds_core.entries import Axis
 from ds_core.errors import CheckpointError
 from ds_core.mesh import plan_mesh
-from ds_core.partition import StateTensor
 
 
 class Memory:

@@ -139,11 +139,12 @@ def _snapshot(engine: Any) -> dict[str, Any]:
     import random
 
     import torch
+    from ds_run_state import RunState
 
     from ds_testing import kept_state
 
     found: dict[str, Any] = {f"buffer {n}": b.clone() for n, b in engine.module.named_buffers()}
-    for state in engine.partitioner.states(engine.optimizer):
+    for state in RunState(engine).states(engine.optimizer):
         found[f"{state.name} from {state.start}"] = state.values().detach().clone()
     found["counters"] = [engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps]
     found |= {

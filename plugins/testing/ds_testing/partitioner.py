@@ -167,13 +167,14 @@ def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
 def whole_weights(engine: Any) -> dict[str, Any]:
     """Full weights by name, through what the partitioner would store in a checkpoint; slices as their wholes."""
     import torch
-    from ds_run_state.slices import SLICES, Box, unslice
+    from ds_run_state import RunState
+    from ds_run_state.slices import SLICES, Box
 
     from ds_core import comm
 
     slices = engine.ctx.stash.get(SLICES) or {}
     pieces: dict[str, list[Any]] = {}
-    for state in unslice(engine.partitioner.states(None), slices, engine.ctx.mesh):
+    for state in RunState(engine).states():
         pieces.setdefault(state.name, []).append(state)
     whole = {}
     for info in engine.ctx.params.values():

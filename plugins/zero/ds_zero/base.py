@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_run_state.states import StateSource, StateTensor
 from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
-from ds_core.partition import StateSource, StateTensor, broadcast_from_first
+from ds_core.partition import broadcast_from_first
 from ds_core.stepping import Stepper
 from ds_zero import states
 from ds_zero.config import switch
@@ -32,10 +33,10 @@ from ds_zero.tiled_step import tiled_step
 from ds_zero.weights import WeightOwner
 
 if TYPE_CHECKING:
+    from ds_access.param_shard import ParamShard
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.param_shard import ParamShard
     from ds_zero.config import ZeroConfig
     from ds_zero.gather_unit import BucketUnit
     from ds_zero.gradient_source import GradientSource
@@ -265,13 +266,13 @@ class ZeroPartitioner(WeightOwner):
         return states.adopt(self.pieces[param], state, whole=needs_full_tensors(self.ctx))
 
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
-        """See `Partitioner.states`. Replicated weights are stored by the first rank, pieces by their owners."""
+        """See `HasStates.states`. Replicated weights are stored by the first rank, pieces by their owners."""
         assert self._module is not None
         self.offloaded.require("saving states")
         return states.states(self.ctx, self._module, self.buckets, optimizer)
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """See `Partitioner.load_states`."""
+        """See `HasStates.load_states`."""
         assert self._module is not None
         self.offloaded.require("loading states")
         from_fp32 = self.section.load_from_fp32_weights
@@ -281,7 +282,7 @@ class ZeroPartitioner(WeightOwner):
     # -- access ----------------------------------------------------------------------------------------------
 
     def locate(self, param: nn.Parameter) -> ParamShard | None:
-        """See `Partitioner.locate`."""
+        """See `ds_access.param_shard.LocatesParams`."""
         if not self._shards:
             shard = LocalPieceShard if self.reducer.local else PieceShard
             self._shards = {p.param: shard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)}

@@ -1,14 +1,14 @@
-"""What this rank holds of one parameter, told in the core's terms: see `ds_core.param_shard` and `ds_access`."""
+"""What this rank holds of one parameter, as `ds_access` sees it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from ds_access.param_shard import ParamShard
 from ds_state_stores import StateStore, is_evicted
 from torch import Tensor
 
-from ds_core.param_shard import ParamShard
 from ds_zero.flat import FlatBucket
 from ds_zero.records import Piece
 

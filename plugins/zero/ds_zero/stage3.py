@@ -30,11 +30,11 @@ from ds_zero.status import ZeroParamStatus
 from ds_zero.units import Gatherer, gatherers, members, persistent
 
 if TYPE_CHECKING:
+    from ds_run_state.states import StateSource
     from torch.optim import Optimizer
 
     from ds_core.context import Context
     from ds_core.mesh import Mesh
-    from ds_core.partition import StateSource
     from ds_zero.config import ZeroConfig
     from ds_zero.gradient_source import GradientSource
 
@@ -166,7 +166,7 @@ class Stage3(ZeroPartitioner):
             yield
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """See `Partitioner.load_states`. Gathered weights are released, since they become outdated."""
+        """See `HasStates.load_states`. Gathered weights are released, since they become outdated."""
         self.gathering.release_all()
         super().load_states(source, optimizer, strict=strict)
         self.gathering.refresh()

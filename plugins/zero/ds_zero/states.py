@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-
-from ds_core.errors import UsageError
-from ds_core.partition import (
+from ds_run_state.states import (
     StateSource,
     StateTensor,
     buffer_states,
@@ -18,6 +15,9 @@ from ds_core.partition import (
     saved_optimizer_states,
     set_optimizer_state,
 )
+from torch import Tensor, nn
+
+from ds_core.errors import UsageError
 from ds_zero.flat import FlatBucket
 from ds_zero.records import Piece
 

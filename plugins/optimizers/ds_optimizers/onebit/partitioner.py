@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ds_run_state.states import ReplicatedStates, StateSource, StateTensor
 from torch import Tensor
 
 from ds_core.comm import ALONE
 from ds_core.errors import UsageError
 from ds_core.params import GradGroup
-from ds_core.partition import Partitioner, StateSource, StateTensor
+from ds_core.partition import Partitioner
 from ds_core.replicated import Replicated
 
 if TYPE_CHECKING:
@@ -93,13 +94,13 @@ class OptimizerReduced(Replicated):
         return {*super().axes(), *(self.ctx.mesh.expand((*i.held, *i.replicas)) for i, _ in self.masters())}
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
-        """See `Partitioner.states`; ranks whose weights and states differ are made equal first."""
+        """See `HasStates.states`; ranks whose weights and states differ are made equal first."""
         if self._optimizer is not None:
             self._optimizer.synchronize()
-        return super().states(optimizer)
+        return ReplicatedStates(self).states(optimizer)
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
-        """See `Partitioner.load_states`."""
-        super().load_states(source, optimizer, strict=strict)
+        """See `HasStates.load_states`."""
+        ReplicatedStates(self).load_states(source, optimizer, strict=strict)
         if self._optimizer is not None:
             self._optimizer.loaded()

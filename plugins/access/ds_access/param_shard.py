@@ -1,4 +1,4 @@
-"""The shard of one parameter's states that this rank holds: what `Partitioner.locate` returns.
+"""The shard of one parameter's states that this rank holds: what a partitioner's `locate` returns.
 
 A `ParamShard` says which range of the (row-major flattened) parameter each rank has, and reads and writes this rank's.
 Whatever needs other ranks is written once, above this contract.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-__all__ = ["ParamShard", "Ranges"]
+__all__ = ["LocatesParams", "ParamShard", "Ranges"]
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -105,3 +105,11 @@ class ParamShard(ABC):
 
         All ranks of the group call it.
         """
+
+
+@runtime_checkable
+class LocatesParams(Protocol):
+    """A partitioner that lets the states of single parameters be read and set (`Replicated` needs no method for it)."""
+
+    def locate(self, param: nn.Parameter) -> ParamShard | None:
+        """What this rank holds of the states of `param`; None when no optimizer updates it here."""
