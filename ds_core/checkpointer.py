@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_core.catalogue import install, offered_by
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -105,8 +104,9 @@ def find_checkpointer(ctx: Context) -> Checkpointer:
     """
     answer = ctx.plugins.driver("ds_checkpointer", or_installed=True, ctx=ctx)
     if answer is None:
-        dist = offered_by("drivers", "ds_checkpointer")
-        hint = f"; {dist} is one: {install(dist)}" if dist is not None else ""
-        raise UsageError(f"no package that saves and loads checkpoints is installed{hint}{ctx.plugins.quarantined()}")
+        from ds_core.catalogue import missing
+
+        why = missing("drivers", "ds_checkpointer", more=ctx.plugins.quarantined())
+        raise UsageError(f"no package that saves and loads checkpoints is installed: {why}")
     checkpointer: Checkpointer = answer.value
     return checkpointer

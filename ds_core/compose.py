@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
-from ds_core.errors import ConfigError, Problem, nearest
+from ds_core.errors import ConfigError, Problem, did_you_mean
 from ds_core.kernels import Kernels
 from ds_core.optim import Choice, choose
 from ds_core.plugins import Plugins
@@ -44,9 +44,8 @@ class Composition:
         rows += [(f"plugins.prefer.{name}", name) for name in asked.prefer if "/" not in name]
         for path, name in rows:
             if name not in names:
-                close = nearest(name, names)
                 why = f"has no effect: nothing that is installed is called {name!r}"
-                yield Problem(path, why, f"did you mean {close!r}?" if close else "")
+                yield Problem(path, why, did_you_mean(name, names))
 
 
 def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -> Composition:

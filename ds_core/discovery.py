@@ -16,9 +16,8 @@ import importlib_metadata
 
 from ds_core import hookspecs
 from ds_core.answers import WrongAnswer, nothing
-from ds_core.catalogue import install
 from ds_core.entries import Ref, resolve
-from ds_core.errors import PluginError, nearest
+from ds_core.errors import PluginError, did_you_mean
 
 __all__ = [
     "Answer",
@@ -113,6 +112,8 @@ def check_required(requirements: Sequence[str]) -> Iterator[str]:
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
+    from ds_core.catalogue import install
+
     for text in requirements:
         try:
             need = Requirement(text)
@@ -148,9 +149,8 @@ def hooks_of(module: ModuleType) -> tuple[str, ...]:
 
 def _check_function(name: str, function: Any) -> None:
     if name not in HOOKS:
-        hint = nearest(name, HOOKS)
-        mend = f"; did you mean {hint!r}?" if hint else f"; known hooks: {', '.join(sorted(HOOKS))}"
-        raise PluginError(f"defines unknown hook {name!r}{mend}")
+        fix = did_you_mean(name, HOOKS, f"known hooks: {', '.join(sorted(HOOKS))}")
+        raise PluginError(f"defines unknown hook {name!r}; {fix}")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(f"defines {name} with async def; hooks are plain functions (def)")
     if inspect.isgeneratorfunction(function) and HOOKS[name].ds_answer is nothing:  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ class Engine(RunningEngine):
         try:
             return getattr(self.module, name)
         except AttributeError as error:
-            from ds_core.absent import find_elsewhere
+            from ds_core.catalogue import find_elsewhere
 
             return find_elsewhere(self, name, error)
 

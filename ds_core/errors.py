@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "CommError",
     "ConfigError",
+    "did_you_mean",
     "DSError",
     "join",
     "KernelError",
@@ -105,6 +106,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     pool: dict[str, Any] = {k.lower(): k for k in known}
     hits = difflib.get_close_matches(name.lower(), list(pool), n=1, cutoff=0.6)
     return pool[hits[0]] if hits else None
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """ "did you mean 'x'?" of the known name most like `name`, or `otherwise` when nothing is close."""
+    close = nearest(name, known)
+    return f"did you mean {close!r}?" if close else otherwise
 
 
 def join(path: str, key: str | int) -> str:

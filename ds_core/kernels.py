@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from ds_core.catalogue import install, offered_by
 from ds_core.entries import KernelEntry, ask, resolve
-from ds_core.errors import KernelError, PluginError, nearest
+from ds_core.errors import KernelError, PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +88,9 @@ class Kernels:
         """
         rows = self._entries().get(op)
         if rows is None:
-            raise KernelError(self._unknown(op))
+            from ds_core.catalogue import missing
+
+            raise KernelError(str(missing("kernels", op, self.ops(), more=self._plugins.quarantined())))
         ranked = sorted(rows, key=lambda r: (-r[0].priority, r[0].provider))
         return [self._candidate(entry, plugin, device, dtype) for entry, plugin in ranked]
 
@@ -190,13 +191,6 @@ class Kernels:
         self._passed_over[key] = [] if forced else [str(c) for c in better if c.meant]
         log.debug("kernel %s on %s %s is served by %s", *key, best)
         return function
-
-    def _unknown(self, op: str) -> str:
-        dist = offered_by("kernels", op)
-        if dist is not None:
-            return f"no installed plugin offers kernel {op!r}; {dist} does: install it with {install(dist)}"
-        hint = nearest(op, self._entries())
-        return f"no kernel is called {op!r}; " + (f"did you mean {hint!r}?" if hint else f"known: {self.ops()}")
 
     def _entries(self) -> dict[str, list[tuple[KernelEntry, Found]]]:
         if self._table is None:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ds_core.catalogue import install, known, offered_by
 from ds_core.config import Section
 from ds_core.entries import Grain, OptimizerEntry, SchedulerEntry, resolve
-from ds_core.errors import ConfigError, PluginError, Problem, nearest
+from ds_core.errors import ConfigError, PluginError, Problem, did_you_mean
 from ds_core.plugins import blaming
 
 if TYPE_CHECKING:
@@ -134,8 +133,11 @@ def choose(kind: Kind, config: RunConfig, plugins: Plugins) -> tuple[Choice | No
     ref = ":".join(name.rsplit(".", 1)) if "." in name else _torch_class(kind, name)
     if ref is not None:
         return _by_reference(kind, ref, params)
-    message, remedy = _unknown(kind, name, list(offers))
-    return None, [Problem(f"{kind}.type", message, remedy + plugins.quarantined())]
+    from ds_core.catalogue import missing
+
+    module = "torch.optim" if kind == "optimizer" else "torch.optim.lr_scheduler"
+    instead = f"installed: {', '.join(sorted(offers))}, or any {module} class"
+    return None, [missing(f"{kind}s", name, offers, path=f"{kind}.type", instead=instead, more=plugins.quarantined())]
 
 
 def _by_reference(kind: Kind, ref: str, params: dict[str, Any]) -> tuple[Choice | None, list[Problem]]:
@@ -156,6 +158,8 @@ def _torch_class(kind: Kind, name: str) -> str | None:
     """The reference of a class of torch by its name, in any case; None for names that the documents define."""
     import torch
 
+    from ds_core.catalogue import known
+
     if name.lower() in {n.lower() for n in known(f"{kind}s")}:
         return None
     module = torch.optim if kind == "optimizer" else torch.optim.lr_scheduler
@@ -174,19 +178,6 @@ def torch_grain(cls: Any) -> Grain | None:
 
     name = getattr(cls, "__name__", "")
     return _TORCH_GRAINS.get(name, "tensor") if getattr(torch.optim, name, None) is cls else None
-
-
-def _unknown(kind: Kind, name: str, offers: list[str]) -> tuple[str, str]:
-    """What to say of a name that nobody offers, and what to do."""
-    documented = known(f"{kind}s")
-    module = "torch.optim" if kind == "optimizer" else "torch.optim.lr_scheduler"
-    installed = f"installed: {', '.join(sorted(offers))}, or any {module} class"
-    if (dist := offered_by(f"{kind}s", name)) is not None:
-        return f"{kind} {name!r} is served by {dist}, which is not installed", f"install it with {install(dist)}"
-    if name.lower() in {n.lower() for n in documented}:
-        return f"{kind} {name!r} is documented but not built yet", installed
-    hint = nearest(name, {*offers, *(n.lower() for n in documented)})
-    return f"no {kind} is called {name!r}", (f"did you mean {hint!r}? " if hint else "") + installed
 
 
 def _checked(
@@ -221,8 +212,7 @@ def _check_signature(function: Callable[..., Any], params: Mapping[str, Any], pa
     for key, value in params.items():
         default = accepted.get(key)
         if key not in accepted and not open_ended:
-            hint = nearest(key, accepted)
-            remedy = f"did you mean {hint!r}?" if hint else f"it takes {', '.join(accepted)}"
+            remedy = did_you_mean(key, accepted, f"it takes {', '.join(accepted)}")
             problems.append(Problem(f"{path}.{key}", f"{name} has no parameter {key!r}", remedy))
         elif type(default) in (int, float) and (value is None or isinstance(value, (bool, str))):
             problems.append(Problem(f"{path}.{key}", f"{value!r} is not a number", f"the default is {default}"))

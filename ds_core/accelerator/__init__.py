@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ds_core.accelerator.contract import Accelerator, HostEvent
 from ds_core.entries import AcceleratorEntry, ask, resolve
-from ds_core.errors import AcceleratorError, PluginError, nearest
+from ds_core.errors import AcceleratorError, PluginError, did_you_mean
 from ds_core.lazy import names_on_first_use
 from ds_core.plugins import BACKENDS, BUILTIN, Found, Plugins, PluginState
 
@@ -139,9 +139,8 @@ def _named(named: str, plugins: Plugins) -> _Row:
             f"or name it in plugins.disable"
         )
     if not matching:
-        hint = nearest(named, [row.entry.name for row in rows])
-        fix = f"; did you mean {hint!r}?" if hint else "."
-        raise AcceleratorError(f"{VARIABLE}={named} names no installed accelerator{fix} {_inventory(rows, plugins)}")
+        fix = did_you_mean(named, [row.entry.name for row in rows])
+        raise AcceleratorError(f"{VARIABLE}={named} names no installed accelerator; {fix} {_inventory(rows, plugins)}")
     if (reason := ask(matching[0].entry.probe)) is not None:
         raise AcceleratorError(
             f"{VARIABLE}={named}: {matching[0]} is not available: {reason}. {_inventory(rows, plugins)}"

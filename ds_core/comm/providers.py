@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_core.catalogue import install, offered_by
 from ds_core.discovery import Answer, blaming
 from ds_core.entries import CollectivesEntry, ask
 from ds_core.errors import ConfigError, PluginError
@@ -56,9 +55,9 @@ def choose_providers(plugins: Plugins, wanted: str | None) -> dict[tuple[str, st
     """
     offers = plugins.named("ds_collectives", "collectives")
     if wanted is not None and wanted.lower() not in (PLAIN, *offers):
-        names, dist = ", ".join([*sorted(offers), PLAIN]), offered_by("collectives", wanted)
-        hint = f"; {install(dist)}" if dist else ""
-        raise ConfigError(f"no provider {wanted!r}; installed: {names}{hint}{plugins.quarantined()}", "collectives")
+        from ds_core.catalogue import missing
+
+        raise ConfigError([missing("collectives", wanted, [*offers, PLAIN], more=plugins.quarantined())], "collectives")
     rows: dict[tuple[str, str], list[Provider]] = {}
     for name in sorted(offers) if wanted is None else {wanted.lower()} - {PLAIN}:
         entry = offers[name].value

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ds_core.catalogue import install, known, offered_by
 from ds_core.errors import CommError, ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -278,12 +277,11 @@ def _find_job(env: Mapping[str, str]) -> Job | None:
             return None
         job: Job | None = chosen.resolve(chosen.value.find, "ds_rendezvous")(env)
         return job
+    from ds_core.catalogue import known, missing
+
     if name := next((n for n in sorted(known("launch_variables")) if (env.get(n) or "0") != "0"), None):
-        dist = str(offered_by("launch_variables", name))
-        raise CommError(
-            f"{name} is {env[name]}, so there are several processes, and {dist}, which reads this variable, is not "
-            f"installed; {install(dist)}, or set {', '.join(_NAMES)}"
-        )
+        why = missing("launch_variables", name)
+        raise CommError(f"{name} is {env[name]}, so there are several processes; {why}, or set {', '.join(_NAMES)}")
     return None
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ds_core.catalogue import documented, install, offered_by
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig, cross_problems
 from ds_core.config.redaction import scrub
 from ds_core.config.run import RunConfig
@@ -116,18 +115,24 @@ class _Builder:
         if name in self.disabled:
             why = f"the plugin that owns this section is disabled: {self.disabled[name]}"
             return [Problem(name, why, "enable it, or remove the section")]
+        from ds_core.catalogue import documented, missing
+
         if name in documented():
             from ds_core.config.documented import is_off, misspelt_keys
 
-            if not is_off(name, value):
-                return [_not_there(name)]
-            return [*misspelt_keys(name, value)] if value else []
+            if is_off(name, value):
+                return [*misspelt_keys(name, value)] if value else []
+            off = "remove it, or switch it off"
+            if (reason := documented()[name].get("why")) is not None:
+                return [Problem(name, f"this key is documented but not offered: {reason}", off)]
+            return [missing("sections", name, path=name, instead=off)]
         if name in self.installed:
             why = "the plugin that claims this section gives no model for it (ds_config)"
             return [Problem(name, why, "repair or uninstall the plugin")]
         return [self._unknown(name, value)]
 
     def _unknown(self, name: str, value: Any) -> Problem:
+        from ds_core.catalogue import documented
         from ds_core.config.translate import show_unknown
 
         message = f"unknown key {name!r} (its value is {show_unknown(name, value)})"
@@ -140,6 +145,8 @@ class _Builder:
         return Problem(name, message, f"did you mean {close!r} ({self._owner(close)})?")
 
     def _owner(self, name: str) -> str:
+        from ds_core.catalogue import documented, offered_by
+
         if name in CORE_KEYS:
             return CORE_OWNER
         if name in self.models:
@@ -160,18 +167,6 @@ class _Builder:
         return join_autos(found.values())
 
 
-def _not_there(name: str) -> Problem:
-    """The problem of a documented section whose plugin is not installed."""
-    owner = documented()[name]["owner"]
-    if why := documented()[name].get("why"):
-        return Problem(name, f"this key is documented but not offered: {why}", "remove it, or switch it off")
-    if offered_by("sections", name) is not None:
-        why = f"this section is served by {owner}, which is not installed"
-        return Problem(name, why, f"install it with {install(owner)}")
-    why = f"this section is documented but not built yet (it will come with {owner})"
-    return Problem(name, why, "remove it, or switch it off")
-
-
 class _Elsewhere(Mapping[str, str]):
     """Key -> the one place where a key of this name is known; computed only when something is misplaced."""
 
@@ -181,6 +176,7 @@ class _Elsewhere(Mapping[str, str]):
 
     def _index(self) -> dict[str, str]:
         if self._found is None:
+            from ds_core.catalogue import documented
             from ds_core.config.keys import iter_keys
 
             places: dict[str, set[str]] = {}

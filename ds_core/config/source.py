@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from ds_core.catalogue import documented, install, offered_by
 from ds_core.errors import ConfigError, Problem, join
 
 __all__ = ["ConfigSource", "format_parser", "Pairs", "parse_json", "read_config", "to_pairs", "Unreadable"]
@@ -180,6 +179,8 @@ class _Copier:
             number = float(value)
             if math.isfinite(number):
                 return number
+            from ds_core.catalogue import documented
+
             if number > 0 and documented().get(path, {}).get("infinity_is_null"):
                 return None
             shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
@@ -273,6 +274,8 @@ def format_parser(suffix: str) -> Callable[[str], Any] | None:
         answer = offers[suffix]
         parser: Callable[[str], Any] = answer.resolve(answer.value, f"config files that end in {suffix}")
         return parser
-    if (dist := offered_by("config_formats", suffix)) is not None:
-        raise Unreadable(f"{suffix} files are read by {dist}, which is not installed; {install(dist)}")
+    from ds_core.catalogue import missing, offered_by
+
+    if offered_by("config_formats", suffix) is not None:
+        raise Unreadable(str(missing("config_formats", suffix)))
     return None

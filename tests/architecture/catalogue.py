@@ -66,6 +66,8 @@ def made() -> str:
     assert not broken, broken
     listed = json.loads(DOCUMENTED.read_text())
     catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "planned": listed["planned"]}
+    owners = {name: row["owner"] for name, row in listed["sections"].items() if row["owner"]}
+    catalogue["planned"]["sections"] = {name: dist for name, dist in owners.items() if name not in sections}
     catalogue["documented"], catalogue["engine"] = listed["sections"], listed["engine"]
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]

@@ -113,7 +113,7 @@ def test_the_best_that_is_available_serves_each_backend() -> None:
 
 
 def test_choices_that_cannot_be_made() -> None:
-    with pytest.raises(ConfigError, match=r"collectives: no provider 'quick'; installed: slow, torch"):
+    with pytest.raises(ConfigError, match=r"no collective is called 'quick'; installed: slow, torch"):
         comm.choose_providers(offering(slow=entry()), "quick")
     with pytest.raises(ConfigError, match=r"collectives: slow \(ds-offers\) cannot serve: no such device"):
         comm.choose_providers(offering(slow=entry(why="no such device")), "slow")

@@ -77,7 +77,7 @@ def test_hjson_is_read_from_a_json_file_too(tmp_path: Path) -> None:
 
 def test_a_format_that_is_not_installed_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
-    with pytest.raises(ConfigError, match=r"\.yaml files are read by ds-config-formats, which is not installed"):
+    with pytest.raises(ConfigError, match=r"'\.yaml' is served by ds-config-formats, which is not installed"):
         read_config(write(tmp_path, "c.yaml", "a: 1"))
     with pytest.raises(ConfigError, match="not JSON"):
         read_config(write(tmp_path, "c.json", "{a: 1}"))

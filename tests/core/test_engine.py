@@ -584,7 +584,7 @@ def test_config_sources_are_equivalent(tmp_path):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'adam'"]),
+        ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'Adam'"]),
         ({"type": "MuAdam"}, ["documented but not built yet"]),
         (
             {"type": "Lamb"},

@@ -462,5 +462,5 @@ def test_a_command_that_is_not_there_is_answered_with_why(write: Write) -> None:
     said = {word: CliRunner().invoke(make_app(), [word], prog_name="dscore") for word in ("plan", "mine")}
     texts = {word: " ".join(done.stderr.replace("\u2502", " ").split()) for word, done in said.items()}
     assert {done.exit_code for done in said.values()} == {2}
-    assert "comes with ds-zero, which is not installed" in texts["plan"] and "./plugins/zero" in texts["plan"]
+    assert "is served by ds-zero, which is not installed" in texts["plan"] and "./plugins/zero" in texts["plan"]
     assert "quarantined: plugin 'odd' (ds-odd 1.0" in texts["mine"]

@@ -111,11 +111,11 @@ def _offers() -> dict[str, list[Answer]]:
 
 def _why_not(name: str) -> str:
     """What to add to "no such command": who offers it, or whose commands could not be asked for."""
-    from ds_core.catalogue import install, offered_by
+    from ds_core.catalogue import missing, offered_by
     from ds_core.plugins import Plugins
 
-    if (dist := offered_by("commands", name)) is not None:
-        return f" It comes with {dist}, which is not installed: {install(dist)}."
+    if offered_by("commands", name) is not None:
+        return f" The {missing('commands', name)}."
     with other_output_to_stderr():
         plugins = Plugins()
         plugins.probe_all()

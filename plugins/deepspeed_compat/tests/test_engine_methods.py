@@ -34,6 +34,7 @@ def test_a_loader_is_read_again_and_again() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).square().mean()
 
+    torch.manual_seed(0)
     engine = start(Loss(4, 1), train_batch_size=1)
     engine.set_dataloader([(torch.ones(1, 4),)])
     losses = [engine.train_batch().item() for _ in range(3)]
@@ -49,6 +50,6 @@ def test_the_modules_own_names_come_first() -> None:
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
     engine = start()
-    with pytest.raises(AttributeError, match=r"an attribute 'deepspeed_io': ds-deepspeed-compat has it; `pip install"):
+    with pytest.raises(AttributeError, match="an attribute 'deepspeed_io': .* by ds-deepspeed-compat.*pip install"):
         _ = engine.deepspeed_io
     assert not hasattr(engine, "nobody_has_this")

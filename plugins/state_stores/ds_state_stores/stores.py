@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_core.catalogue import install, offered_by, planned
+from ds_core.catalogue import missing
 from ds_core.entries import resolve
-from ds_core.errors import DSError, PluginError, Problem, UsageError, nearest
+from ds_core.errors import DSError, PluginError, Problem, UsageError
 from ds_core.plugins import blaming
 
 if TYPE_CHECKING:
@@ -123,16 +123,7 @@ def check_store(plugins: Plugins, device: str, path: str) -> Problem | None:
     if device.lower() in offers:
         plugins.join(offers[device.lower()].plugin)
         return None
-    names = ["none", *sorted(offers)]
-    if (dist := offered_by("state_stores", device)) is not None:
-        message = f"the state store {device!r} is in {dist}, which is not installed"
-        return Problem(path, message, f"install it with {install(dist)}, or use {' or '.join(names)}")
-    if (dist := planned("state_stores", device)) is not None:
-        message = f"the state store {device!r} will come with {dist}, which is not built yet"
-        return Problem(path, message, f"use {' or '.join(names)}")
-    hint = nearest(device, names)
-    fix = f"did you mean {hint!r}?" if hint else f"choose one of {', '.join(names)}"
-    return Problem(path, f"no state store is called {device!r}", fix + plugins.quarantined())
+    return missing("state_stores", device, ["none", *offers], path=path, more=plugins.quarantined())
 
 
 def open_store(ctx: Context, device: str, options: Mapping[str, Any]) -> StateStore:
