@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -80,10 +81,8 @@ def initialize(
 
     Raises ConfigError (all problems at once), PluginError, RankMismatchError or UsageError.
     """
-    if model is None:
-        raise UsageError("initialize needs a model")
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        raise UsageError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
     chosen = compose(_config_source(args, config, config_params), _asked_for(model))
     _check_arguments(args, optimizer, chosen)
     core = chosen.config.core
@@ -117,13 +116,12 @@ def initialize(
     entry = _entry(optimizer, chosen)
     ctx.grain, ctx.own_optimizer, ctx.collate_fn = entry.grain, optimizer is not None, collate_fn
     served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
-    _resolve_kernels(ctx)
+    updated = precision.master or precision.param or torch.float32  # the dtype of the tensors that are updated
+    kernels.resolve_all(accelerator.device_type, str(updated).removeprefix("torch."))
     if mesh.world_size > 1:
         comm.check_ranks_agree(_fingerprint(ctx) | served)
     if mesh.rank == 0:
-        _tell_kernels(kernels)
-        if served:
-            log.info("%s", "; ".join(f"{what} by {who}" for what, who in served.items()))
+        _log_providers(kernels, served)
     add_interceptors_of(chosen.plugins, chosen.config)
     comm.use_providers(providers)
     STATE.follow(torch.distributed.group.WORLD)
@@ -143,11 +141,10 @@ def initialize(
     ctx.params, ctx.buffers = collect_params(model, ctx), collect_buffers(model, ctx)
     if precision.autocast is not None:
         ctx.stash[WIRE_DTYPES] = wire_dtypes(model, precision.autocast, precision.autocast_modules)
-    _check_vocabulary(core.vocabulary_size, ctx)
 
     # Who owns its states, who runs it, what updates it.
     partitioner = _partitioner(ctx, entry)
-    runner = _driver(ctx, "ds_runner") or Sequential()
+    runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
     built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
     if built is not None:
         partitioner.bind(built, kernels)
@@ -180,13 +177,11 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
         "args.deepspeed_config": _argument(args, "deepspeed_config") or _argument(args, "deepscale_config"),
     }
     named = {k: v for k, v in given.items() if v is not None}
-    if not named:
-        raise ConfigError(
-            "no config was given; pass config=<dict or path>, or --deepspeed_config PATH on the command line"
-        )
-    if len(named) > 1:
+    if len(named) == 1:
+        return next(iter(named.values()))
+    if named:
         raise ConfigError(f"{' and '.join(named)} are both given; give one")
-    return next(iter(named.values()))
+    raise ConfigError("no config was given; pass config=<dict or path>, or --deepspeed_config PATH on the command line")
 
 
 def _asked_for(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -274,12 +269,6 @@ def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, wo
     return mesh
 
 
-def _resolve_kernels(ctx: Context) -> None:
-    """Choose who serves each operation for the tensors that are updated."""
-    dtype = str(ctx.precision.master or ctx.precision.param or torch.float32).removeprefix("torch.")
-    ctx.kernels.resolve_all(ctx.accelerator.device_type, dtype)
-
-
 def _fingerprint(ctx: Context) -> dict[str, str]:
     """What must be the same on every rank, key by key."""
     from ds_core import __version__
@@ -296,13 +285,15 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
 
 
-def _tell_kernels(kernels: Kernels) -> None:
-    """One line on who serves the kernels, where it is not the references, and one on what stands in the way."""
-    served, missed = kernels.summary()
+def _log_providers(kernels: Kernels, served: Mapping[str, str]) -> None:
+    """Who serves kernels, where it is not the references, and collectives; and what stands in the way of others."""
+    summary, missed = kernels.summary()
     if any(not name.startswith("reference ") for name in kernels.resolved().values()):
-        log.info("kernels: %s", served)
+        log.info("kernels: %s", summary)
     if missed:
         log.warning("kernels: %s", "; ".join(missed))
+    if served:
+        log.info("%s", "; ".join(f"{what} by {who}" for what, who in served.items()))
 
 
 def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
@@ -314,31 +305,16 @@ def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
             return entry
         optimizer = resolve(entry.load)  # by its dotted path
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    unknown = OptimizerEntry(_ANY, grain=None)
-    if not issubclass(cls, Optimizer):
-        return unknown
-    if getattr(torch.optim, cls.__name__, None) is cls:
-        return OptimizerEntry(_ANY, grain=torch_grain(cls))
-    for answer in chosen.plugins.offers("ds_optimizers"):
+    if issubclass(cls, Optimizer) and (grain := torch_grain(cls)) is not None:
+        return OptimizerEntry(_ANY, grain=grain)
+    for answer in chosen.plugins.offers("ds_optimizers") if issubclass(cls, Optimizer) else ():
         for name, entry in answer.value.items():
             # The name alone says little: anybody may call a class "Adam".
-            if (
-                name.lower() == cls.__name__.lower()
-                and entry.load.partition(":")[0].partition(".")[0] == cls.__module__.partition(".")[0]
-            ):
+            same_package = re.split("[.:]", entry.load)[0] == cls.__module__.partition(".")[0]
+            if same_package and name.lower() == cls.__name__.lower():
                 chosen.plugins.join(answer.plugin)
-                found: OptimizerEntry = entry
-                return found
-    return unknown
-
-
-def _check_vocabulary(size: int | None, ctx: Context) -> None:
-    if size is not None and size % 8 and ctx.rank == 0:
-        log.warning(
-            "vocabulary_size %d is not a multiple of 8; padding it to %d uses tensor cores better",
-            size,
-            -(-size // 8) * 8,
-        )
+                return cast(OptimizerEntry, entry)
+    return OptimizerEntry(_ANY, grain=None)
 
 
 def _transformed(ctx: Context, model: nn.Module) -> nn.Module:
@@ -354,11 +330,6 @@ def _transformed(ctx: Context, model: nn.Module) -> nn.Module:
                 raise TypeError(f"it must return the model, a torch.nn.Module, not {changed!r}")
             model = changed
     return model
-
-
-def _driver(ctx: Context, hook: str) -> Any:
-    answer = ctx.plugins.driver(hook, ctx=ctx)
-    return answer.value if answer is not None else None
 
 
 def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
@@ -406,7 +377,10 @@ def _attach(
     make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
     if make is None:
         return None
-    if not _trains_anywhere(ctx, any(len(g["params"]) for g in groups)):
+    trains = any(len(g["params"]) for g in groups)
+    if ctx.mesh.size("dp") < ctx.world_size:  # ranks may have different parameters
+        trains = any(comm.all_gather_json(trains))
+    if not trains:
         raise UsageError(
             "there is nothing to train: model_parameters is empty (or a used-up generator), or all are frozen"
         )
@@ -423,40 +397,24 @@ def _attach(
     return built
 
 
-def _trains_anywhere(ctx: Context, here: bool) -> bool:
-    """Whether any rank has something to train; without axes but dp all have the same."""
-    if ctx.mesh.size("dp") == ctx.world_size:
-        return here
-    return any(comm.all_gather_json(here))
-
-
 def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
     """`given` (parameters, (name, parameter) pairs or group dicts) as group dicts, each parameter once."""
-    items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, (dict, torch.Tensor)):
         raise UsageError(f"model_parameters is one {type(given).__name__}; give a list of parameters or of group dicts")
-    if items and isinstance(items[0], dict):
-        groups = [
-            {**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else _unnamed(g["params"])}
-            for g in items
-        ]
-    else:
-        groups = [{"params": _unnamed(items)}]
-    seen: set[int] = set()
+    items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(g) for g in items] if items and isinstance(items[0], dict) else [{"params": items}]
+    seen: set[torch.Tensor] = set()
     for index, group in enumerate(groups):
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in params]
         for param in group["params"]:
-            if id(param) in seen:
+            if param in seen:
                 raise UsageError(
                     f"model_parameters: a parameter of shape {tuple(param.shape)} stands in group {index} and "
                     "in an earlier place; list it once"
                 )
-            seen.add(id(param))
+            seen.add(param)
     return groups
-
-
-def _unnamed(items: Iterable[Any]) -> list[Any]:
-    """Parameters, out of parameters or (name, parameter) pairs."""
-    return [p[1] if isinstance(p, tuple) else p for p in items]
 
 
 def _make_scheduler(given: Any, optimizer: Optimizer | None, chosen: Composition) -> Any:

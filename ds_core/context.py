@@ -60,11 +60,6 @@ class Stash:
         """The value, or `default` when nothing was stashed under `key`."""
         return self._slots.get(key, default)
 
-    def pop(self, key: StashKey[T]) -> T | None:
-        """Take the value out; None when nothing was stashed under `key`."""
-        value: T | None = self._slots.pop(key, None)
-        return value
-
     def __contains__(self, key: StashKey[Any]) -> bool:
         return key in self._slots
 

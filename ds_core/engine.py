@@ -24,7 +24,7 @@ from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_
 from ds_core.optimizer_step import OptimizerStep
 from ds_core.precision import LossScaler, cast_floats, forward_context
 from ds_core.process import STATE
-from ds_core.runner import evaluate, mean_over_dp
+from ds_core.runner import eval_mode, mean_over_dp
 from ds_core.running import RunningEngine
 from ds_core.telemetry import Telemetry
 from ds_core.window import Origin
@@ -302,6 +302,7 @@ class Engine(RunningEngine):
         self._end_step(gas)
         return loss
 
+    @torch.no_grad()
     def eval_batch(
         self,
         data_iter: Iterator[Any],
@@ -317,15 +318,23 @@ class Engine(RunningEngine):
         alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone. bcast_loss:
         False leaves the loss where it was made, in a pipeline on the last stage; other ranks have None.
         """
-        return evaluate(
-            self,
-            iter(data_iter),
-            num_micro_batches or self.ctx.batch.gas,
-            return_logits=return_logits,
-            compute_loss=compute_loss,
-            reduce_output=reduce_output,
-            bcast_loss=bcast_loss,
-        )
+        if reduce_output not in ("avg", None):
+            raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
+        self.telemetry.notify("ds_eval_begin")
+        count, wants_outputs = num_micro_batches or self.ctx.batch.gas, return_logits or not compute_loss
+        with eval_mode(self.module):
+            loss, outputs = self.runner.evaluate(
+                self, iter(data_iter), count, return_logits=wants_outputs, compute_loss=compute_loss
+            )
+        if not compute_loss or (not bcast_loss and not self.runner.makes_loss):
+            loss = None
+        if loss is not None and reduce_output == "avg":
+            loss = mean_over_dp(loss, self.ctx.mesh)
+        if self.telemetry.observes("ds_eval_end"):
+            self.telemetry.notify("ds_eval_end", metrics={} if loss is None else {"loss": loss.item()})
+        if not compute_loss:
+            return outputs
+        return (loss, outputs) if return_logits else loss
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """What `train_batch` takes its micro-batches from when it is given nothing."""

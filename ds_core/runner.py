@@ -1,4 +1,4 @@
-"""Who turns micro-batches into forwards and backwards: the Runner contract, `Sequential`, and evaluation."""
+"""Who turns micro-batches into forwards and backwards: the Runner contract, and `Sequential`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.running import RunningEngine
 
-__all__ = ["Runner", "Sequential", "call_with_batch", "evaluate", "loss_of", "mean_over_dp"]
+__all__ = ["Runner", "Sequential", "call_with_batch", "eval_mode", "loss_of", "mean_over_dp"]
 
 
 class Runner(ABC):
@@ -122,38 +122,8 @@ def loss_of(output: Any, required: bool = True) -> Any:
     )
 
 
-@torch.no_grad()
-def evaluate(
-    engine: RunningEngine,
-    batches: Iterator[Any],
-    count: int,
-    *,
-    return_logits: bool,
-    compute_loss: bool,
-    reduce_output: str | None,
-    bcast_loss: bool,
-) -> Any:
-    """See `Engine.eval_batch`; count: the number of micro-batches."""
-    if reduce_output not in ("avg", None):
-        raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
-    engine.telemetry.notify("ds_eval_begin")
-    with _eval_mode(engine.module):
-        loss, outputs = engine.runner.evaluate(
-            engine, batches, count, return_logits=return_logits or not compute_loss, compute_loss=compute_loss
-        )
-    if not compute_loss or (not bcast_loss and not engine.runner.makes_loss):
-        loss = None
-    if loss is not None and reduce_output == "avg":
-        loss = mean_over_dp(loss, engine.ctx.mesh)
-    if engine.telemetry.observes("ds_eval_end"):
-        engine.telemetry.notify("ds_eval_end", metrics={} if loss is None else {"loss": loss.item()})
-    if not compute_loss:
-        return outputs
-    return (loss, outputs) if return_logits else loss
-
-
 @contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """All modules in eval mode inside; afterwards each in the mode that it was in."""
     modes = [(m, m.training) for m in model.modules()]
     model.eval()

@@ -190,6 +190,14 @@ class CoreConfig(Section):
     )
     plugins: PluginsConfig = option(PluginsConfig(), "Which plugins take part.")
 
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """A size for which tensor cores are slow."""
+        if (size := self.vocabulary_size) is not None and size % 8:
+            yield (
+                "vocabulary_size",
+                f"is not a multiple of 8; padding it to {-(-size // 8) * 8} uses tensor cores better",
+            )
+
     @model_validator(mode="before")
     @classmethod
     def _move_clip(cls, data: Any) -> Any:
