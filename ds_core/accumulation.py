@@ -12,9 +12,9 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.config.batch import Batch
     from ds_core.context import Context
-    from ds_core.data import Batches
     from ds_core.gradient_hooks import GradientHooks
     from ds_core.partition import Partitioner
+    from ds_core.runner import Batches
 
 __all__ = ["Accumulation"]
 

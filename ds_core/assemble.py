@@ -24,7 +24,6 @@ from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.batch import resolve_batch
 from ds_core.context import Context
-from ds_core.data import make_loader
 from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
@@ -149,14 +148,17 @@ def initialize(
     if built is not None:
         partitioner.bind(built, kernels)
     scheduler = _make_scheduler(lr_scheduler, built, chosen)
-    loader = make_loader(ctx, training_data) if training_data is not None else None
+    loader = None
+    if training_data is not None:
+        from ds_core.data import make_loader
+
+        loader = make_loader(ctx, training_data)
     engine = Engine(
         ctx,
         partitioner=partitioner,
         runner=runner,
         optimizer=built,
         lr_scheduler=scheduler,
-        scaler=precision.scaler() if precision.scaler is not None else None,
         loader=loader,
     )
     return engine, built, loader, scheduler
@@ -340,7 +342,7 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
     if answer is not None:
         raise UsageError(
             f"this optimizer reduces gradients by itself, and so does plugin {answer.plugin}; leave its section out "
-            "(zero_optimization: stage 0), or use another optimizer"
+            "or use another optimizer"
         )
     made = resolve(optimizer.partitioner)(ctx)
     if not isinstance(made, Partitioner):

@@ -1,4 +1,4 @@
-"""From a dataset to this rank's batches: the contract of loaders, the loader without a plugin, and who reads it.
+"""From a dataset to this rank's batches: the contract of loaders, and the loader that is used without a plugin.
 
 [Note: unequal batches] The engine averages the losses of micro-batches and ranks, each with the same weight. Where
 micro-batches hold unequal numbers of samples or tokens (a token budget), that is not the mean over all of them. Such a
@@ -21,13 +21,13 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Batches", "DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader", "make_loader"]
+__all__ = ["DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader", "make_loader"]
 
 
 class Loader(Protocol):
     """What `training_data` becomes: this rank's batches, epoch after epoch, at a position that can be saved.
 
-    Iterating again starts the next epoch. Making one reads no sample: a pipeline's inner stages never iterate theirs.
+    Iterating again starts the next epoch. Making one reads no sample: some ranks never iterate theirs.
     A loader may also have:
 
     - ``len()``: batches per epoch on this rank. Leave it out if that is unknown.
@@ -224,52 +224,3 @@ def make_loader(
     )
     answer = ctx.plugins.driver("ds_loader", ctx=ctx, request=request)
     return DistributedLoader(request) if answer is None else cast("Loader", answer.value)
-
-
-class Batches:
-    """What `train_batch` without an argument reads: an iterator that was `given`, else the engine's own loader."""
-
-    given: Iterator[Any] | None = None
-    _own: Iterator[Any] | None = None
-
-    def __init__(self, loader: Loader | None) -> None:
-        self.loader: Any = loader
-        self._seen: int | None = getattr(loader, "samples_seen", None)  # None: the loader does not count
-
-    def check_resizable(self) -> None:
-        """Raise UsageError if the loader's batches have no size that can be set."""
-        if self.loader is not None and not hasattr(self.loader, "set_batch_size"):
-            raise UsageError(
-                f"the micro-batch size cannot be changed: {type(self.loader).__name__}, which a plugin made, has no "
-                "set_batch_size"
-            )
-
-    def set_batch_size(self, micro: int) -> None:
-        """Samples per micro-batch of the engine's own loader, from its next iteration on."""
-        if self.loader is not None:
-            self.loader.set_batch_size(micro)
-            self.restart()
-
-    def take_samples(self, usual: int) -> int:
-        """Samples that the loader has yielded on all ranks since the last call; `usual` if it counts none."""
-        if self._seen is None:
-            return usual
-        before, self._seen = self._seen, self.loader.samples_seen
-        return self._seen - before or usual  # other batches than the loader's were used, or another stage reads it
-
-    def restart(self) -> None:
-        """Iterate over the engine's own loader again, from the position that its state gives."""
-        self._own = None
-
-    def iterator(self) -> Iterator[Any]:
-        """The iterator to read from; the loader's is endless. Raises UsageError when there is none."""
-        if self.given is not None:
-            return self.given
-        if self.loader is None:
-            raise UsageError(
-                "train_batch() without an iterator needs training_data in initialize(), or set_dataiterator(); or pass "
-                "an iterator"
-            )
-        if self._own is None:
-            self._own = iter(RepeatingLoader(self.loader))
-        return self._own

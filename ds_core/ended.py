@@ -13,13 +13,13 @@ from ds_core.errors import UsageError
 
 __all__ = ["end"]
 
+# What may still be read, so that programs can report and hooks of a program that ends do not fail.
 LEFT = {"module", "destroy", "config", "ctx", "serial", "global_rank", "world_size", "should_stop"} | {
     "micro_steps",
     "global_steps",
     "global_samples",
     "skipped_steps",
 }
-"""What may still be read, so that programs can report and hooks of a program that ends do not fail."""
 
 
 def end(engine: Any) -> None:
@@ -30,7 +30,7 @@ def end(engine: Any) -> None:
 
 @functools.cache
 def _ended(kind: Any) -> type:
-    return type(kind.__name__, (kind,), {"__getattribute__": _refuse, "__call__": _call, "destroy": _nothing})
+    return type(kind.__name__, (kind,), {"__getattribute__": _refuse})
 
 
 def _refuse(self: Any, name: str) -> Any:
@@ -40,11 +40,3 @@ def _refuse(self: Any, name: str) -> Any:
         f"engine.{name}: this engine was destroyed (by destroy(), or by a second initialize on its model); use the "
         "engine that initialize made last, or the plain engine.module"
     )
-
-
-def _call(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-    return self.forward(*inputs, **kwargs)
-
-
-def _nothing(self: Any) -> None:
-    """The engine is destroyed already."""

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from ds_core.accumulation import Accumulation
 from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
-from ds_core.data import Batches
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.optimizer_step import OptimizerStep
-from ds_core.precision import LossScaler, cast_floats, forward_context
+from ds_core.precision import cast_floats, forward_context
 from ds_core.process import STATE
-from ds_core.runner import eval_mode, mean_over_dp
+from ds_core.runner import Batches, eval_mode, mean_over_dp
 from ds_core.running import RunningEngine
 from ds_core.telemetry import Telemetry
 from ds_core.window import Origin
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.data import Loader
+    from ds_core.entries import Request
     from ds_core.partition import Partitioner
     from ds_core.runner import Runner
 
@@ -55,13 +55,13 @@ class Engine(RunningEngine):
         runner: Runner,
         optimizer: Optimizer | None,
         lr_scheduler: Any,
-        scaler: LossScaler | None,
         loader: Loader | None = None,
     ) -> None:
         assert ctx.module is not None
         self.ctx, self.module = ctx, ctx.module
         self.partitioner, self.runner = partitioner, runner
-        self.optimizer, self.lr_scheduler, self.scaler = optimizer, lr_scheduler, scaler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.scaler = ctx.precision.scaler() if ctx.precision.scaler is not None else None
         self.training_dataloader = loader
         self.config, ctx.engine_ref = ctx.config, weakref.ref(self)
         self.telemetry = telemetry = Telemetry(ctx)
@@ -146,7 +146,7 @@ class Engine(RunningEngine):
         if not allreduce_gradients and self.ctx.mesh.size("dp") > 1:
             raise UsageError(
                 "backward(allreduce_gradients=False) would leave each rank to its own gradients, and weights would "
-                "drift apart; to reduce several backwards once, put them into engine.no_sync() (stages 0 and 1) or "
+                "drift apart; to reduce several backwards once, put them into engine.no_sync() or "
                 "engine.coalesce_grad_reduction()"
             )
         self._refuse_by_hand("backward")
@@ -228,15 +228,16 @@ class Engine(RunningEngine):
         """
         self._refuse_by_hand("step")
         self._accumulation.check_step(self.loss_factor(), scales=self.scaler is not None)
+        request = None
         if self._accumulation.at_boundary:
-            self._update(lr_kwargs or {})
+            request = self._update(lr_kwargs or {})
         else:
             self._applied = False
             self._window.next_micro()
-        self._end_step(1)
+        self._end_step(1, request)
 
-    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        """One optimizer step, the schedule's, and what is reported of them."""
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> Request | None:
+        """One optimizer step, the schedule's, and what is reported of them; returns what plugins ask for."""
         self._optimizer_step.check(self, lr_kwargs)
         self.telemetry.step_begin(self.global_steps)
         with self.telemetry.phase("step"):
@@ -247,15 +248,15 @@ class Engine(RunningEngine):
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self._accumulation.samples()
-        self._request = self.telemetry.step_end(self)
+        request = self.telemetry.step_end(self)
         self._accumulation.begin_window()
+        return request
 
-    def _end_step(self, micro_steps: int) -> None:
+    def _end_step(self, micro_steps: int, request: Request | None) -> None:
         """Be ready for the next backward, and do what plugins asked for; the same on all ranks."""
         self.micro_steps += micro_steps
         self._accumulation.update()
-        if (request := self._request) is not None:
-            self._request = None
+        if request is not None:
             self.should_stop |= request.stop
             if request.save is not None:
                 self.save_checkpoint(request.save)
@@ -290,16 +291,12 @@ class Engine(RunningEngine):
         try:
             loss = self.runner.train(self, iter(batches), gas)
         except BaseException:  # whatever stopped it, the next batch starts afresh
-            self.partitioner.zero_grad()
-            self.telemetry.drop_loss()
-            self._accumulation.begin_window()
-            self._accumulation.update()
+            self._drop_window()
             raise
         loss = mean_over_dp(loss, self.ctx.mesh)
         self.telemetry.set_loss(loss)
         self._window.add_batch()
-        self._update({})
-        self._end_step(gas)
+        self._end_step(gas, self._update({}))
         return loss
 
     @torch.no_grad()
@@ -316,7 +313,7 @@ class Engine(RunningEngine):
 
         Returns the loss averaged over micro-batches and dp ranks (with `return_logits`: ``(loss, outputs)``; outputs
         alone when `compute_loss` is off). reduce_output: "avg", or None for the loss of this rank alone. bcast_loss:
-        False leaves the loss where it was made, in a pipeline on the last stage; other ranks have None.
+        False leaves the loss on the ranks that made it (`Runner.makes_loss`); others have None.
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output={reduce_output!r}; it is 'avg' or None")
@@ -359,10 +356,13 @@ class Engine(RunningEngine):
 
     def begin_anew(self) -> None:
         """See `RunningEngine`."""
+        self._drop_window()
+        self._batches.restart()
+
+    def _drop_window(self) -> None:
         self.partitioner.zero_grad()
         self.telemetry.drop_loss()
         self._accumulation.begin_window()
-        self._batches.restart()
         self._accumulation.update()
 
     def destroy(self) -> None:

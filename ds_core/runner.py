@@ -1,4 +1,4 @@
-"""Who turns micro-batches into forwards and backwards: the Runner contract, and `Sequential`."""
+"""Who turns micro-batches into forwards and backwards: the Runner contract, `Sequential`, and what they read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from ds_core import comm
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
+    from ds_core.data import Loader
     from ds_core.mesh import Mesh
     from ds_core.running import RunningEngine
 
-__all__ = ["Runner", "Sequential", "call_with_batch", "eval_mode", "loss_of", "mean_over_dp"]
+__all__ = ["Batches", "Runner", "Sequential", "call_with_batch", "eval_mode", "loss_of", "mean_over_dp"]
 
 
 class Runner(ABC):
     """Runs one batch of micro-batches through the engine's module.
 
     manual: whether a user may drive the engine with forward / backward / step. When False, those say why.
-    makes_loss: whether this rank makes the loss that `evaluate` returns, or has it from another (of a pipeline).
+    makes_loss: whether this rank makes the loss that `evaluate` returns, or has it from another.
     """
 
     manual = makes_loss = True
@@ -86,6 +87,57 @@ class Sequential(Runner):
         found = [x for x in losses if x is not None]
         mean = torch.stack(found).mean() if found else None
         return mean, (outputs if count > 1 else outputs[0]) if return_logits else None
+
+
+class Batches:
+    """What `train_batch` without an argument reads: an iterator that was `given`, else the engine's own loader."""
+
+    given: Iterator[Any] | None = None
+    _own: Iterator[Any] | None = None
+
+    def __init__(self, loader: Loader | None) -> None:
+        self.loader: Any = loader
+        self._seen: int | None = getattr(loader, "samples_seen", None)  # None: the loader does not count
+
+    def check_resizable(self) -> None:
+        """Raise UsageError if the loader's batches have no size that can be set."""
+        if self.loader is not None and not hasattr(self.loader, "set_batch_size"):
+            raise UsageError(
+                f"the micro-batch size cannot be changed: {type(self.loader).__name__}, which a plugin made, has no "
+                "set_batch_size"
+            )
+
+    def set_batch_size(self, micro: int) -> None:
+        """Samples per micro-batch of the engine's own loader, from its next iteration on."""
+        if self.loader is not None:
+            self.loader.set_batch_size(micro)
+            self.restart()
+
+    def take_samples(self, usual: int) -> int:
+        """Samples that the loader has yielded on all ranks since the last call; `usual` if it counts none."""
+        if self._seen is None:
+            return usual
+        before, self._seen = self._seen, self.loader.samples_seen
+        return self._seen - before or usual  # other batches than the loader's were used, or another rank reads it
+
+    def restart(self) -> None:
+        """Iterate over the engine's own loader again, from the position that its state gives."""
+        self._own = None
+
+    def iterator(self) -> Iterator[Any]:
+        """The iterator to read from; the loader's is endless. Raises UsageError when there is none."""
+        if self.given is not None:
+            return self.given
+        if self.loader is None:
+            raise UsageError(
+                "train_batch() without an iterator needs training_data in initialize(), or set_dataiterator(); or pass "
+                "an iterator"
+            )
+        if self._own is None:
+            from ds_core.data import RepeatingLoader
+
+            self._own = iter(RepeatingLoader(self.loader))
+        return self._own
 
 
 def call_with_batch(function: Any, batch: Any) -> Any:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.data import Loader
-    from ds_core.entries import Request
     from ds_core.partition import Partitioner
     from ds_core.precision import LossScaler
     from ds_core.runner import Runner
@@ -47,7 +46,6 @@ class RunningEngine(ABC):
     serial: int
     micro_steps = global_steps = global_samples = skipped_steps = 0
     should_stop = False
-    _request: Request | None = None  # what plugins asked for in the step that is ending
     _norm: float | None = None
     _applied = False
     _checkpointer: Checkpointer | None = None
