@@ -91,7 +91,7 @@ bench: $(STAMP)
 	@for bench in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do echo "== $$bench"; $(PY) $$bench; done
 
 catalogue: $(STAMP)
-	$(PY) tests/architecture/catalogue.py
+	PYTHONPATH=tests $(PY) tests/architecture/catalogue.py
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

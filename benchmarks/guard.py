@@ -2,7 +2,7 @@
 
 One engine at a time, 2 ranks over gloo, one thread each, a GPT (examples/gpt/model.py), AdamW, clipping. Blocks with
 the guard on and off alternate, each pair in the other order than the last. "mean of pairs" is the mean of the ratios of
-neighbouring blocks, with the standard error of that mean.
+neighbouring blocks, with the standard error of that mean (where there are several pairs).
 
     python benchmarks/guard.py [--nproc 2] [--width 256] [--layers 4] [--stages 0 1 2 3]
 """
@@ -90,8 +90,8 @@ def worker(rank: int, arguments: argparse.Namespace, port: int) -> None:
         for kind in (0, 1):
             off, on = ([taken[kind] * 1e3 for taken in found[on]] for on in (False, True))
             ratios = [b / a for a, b in zip(off, on, strict=True)]
-            error = stdev(ratios) / len(ratios) ** 0.5
-            cells += [f"{median(off):.2f}", f"{median(on):.2f}", f"{mean(ratios):.3f}x ± {error:.3f}"]
+            error = f" ± {stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
+            cells += [f"{median(off):.2f}", f"{median(on):.2f}", f"{mean(ratios):.3f}x{error}"]
         print(f"| {stage} | " + " | ".join(cells) + " |", flush=True)
     dist.destroy_process_group()
 

@@ -1,20 +1,14 @@
-"""Wheels and folders for the tests that install distributions as a user would."""
+"""For the tests that install distributions: wheels, pip, and metadata as pip would write it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ds_testing.processes import clean_environment, run
 
-ROOT = Path(__file__).parents[1]
-__all__ = ["DISTRIBUTIONS", "build_wheels", "clean_environment", "pip", "run"]
-
-DISTRIBUTIONS = [
-    ROOT,
-    *sorted(p.parent for kind in ("plugins", "ops", "monitors") for p in ROOT.glob(f"{kind}/*/pyproject.toml")),
-]
+__all__ = ["build_wheels", "pip", "write_metadata"]
 
 
 def build_wheels(distributions: Iterable[Path], out: Path) -> list[Path]:
@@ -30,3 +24,19 @@ def pip(*arguments: str, python: Path | None = None) -> str:
     """Run pip, offline; `python`: the interpreter of another environment to work on."""
     where = ["--python", str(python)] if python is not None else []
     return run([sys.executable, "-m", "pip", *where, *arguments], env=clean_environment(PIP_NO_INDEX="1"))
+
+
+def write_metadata(
+    site: Path, dist: str, *lines: str, entry_points: Mapping[str, Mapping[str, str]] | None = None
+) -> None:
+    """Make `site`, where it is on the path, look as if version 1.0 of `dist` were installed there.
+
+    lines: further lines of METADATA. entry_points: group -> name -> reference.
+    """
+    info = site / f"{dist.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", f"Name: {dist}", "Version: 1.0", *lines, ""]))
+    text = ""
+    for group, references in (entry_points or {}).items():
+        text += f"[{group}]\n" + "".join(f"{name} = {reference}\n" for name, reference in references.items())
+    (info / "entry_points.txt").write_text(text)

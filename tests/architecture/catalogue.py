@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from distributions import DISTRIBUTIONS, ROOT
+
 FILE = ROOT / "ds_core" / "catalogue.json"
 DOCUMENTED = Path(__file__).with_name("documented.json")  # sections and names of the documents, written by hand
 HOOKS = {
@@ -33,8 +34,7 @@ def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
         import tomllib
     else:
         import tomli as tomllib
-    files = [f for kind in ("plugins", "ops", "monitors") for f in ROOT.glob(f"{kind}/*/pyproject.toml")]
-    read = [(f.parent, tomllib.loads(f.read_text())["project"]) for f in files]
+    read = [(folder, tomllib.loads((folder / "pyproject.toml").read_text())["project"]) for folder in DISTRIBUTIONS]
     return {project["name"]: (folder, project) for folder, project in sorted(read, key=lambda row: row[1]["name"])}
 
 

@@ -12,12 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from distributions import DISTRIBUTIONS, PACKAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
 CORE = ROOT / "ds_core"
-DISTRIBUTIONS = sorted(
-    p.parent for kind in ("plugins", "ops", "monitors") for p in ROOT.glob(f"{kind}/*/pyproject.toml")
-)
 
 
 def is_kit(distribution: Path) -> bool:
@@ -25,8 +22,6 @@ def is_kit(distribution: Path) -> bool:
     text = (distribution / "pyproject.toml").read_text()
     return re.search(r'^\[tool\.ds_core\]\ntier = "kit"$', text, re.MULTILINE) is not None
 
-
-PACKAGES = [CORE, *sorted(d for dist in DISTRIBUTIONS for d in dist.glob("ds_*") if d.is_dir())]
 
 # These describe, choose and check; the command line and every declaration module stand on them.
 TORCH_FREE = (

@@ -7,21 +7,18 @@ import re
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from building import build_wheels
+from distributions import DISTRIBUTIONS, ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[2]
-FILES = [
-    ROOT / "pyproject.toml",
-    *sorted(f for kind in ("plugins", "ops", "monitors", "kits") for f in ROOT.glob(f"{kind}/*/pyproject.toml")),
-]
+FILES = [folder / "pyproject.toml" for folder in (ROOT, *DISTRIBUTIONS)]
 PYTHONS = {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)}
 RELATIVE = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
@@ -50,8 +47,8 @@ def test_every_distribution_says_what_pypi_shows(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheels_carry_it(building: ModuleType, tmp_path: Path) -> None:
-    for wheel in building.build_wheels([f.parent for f in FILES], tmp_path):
+def test_wheels_carry_it(tmp_path: Path) -> None:
+    for wheel in build_wheels([f.parent for f in FILES], tmp_path):
         with zipfile.ZipFile(wheel) as archive:
             (metadata,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
             said = email.message_from_bytes(archive.read(metadata))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import types
 from collections.abc import Mapping
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_testing.processes import free_port
+from ds_testing.processes import free_port, output
+from ds_testing.processes import start as start_python
+from ds_testing.rendezvous import start_rank
 
 from ds_core.comm import start
 from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_own, find_rendezvous, local_rank
@@ -74,19 +75,6 @@ def test_timeout_from_the_environment() -> None:
             _default_timeout({"DEEPSPEED_TIMEOUT": bad})
 
 
-def python(code: str, env: dict[str, str]) -> subprocess.Popen[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ENV and not k.startswith(("OMPI_", "SLURM_", "PMI"))}
-    clean["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), clean.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "error", "-c", code]
-    return subprocess.Popen(command, env={**clean, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, text
-    return text.strip()
-
-
 ALONE = """
 import os, sys, types
 from ds_core import comm
@@ -122,18 +110,7 @@ dist.destroy_process_group()
 
 
 def test_a_plain_script_is_a_group_of_one() -> None:
-    assert output(python(ALONE, {})) == "0 1 gloo [1.0, 1.0]"
-
-
-TOGETHER = """
-import torch
-from ds_core import comm
-comm.init_distributed(distributed_port=int({port}), **{kwargs})
-tensor = torch.tensor([comm.rank() + 1.0])
-comm.all_reduce(tensor)
-print(comm.rank(), comm.world_size(), comm.local_rank(), tensor.item())
-torch.distributed.destroy_process_group()
-"""
+    assert output(start_python(ALONE)) == "0 1 gloo [1.0, 1.0]"
 
 
 TWICE = """
@@ -154,17 +131,17 @@ def test_two_processes_with_torchs_store_alone() -> None:
     """Nobody answers ds_rendezvous; a second process group at the same port works too."""
     port = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     envs = [{**ALL_BY_HAND, **port, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(2)]
-    assert [output(p) for p in [python(TWICE, env) for env in envs]] == ["0 3.0", "1 3.0"]
+    assert [output(p) for p in [start_python(TWICE, **env) for env in envs]] == ["0 3.0", "1 3.0"]
 
 
 def test_torchs_store_alone_says_where_it_looked() -> None:
     """A port that is taken, and nobody at the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         method = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        said = output(python(FAILS.format(kwargs=f"dict(init_method='{method}', rank=0, world_size=2)"), ALL_BY_HAND))
+        said = output(start_rank(ALL_BY_HAND, dist_backend="gloo", init_method=method, rank=0, world_size=2))
     assert f"rank 0 of 2 could not start gloo at {method[6:]} (from init_method): " in said
     env = {**ENV, **ALL_BY_HAND, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    said = output(python(FAILS.format(kwargs="dict(timeout=timedelta(seconds=1))"), env))
+    said = output(start_rank(env, dist_backend="gloo", timeout=timedelta(seconds=1)))
     assert "rank 3 of 8 could not start gloo at 127.0.0.1:" in said
     assert "are all ranks started" in said
 
@@ -244,29 +221,11 @@ def test_what_is_wrong_with_answers_names_the_plugins(monkeypatch: pytest.Monkey
 
 def test_two_processes_by_a_file(tmp_path: Path) -> None:
     method = f"file://{tmp_path / 'store'}"
-    both = [
-        python(
-            TOGETHER.format(port=1, kwargs={"dist_backend": "gloo", "init_method": method, "rank": r, "world_size": 2}),
-            {},
-        )
-        for r in range(2)
-    ]
+    both = [start_rank({}, dist_backend="gloo", init_method=method, rank=r, world_size=2) for r in range(2)]
     assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 0 3.0"]
 
 
-FAILS = """
-from datetime import timedelta
-from ds_core import comm
-from ds_core.errors import DSError
-try:
-    comm.init_distributed("gloo", **{kwargs})
-except DSError as error:
-    print(error)
-"""
-
-
 def test_bad_arguments_are_errors() -> None:
-    code = FAILS.format(kwargs="dict(init_method='tcp://127.0.0.1:1')")
-    assert "init_method 'tcp://127.0.0.1:1' needs rank and world_size" in output(python(code, {}))
-    code = FAILS.format(kwargs="dict(config={'steps_per_print': 'maybe'})")
-    assert "steps_per_print" in output(python(code, {}))
+    said = output(start_rank({}, dist_backend="gloo", init_method="tcp://127.0.0.1:1"))
+    assert "init_method 'tcp://127.0.0.1:1' needs rank and world_size" in said
+    assert "steps_per_print" in output(start_rank({}, dist_backend="gloo", config={"steps_per_print": "maybe"}))

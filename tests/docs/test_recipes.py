@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from building import build_wheels, pip, write_metadata
+from ds_testing.processes import clean_environment, run
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "docs" / "plugins.md", ROOT / "docs" / "architecture.md", ROOT / "README.md")
@@ -347,16 +348,13 @@ def as_installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("recipes")
     for dist, files in RECIPES.items():
         lay_out(dist, site)
-        info = site / f"{dist.replace('-', '_')}-0.1.dist-info"
-        info.mkdir()
         group, name, module = files["entry point"].split()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 0.1\nRequires-Dist: ds-core\n")
-        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}\n")
+        write_metadata(site, dist, "Requires-Dist: ds-core", entry_points={group: {name: module}})
     return site
 
 
 @pytest.fixture(scope="module")
-def installed(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All recipes, built as wheels and installed."""
     place = tmp_path_factory.mktemp("built")
     for dist, files in RECIPES.items():
@@ -368,23 +366,23 @@ def installed(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
             f'version = "0.1"\ndependencies = ["ds-core"]\n[project.entry-points."{group}"]\n{name} = "{module}"\n'
             f"[tool.hatch.build.targets.wheel]\nonly-include = {tops}\n"
         )
-    wheels = building.build_wheels([place / dist for dist in RECIPES], place / "wheels")
-    building.pip("install", "--no-deps", "--no-compile", "-q", "--target", str(place / "site"), *map(str, wheels))
+    wheels = build_wheels([place / dist for dist in RECIPES], place / "wheels")
+    pip("install", "--no-deps", "--no-compile", "-q", "--target", str(place / "site"), *map(str, wheels))
     return place / "site"
 
 
-def run_kits(building: ModuleType, site: Path, folder: Path) -> None:
+def run_kits(site: Path, folder: Path) -> None:
     """The kits, in one process that finds what is in `site`."""
     (folder / "test_kits.py").write_text(KITS)
-    env = building.clean_environment(PYTHONPATH=str(site))
+    env = clean_environment(PYTHONPATH=str(site))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test_kits.py"]
-    building.run(command, cwd=folder, env=env, timeout=300)
+    run(command, cwd=folder, env=env, timeout=300)
 
 
-def test_recipes_pass_their_kits(building: ModuleType, as_installed: Path, tmp_path: Path) -> None:
-    run_kits(building, as_installed, tmp_path)
+def test_recipes_pass_their_kits(as_installed: Path, tmp_path: Path) -> None:
+    run_kits(as_installed, tmp_path)
 
 
 @pytest.mark.slow
-def test_recipes_are_built_installed_and_pass_their_kits(building: ModuleType, installed: Path, tmp_path: Path) -> None:
-    run_kits(building, installed, tmp_path)
+def test_recipes_are_built_installed_and_pass_their_kits(installed: Path, tmp_path: Path) -> None:
+    run_kits(installed, tmp_path)

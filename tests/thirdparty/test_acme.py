@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from building import build_wheels, pip
+from ds_testing.processes import clean_environment, run
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def acme(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def acme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which acme's wheel was installed."""
     place = tmp_path_factory.mktemp("acme")
-    (wheel,) = building.build_wheels([HERE / "acme"], place / "wheels")
-    building.pip("install", "--no-deps", "--no-compile", "-q", "--target", str(place / "site"), str(wheel))
+    (wheel,) = build_wheels([HERE / "acme"], place / "wheels")
+    pip("install", "--no-deps", "--no-compile", "-q", "--target", str(place / "site"), str(wheel))
     return place / "site"
 
 
@@ -31,13 +32,11 @@ def config(folder: Path, **section: Any) -> dict[str, Any]:
     }
 
 
-def train(
-    building: ModuleType, site: Path, folder: Path, settings: dict[str, Any], *, status: int = 0, **environment: str
-) -> str:
+def train(site: Path, folder: Path, settings: dict[str, Any], *, status: int = 0, **environment: str) -> str:
     file = folder / "config.json"
     file.write_text(json.dumps(settings))
-    env = building.clean_environment(PYTHONPATH=str(site), **environment)
-    output: str = building.run([sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status)
+    env = clean_environment(PYTHONPATH=str(site), **environment)
+    output: str = run([sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status)
     return output
 
 
@@ -45,8 +44,8 @@ def lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_everything_of_acme_works_together(building: ModuleType, acme: Path, tmp_path: Path) -> None:
-    output = train(building, acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme", ACME_DEVICE="1")
+def test_everything_of_acme_works_together(acme: Path, tmp_path: Path) -> None:
+    output = train(acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme", ACME_DEVICE="1")
     seen = json.loads(output.splitlines()[-1])
     assert seen["accelerator"] == "acme"
     assert (seen["optimizer"], seen["scheduler"], seen["steps"]) == ("AcmeSign", "LambdaLR", 3)
@@ -65,10 +64,10 @@ def test_everything_of_acme_works_together(building: ModuleType, acme: Path, tmp
     assert [value for name, value, _ in events if name == "Train/Samples/lr"][0] == 0.25
 
 
-def test_its_section_has_effect_key_by_key(building: ModuleType, acme: Path, tmp_path: Path) -> None:
+def test_its_section_has_effect_key_by_key(acme: Path, tmp_path: Path) -> None:
     settings = config(tmp_path, every=2, freeze_biases=True)
     del settings["acme"]["events"]
-    output = train(building, acme, tmp_path, settings)
+    output = train(acme, tmp_path, settings)
     seen = json.loads(output.splitlines()[-1])
     assert seen["accelerator"] != "acme"  # there is none
     assert seen["bias"][0] == seen["bias"][1]
@@ -88,7 +87,7 @@ MISTAKES: tuple[tuple[dict[str, Any], list[str]], ...] = (
 
 
 @pytest.fixture(scope="module")
-def answers(building: ModuleType, acme: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def answers(acme: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What a config check says to each of the mistakes, asked in one process."""
     code = """
 import json, sys, ds_core
@@ -103,8 +102,8 @@ for settings in json.loads(sys.argv[1]):
 print(json.dumps(answers))
 """
     settings = [config(tmp_path_factory.mktemp("check")) | change for change, _ in MISTAKES]
-    env = building.clean_environment(PYTHONPATH=str(acme))
-    answers: list[str] = json.loads(building.run([sys.executable, "-c", code, json.dumps(settings)], env=env))
+    env = clean_environment(PYTHONPATH=str(acme))
+    answers: list[str] = json.loads(run([sys.executable, "-c", code, json.dumps(settings)], env=env))
     return answers
 
 
@@ -114,31 +113,31 @@ def test_a_mistake_in_what_acme_owns_is_named(answers: list[str], index: int) ->
     assert [w for w in words if w not in answers[index]] == [], answers[index]
 
 
-def select(building: ModuleType, acme: Path, status: int = 0, **environment: str) -> str:
+def select(acme: Path, status: int = 0, **environment: str) -> str:
     """The name of the accelerator that is chosen, or the message of why none can be."""
     code = "import ds_core; print(ds_core.get_accelerator().name)"
-    env = building.clean_environment(PYTHONPATH=str(acme), **environment)
-    output: str = building.run([sys.executable, "-c", code], env=env, status=status)
+    env = clean_environment(PYTHONPATH=str(acme), **environment)
+    output: str = run([sys.executable, "-c", code], env=env, status=status)
     return output[output.rindex("AcceleratorError") :] if status else output.strip()
 
 
-def test_its_accelerator_is_found_by_probing_and_beats_the_cores_own(building: ModuleType, acme: Path) -> None:
-    assert select(building, acme, ACME_DEVICE="1") == "acme"
-    assert select(building, acme) != "acme"
-    assert select(building, acme, ACME_DEVICE="1", DS_ACCELERATOR="cpu") == "cpu"
+def test_its_accelerator_is_found_by_probing_and_beats_the_cores_own(acme: Path) -> None:
+    assert select(acme, ACME_DEVICE="1") == "acme"
+    assert select(acme) != "acme"
+    assert select(acme, ACME_DEVICE="1", DS_ACCELERATOR="cpu") == "cpu"
 
 
-def test_an_accelerator_that_cannot_be_had_is_answered_with_why(building: ModuleType, acme: Path) -> None:
-    unavailable = select(building, acme, status=-1, DS_ACCELERATOR="acme")
+def test_an_accelerator_that_cannot_be_had_is_answered_with_why(acme: Path) -> None:
+    unavailable = select(acme, status=-1, DS_ACCELERATOR="acme")
     words = ("acme", "acme-ds", "no acme device is plugged in")
     assert [w for w in words if w not in unavailable] == [], unavailable
-    unknown = select(building, acme, status=-1, DS_ACCELERATOR="acmi")
+    unknown = select(acme, status=-1, DS_ACCELERATOR="acmi")
     words = ("acmi", "did you mean 'acme'", "cpu (ds-core)", "no acme device is plugged in")
     assert [w for w in words if w not in unknown] == [], unknown
 
 
-def test_its_command_stands_beside_our_own(building: ModuleType, acme: Path) -> None:
-    env = building.clean_environment(PYTHONPATH=str(acme))
+def test_its_command_stands_beside_our_own(acme: Path) -> None:
+    env = clean_environment(PYTHONPATH=str(acme))
     dscore = str(Path(sys.executable).with_name("dscore"))
-    assert "Say who made this." in building.run([dscore, "--help"], env=env)
-    assert building.run([dscore, "acme", "--name", "ds"], env=env).strip() == "acme greets ds"
+    assert "Say who made this." in run([dscore, "--help"], env=env)
+    assert run([dscore, "acme", "--name", "ds"], env=env).strip() == "acme greets ds"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from building import build_wheels, pip
+from ds_testing.processes import clean_environment, run
 
 HERE = Path(__file__).parent
 PLAIN = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
@@ -22,48 +23,48 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def site(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which the broken wheel was installed."""
     place = tmp_path_factory.mktemp("broken")
-    (wheel,) = building.build_wheels([HERE / "broken"], place / "wheels")
-    building.pip("install", "--no-deps", "--no-compile", "-q", "--target", str(place / "site"), str(wheel))
+    (wheel,) = build_wheels([HERE / "broken"], place / "wheels")
+    pip("install", "--no-deps", "--no-compile", "-q", "--target", str(place / "site"), str(wheel))
     return place / "site"
 
 
-def train(building: ModuleType, site: Path, folder: Path, settings: dict[str, Any], status: int = 0) -> str:
+def train(site: Path, folder: Path, settings: dict[str, Any], status: int = 0) -> str:
     file = folder / "config.json"
     file.write_text(json.dumps(settings))
-    env = building.clean_environment(PYTHONPATH=str(site))
-    output: str = building.run([sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status)
+    env = clean_environment(PYTHONPATH=str(site))
+    output: str = run([sys.executable, str(HERE / "train.py"), str(file)], cwd=folder, env=env, status=status)
     return output
 
 
-def compose(building: ModuleType, site: Path, settings: dict[str, Any], status: int = 0) -> str:
+def compose(site: Path, settings: dict[str, Any], status: int = 0) -> str:
     """Check a config with the broken distribution installed; prints the owner of csv_monitor when there is one."""
     code = """
 import json, sys, ds_core
 chosen = ds_core.compose(json.loads(sys.argv[1]))
 print(chosen.plugins.section("csv_monitor").dist if "csv_monitor" in chosen.config.sections else "fine")
 """
-    env = building.clean_environment(PYTHONPATH=str(site))
-    output: str = building.run([sys.executable, "-c", code, json.dumps(settings)], env=env, status=status)
+    env = clean_environment(PYTHONPATH=str(site))
+    output: str = run([sys.executable, "-c", code, json.dumps(settings)], env=env, status=status)
     return output
 
 
-def test_training_that_does_not_name_it_goes_on(building: ModuleType, site: Path, tmp_path: Path) -> None:
-    output = train(building, site, tmp_path, PLAIN)
+def test_training_that_does_not_name_it_goes_on(site: Path, tmp_path: Path) -> None:
+    output = train(site, tmp_path, PLAIN)
     seen = json.loads(output.splitlines()[-1])
     assert (seen["steps"], seen["optimizer"]) == (3, "AdamW")
 
 
-def test_every_broken_entry_is_quarantined_with_its_reason(building: ModuleType, site: Path) -> None:
+def test_every_broken_entry_is_quarantined_with_its_reason(site: Path) -> None:
     code = """
 import json
 from ds_core.plugins import Plugins
 print(json.dumps([(r.found.name, r.state.value, r.why) for r in Plugins().probe_all() if r.found.dist == "broken-ds"]))
 """
-    env = building.clean_environment(PYTHONPATH=str(site))
-    rows = json.loads(building.run([sys.executable, "-c", code], env=env))
+    env = clean_environment(PYTHONPATH=str(site))
+    rows = json.loads(run([sys.executable, "-c", code], env=env))
     states = {name: (state, why) for name, state, why in rows}
     for name, words in (REASONS | {"broken_backend": ["a_library_nobody_has"]}).items():
         state, why = states[name]
@@ -72,10 +73,10 @@ print(json.dumps([(r.found.name, r.state.value, r.why) for r in Plugins().probe_
 
 
 @pytest.mark.parametrize("command", ["plugins", "doctor"])
-def test_the_command_line_shows_it_and_why(building: ModuleType, site: Path, command: str) -> None:
-    env = building.clean_environment(PYTHONPATH=str(site))
+def test_the_command_line_shows_it_and_why(site: Path, command: str) -> None:
+    env = clean_environment(PYTHONPATH=str(site))
     dscore = Path(sys.executable).with_name("dscore")
-    output = building.run([str(dscore), command], env=env, status=-1 if command == "doctor" else 0)
+    output = run([str(dscore), command], env=env, status=-1 if command == "doctor" else 0)
     for name in REASONS:
         assert name in output
     assert "quarantined" in output
@@ -83,28 +84,28 @@ def test_the_command_line_shows_it_and_why(building: ModuleType, site: Path, com
 
 
 @pytest.mark.parametrize("name", sorted(REASONS))
-def test_naming_it_is_fatal_with_distribution_module_and_cause(building: ModuleType, site: Path, name: str) -> None:
-    output = compose(building, site, PLAIN | {name: {}}, status=-1)
+def test_naming_it_is_fatal_with_distribution_module_and_cause(site: Path, name: str) -> None:
+    output = compose(site, PLAIN | {name: {}}, status=-1)
     message = output[output.rindex("PluginError") :]
     assert [w for w in [*REASONS[name], repr(name), "broken-ds 0.0.1"] if w not in message] == [], message
 
 
-def test_a_section_without_a_model_is_fatal_when_named(building: ModuleType, site: Path) -> None:
-    output = compose(building, site, PLAIN | {"broken_silent": {}}, status=-1)
+def test_a_section_without_a_model_is_fatal_when_named(site: Path) -> None:
+    output = compose(site, PLAIN | {"broken_silent": {}}, status=-1)
     message = output[output.rindex("PluginError") :]
     assert [w for w in ("broken_silent", "broken-ds 0.0.1", "ds_config") if w not in message] == [], message
 
 
-def test_two_claims_on_one_section_name_both_and_prefer_resolves(building: ModuleType, site: Path) -> None:
+def test_two_claims_on_one_section_name_both_and_prefer_resolves(site: Path) -> None:
     named = PLAIN | {"csv_monitor": {"enabled": False}}
-    output = compose(building, site, named, status=-1)
+    output = compose(site, named, status=-1)
     message = output[output.rindex("PluginError") :]
     words = ("csv_monitor", "broken-ds 0.0.1", "ds-monitor-csv", '"prefer": {"csv_monitor"')
     assert [w for w in words if w not in message] == [], message
     for owner in ("ds-monitor-csv", "broken-ds"):
-        assert compose(building, site, named | {"plugins": {"prefer": {"csv_monitor": owner}}}).split() == [owner]
-    assert compose(building, site, named | {"plugins": {"disable": ["broken-ds"]}}).split() == ["ds-monitor-csv"]
+        assert compose(site, named | {"plugins": {"prefer": {"csv_monitor": owner}}}).split() == [owner]
+    assert compose(site, named | {"plugins": {"disable": ["broken-ds"]}}).split() == ["ds-monitor-csv"]
 
 
-def test_the_claim_does_not_hurt_who_does_not_name_the_section(building: ModuleType, site: Path) -> None:
-    assert compose(building, site, PLAIN).split() == ["fine"]
+def test_the_claim_does_not_hurt_who_does_not_name_the_section(site: Path) -> None:
+    assert compose(site, PLAIN).split() == ["fine"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from building import write_metadata
 from torch import nn
 
 import ds_core
@@ -417,9 +418,7 @@ def test_requirements_of_a_distribution_are_checked(
         "ds-fine": 'Requires-Dist: torch\nRequires-Dist: nobody; python_version < "3"\n',
     }
     for dist, text in lines.items():
-        folder = tmp_path / f"{dist.replace('-', '_')}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.0\n{text}")
+        write_metadata(tmp_path, dist, *text.splitlines())
     reset_discovery()
     found = {dist: write("def ds_optimizers(): return {}\n", dist, dist=dist) for dist in lines}
     why = {r.found.dist: (r.state, r.why) for r in Plugins().examine()}

@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from building import write_metadata
 from ds_testing import RendezvousConformance
-from ds_testing.processes import clean_environment
+from ds_testing.processes import output
+from ds_testing.rendezvous import start_rank
 
 HERE = Path(__file__).parent
-METADATA = "Metadata-Version: 2.1\nName: acme-rendezvous\nVersion: 0.1\n"
-CODE = """
-import torch, ds_core
-from ds_core import comm
-ds_core.init_distributed("gloo")
-x = torch.tensor([comm.rank() + 1.0])
-comm.all_reduce(x)
-print(comm.rank(), comm.world_size(), x.item())
-"""
 
 
 def test_an_installed_rendezvous_serves(tmp_path: Path) -> None:
     shutil.copy(HERE / "file_rendezvous.py", tmp_path)
-    info = tmp_path / "acme_rendezvous-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(METADATA)
-    (info / "entry_points.txt").write_text("[ds_core.backends]\nacme = file_rendezvous\n")
+    write_metadata(tmp_path, "acme-rendezvous", entry_points={"ds_core.backends": {"acme": "file_rendezvous"}})
     job = {"ACME_RANKS": "2", "ACME_FILE": str(tmp_path / "store"), "PYTHONPATH": str(tmp_path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", CODE],
-            env=clean_environment(**job, ACME_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [text.splitlines()[-1:] for text in said] == [["0 2 3.0"], ["1 2 3.0"]], said
+    ranks = [start_rank({**job, "ACME_RANK": str(rank)}, dist_backend="gloo") for rank in range(2)]
+    assert [output(rank) for rank in ranks] == ["0 2 0 3.0", "1 2 1 3.0"]
 
 
 class TestFileRendezvous(RendezvousConformance):

@@ -17,27 +17,27 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from building import build_wheels, pip
+from distributions import DISTRIBUTIONS, ROOT
 from ds_kernel_kit.build import cache_folder
+from ds_testing.processes import clean_environment, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-KINDS = ("plugins", "ops", "monitors")
-PROJECTS = (ROOT / "pyproject.toml", *(f for kind in KINDS for f in ROOT.glob(f"{kind}/*/pyproject.toml")))
-FOLDERS = {re.findall(r'^name = "(.*)"', f.read_text(), re.MULTILINE)[0]: f.parent for f in PROJECTS}
+NAME = re.compile(r'^name = "(.*)"', re.MULTILINE)
+FOLDERS = {NAME.findall((folder / "pyproject.toml").read_text())[0]: folder for folder in (ROOT, *DISTRIBUTIONS)}
 RUN_BY = ("ds_cli", "ds_testing", "typer", "rich", "pytest")
 """Kits that call a plugin's code by themselves, and what they bring: modules that need them run only where they are."""
 TESTED_WITH = ("ds-testing", "ds-cli", "pytest", "pytest-timeout", "numpy", "hypothesis", "safetensors")
 
 
 @pytest.fixture(scope="module")
-def wheels(building: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Distribution -> its wheel."""
-    built: list[Path] = building.build_wheels(building.DISTRIBUTIONS, tmp_path_factory.mktemp("dist"))
+    built: list[Path] = build_wheels([ROOT, *DISTRIBUTIONS], tmp_path_factory.mktemp("dist"))
     return {canonicalize_name(wheel.name.split("-")[0]): wheel for wheel in built}
 
 
@@ -78,7 +78,7 @@ Environment = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def environment(building: ModuleType, wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """``environment(*names)``: the python of an environment with these distributions and what they declare.
 
     resolve: let pip find our own wheels, as users do with ``--find-links``.
@@ -102,11 +102,9 @@ def environment(building: ModuleType, wheels: dict[str, Path], tmp_path_factory:
         (site_packages(place / "venv") / "foundations.pth").write_text(f"{foundations}\n")
         python = place / "venv" / "bin" / "python"
         if resolve:
-            building.pip(
-                "install", "--no-compile", "-q", "--find-links", str(wheels["ds-core"].parent), *names, python=python
-            )
+            pip("install", "--no-compile", "-q", "--find-links", str(wheels["ds-core"].parent), *names, python=python)
         else:
-            building.pip("install", "--no-deps", "--no-compile", "-q", *(str(wheels[n]) for n in ours), python=python)
+            pip("install", "--no-deps", "--no-compile", "-q", *(str(wheels[n]) for n in ours), python=python)
         return python
 
     return make
@@ -116,9 +114,9 @@ def packages(folder: Path) -> Iterator[Path]:
     yield from (p for p in folder.glob("ds_*") if (p / "__init__.py").exists())
 
 
-def variables(building: ModuleType, home: Path) -> dict[str, str]:
+def variables(home: Path) -> dict[str, str]:
     """The environment's variables; kernels that are built already serve."""
-    found: dict[str, str] = building.clean_environment(HOME=str(home), DS_CORE_CACHE=str(cache_folder().parent))
+    found: dict[str, str] = clean_environment(HOME=str(home), DS_CORE_CACHE=str(cache_folder().parent))
     return found
 
 
@@ -142,17 +140,15 @@ def test_the_extras_name_what_there_is(wheels: dict[str, Path]) -> None:
     assert standard < everything
 
 
-def test_the_core_alone_trains_on_one_and_two_ranks(
-    building: ModuleType, environment: Environment, tmp_path: Path
-) -> None:
+def test_the_core_alone_trains_on_one_and_two_ranks(environment: Environment, tmp_path: Path) -> None:
     python = environment("ds-core")
     script = tmp_path / "core_only.py"
     shutil.copy(HERE / "core_only.py", script)
-    env = variables(building, tmp_path)
+    env = variables(tmp_path)
     for launcher in ([], ["-m", "torch.distributed.run", "--nproc_per_node", "2"]):
         out = tmp_path / f"out{len(launcher)}"
         out.mkdir()
-        building.run([str(python), *launcher, str(script), str(out)], cwd=tmp_path, env=env, timeout=300)
+        run([str(python), *launcher, str(script), str(out)], cwd=tmp_path, env=env, timeout=300)
         seen = [json.loads(f.read_text()) for f in sorted(out.iterdir())]
         assert len(seen) == (2 if launcher else 1)
         for s in seen:
@@ -163,11 +159,9 @@ def test_the_core_alone_trains_on_one_and_two_ranks(
             assert len(seen[0]["modules"]) <= 50, seen[0]["modules"]
 
 
-def test_the_standard_packages_from_a_folder_of_wheels(
-    building: ModuleType, environment: Environment, tmp_path: Path
-) -> None:
+def test_the_standard_packages_from_a_folder_of_wheels(environment: Environment, tmp_path: Path) -> None:
     python = environment("ds-core[standard]", resolve=True)
-    assert "No broken requirements" in building.pip("check", python=python)
+    assert "No broken requirements" in pip("check", python=python)
     empty, out = tmp_path / "empty", tmp_path / "out"
     empty.mkdir()
     out.mkdir()
@@ -175,12 +169,12 @@ def test_the_standard_packages_from_a_folder_of_wheels(
     script.parent.mkdir()
     shutil.copy(HERE / "train.py", script)
     command = [str(python.with_name("dscore")), "run", "--nproc", "2", str(script), str(out)]
-    building.run(command, cwd=empty, env=variables(building, empty), timeout=300)
+    run(command, cwd=empty, env=variables(empty), timeout=300)
 
     seen = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
     home = str(python.parents[1]) + "/"
     assert [f for s in seen for f in s["files"].values() if not f.startswith(home)] == []
-    assert [p for s in seen for p in s["path"] if p.startswith(str(building.ROOT)) and "site-packages" not in p] == []
+    assert [p for s in seen for p in s["path"] if p.startswith(str(ROOT)) and "site-packages" not in p] == []
     assert seen[0]["weights"] == seen[1]["weights"]
     assert [s["world_size"] for s in seen] == [2, 2]
     assert [s["steps"] for s in seen] == [24, 24]  # 6 epochs of 64 rows in batches of 16
@@ -221,9 +215,7 @@ def stand_alone(tests: Path, allowed: set[str]) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dist", sorted(FOLDERS))
-def test_each_distribution_alone(
-    building: ModuleType, environment: Environment, wheels: dict[str, Path], dist: str, tmp_path: Path
-) -> None:
+def test_each_distribution_alone(environment: Environment, wheels: dict[str, Path], dist: str, tmp_path: Path) -> None:
     """Every module imports with what is declared; with pytest and the kits, the tests that stand alone pass."""
     folder = FOLDERS[dist]
     names = []
@@ -231,11 +223,9 @@ def test_each_distribution_alone(
         for file in package.rglob("*.py"):
             parts = file.relative_to(package.parent).with_suffix("").parts
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    env = variables(building, tmp_path)
+    env = variables(tmp_path)
     names = [n for n in names if not n.endswith("__main__")]
-    building.run(
-        [str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), json.dumps(RUN_BY)], cwd=tmp_path, env=env
-    )
+    run([str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), json.dumps(RUN_BY)], cwd=tmp_path, env=env)
 
     if dist == "ds-core":  # its own tests are the tests of this repository
         return
@@ -247,4 +237,4 @@ def test_each_distribution_alone(
     shutil.copy(ROOT / "conftest.py", tmp_path)
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
     command += ["--import-mode=importlib", *(str(tmp_path / "tests" / f.name) for f in files)]
-    building.run(command, cwd=tmp_path, env=env, timeout=300)
+    run(command, cwd=tmp_path, env=env, timeout=300)

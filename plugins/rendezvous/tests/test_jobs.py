@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import socket
-import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from ds_rendezvous import jobs
 from ds_rendezvous.jobs import first_host
-from ds_testing.processes import free_port
+from ds_testing.processes import free_port, output, run, start
+from ds_testing.rendezvous import start_rank
 
 from ds_core.comm import Rendezvous, find_rendezvous, local_rank
 from ds_core.errors import CommError
@@ -132,32 +132,9 @@ def test_local_rank() -> None:
     assert local_rank({**OMPI, "LOCAL_RANK": "5"}) == 5
 
 
-def python(code: str, env: dict[str, str]) -> subprocess.Popen[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ENV and not k.startswith(("OMPI_", "SLURM_", "PMI"))}
-    command = [sys.executable, "-W", "error", "-c", code]
-    return subprocess.Popen(command, env={**clean, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, text
-    return text.strip()
-
-
-TOGETHER = """
-import torch
-from ds_core import comm
-comm.init_distributed(distributed_port=int({port}), **{kwargs})
-tensor = torch.tensor([comm.rank() + 1.0])
-comm.all_reduce(tensor)
-print(comm.rank(), comm.world_size(), comm.local_rank(), tensor.item())
-torch.distributed.destroy_process_group()
-"""
-
-
 def test_two_processes_under_open_mpi_variables() -> None:
     """The accelerator's own backend, the port from the argument."""
-    code = TOGETHER.format(port=free_port(), kwargs={"verbose": False})
+    port = free_port()
     envs = [
         {
             "OMPI_COMM_WORLD_RANK": str(r),
@@ -168,7 +145,7 @@ def test_two_processes_under_open_mpi_variables() -> None:
         }
         for r in range(2)
     ]
-    both = [python(code, env) for env in envs]
+    both = [start_rank(env, distributed_port=port, verbose=False) for env in envs]
     assert [output(p) for p in both] == ["0 2 0 3.0", "1 2 1 3.0"]
 
 
@@ -200,7 +177,7 @@ def over_two_hosts(folder: Path, size: str) -> list[str]:
     code += SAYS.format(port=free_port())
     envs = [{**OMPI, "OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_SIZE": "2", "FAKE_SIZE": size} for r in range(2)]
     envs = [{**env, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"} for env in envs]
-    return [output(p) for p in [python(code, env) for env in envs]]
+    return [output(p) for p in [start(code, **env) for env in envs]]
 
 
 SAYS = """
@@ -237,29 +214,14 @@ def test_under_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SAYS.format(port=free_port()))
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]
-    clean = {k: v for k, v in os.environ.items() if k not in ENV and not k.startswith(("OMPI_", "SLURM_", "PMI"))}
-    ended = subprocess.run(
-        [*words, sys.executable, str(script)], env=clean, capture_output=True, text=True, check=False
-    )
-    assert ended.stdout.splitlines() == ["True 3.0"] * 2, ended.stderr
-
-
-FAILS = """
-from datetime import timedelta
-from ds_core import comm
-from ds_core.errors import DSError
-try:
-    comm.init_distributed("gloo", **{kwargs})
-except DSError as error:
-    print(error)
-"""
+    assert run([*words, sys.executable, str(script)]).splitlines() == ["True 3.0"] * 2
 
 
 def test_a_tcp_address_is_met_at_in_our_way() -> None:
     """A port that is taken is told as elsewhere, instead of torch's words."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         method = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        said = output(python(FAILS.format(kwargs=f"dict(init_method='{method}', rank=0, world_size=2)"), {}))
+        said = output(start_rank({}, dist_backend="gloo", init_method=method, rank=0, world_size=2))
     assert "rank 0 of 2 cannot open the job's store: port" in said
     assert "(the place is from init_method)" in said
 
@@ -267,7 +229,6 @@ def test_a_tcp_address_is_met_at_in_our_way() -> None:
 def test_nobody_there_is_a_clear_error() -> None:
     port = free_port()
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    code = FAILS.format(kwargs="dict(timeout=timedelta(seconds=1))")
-    said = output(python(code, env))
+    said = output(start_rank(env, dist_backend="gloo", timeout=timedelta(seconds=1)))
     assert f"rank 1 of 2 expected the store of rank 0 at 127.0.0.1:{port}, but nothing can be reached there" in said
     assert "(the place is from the launcher's variables)" in said

@@ -1,4 +1,4 @@
-"""What tests want of the operating system: subprocesses in a clean environment, a free port, files that are full."""
+"""What tests want of the operating system: processes in a clean environment, a free port, files that are full."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["clean_environment", "free_port", "full_at", "run"]
+__all__ = ["clean_environment", "free_port", "full_at", "output", "run", "start"]
+
+LAUNCHERS = ("MASTER_", "TORCHELASTIC", "OMPI_", "SLURM_", "PMI")
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """This process's environment without what would let a checkout, a launcher or a choice of ours leak in."""
-    leaks = ("PYTHON", "VIRTUAL_ENV", "DS_", "MASTER_", "TORCHELASTIC", "COV_")
+    leaks = ("PYTHON", "VIRTUAL_ENV", "DS_", "COV_", *LAUNCHERS)
     exact = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(leaks) and k not in exact}
     return kept | {"OMP_NUM_THREADS": "1", "COLUMNS": "400", "NO_COLOR": "1"} | extra
@@ -43,6 +46,27 @@ def run(
     )
     assert (done.returncode != 0) if status == -1 else (done.returncode == status), done.stdout
     return done.stdout
+
+
+def start(code: str, **variables: str) -> subprocess.Popen[str]:
+    """Run `code` in a Python of its own, where warnings are errors; `output` waits for it.
+
+    variables: of the environment, besides those of `clean_environment`.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", code],
+        env=clean_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen[str], timeout: float = 300.0) -> str:
+    """What a process that `start` began has printed, once it has ended; AssertionError where it failed."""
+    text, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, text
+    return text.strip()
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -9,11 +10,35 @@ from typing import Any, ClassVar
 
 from ds_core.comm.start import Job, Rendezvous
 from ds_core.entries import RendezvousEntry, resolve
-from ds_testing.processes import free_port
+from ds_testing.processes import free_port, start
 
-__all__ = ["RendezvousConformance"]
+__all__ = ["RendezvousConformance", "start_rank"]
 
 SIZE = 3
+
+RANK = """
+import datetime
+import torch
+from ds_core import comm
+from ds_core.errors import DSError
+try:
+    comm.init_distributed(**{arguments})
+except DSError as error:
+    print(error)
+else:
+    value = torch.tensor([comm.rank() + 1.0])
+    comm.all_reduce(value)
+    print(comm.rank(), comm.world_size(), comm.local_rank(), value.item())
+    torch.distributed.destroy_process_group()
+"""
+
+
+def start_rank(variables: Mapping[str, str], **arguments: Any) -> subprocess.Popen[str]:
+    """A process that calls ``init_distributed(**arguments)``; see `ds_testing.processes.output`.
+
+    It prints its rank, the world size, its local rank and the sum of 1 + rank over all ranks; or the error message.
+    """
+    return start(RANK.format(arguments=arguments), **variables)
 
 
 class RendezvousConformance:

@@ -1,0 +1,14 @@
+"""The folders of this repository's distributions and packages. Imports nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+DISTRIBUTIONS = sorted(
+    f.parent for kind in ("plugins", "ops", "monitors") for f in ROOT.glob(f"{kind}/*/pyproject.toml")
+)
+"""Of all distributions but ds-core, whose folder is ROOT."""
+
+PACKAGES = [ROOT / "ds_core", *sorted(p for d in DISTRIBUTIONS for p in d.glob("ds_*") if p.is_dir())]
