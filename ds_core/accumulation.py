@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from ds_core.config.batch import Batch
+    from ds_core.config.core import Batch
     from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
     from ds_core.partition import Partitioner

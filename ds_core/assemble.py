@@ -22,7 +22,7 @@ from ds_core.accelerator import get_accelerator
 from ds_core.catalogue import install, offered_by
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
-from ds_core.config.batch import resolve_batch
+from ds_core.config.core import resolve_batch
 from ds_core.context import Context
 from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, Phase, Transform, resolve

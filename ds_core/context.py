@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
-    from ds_core.config.batch import Batch
+    from ds_core.config.core import Batch
     from ds_core.entries import Grain
     from ds_core.kernels import Kernels
     from ds_core.mesh import Mesh

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_core.accumulation import Accumulation
-from ds_core.config.batch import with_micro_batch_size, with_train_batch_size
+from ds_core.config.core import with_micro_batch_size, with_train_batch_size
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.optimizer_step import OptimizerStep

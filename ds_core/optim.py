@@ -195,7 +195,7 @@ def _checked(
     try:
         checked = model.model_validate(params)
     except ValidationError as error:
-        from ds_core.config import translate_errors
+        from ds_core.config.translate import translate_errors
 
         return None, translate_errors(error, model, path, data=params)
     from ds_core.config.build import notes_on

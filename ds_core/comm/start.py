@@ -320,8 +320,7 @@ def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
 
 def _load_sections(given: Any) -> tuple[Plugins, RunConfig]:
     """The plugins whose sections a config (or what one is read from) has, and the checked config."""
-    from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
-    from ds_core.config.run import RunConfig
+    from ds_core.config import CORE_KEYS, RunConfig, build_config, plugin_settings, read_config
     from ds_core.plugins import Plugins
 
     source = read_config(given.raw if isinstance(given, RunConfig) else given)

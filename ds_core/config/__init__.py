@@ -2,7 +2,7 @@
 
 Names are loaded on first use, so that a plugin's declaration module pays for `Section` and nothing else.
 Reading order: `source` (text -> plain data), `section` (what a section is), `core` (the core's own keys),
-`build` (all problems at once), `run` (the result).
+`build` (the result, or all problems at once; `translate` and `unknown` find the words for them).
 """
 
 from __future__ import annotations
@@ -12,57 +12,29 @@ from typing import TYPE_CHECKING
 from ds_core.lazy import names_on_first_use
 
 if TYPE_CHECKING:
-    from ds_core.config.batch import (
-        Batch as Batch,
-    )
-    from ds_core.config.batch import (
-        resolve_batch as resolve_batch,
-    )
-    from ds_core.config.batch import (
-        with_micro_batch_size as with_micro_batch_size,
-    )
-    from ds_core.config.batch import (
-        with_train_batch_size as with_train_batch_size,
-    )
+    from ds_core.config.build import RunConfig as RunConfig
     from ds_core.config.build import build_config as build_config
     from ds_core.config.build import plugin_settings as plugin_settings
     from ds_core.config.core import CORE_KEYS as CORE_KEYS
+    from ds_core.config.core import Batch as Batch
     from ds_core.config.core import CoreConfig as CoreConfig
-    from ds_core.config.redaction import REDACTED as REDACTED
-    from ds_core.config.redaction import is_secret_name as is_secret_name
-    from ds_core.config.redaction import redact as redact
-    from ds_core.config.run import RunConfig as RunConfig
+    from ds_core.config.core import resolve_batch as resolve_batch
     from ds_core.config.section import Section as Section
     from ds_core.config.section import not_built as not_built
     from ds_core.config.section import option as option
     from ds_core.config.section import secret as secret
-    from ds_core.config.source import (
-        ConfigSource as ConfigSource,
-    )
-    from ds_core.config.source import (
-        Pairs as Pairs,
-    )
-    from ds_core.config.source import (
-        Unreadable as Unreadable,
-    )
-    from ds_core.config.source import (
-        read_config as read_config,
-    )
-    from ds_core.config.source import (
-        to_pairs as to_pairs,
-    )
-    from ds_core.config.translate import translate_errors as translate_errors
+    from ds_core.config.source import ConfigSource as ConfigSource
+    from ds_core.config.source import Pairs as Pairs
+    from ds_core.config.source import Unreadable as Unreadable
+    from ds_core.config.source import read_config as read_config
+    from ds_core.config.source import to_pairs as to_pairs
 
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
-        "batch": "Batch resolve_batch with_micro_batch_size with_train_batch_size",
-        "build": "build_config plugin_settings",
-        "core": "CORE_KEYS CoreConfig",
-        "redaction": "REDACTED is_secret_name redact",
-        "run": "RunConfig",
+        "build": "RunConfig build_config plugin_settings",
+        "core": "CORE_KEYS Batch CoreConfig resolve_batch",
         "section": "Section not_built option secret",
         "source": "ConfigSource Pairs Unreadable read_config to_pairs",
-        "translate": "translate_errors",
     },
 )

@@ -2,28 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig, cross_problems
-from ds_core.config.redaction import scrub
-from ds_core.config.run import RunConfig
-from ds_core.config.section import WITHOUT_EFFECT, Section, marks, names_of, old_names, union_members
+from ds_core.config.core import CORE_KEYS, CORE_OWNER, CoreConfig, PluginsConfig, cross_problems
+from ds_core.config.section import WITHOUT_EFFECT, Section, marks, names_of, old_names
 from ds_core.config.source import ConfigSource, read_config
-from ds_core.errors import ConfigError, Problem, join, nearest, path_text
+from ds_core.errors import ConfigError, Problem, join
 
 if TYPE_CHECKING:
-    from ds_core.config.keys import Place
     from ds_core.plugins import PluginSettings
 
-__all__ = ["build_config", "CORE_OWNER", "Models", "notes_on", "plugin_settings"]
-
-CORE_OWNER = "ds-core"
+__all__ = ["build_config", "Models", "notes_on", "plugin_settings", "RunConfig"]
 
 Models = Mapping[str, tuple[type[BaseModel], str]]
 """Section name -> its model and its owner ("ds-zero 0.1.0")."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunConfig:
+    """A checked config, handed to everything that runs.
+
+    core: the core's keys. sections: the plugins' sections that the config names. origin: where it came from.
+    raw: the data as given; it may hold secrets, so show `redacted()` instead. notes: see `notes_on`.
+    """
+
+    core: CoreConfig
+    sections: Mapping[str, BaseModel]
+    origin: str
+    raw: dict[str, Any]
+    notes: tuple[Problem, ...] = ()
+
+    def section(self, name: str) -> BaseModel | None:
+        """The parsed section of a plugin; None when the config does not name it."""
+        return self.sections.get(name)
+
+    def redacted(self) -> dict[str, Any]:
+        """The config as given with every secret replaced by ``***``: fit for logs and checkpoints."""
+        from ds_core.config.redaction import redact
+
+        shown: dict[str, Any] = redact(self.raw, self._marked_secret())
+        return shown
+
+    def fingerprint_items(self) -> dict[str, str]:
+        """Dotted key -> canonical JSON of its value, secrets as hashes; equal on two ranks if the configs are."""
+        from ds_core.config.redaction import redact
+
+        return dict(sorted(_flat(redact(self.raw, self._marked_secret(), hide=_digest), "")))
+
+    def _marked_secret(self) -> frozenset[str]:
+        from ds_core.config.keys import secret_names
+
+        return secret_names([type(self.core), *map(type, self.sections.values())])
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(self.sections)) or "none"
+        return f"RunConfig(origin={self.origin!r}, sections: {names})"
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, join(path, key))
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _flat(item, join(path, index))
+    else:  # 5e8 and 500000000 are one number
+        yield path, json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _digest(value: Any) -> str:
+    import hashlib
+
+    text = json.dumps(dict(_flat(value, "")), sort_keys=True)
+    return f"hidden:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def plugin_settings(source: ConfigSource) -> PluginSettings:
@@ -33,202 +89,104 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
     """
     from ds_core.plugins import PluginSettings
 
-    given = source.raw.get("plugins", {})
-    try:
-        parsed = PluginsConfig.model_validate(given)
-    except ValidationError as error:
-        from ds_core.config.translate import translate_errors
-
-        problems = translate_errors(error, PluginsConfig, "plugins", owner=CORE_OWNER, data=given)
-        raise ConfigError(problems, source.origin) from None
+    problems: list[Problem] = []
+    parsed = _parsed(PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE_OWNER, {}, problems)
+    if problems:
+        raise ConfigError(problems, source.origin)
     return PluginSettings(tuple(parsed.require), tuple(parsed.disable), tuple(parsed.load), dict(parsed.prefer))
 
 
 def build_config(
-    source: Any, models: Models, installed: Iterable[str] = (), disabled: Mapping[str, str] | None = None
+    source: Any, models: Models, installed: Collection[str] = (), disabled: Mapping[str, str] | None = None
 ) -> RunConfig:
     """Check everything and build the frozen config.
 
     source: a `ConfigSource`, or anything `read_config` takes. models: of the loaded sections.
     installed: section names that enabled plugins claim (for suggestions). disabled: section -> why it is off.
-    Raises ConfigError with every problem of the core and of all sections.
+    Raises ConfigError with every problem of the core and of all sections, in the order of the file.
     """
     source = read_config(source)
-    builder = _Builder(source.raw, models, frozenset(installed), disabled or {})
-    core, sections, problems = builder.build()
-    if problems or core is None:
-        raise ConfigError(problems, source.origin)
-    notes = [*notes_on(core, source.raw)]
+    problems: list[Problem] = []
+    own = {name: value for name, value in source.raw.items() if name in CORE_KEYS}
+    core = _parsed(CoreConfig, own, "", CORE_OWNER, models, problems)
+    sections: dict[str, BaseModel] = {}
+    for name, value in source.raw.items():
+        if name in CORE_KEYS:
+            continue
+        if name in models:
+            sections[name] = _parsed(models[name][0], value, name, models[name][1], models, problems)
+        else:
+            from ds_core.config.unknown import without_model
+
+            problems += without_model(name, value, models, installed, disabled or {})
+    if core is not None:
+        problems += cross_problems(core, source.raw)
+    if autos := _leftover_autos(source.raw, models):
+        mend = "write a value, or leave the key out for its default"
+        problems = [Problem(", ".join(autos), _AUTO, mend), *(p for p in problems if p.path not in autos)]
+    if problems:
+        first: dict[str, Problem] = {}
+        for problem in problems:  # the first word on a key is the most exact one
+            first.setdefault(problem.path, problem)
+        raise ConfigError(first.values(), source.origin)
+    notes = [*notes_on(core, own)]
     for name, section in sections.items():
         notes += notes_on(section, source.raw[name], name)
     return RunConfig(core, sections, source.origin, source.raw, tuple(notes))
 
 
-class _Builder:
-    """One pass over the raw data; collects problems in the order of the file."""
+def _parsed(model: type[BaseModel], value: Any, path: str, owner: str, models: Models, problems: list[Problem]) -> Any:
+    """The parsed section; None where something is wrong, which is added to `problems`."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        from ds_core.config.translate import translate_errors
+        from ds_core.config.unknown import places
 
-    def __init__(
-        self, raw: dict[str, Any], models: Models, installed: frozenset[str], disabled: Mapping[str, str]
-    ) -> None:
-        self.raw, self.models, self.installed, self.disabled = raw, models, installed, disabled
-        self.problems: list[Problem] = []
+        problems += translate_errors(error, model, path, owner=owner, data=value, elsewhere=places(models))
+    except RecursionError:
+        problems.append(Problem(path, "is nested too deeply"))
+    except Exception as error:  # a validator of a plugin that raises what pydantic does not catch
+        from ds_core.config.keys import secret_names
+        from ds_core.config.redaction import scrub, secrets_in
 
-    def build(self) -> tuple[CoreConfig | None, dict[str, BaseModel], list[Problem]]:
-        own = {k: v for k, v in self.raw.items() if k in CORE_KEYS}
-        core = self._parse(CoreConfig, own, "", CORE_OWNER)
-        sections = {}
-        for name, value in self.raw.items():
-            if name in CORE_KEYS:
-                continue
-            if name not in self.models:
-                self.problems += self._without_model(name, value)
-                continue
-            model, owner = self.models[name]
-            parsed = self._parse(model, value, name, owner)
-            if parsed is not None:
-                sections[name] = parsed
-        self.problems += cross_problems(self.raw)
-        return core, sections, self._unique()
-
-    def _parse(self, model: type[Any], value: Any, path: str, owner: str) -> Any:
-        """The parsed section; None with problems noted."""
-        self.problems += _leftover_autos(model, value, path)
-        try:
-            return model.model_validate(value)
-        except ValidationError as error:
-            from ds_core.config.translate import translate_errors
-
-            self.problems += translate_errors(
-                error, model, path, owner=owner, data=value, elsewhere=_Elsewhere(self.models)
-            )
-        except RecursionError:
-            self.problems.append(Problem(path, "is nested too deeply"))
-        except Exception as error:  # a validator of a plugin that raises what pydantic does not catch
-            from ds_core.config.translate import secret_strings
-
-            text = scrub(str(error), secret_strings(value, model))
-            self.problems.append(Problem(path, f"{owner} failed to check this section: {type(error).__name__}: {text}"))
-        return None
-
-    def _without_model(self, name: str, value: Any) -> list[Problem]:
-        """What to say of a key that is neither the core's nor a loaded section."""
-        if name in self.disabled:
-            why = f"the plugin that owns this section is disabled: {self.disabled[name]}"
-            return [Problem(name, why, "enable it, or remove the section")]
-        from ds_core.catalogue import documented, missing
-
-        if name in documented():
-            from ds_core.config.documented import is_off, misspelt_keys
-
-            if is_off(name, value):
-                return [*misspelt_keys(name, value)] if value else []
-            off = "remove it, or switch it off"
-            if (reason := documented()[name].get("why")) is not None:
-                return [Problem(name, f"this key is documented but not offered: {reason}", off)]
-            return [missing("sections", name, path=name, instead=off)]
-        if name in self.installed:
-            why = "the plugin that claims this section gives no model for it (ds_config)"
-            return [Problem(name, why, "repair or uninstall the plugin")]
-        return [self._unknown(name, value)]
-
-    def _unknown(self, name: str, value: Any) -> Problem:
-        from ds_core.catalogue import documented
-        from ds_core.config.translate import show_unknown
-
-        message = f"unknown key {name!r} (its value is {show_unknown(name, value)})"
-        inside = _Elsewhere(self.models).get(name)
-        if inside:
-            return Problem(name, message, f"{name!r} belongs at {inside!r}")
-        close = nearest(name, {*CORE_KEYS, *self.models, *self.installed, *documented()})
-        if close is None:
-            return Problem(name, message, "no key of ds-core, of an installed plugin or of the documents is like it")
-        return Problem(name, message, f"did you mean {close!r} ({self._owner(close)})?")
-
-    def _owner(self, name: str) -> str:
-        from ds_core.catalogue import documented, offered_by
-
-        if name in CORE_KEYS:
-            return CORE_OWNER
-        if name in self.models:
-            return self.models[name][1]
-        if name in self.installed:
-            return documented()[name]["owner"] if name in documented() else "an installed plugin"
-        state = "not built yet" if offered_by("sections", name) is None else "not installed"
-        return f"{documented()[name]['owner']}, {state}"
-
-    def _unique(self) -> list[Problem]:
-        found: dict[str, Problem] = {}
-        for problem in self.problems:  # the first word on a key is the most exact one
-            found.setdefault(problem.path, problem)
-        if not found:
-            return []
-        from ds_core.config.translate import join_autos
-
-        return join_autos(found.values())
+        text = scrub(str(error), secrets_in(value, secret_names([model])))
+        problems.append(Problem(path, f"{owner} failed to check this section: {type(error).__name__}: {text}"))
+    return None
 
 
-class _Elsewhere(Mapping[str, str]):
-    """Key -> the one place where a key of this name is known; computed only when something is misplaced."""
+# -- "auto" that nobody filled in ------------------------------------------------------------------------------------
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._found: dict[str, str] | None = None
-
-    def _index(self) -> dict[str, str]:
-        if self._found is None:
-            from ds_core.catalogue import documented
-            from ds_core.config.keys import iter_keys
-
-            places: dict[str, set[str]] = {}
-            trees = [("", CoreConfig), *((n, m) for n, (m, _) in self._models.items())]
-            for prefix, model in trees:
-                for key in iter_keys(model, prefix, ""):
-                    if "*" not in key.path and "[]" not in key.path:
-                        places.setdefault(key.path.rpartition(".")[2], set()).add(key.path)
-            for name in (*documented(), *self._models):
-                places.setdefault(name, set()).add(name)
-            self._found = {n: next(iter(p)) for n, p in places.items() if len(p) == 1}
-        return self._found
-
-    def __getitem__(self, name: str) -> str:
-        return self._index()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index())
-
-    def __len__(self) -> int:
-        return len(self._index())
+_AUTO = (
+    '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that before the '
+    "config gets here"
+)
 
 
-def _leftover_autos(model: type[BaseModel], value: Any, root: str) -> Iterator[Problem]:
-    """Every "auto" that its field does not itself accept."""
+def _leftover_autos(raw: dict[str, Any], models: Models) -> list[str]:
+    """The path of every "auto" that stands under no key that accepts it."""
+    found = [row for row in _autos(raw, "", ()) if row[1][0] in CORE_KEYS or row[1][0] in models]
+    if found:
+        from ds_core.config.keys import names_taking_auto
 
-    def walk(item: Any, keys: tuple[str | int, ...]) -> Iterator[Problem]:
-        if item == "auto" and isinstance(item, str):
-            from ds_core.config.keys import reach
-            from ds_core.config.translate import auto_problem
-
-            if not any(map(_accepts_auto, reach(model, keys))):
-                yield auto_problem(path_text(keys, root) or join("", root))
-        elif isinstance(item, dict):
-            for key, inner in item.items():
-                yield from walk(inner, (*keys, key))
-        elif isinstance(item, list):
-            for index, inner in enumerate(item):
-                yield from walk(inner, (*keys, index))
-
-    yield from walk(value, ())
+        taking = names_taking_auto({name: model for name, (model, _) in models.items()})
+        found = [row for row in found if taking.isdisjoint(row[1])]
+    return [path for path, _ in found]
 
 
-def _accepts_auto(place: Place) -> bool:
-    from ds_core.config.keys import bare
+def _autos(value: Any, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The path of every "auto" below `value`, and the keys on the way to it."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _autos(item, join(path, key), (*keys, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _autos(item, join(path, index), keys)
+    elif value == "auto":
+        yield path, keys
 
-    if place.field is not None and place.field.get_default(call_default_factory=False) == "auto":
-        return True
-    return any(get_origin(m) is Literal and "auto" in get_args(m) for m in map(bare, union_members(bare(place.hint))))
 
-
-# -- notes ------------------------------------------------------------------------------------------------------------
+# -- notes -----------------------------------------------------------------------------------------------------------
 
 
 def notes_on(parsed: Any, given: Any, path: str = "") -> Iterator[Problem]:
@@ -245,8 +203,7 @@ def notes_on(parsed: Any, given: Any, path: str = "") -> Iterator[Problem]:
         for key, item in parsed.items():
             yield from notes_on(item, given.get(key), join(path, key))
     elif isinstance(parsed, BaseModel):
-        raw: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-        yield from _on_fields(parsed, raw, path)
+        yield from _on_fields(parsed, given if isinstance(given, Mapping) else {}, path)
         for key, said in parsed.remarks(given) if isinstance(parsed, Section) else ():
             yield Problem(join(path, key) if key else path, said)
 

@@ -1,58 +1,57 @@
 """The core's own keys: batch, precision, reduction, logging, plugins (config.md sections 1-3, 15, 16).
 
-Every key has an effect in the core; one that is documented but not built yet is refused when switched on.
+Every key has an effect in the core; one that is documented but not built yet is refused when switched on. Then the
+rules between keys, and the sizes that the three batch keys stand for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ds_core.config.section import Section, not_built, option
-from ds_core.errors import Problem
+from ds_core.config.section import Clash, Section, not_built, option
+from ds_core.errors import ConfigError, Problem
 
 __all__ = [
     "BF16",
+    "Batch",
     "CORE_KEYS",
+    "CORE_OWNER",
+    "complete",
     "CoreConfig",
     "cross_problems",
     "DataTypes",
     "FP16",
     "OptimizerConfig",
     "PluginsConfig",
+    "resolve_batch",
     "SchedulerConfig",
     "TorchAutocast",
+    "with_micro_batch_size",
+    "with_train_batch_size",
 ]
 
-_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-_LOW = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-LOSS_SCALE_KEYS = (
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-)
+CORE_OWNER = "ds-core"
 
 
-def _spelling(table: dict[str, str]) -> BeforeValidator:
-    def canonical(value: Any) -> Any:
-        return (
-            table.get(value.removeprefix("torch."), value.removeprefix("torch.")) if isinstance(value, str) else value
-        )
-
-    return BeforeValidator(canonical)
+def _text(change: Callable[[str], str]) -> BeforeValidator:
+    """Change a text before it is checked; other values are left for their own error."""
+    return BeforeValidator(lambda value: change(value) if isinstance(value, str) else value)
 
 
-def _word(style: Any) -> BeforeValidator:
-    return BeforeValidator(lambda value: style(value) if isinstance(value, str) else value)
+def _spelling(**names: str) -> BeforeValidator:
+    return _text(lambda value: names.get(value.removeprefix("torch."), value.removeprefix("torch.")))
 
 
-Dtype = Annotated[Literal["fp32", "fp16", "bf16"], _spelling(_DTYPES)]
-LowDtype = Annotated[Literal["bfloat16", "float16"], _spelling(_LOW)]
+Dtype = Annotated[
+    Literal["fp32", "fp16", "bf16"],
+    _spelling(float32="fp32", float="fp32", float16="fp16", half="fp16", bfloat16="bf16"),
+]
+LowDtype = Annotated[Literal["bfloat16", "float16"], _spelling(bf16="bfloat16", fp16="float16", half="float16")]
+_LOWER = _text(str.lower)
 
 
 class FP16(Section):
@@ -76,17 +75,14 @@ class FP16(Section):
         if self.clip is not None:
             yield "clip", "is deprecated and was read as 'gradient_clipping'; rename it"
         fixed = self.enabled and self.loss_scale
-        for key in LOSS_SCALE_KEYS[1:] if fixed else ():
+        dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+        for key in dynamic if fixed else ():
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
                 yield key, f"has no effect: loss_scale {self.loss_scale:g} is fixed"
 
 
 class BF16(Section):
     """Mixed precision in bfloat16; needs no loss scaling."""
-
-    misplaced: ClassVar[dict[str, str]] = dict.fromkeys(
-        LOSS_SCALE_KEYS, "bf16 needs no loss scaling: this key belongs to fp16"
-    )
 
     enabled: bool = option(False, "Train in bfloat16 with fp32 master weights.")
     immediate_grad_update: bool = option(False, "Add each gradient to an fp32 buffer as it is produced.")
@@ -170,12 +166,12 @@ class CoreConfig(Section):
     communication_data_type: Dtype | None = option(None, "Dtype in which gradients travel; null: the model's.")
     prescale_gradients: bool = option(False, "Divide gradients by the number of ranks before the sum.")
     gradient_predivide_factor: float = option(1.0, "Divide gradients by this before the sum, the rest after it.", gt=0)
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], _word(str.lower)] = option(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], _LOWER] = option(
         "mean", "Average gradients over the data-parallel ranks, or sum them."
     )
     disable_allgather: bool = option(False, "A legacy switch.", without_effect="the partitioner chooses the collective")
     # -- logging and diagnostics
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], _word(str.lower)] | None = option(
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], _LOWER] | None = option(
         None, "Level of the ds_core loggers; null leaves it."
     )
     vocabulary_size: int | None = option(None, "Warn when this is not a multiple of 8.", gt=0)
@@ -204,55 +200,106 @@ class CoreConfig(Section):
         """Take ``fp16.clip`` as ``gradient_clipping``; a value that is not a number is left for its own error."""
         inner = data.get("fp16") if isinstance(data, dict) else None
         clip = inner.get("clip") if isinstance(inner, dict) else None
-        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip < 0 or "gradient_clipping" in data:
+        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip < 0:
             return data
-        return {**data, "gradient_clipping": clip}
+        both = "gradient_clipping" in data
+        return {**data, "gradient_clipping": Clash("fp16.clip", "gradient_clipping") if both else clip}
 
 
 CORE_KEYS: frozenset[str] = frozenset(CoreConfig.model_fields) | {"bfloat16"}
 """Every top-level key that the core owns, deprecated spellings included."""
 
 
-# -- rules between keys, checked on the raw data so that they are found together with every other problem ------------
-
-
-def cross_problems(raw: dict[str, Any]) -> list[Problem]:
-    """The problems between sections of the core; values of a wrong type are left to their own errors."""
-    bf16 = "bf16" if "bf16" in raw or "bfloat16" not in raw else "bfloat16"
-    on = [name for name in ("fp16", bf16, "amp") if _get(raw, name, "enabled") is True]
-    problems = []
-    if len(on) > 1:
-        why = f"{' and '.join(on)} are switched on together, and exclude each other"
-        problems.append(Problem(f"{on[1]}.enabled", why, f"keep one of {', '.join(on)}"))
-    problems += _param_dtype(raw, on[0] if on else None)
-    if raw.get("prescale_gradients") is True and raw.get("gradient_predivide_factor", 1) != 1:
+def cross_problems(core: CoreConfig, raw: dict[str, Any]) -> Iterator[Problem]:
+    """What is wrong between keys of the core. raw: tells by which of its names a key was given."""
+    mode = "fp16" if core.fp16.enabled else "bf16" if core.bf16.enabled else "fp32"
+    if core.fp16.enabled and core.bf16.enabled:
+        bf16 = "bfloat16" if "bfloat16" in raw else "bf16"
+        why = f"fp16 and {bf16} are switched on together, and exclude each other"
+        yield Problem(f"{bf16}.enabled", why, "keep one of them")
+    elif (given := core.data_types.param_dtype) not in (None, mode):
+        mend = f"set it to {mode!r} or leave it out"
+        mend += "" if given == "fp32" else f', or set "{given}": {{"enabled": true}}'
+        yield Problem("data_types.param_dtype", f"{given!r} does not match the mode of the run, which is {mode}", mend)
+    if core.prescale_gradients and core.gradient_predivide_factor != 1:
         why = "has no effect when prescale_gradients divides by all ranks beforehand"
-        problems.append(Problem("gradient_predivide_factor", why, "leave one of the two out"))
-    if isinstance(raw.get("fp16"), dict) and raw["fp16"].get("clip") is not None and "gradient_clipping" in raw:
-        problems.append(
-            Problem(
-                "fp16.clip", "is the old name of gradient_clipping, and both are set", "keep gradient_clipping only"
-            )
-        )
-    return problems
+        yield Problem("gradient_predivide_factor", why, "leave one of the two out")
 
 
-def _param_dtype(raw: dict[str, Any], mode: str | None) -> list[Problem]:
-    given = _get(raw, "data_types", "param_dtype")
-    if not isinstance(given, str):
-        return []
-    given = given.removeprefix("torch.")
-    name = _DTYPES.get(given, given)
-    wanted = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16", None: "fp32"}.get(mode)
-    if wanted is None or name == wanted or name not in _DTYPES.values():
-        return []
-    mode_text = f"{mode} is switched on" if mode else "neither fp16 nor bf16 is switched on"
-    mend = f"set it to {wanted!r} or leave it out" + (
-        "" if name == "fp32" else f', or set "{name}": {{"enabled": true}}'
+# -- the batch triple: train = micro x accumulation x data-parallel ranks (api.md 2.1, exactly) ----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sizes in samples. train: per optimizer update over all ranks. micro: per rank and forward. gas: micro-batches."""
+
+    train: int
+    micro: int
+    gas: int
+
+
+def complete(train: int | None, micro: int | None, gas: int | None, dp_world: int) -> tuple[int, int, int]:
+    """Fill in what was not given, by floor division; the result may still be inconsistent.
+
+    Raises ConfigError when neither the train nor the micro batch size is given.
+    """
+    if train is not None and micro is not None:
+        return train, micro, (train // micro) // dp_world if gas is None else gas
+    steps = gas or 1
+    if train is not None:
+        return train, (train // dp_world) // steps, steps
+    if micro is not None:
+        return micro * steps * dp_world, micro, steps
+    had = "nothing" if gas is None else f"only gradient_accumulation_steps {gas}"
+    mend = "set train_batch_size (samples per update over all ranks) or train_micro_batch_size_per_gpu"
+    raise ConfigError([Problem("train_batch_size", f"a batch size is needed, and {had} is given", mend)])
+
+
+def resolve_batch(core: CoreConfig, dp_world: int) -> Batch:
+    """The three sizes of a run on `dp_world` data-parallel ranks.
+
+    Raises ConfigError naming all four numbers when they do not multiply out.
+    """
+    given = (core.train_batch_size, core.train_micro_batch_size_per_gpu, core.gradient_accumulation_steps)
+    train, micro, gas = complete(*given, dp_world)
+    if min(train, micro, gas) > 0 and train == micro * gas * dp_world:
+        return Batch(train, micro, gas)
+    problem = Problem(
+        "train_batch_size",
+        f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {gas}"
+        f" x {dp_world} data-parallel ranks (= {micro * gas * dp_world})",
+        _mend(*given, dp_world),
     )
-    return [Problem("data_types.param_dtype", f"{given!r} does not match the mode of the run: {mode_text}", mend)]
+    raise ConfigError([problem])
 
 
-def _get(raw: dict[str, Any], section: str, key: str) -> Any:
-    inner = raw.get(section)
-    return inner.get(key) if isinstance(inner, dict) else None
+def _mend(train: int | None, micro: int | None, gas: int | None, dp_world: int) -> str:
+    if train is None:  # cannot be wrong: it is computed
+        return ""
+    unit = (micro or 1) * (gas or 1) * dp_world
+    if micro is not None and gas is not None:
+        return f"set train_batch_size to {unit}, or leave it out"
+    below, above = train // unit * unit, (train // unit + 1) * unit
+    near = f"{below} or {above}" if below else str(above)
+    return f"train_batch_size must be a multiple of {unit}: use {near}"
+
+
+def with_train_batch_size(batch: Batch, train: int, dp_world: int) -> Batch:
+    """The batch with another train size: micro stays, accumulation follows.
+
+    Raises ValueError unless `train` is a positive multiple of micro x `dp_world`.
+    """
+    unit = batch.micro * dp_world
+    if isinstance(train, bool) or not isinstance(train, int) or train <= 0 or train % unit:
+        raise ValueError(
+            f"train batch size {train!r} must be a positive multiple of micro batch size {batch.micro}"
+            f" x {dp_world} data-parallel ranks = {unit}"
+        )
+    return Batch(train, batch.micro, train // unit)
+
+
+def with_micro_batch_size(batch: Batch, micro: int, dp_world: int) -> Batch:
+    """The batch with another micro size: accumulation stays, train follows. Raises ValueError unless `micro` > 0."""
+    if isinstance(micro, bool) or not isinstance(micro, int) or micro <= 0:
+        raise ValueError(f"micro batch size {micro!r} must be a whole number > 0")
+    return Batch(micro * batch.gas * dp_world, micro, batch.gas)

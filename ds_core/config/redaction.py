@@ -1,12 +1,15 @@
-"""Keeping secrets out of sight: which key names are secret, and plain data with the secrets replaced."""
+"""Keeping secrets out of sight: which keys are secret, data and texts without them, and how messages show a value."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-__all__ = ["REDACTED", "is_secret_name", "redact", "scrub"]
+from ds_core.errors import nearest
+
+__all__ = ["REDACTED", "is_secret_name", "redact", "scrub", "secrets_in", "show", "show_unknown"]
 
 REDACTED = "***"
 
@@ -17,6 +20,8 @@ _KEY_OF = {"api", "private", "access", "secret", "account", "signing", "encrypti
 _TOKEN_OF = {"api", "access", "auth", "hf", "refresh", "session", "bearer", "id", "security"}
 # Words of language models, not of log-ins: max_token, pad_token, ...
 _TEXT_TOKEN = {"max", "min", "num", "pad", "eos", "bos", "unk", "sep", "mask", "cls", "per", "special", "image", "new"}
+# What an unknown key is compared with.
+_SECRETS = ("api_key", "access_key", "private_key", "password", "secret", "authorization", "credential", "auth_token")
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s@\"']+@")
 
 
@@ -37,16 +42,35 @@ def is_secret_name(name: str) -> bool:
     return last in _ALONE or bool(_ANYWHERE & set(parts[:-1]) and last not in ("enabled", "type", "required"))
 
 
-def redact(value: Any) -> Any:
+def redact(value: Any, marked: Collection[str] = (), hide: Callable[[Any], str] = lambda _: REDACTED) -> Any:
     """A copy of plain data in which every value under a secret name is ``***``, at any depth.
 
-    A secret key whose value is null stays null: it hides nothing. Log-ins inside URLs are hidden too.
+    marked: more names that are secret. hide: what stands for a secret. A secret key whose value is null stays null: it
+    hides nothing. Log-ins inside URLs are hidden too.
     """
     if isinstance(value, dict):
-        return {k: REDACTED if v is not None and is_secret_name(str(k)) else redact(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(redact(v) for v in value) if type(value) in (list, tuple) else value
+        return {
+            k: hide(v) if v is not None and (k in marked or is_secret_name(str(k))) else redact(v, marked, hide)
+            for k, v in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(redact(v, marked, hide) for v in value)
     return _URL_LOGIN.sub(rf"\1{REDACTED}@", value) if type(value) is str and "://" in value else value
+
+
+def secrets_in(data: Any, marked: Collection[str] = ()) -> set[str]:
+    """Every text below `data` that stands under a secret key: what no message may contain."""
+    found: set[str] = set()
+
+    def collect(value: Any) -> str:
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+            collect(item)
+        if not isinstance(value, (dict, list, tuple, bool, type(None))):
+            found.add(str(value))
+        return REDACTED
+
+    redact(data, marked, collect)
+    return found
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
@@ -55,3 +79,19 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
         if len(item) > 2:  # shorter ones would blot out ordinary words
             text = text.replace(item, REDACTED)
     return text
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """A value as JSON, secrets redacted, cut to `limit` characters."""
+    try:
+        text = json.dumps(redact(value), ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = type(value).__name__
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def show_unknown(key: str, value: Any, close: str | None = None) -> str:
+    """The value of an unknown key, unless the key looks like a secret's, or like the misspelt name of one."""
+    secret = is_secret_name(key) or (close is not None and is_secret_name(close)) or nearest(key, _SECRETS) is not None
+    return REDACTED if secret and value is not None else show(value)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AliasChoices,
@@ -29,9 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from ds_core.config.redaction import REDACTED, is_secret_name, redact
-
-__all__ = ["Section", "names_of", "not_built", "old_names", "option", "secret", "union_members"]
+__all__ = ["Clash", "Section", "is_secret", "names_of", "not_built", "old_names", "option", "secret", "union_members"]
 
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
@@ -93,10 +91,11 @@ def marks(field: FieldInfo) -> Mapping[str, Any]:
 
 def is_secret(name: str, field: FieldInfo | None) -> bool:
     """Whether a key is secret, by its mark, its type (`SecretStr`) or its name."""
-    if field is None:
+    from ds_core.config.redaction import is_secret_name
+
+    if field is None or is_secret_name(name):
         return is_secret_name(name)
-    typed = {SecretStr, SecretBytes} & set(union_members(field.annotation))
-    return bool(marks(field).get(SECRET) or typed) or is_secret_name(name)
+    return bool(marks(field).get(SECRET) or {SecretStr, SecretBytes} & set(union_members(field.annotation)))
 
 
 def old_names(field: FieldInfo) -> tuple[str, ...]:
@@ -118,7 +117,7 @@ def union_members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-class _Clash:
+class Clash:
     """Stands in for the value of a key whose old and new spelling are both set."""
 
     def __init__(self, old: str, new: str) -> None:
@@ -126,10 +125,7 @@ class _Clash:
 
 
 class Section(BaseModel):
-    """Base of every section, the core's and the plugins'. Give every field a `description` with its unit.
-
-    misplaced: keys that users often put here by mistake, each with the sentence that says where it belongs.
-    """
+    """Base of every section, the core's and the plugins'. Give every field a `description` with its unit."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -141,7 +137,6 @@ class Section(BaseModel):
         hide_input_in_errors=True,
         protected_namespaces=(),
     )
-    misplaced: ClassVar[Mapping[str, str]] = {}
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """(key, sentence) for each key that has no effect with these values, or is deprecated.
@@ -165,13 +160,13 @@ class Section(BaseModel):
             taken = [n for n in names_of(new, cls.model_fields[new]) if n in moved]
             for name in taken:
                 del moved[name]
-            moved[new] = _Clash(old, taken[0]) if taken else value
+            moved[new] = Clash(old, taken[0]) if taken else value
         return moved
 
     @field_validator("*", mode="wrap")
     @classmethod
     def _prepare(cls, value: Any, handler: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, _Clash):
+        if isinstance(value, Clash):
             raise PydanticCustomError(
                 "ds_clash", "{old} is the old name of {new}, and both are set", {"old": value.old, "new": value.new}
             )
@@ -186,6 +181,8 @@ class Section(BaseModel):
         return result
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        from ds_core.config.redaction import REDACTED, redact
+
         for name, value in super().__repr_args__():
             hidden = name is not None and value is not None and is_secret(name, type(self).model_fields.get(name))
             yield name, REDACTED if hidden else redact(value)

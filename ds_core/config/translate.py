@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,21 +13,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ds_core.config.keys import MISSING, Place, bare, known_names, locate
-from ds_core.config.redaction import REDACTED, is_secret_name, redact, scrub
-from ds_core.config.section import Section, union_members
+from ds_core.config.keys import MISSING, Place, bare, known_names, locate, secret_names
+from ds_core.config.redaction import REDACTED, scrub, secrets_in, show
+from ds_core.config.section import union_members
+from ds_core.config.unknown import unknown_key
 from ds_core.errors import Problem, join, nearest, path_text
 
-__all__ = [
-    "auto_problem",
-    "describe",
-    "join_autos",
-    "secret_strings",
-    "show",
-    "show_unknown",
-    "translate_errors",
-    "unknown_key",
-]
+__all__ = ["describe", "translate_errors"]
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 _LENGTHS = {"min_length": "at least", "max_length": "at most"}
@@ -50,48 +41,39 @@ def translate_errors(
     spelling that was used and unions are understood. elsewhere: key -> the path where it belongs, for keys that
     stand in the wrong place.
     """
-    rows: list[tuple[Problem, Place]] = []
-    hidden = secret_strings(data, model)
+    rows = []
+    hidden = secrets_in(data, secret_names([model]))
     for item in error.errors(include_url=False):
         kind, loc = item["type"], item["loc"]
         if kind == "missing" and loc and isinstance(loc[-1], int):  # a list that is too short for its tuple
             kind, loc = "too_short", loc[:-1]
         place = locate(model, loc, data)
-        item["type"] = kind
-        problem = _problem(item, place, path, owner, elsewhere or {})
-        problem = Problem(problem.path, scrub(problem.message, hidden), scrub(problem.mend, hidden))
-        rows.append((problem, place))
-    return _best_of_unions(rows)
-
-
-def _best_of_unions(rows: list[tuple[Problem, Place]]) -> list[Problem]:
-    """One problem per key; where a member of a union was entered, only what is wrong inside it."""
+        problem = _problem(kind, item, place, path, owner, elsewhere or {})
+        rows.append((Problem(problem.path, scrub(problem.message, hidden), scrub(problem.mend, hidden)), place))
+    # One problem per key; where a member of a union was entered, only what is wrong inside it.
     found: dict[str, Problem] = {}
     entered = {tuple(p.keys[: p.union]) for _, p in rows if p.union is not None and len(p.keys) > p.union}
     for problem, place in rows:
-        if place.union is not None and len(place.keys) == place.union and tuple(place.keys) in entered:
-            continue
-        found.setdefault(problem.path, problem)
+        if len(place.keys) != place.union or tuple(place.keys) not in entered:
+            found.setdefault(problem.path, problem)
     return list(found.values())
 
 
-def _problem(item: Mapping[str, Any], place: Place, root: str, owner: str, elsewhere: Mapping[str, str]) -> Problem:
-    kind, ctx = item["type"], item.get("ctx") or {}
+def _problem(
+    kind: str, item: Mapping[str, Any], place: Place, root: str, owner: str, elsewhere: Mapping[str, str]
+) -> Problem:
+    ctx = item.get("ctx") or {}
     value = item["input"] if place.given is MISSING or kind == "missing" else place.given
-    where = path_text(place.keys, root)
+    where, section = path_text(place.keys, root), path_text(place.keys[:-1], root)
     if kind == "extra_forbidden" and place.parent is not None:
-        return unknown_key(
-            where, str(place.keys[-1]), value, place.parent, path_text(place.keys[:-1], root), owner, elsewhere
-        )
-    if value == "auto" and kind != "missing":
-        return auto_problem(where)
+        key = str(place.keys[-1])
+        return unknown_key(section, key, value, known_names(place.parent), owner, elsewhere.get(key))
     shown = REDACTED if place.secret and value is not None else show(value)
     if kind == "missing":
         return Problem(where, f"is required and missing; it must be {describe(place.hint)}")
     if kind == "ds_clash":
-        new = join(path_text(place.keys[:-1], root), str(ctx["new"]))
-        old = join(path_text(place.keys[:-1], root), str(ctx["old"]))
-        return Problem(old, f"is the old name of {new}, and both are set", f"keep {new} only")
+        new = join(section, ctx["new"])
+        return Problem(join(section, ctx["old"]), f"is the old name of {new}, and both are set", f"keep {new} only")
     if kind == "ds_not_built":
         return Problem(where, f"{shown} is documented but not built yet ({ctx['why']})", "leave the key out")
     if kind in _OWN_WORDS:
@@ -203,92 +185,3 @@ def _bounds(extras: Iterable[Any], said: str) -> str:
         if getattr(extra, "pattern", None) is not None:
             words.append(f"that matches {extra.pattern}")
     return " and ".join(words)
-
-
-# -- unknown keys -----------------------------------------------------------------------------------------------------
-
-
-def unknown_key(
-    where: str, key: str, value: Any, parent: type[BaseModel], section: str, owner: str, elsewhere: Mapping[str, str]
-) -> Problem:
-    """The problem of a key that its section does not have."""
-    names = list(known_names(parent))
-    close = nearest(key, names)
-    of_owner = f" ({owner})" if owner else ""
-    message = f"unknown key {key!r} (its value is {show_unknown(key, value, close)})"
-    misplaced = parent.misplaced if inspect.isclass(parent) and issubclass(parent, Section) else {}
-    if key in misplaced:
-        return Problem(where, message, misplaced[key])
-    if key in elsewhere and elsewhere[key] != where:
-        return Problem(where, message, f"{key!r} belongs at {elsewhere[key]!r}")
-    if close:
-        return Problem(where, message, f"did you mean {join(section, close)!r}{of_owner}?")
-    listed = ", ".join(sorted(names)[:20]) + (", ..." if len(names) > 20 else "")
-    return Problem(
-        where, message, f"{section or 'the config'}{of_owner} takes {listed}" if names else "it takes no keys"
-    )
-
-
-def show_unknown(key: str, value: Any, close: str | None = None) -> str:
-    """The value of an unknown key, unless the key looks like a secret's, or like the misspelt name of one."""
-    secret = is_secret_name(key) or (close is not None and is_secret_name(close)) or nearest(key, _SECRETS) is not None
-    return REDACTED if secret and value is not None else show(value)
-
-
-_SECRETS = ("api_key", "access_key", "private_key", "password", "secret", "authorization", "credential", "auth_token")
-
-
-_AUTO = (
-    '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that before the '
-    "config gets here"
-)
-
-
-def auto_problem(where: str) -> Problem:
-    """The problem of a leftover "auto"."""
-    return Problem(where, _AUTO, "write a value, or leave the key out for its default")
-
-
-def join_autos(problems: Iterable[Problem]) -> list[Problem]:
-    """`problems` with every leftover "auto" in one, in the place of the first, that lists the keys."""
-    found = {p.path: p for p in problems}
-    autos = [path for path, p in found.items() if p.message == _AUTO]
-    if len(autos) < 2:
-        return list(found.values())
-    listed = Problem(", ".join(autos), _AUTO, "write values, or leave the keys out for their defaults")
-    return [listed if path == autos[0] else p for path, p in found.items() if path not in autos[1:]]
-
-
-# -- showing values ---------------------------------------------------------------------------------------------------
-
-
-def show(value: Any, limit: int = 60) -> str:
-    """A value as JSON, secrets redacted, cut to `limit` characters."""
-    try:
-        text = json.dumps(redact(value), ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = type(value).__name__
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= limit else text[: limit - 4] + " ..."
-
-
-def secret_strings(data: Any, model: type[BaseModel] | None = None) -> set[str]:
-    """Every text below `data` that stands under a secret key: what no message may contain."""
-    from ds_core.config.keys import is_secret_at
-
-    found: set[str] = set()
-
-    def walk(value: Any, keys: tuple[str | int, ...], hidden: bool) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                name = str(key)
-                mark = is_secret_at(model, {}, (*keys, name)) if model is not None and not hidden else False
-                walk(item, (*keys, name), hidden or mark or is_secret_name(name))
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                walk(item, (*keys, index), hidden)
-        elif hidden and value is not None and not isinstance(value, bool):
-            found.add(str(value))
-
-    walk(data, (), False)
-    return found

@@ -188,8 +188,8 @@ SINGLE: list[tuple[Any, str]] = [
     # exclusive sections
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
     ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16.enabled"),
-    ({"fp16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled"),
-    ({"bf16": {"enabled": True}, "amp": {"enabled": True}}, "amp.enabled"),
+    ({"fp16": {"enabled": True}, "amp": {"enabled": True}}, "amp"),
+    ({"bf16": {"enabled": True}, "amp": {"enabled": True}}, "amp"),
     ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
     ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "data_types.param_dtype"),
     ({"data_types": {"param_dtype": "fp16"}, "bf16": {"enabled": True}}, "data_types.param_dtype"),

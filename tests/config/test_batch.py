@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_core.config import Batch, CoreConfig, resolve_batch, with_micro_batch_size, with_train_batch_size
+from ds_core.config.core import Batch, CoreConfig, resolve_batch, with_micro_batch_size, with_train_batch_size
 from ds_core.errors import ConfigError
 
 SIZES = st.integers(1, 64)

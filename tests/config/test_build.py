@@ -17,13 +17,12 @@ from ds_core.config import (
     CORE_KEYS,
     Section,
     build_config,
-    is_secret_name,
     option,
     plugin_settings,
     read_config,
-    redact,
     secret,
 )
+from ds_core.config.redaction import is_secret_name, redact
 from ds_core.errors import ConfigError
 
 

@@ -39,7 +39,9 @@ def test_a_misspelt_key_of_a_section_that_is_off_is_named(config: dict[str, Any]
 
 
 def test_a_misspelt_secret_is_not_shown() -> None:
-    with pytest.raises(ConfigError, match=r"wandb.api_kye: unknown key 'api_kye' \(its value is \*\*\*\); wandb takes"):
+    with pytest.raises(
+        ConfigError, match=r"wandb.api_kye: unknown key 'api_kye' \(its value is \*\*\*\); wandb .* takes"
+    ):
         build_config({"wandb": {"enabled": False, "api_kye": "hunter2"}}, {})
 
 

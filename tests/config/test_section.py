@@ -12,7 +12,8 @@ import pytest
 from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError, field_validator
 
 from ds_core.compose import compose
-from ds_core.config import Section, build_config, not_built, option, secret, translate_errors
+from ds_core.config import Section, build_config, not_built, option, secret
+from ds_core.config.translate import translate_errors
 from ds_core.errors import ConfigError
 
 

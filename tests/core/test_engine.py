@@ -14,7 +14,7 @@ from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
-from ds_core.config.batch import Batch
+from ds_core.config import Batch
 from ds_core.errors import ConfigError, DSError, LossScaleError, UsageError
 from ds_core.precision import LossScaler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ds_core.config.batch import complete
+from ds_core.config.core import complete
 from ds_core.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
