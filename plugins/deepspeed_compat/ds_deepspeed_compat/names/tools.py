@@ -26,8 +26,8 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.profiling.config": {"DeepSpeedFlopsProfilerConfig": _PROFILER},
     "deepspeed.monitor.monitor": {
-        "MonitorMaster": differs("ds_core.monitor", "engine.monitor is one; made from the run's sections"),
-        "Monitor": "ds_core.monitor",
+        "MonitorMaster": differs("ds_core.telemetry", "engine.monitor is one; made from the run's sections"),
+        "Monitor": "ds_core.telemetry",
         "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
         "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
         "WandbMonitor CometMonitor": _MONITOR,
