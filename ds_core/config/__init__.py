@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ds_core.config.section import Section as Section
     from ds_core.config.section import not_built as not_built
     from ds_core.config.section import option as option
-    from ds_core.config.section import secret as secret
     from ds_core.config.source import ConfigSource as ConfigSource
     from ds_core.config.source import Pairs as Pairs
     from ds_core.config.source import Unreadable as Unreadable
@@ -34,7 +33,7 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "build": "RunConfig build_config plugin_settings",
         "core": "CORE_KEYS Batch CoreConfig resolve_batch",
-        "section": "Section not_built option secret",
+        "section": "Section not_built option",
         "source": "ConfigSource Pairs Unreadable read_config to_pairs",
     },
 )

@@ -7,7 +7,9 @@ set, text may name an `Enum` member or a `Path`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,7 +18,6 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -29,7 +30,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Clash", "Section", "is_secret", "names_of", "not_built", "old_names", "option", "secret", "union_members"]
+__all__ = ["Clash", "Section", "is_secret", "names_of", "not_built", "old_names", "option", "union_members"]
 
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
@@ -78,11 +79,6 @@ def not_built(default: Any, why: str, description: str = "", *, off: Sequence[An
     return option(default, description or f"Not built yet: {why}.", not_built=why, off=off, **field)
 
 
-def secret(default: Any, description: str, **field: Any) -> Any:
-    """A field whose value is never shown."""
-    return option(default, description, secret=True, **field)
-
-
 def marks(field: FieldInfo) -> Mapping[str, Any]:
     """The marks of a field (see the constants above); empty for an unmarked one."""
     extra = field.json_schema_extra
@@ -104,12 +100,8 @@ def old_names(field: FieldInfo) -> tuple[str, ...]:
 
 
 def names_of(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Every current spelling of a field: its name, then its aliases."""
-    found = [name]
-    for alias in (field.alias, field.validation_alias):
-        choices: Iterable[Any] = alias.choices if isinstance(alias, AliasChoices) else (alias,)
-        found += [c for c in choices if isinstance(c, str) and c not in found]
-    return tuple(found)
+    """Every current spelling of a field: its name, then its alias."""
+    return (name,) if field.alias in (None, name) else (name, field.alias)
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
@@ -231,16 +223,14 @@ def _fit_items(hint: Any, origin: Any, args: tuple[Any, ...], value: Sequence[An
     kind = origin or hint
     if not isinstance(kind, type):
         return value
-    if issubclass(kind, tuple):
-        hints = args if args and args[-1] is not Ellipsis else args[:1] * len(value)
-        padded = (*hints, *[Any] * (len(value) - len(hints)))
-        return tuple(fit(h, v) for h, v in zip(padded, value, strict=False))
+    if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
+        return tuple(map(fit, itertools.chain(args, itertools.repeat(Any)), value))
     items = [fit(args[0], v) for v in value] if args else list(value)
+    if issubclass(kind, tuple):
+        return tuple(items)
     if issubclass(kind, AbstractSet):
-        try:
-            return frozenset(items) if kind is not set else set(items)
-        except TypeError:  # unhashable items: the model's own error says what was expected
-            return value
+        with contextlib.suppress(TypeError):  # unhashable items: the model's own error says what was expected
+            return set(items) if kind is set else frozenset(items)
     return items
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import math
 import os
@@ -46,28 +47,21 @@ def read_config(source: Any) -> ConfigSource:
     if isinstance(source, ConfigSource):
         return source
     if isinstance(source, Mapping):
-        return _checked(source, "config dict")
+        return _checked("config dict", lambda: source)
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     if not isinstance(source, str):
-        raise ConfigError(
-            f"a config must be a dict, the path of a file or base64 text, not {type(source).__name__}", "config"
-        )
+        raise ConfigError(f"a config must be a dict, the path of a file or base64 text, not {type(source).__name__}")
     if not source.strip():
-        raise ConfigError("the config is an empty string; give a dict or the path of a file", "config")
+        raise ConfigError("the config is an empty string; give a dict or the path of a file")
     if os.path.exists(source):
-        return _read_file(source)
-    text = _base64_text(source)
-    if text is not None:
-        return _parsed(text, ".json", "base64 config")
-    raise ConfigError(_missing(source), "config")
-
-
-def _missing(source: str) -> str:
+        return _checked(_printable(source), lambda: _parse(_file_text(source), os.path.splitext(source)[1].lower()))
+    if (text := _base64_text(source)) is not None:
+        return _checked("base64 config", lambda: _parse(text, ".json"))
     if source.lstrip().startswith(("{", "[")):
-        return "this is the text of a config, not a path; parse it with json.loads, or write it to a file"
+        raise ConfigError("this is the text of a config, not a path; parse it with json.loads, or write it to a file")
     shown = source if len(source) <= 200 else source[:197] + "..."
-    return f"no such file: {_printable(shown)!r} (the current directory is {_printable(os.getcwd())!r})"
+    raise ConfigError(f"no such file: {_printable(shown)!r} (the current directory is {_printable(os.getcwd())!r})")
 
 
 def _base64_text(source: str) -> str | None:
@@ -79,52 +73,53 @@ def _base64_text(source: str) -> str | None:
     return text if text.lstrip().startswith("{") else None
 
 
-def _read_file(path: str) -> ConfigSource:
-    origin = _printable(path)
+def _file_text(path: str) -> str:
     if os.path.isdir(path):
-        raise ConfigError("this is a directory, not a config file; name the file in it", origin)
+        raise Unreadable("this is a directory, not a config file; name the file in it")
     try:
         with open(path, "rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", origin) from None
+        raise Unreadable(f"cannot be read: {error.strerror or error}") from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"the file is larger than {MAX_BYTES >> 20} MiB; is it a config?", origin)
+        raise Unreadable(f"the file is larger than {MAX_BYTES >> 20} MiB; is it a config?")
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        byte = data[error.start : error.start + 1].hex()
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"the file is not UTF-8: byte 0x{byte} at offset {error.start} (line {line}); save it as UTF-8", origin
-        ) from None
-    return _parsed(text, os.path.splitext(path)[1].lower(), origin)
+        at = f"byte 0x{data[error.start]:02x} at offset {error.start} (line {data.count(10, 0, error.start) + 1})"
+        raise Unreadable(f"the file is not UTF-8: {at}; save it as UTF-8") from None
 
 
-def _parsed(text: str, suffix: str, origin: str) -> ConfigSource:
+def _parse(text: str, suffix: str) -> Any:
+    """The data in `text`, by its format; JSON may be hjson, which the documents allow in a .json file."""
     if not text.strip():
-        raise ConfigError("the config is empty; an empty config is written {}", origin)
+        raise Unreadable("the config is empty; an empty config is written {}")
+    if suffix not in ("", ".json") and (parse := format_parser(suffix)) is not None:
+        return parse(text)
     try:
-        parse = format_parser(suffix) if suffix not in ("", ".json") else None
-        data = _json_or_hjson(text) if parse is None else parse(text)
+        return parse_json(text)
+    except Unreadable as error:
+        with contextlib.suppress(Unreadable):
+            if (parse := format_parser(".hjson")) is not None:
+                return parse(text)
+        raise error from None
+
+
+def _checked(origin: str, read: Callable[[], Any]) -> ConfigSource:
+    """What `read` gives as plain data. Raises ConfigError, which names `origin`, for all that is wrong with it."""
+    copier = _Copier()
+    try:
+        data = read()
+        if not isinstance(data, Mapping):
+            raise Unreadable(f"the top level must be an object of keys and values, not {_kind(data)}")
+        raw = copier.copy(data, "", 0)
     except Unreadable as error:
         raise ConfigError([Problem(error.path, error.message)], origin) from None
     except RecursionError:
         raise ConfigError(_TOO_DEEP, origin) from None
-    return _checked(data, origin)
-
-
-def _json_or_hjson(text: str) -> Any:
-    """JSON; failing that hjson, which the documents allow in a .json file. The error is JSON's."""
-    try:
-        return parse_json(text)
-    except Unreadable as error:
-        try:
-            if (parse := format_parser(".hjson")) is not None:
-                return parse(text)
-        except Unreadable:
-            pass
-        raise error from None
+    if copier.problems:
+        raise ConfigError(copier.problems, origin)
+    return ConfigSource(raw, origin)
 
 
 # -- from whatever the parser or the caller gave to plain data -------------------------------------------------------
@@ -153,15 +148,12 @@ class _Copier:
 
     def _mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
         for key in value.repeated if isinstance(value, Pairs) else ():
-            self.problems.append(
-                Problem(join(path, key), f"the key {_printable(key)!r} is repeated", "keep one of them")
-            )
+            self._wrong(join(path, key), f"the key {_printable(key)!r} is repeated", "keep one of them")
         copied = {}
         for key, item in value.items():
             if not isinstance(key, str):
                 mend = f'write it in quotes: "{key}"' if isinstance(key, (int, float, bool)) or key is None else ""
-                where = join(path, repr(key)[:60])
-                self.problems.append(Problem(where, f"a key must be text, not {_kind(key)}", mend))
+                self._wrong(join(path, repr(key)[:60]), f"a key must be text, not {_kind(key)}", mend)
                 continue
             copied[str.__str__(key)] = self.copy(item, join(path, key), depth + 1)
         return copied
@@ -184,34 +176,15 @@ class _Copier:
             if number > 0 and documented().get(path, {}).get("infinity_is_null"):
                 return None
             shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-            self.problems.append(
-                Problem(path, f"{shown} is not a number that a config can hold", "write a finite number")
-            )
+            self._wrong(path, f"{shown} is not a number that a config can hold", "write a finite number")
             return None
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        self.problems.append(
-            Problem(
-                path,
-                f"a value of type {kind} cannot stand in a config",
-                "use text, numbers, true/false, lists and dicts",
-            )
-        )
+        mend = "use text, numbers, true/false, lists and dicts"
+        self._wrong(path, f"a value of type {kind} cannot stand in a config", mend)
         return None
 
-
-def _checked(data: Any, origin: str) -> ConfigSource:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"the top level must be an object of keys and values, not {_kind(data)}", origin)
-    copier = _Copier()
-    try:
-        raw = copier.copy(data, "", 0)
-    except Unreadable as error:
-        raise ConfigError([Problem(error.path, error.message)], origin) from None
-    except RecursionError:  # called from a stack that is almost full
-        raise ConfigError(_TOO_DEEP, origin) from None
-    if copier.problems:
-        raise ConfigError(copier.problems, origin)
-    return ConfigSource(raw, origin)
+    def _wrong(self, path: str, message: str, mend: str) -> None:
+        self.problems.append(Problem(path, message, mend))
 
 
 def _kind(value: Any) -> str:
@@ -256,8 +229,6 @@ def parse_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=to_pairs)
     except json.JSONDecodeError as error:
         raise Unreadable(f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}", "", error.lineno, error.colno) from None
-    except RecursionError:
-        raise
     except ValueError as error:  # a number of thousands of digits
         raise Unreadable(f"not JSON: {error}") from None
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, RootModel
 
 from ds_core.catalogue import documented
-from ds_core.config import Section, build_config, option, read_config, resolve_batch, secret
+from ds_core.config import Section, build_config, option, read_config, resolve_batch
 from ds_core.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class Fake(Section):
     groups: dict[str, Rule] = option({}, "Rules by name.")
     betas: tuple[float, float] = option((0.9, 0.999), "Decay.")
     sub: Rule | bool = option(False, "A rule, or false.")
-    api_key: str | None = secret(None, "Key of the service.")
+    api_key: str | None = option(None, "Key of the service.", secret=True)
     output_path: str = option("", "Folder.", min_length=0)
 
 

@@ -20,7 +20,6 @@ from ds_core.config import (
     option,
     plugin_settings,
     read_config,
-    secret,
 )
 from ds_core.config.redaction import is_secret_name, redact
 from ds_core.errors import ConfigError
@@ -28,12 +27,12 @@ from ds_core.errors import ConfigError
 
 class Login(Section):
     user: str = option("", "User.")
-    code: str | None = secret(None, "Code.")
+    code: str | None = option(None, "Code.", secret=True)
 
 
 class Service(Section):
     enabled: bool = option(False, "On.")
-    code: str | None = secret(None, "Code.")
+    code: str | None = option(None, "Code.", secret=True)
     logins: list[Login] = option([], "Log-ins.")
     either: Login | bool = option(False, "A log-in or none.")
     max_tokens: int = option(10, "Tokens.")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator
 
 from ds_core.compose import compose
-from ds_core.config import Section, build_config, not_built, option, secret
+from ds_core.config import Section, build_config, not_built, option
 from ds_core.config.translate import translate_errors
 from ds_core.errors import ConfigError
 
@@ -42,7 +42,7 @@ class Thing(Section):
     on: Literal[True] = option(True, "On.")
     inners: list[Inner] = option([], "Inners.")
     new: int = option(0, "New.", old=("older", "oldest"))
-    aliased: int = option(0, "Aliased.", validation_alias=AliasChoices("aliased", "stage3_aliased"))
+    aliased: int = option(0, "Aliased.", alias="stage3_aliased")
     later: bool = not_built(False, "it needs wings")
     later_size: int = not_built(1, "it needs wings", off=(0,))
     plain_field: int = Field(3, gt=2, description="An ordinary pydantic field.")
@@ -196,7 +196,7 @@ def test_both_spellings_are_refused(both: dict[str, int]) -> None:
 
 
 class Vault(Section):
-    login: str | None = secret(None, "A log-in.")
+    login: str | None = option(None, "A log-in.", secret=True)
     typed: SecretStr | None = option(None, "Typed.")
     params: dict[str, Any] = option({}, "Anything.")
 

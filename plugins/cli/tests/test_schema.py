@@ -10,7 +10,7 @@ from ds_cli.explanation import explain
 from ds_cli.schema import json_schema
 from pydantic import BaseModel, ConfigDict, RootModel
 
-from ds_core.config import CORE_KEYS, CoreConfig, Section, option, secret
+from ds_core.config import CORE_KEYS, CoreConfig, Section, option
 from ds_core.config.keys import iter_keys
 from ds_core.errors import ConfigError
 
@@ -26,7 +26,7 @@ class Fake(Section):
     mode: Literal["a", "b"] | None = option(None, "Mode.")
     rules: list[Rule] = option([], "Rules.")
     groups: dict[str, Rule] = option({}, "Rules by name.")
-    code: str | None = secret("x", "Code.")
+    code: str | None = option("x", "Code.", secret=True)
     needed: int = option(..., "Needed.")
 
 
