@@ -165,25 +165,14 @@ _AUTO = (
 
 def _leftover_autos(raw: dict[str, Any], models: Models) -> list[str]:
     """The path of every "auto" that stands under no key that accepts it."""
-    found = [row for row in _autos(raw, "", ()) if row[1][0] in CORE_KEYS or row[1][0] in models]
+    known = {name: value for name, value in raw.items() if name in CORE_KEYS or name in models}
+    found = [path for path, text in _flat(known, "") if text == '"auto"']
     if found:
         from ds_core.config.keys import names_taking_auto
 
         taking = names_taking_auto({name: model for name, (model, _) in models.items()})
-        found = [row for row in found if taking.isdisjoint(row[1])]
-    return [path for path, _ in found]
-
-
-def _autos(value: Any, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The path of every "auto" below `value`, and the keys on the way to it."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _autos(item, join(path, key), (*keys, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _autos(item, join(path, index), keys)
-    elif value == "auto":
-        yield path, keys
+        found = [path for path in found if taking.isdisjoint(path.replace("[", ".").split("."))]
+    return found
 
 
 # -- notes -----------------------------------------------------------------------------------------------------------

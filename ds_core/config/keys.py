@@ -7,10 +7,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, RootModel, SecretBytes, SecretStr
 from pydantic.fields import FieldInfo
 
-from ds_core.config.section import is_secret, names_of, old_names, union_members
+from ds_core.config.redaction import is_secret_name
+from ds_core.config.section import SECRET, marks, names_of, old_names, union_members
 from ds_core.errors import join
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Key",
     "Place",
     "bare",
+    "is_secret",
     "iter_keys",
     "known_names",
     "locate",
@@ -56,8 +58,6 @@ class Key:
 
     path: str
     name: str
-    owner: str
-    hint: Any
     field: FieldInfo
 
     @property
@@ -66,24 +66,31 @@ class Key:
         return self.path.rpartition(".")[2]
 
 
-def iter_keys(hint: Any, prefix: str = "", owner: str = "", depth: int = 8) -> Iterator[Key]:
+def iter_keys(hint: Any, prefix: str = "", depth: int = 8) -> Iterator[Key]:
     """Every key below `prefix`, depth first. depth: how far to follow models that hold themselves."""
     hint = bare(hint)
     if depth == 0:
         return
     for member in union_members(hint) if len(union_members(hint)) > 1 else ():
-        yield from iter_keys(member, prefix, owner, depth - 1)
+        yield from iter_keys(member, prefix, depth - 1)
     model, origin, args = _model(hint), get_origin(hint), get_args(hint)
     if model is not None:
         for name, field in model.model_fields.items():
             for spelling in (*names_of(name, field), *old_names(field)):
-                yield Key(join(prefix, spelling), name, owner, field.annotation, field)
-                yield from iter_keys(field.annotation, join(prefix, spelling), owner, depth - 1)
+                yield Key(join(prefix, spelling), name, field)
+                yield from iter_keys(field.annotation, join(prefix, spelling), depth - 1)
     elif isinstance(origin, type) and args:
         if issubclass(origin, Mapping):
-            yield from iter_keys(args[1], f"{prefix}.*", owner, depth - 1)
+            yield from iter_keys(args[1], f"{prefix}.*", depth - 1)
         elif issubclass(origin, (Sequence, AbstractSet)):
-            yield from iter_keys(args[0], f"{prefix}[]", owner, depth - 1)
+            yield from iter_keys(args[0], f"{prefix}[]", depth - 1)
+
+
+def is_secret(name: str, field: FieldInfo | None) -> bool:
+    """Whether a key is secret, by its mark, its type (`SecretStr`) or its name."""
+    if field is None or is_secret_name(name):
+        return is_secret_name(name)
+    return SECRET in marks(field) or not {SecretStr, SecretBytes}.isdisjoint(union_members(field.annotation))
 
 
 def secret_names(models: Iterable[type[BaseModel]]) -> frozenset[str]:
@@ -95,7 +102,7 @@ def names_taking_auto(models: Mapping[str, type[BaseModel]]) -> set[str]:
     """The names of keys and sections that accept the text "auto". models: of the sections."""
     names = {name for name, model in models.items() if _says_auto(bare(model))}
     keys = (key for model in models.values() for key in iter_keys(model))
-    return names | {key.spelling for key in keys if key.field.default == "auto" or _says_auto(key.hint)}
+    return names | {key.spelling for key in keys if key.field.default == "auto" or _says_auto(key.field.annotation)}
 
 
 def _says_auto(hint: Any) -> bool:

@@ -17,20 +17,11 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretBytes,
-    SecretStr,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Clash", "Section", "is_secret", "names_of", "not_built", "old_names", "option", "union_members"]
+__all__ = ["Clash", "Section", "names_of", "not_built", "old_names", "option", "union_members"]
 
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
@@ -83,15 +74,6 @@ def marks(field: FieldInfo) -> Mapping[str, Any]:
     """The marks of a field (see the constants above); empty for an unmarked one."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
-
-
-def is_secret(name: str, field: FieldInfo | None) -> bool:
-    """Whether a key is secret, by its mark, its type (`SecretStr`) or its name."""
-    from ds_core.config.redaction import is_secret_name
-
-    if field is None or is_secret_name(name):
-        return is_secret_name(name)
-    return bool(marks(field).get(SECRET) or {SecretStr, SecretBytes} & set(union_members(field.annotation)))
 
 
 def old_names(field: FieldInfo) -> tuple[str, ...]:
@@ -173,11 +155,10 @@ class Section(BaseModel):
         return result
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        from ds_core.config.redaction import REDACTED, redact
+        from ds_core.config.redaction import redact
 
-        for name, value in super().__repr_args__():
-            hidden = name is not None and value is not None and is_secret(name, type(self).model_fields.get(name))
-            yield name, REDACTED if hidden else redact(value)
+        marked = {name for name, field in type(self).model_fields.items() if SECRET in marks(field)}
+        yield from redact(dict(super().__repr_args__()), marked).items()
 
 
 @functools.cache

@@ -65,8 +65,8 @@ def test_the_file_has_every_key_of_our_own_plugins(section: str) -> None:
     from ds_core.compose import section_models
     from ds_core.plugins import Plugins
 
-    model, owner = section_models(Plugins(), [section])[section]
-    for key in iter_keys(model, "", owner):
+    model, _ = section_models(Plugins(), [section])[section]
+    for key in iter_keys(model):
         keys: Any = documented()[section]["keys"]
         for name in key.path.split("."):
             assert name in keys, f"{section}.{key.path} is missing in tests/architecture/documented.json"

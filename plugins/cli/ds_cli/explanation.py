@@ -13,9 +13,9 @@ from pydantic_core import PydanticUndefined
 
 from ds_core.catalogue import documented, install, offered_by
 from ds_core.config.core import CoreConfig
-from ds_core.config.keys import Key, bare, iter_keys
+from ds_core.config.keys import Key, bare, is_secret, iter_keys
 from ds_core.config.redaction import REDACTED
-from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, is_secret, marks, names_of, old_names
+from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, marks, names_of, old_names
 from ds_core.config.translate import describe
 from ds_core.errors import ConfigError, Problem, nearest
 
@@ -39,6 +39,8 @@ class Explanation:
 
 
 Models = Mapping[str, tuple[type[BaseModel], str]]
+Owned = tuple[Key, str]
+"""A key and its owner."""
 
 
 def explain(key: str, models: Models, named: Mapping[str, Models] | None = None) -> Explanation:
@@ -54,20 +56,20 @@ def explain(key: str, models: Models, named: Mapping[str, Models] | None = None)
     kind, _, param = key.partition(".params.")
     if param and named and kind in named:
         return _explain_param(key, param, named[kind])
-    table: dict[str, Key] = {}
+    table: dict[str, Owned] = {}
     trees: list[tuple[str, type[BaseModel], str]] = [("", CoreConfig, "ds-core")]
     trees += [(name, model, owner) for name, (model, owner) in models.items()]
     for prefix, model, owner in trees:
-        for row in iter_keys(model, prefix, owner):
-            table.setdefault(row.path, row)
+        for row in iter_keys(model, prefix):
+            table.setdefault(row.path, (row, owner))
     found = table.get(re.sub(r"\[\d+\]", "[]", key)) or _open_key(key, table)
     if found is not None:
-        return _explained(key, found)
+        return _explained(key, *found)
     if key.partition(".")[0] in documented() and key.partition(".")[0] not in models:
         return _documented(key)
     ends = [path for path in table if path.endswith(f".{key}")]
     if len(ends) == 1:
-        return _explained(ends[0], table[ends[0]])
+        return _explained(ends[0], *table[ends[0]])
     raise ConfigError([_miss(key, ends, table, models)], "explain")
 
 
@@ -86,7 +88,7 @@ def _explain_param(key: str, param: str, models: Models) -> Explanation:
     for name, (model, owner) in models.items():
         if param not in model.model_fields:
             continue
-        said = _explained(key, next(k for k in iter_keys(model, "", owner) if k.path == param))
+        said = _explained(key, next(k for k in iter_keys(model) if k.path == param), owner)
         rows.setdefault((said.type, said.default), []).append(name)
         about, owners[owner] = about or said.description, None
     if not rows:
@@ -101,7 +103,7 @@ def _explain_param(key: str, param: str, models: Models) -> Explanation:
     return Explanation(key, ", ".join(owners), kind if one else "by name", default if one else "by name", about, taken)
 
 
-def _explained(key: str, row: Key) -> Explanation:
+def _explained(key: str, row: Key, owner: str) -> Explanation:
     field, spelling = row.field, row.path.rpartition(".")[2]
     hidden = is_secret(row.name, field)
     text = field.description or ""
@@ -119,7 +121,7 @@ def _explained(key: str, row: Key) -> Explanation:
         annotation = Annotated[annotation, extra]
     return Explanation(
         key,
-        row.owner,
+        owner,
         describe(annotation) or "any value",
         _default(field, hidden),
         text.strip(),
@@ -136,7 +138,7 @@ def _default(field: Any, hidden: bool) -> str:
     return json.dumps(value, default=lambda v: v.model_dump(mode="json") if isinstance(v, BaseModel) else str(v))
 
 
-def _open_key(key: str, table: Mapping[str, Key]) -> Key | None:
+def _open_key(key: str, table: Mapping[str, Owned]) -> Owned | None:
     """A name below an open object: ``optimizer.params.lr`` is explained by ``optimizer.params``."""
     parts = re.sub(r"\[\d+\]", "[]", key).split(".")
     for at in range(len(parts) - 1, 0, -1):
@@ -144,7 +146,7 @@ def _open_key(key: str, table: Mapping[str, Key]) -> Key | None:
         if starred is not None:
             return starred
         row = table.get(".".join(parts[:at]))
-        if row is not None and "dict" in str(row.hint).lower():
+        if row is not None and "dict" in str(row[0].field.annotation).lower():
             return row
     return None
 
@@ -173,7 +175,7 @@ def _documented(key: str) -> Explanation:
     return Explanation(key, owner, kind, "absent", about, tuple((k, "") for k in keys or () if k != "*"))
 
 
-def _miss(key: str, ends: list[str], table: Mapping[str, Key], models: Mapping[str, Any]) -> Problem:
+def _miss(key: str, ends: list[str], table: Mapping[str, Owned], models: Mapping[str, Any]) -> Problem:
     names = {*table, *models, *documented()}
     leaf = key.rpartition(".")[2]
     same = ends or sorted(n for n in table if n.rpartition(".")[2] == leaf)

@@ -91,7 +91,7 @@ def test_what_an_editor_needs_is_there() -> None:
 
 
 def test_every_core_key_is_described() -> None:
-    for key in iter_keys(CoreConfig, "", "ds-core"):
+    for key in iter_keys(CoreConfig):
         assert key.field.description, key.path
         found = explain(key.path, {})
         assert found.owner == "ds-core"
