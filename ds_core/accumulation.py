@@ -1,10 +1,16 @@
-"""Gradient accumulation: which backward reduces gradients, which `step` updates the weights, and the batch sizes."""
+"""Gradient accumulation: where the gradients between two updates come from, and which `step` updates the weights.
+
+`engine.backward` divides a loss by the accumulation steps before backward. A plain ``loss.backward()`` does not, so the
+step divides by them. The loss of a joint backward was divided by the engine that ran it. Mixing these in one window
+would be wrong by a factor, so the checks here refuse it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING
 
 from ds_core.errors import UsageError
@@ -16,7 +22,116 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.runner import Batches
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "Origin", "Window"]
+
+MIXED = (
+    "gradients of one accumulation window came both from engine.backward(loss), which divides by "
+    "gradient_accumulation_steps, and from a plain loss.backward(), which does not; use one of the two between two "
+    "steps, or add the losses up and call engine.backward once (engine.zero_grad() drops what has come)"
+)
+NO_BACKWARD = (
+    "step() found no engine.backward(loss) for this micro-batch, though earlier ones of the window had one. A window "
+    "that mixes it with loss.backward() is divided wrongly; to skip a micro-batch, skip its step() too"
+)
+UNSCALED = (
+    "loss.backward() was called without the loss scale that fp16 needs; write engine.scale(loss).backward(), or "
+    "engine.backward(loss)"
+)
+
+
+class Origin(IntEnum):
+    """Whose backward gradients of one engine come from; several are or-ed together as bits of an int.
+
+    NONE: no backward. ENGINE: the engine's own ``backward``. PLAIN: a ``loss.backward()``. JOINT: another engine's
+    ``backward``, of a loss that both engines contributed to.
+    """
+
+    NONE = 0
+    ENGINE = 1
+    PLAIN = 2
+    JOINT = 4
+
+
+ENGINE, PLAIN, JOINT = int(Origin.ENGINE), int(Origin.PLAIN), int(Origin.JOINT)  # a member's ``|`` costs 0.1 us
+
+
+class Window:
+    """The gradients of one engine between two updates; `restart` makes it the next window.
+
+    gas: accumulation steps of this window. micros: micro-batches that `step` has ended. seen, micro: the origins, as
+    bits, of the gradients of the window and of the running micro-batch. scaled: whether the running micro-batch's loss
+    went through ``engine.scale``. backwards: how many there were, as far as hooks on gradients saw them.
+    """
+
+    def __init__(self, gas: int) -> None:
+        self.restart(gas)
+
+    def restart(self, gas: int) -> None:
+        """Begin a new window: the weights were updated, or other gradients follow."""
+        self.gas, self.micros = gas, 0
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget where the gradients so far came from; they were dropped."""
+        self.seen = self.micro = self.backwards = 0
+        self.scaled = False
+        self._joint_factor: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the window has begun, so that `gas` must stay."""
+        return bool(self.micros or self.seen)
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the running micro-batch is the last."""
+        return (self.micros + 1) % self.gas == 0
+
+    @property
+    def divisor(self) -> int:
+        """What the step still divides gradients by; 1 where losses were divided before backward."""
+        return 1 if self.seen & ENGINE or self.seen & JOINT else self.gas
+
+    def add(self, origin: Origin, factor: float = 1.0) -> None:
+        """A backward gives gradients. factor: what another engine multiplied a joint loss by."""
+        if self.seen & PLAIN and origin == ENGINE and self.gas > 1:
+            raise UsageError(MIXED)
+        if origin == JOINT and factor != self._joint_factor:
+            self._joint_factor = factor if self._joint_factor is None else math.nan
+        self.seen |= origin
+        self.micro |= origin
+        self.backwards += 1
+
+    def add_batch(self) -> None:
+        """A runner has run the whole window, with losses divided before backward."""
+        self.seen, self.micro, self.backwards = ENGINE, 0, self.gas
+
+    def check(self, factor: float, *, scales: bool) -> None:
+        """``engine.step`` was called: raise UsageError for gradients that cannot be right.
+
+        factor: what this engine multiplies losses by. scales: whether it has a loss scaler.
+        """
+        several, driven, joint = self.gas > 1, self.micro & ENGINE, self.seen & JOINT
+        if several and self.seen & PLAIN and (driven or joint):
+            raise UsageError(MIXED)
+        if joint and self._joint_factor != factor:
+            raise UsageError(
+                "gradients came from another engine's backward (a joint loss), which multiplied the loss by "
+                f"{self._joint_factor:g}, and this engine multiplies by {factor:g} (loss scale over "
+                "gradient_accumulation_steps); engines that share a loss need the same gradient_accumulation_steps, "
+                "and bf16 or fp32, or the same fp16.loss_scale"
+            )
+        if scales and not self.scaled and (self.seen & PLAIN or not (driven or joint)):
+            raise UsageError(UNSCALED)
+        if several and not driven and not joint and self.seen & ENGINE:
+            raise UsageError(NO_BACKWARD)
+        if not driven and not joint:  # without hooks a plain backward is not seen, and there may have been none
+            self.seen |= PLAIN
+
+    def next_micro(self) -> None:
+        """A micro-batch has ended that was not the last."""
+        self.micros += 1
+        self.micro, self.scaled = 0, False
 
 
 class Reduction(Enum):
@@ -28,7 +143,7 @@ class Reduction(Enum):
 
 
 class Accumulation:
-    """The accumulation of one engine's gradients; tells its partitioner what the next backward shall do."""
+    """Decides which backward reduces gradients and which `step` updates, and changes the batch sizes."""
 
     def __init__(self, ctx: Context, partitioner: Partitioner, hooks: GradientHooks, batches: Batches) -> None:
         self._ctx, self._partitioner, self._hooks, self._batches = ctx, partitioner, hooks, batches
@@ -36,7 +151,7 @@ class Accumulation:
         self._forced: bool | None = None  # the boundary, where the user decides
         self._next_batch: Batch | None = None  # set in the middle of a window, for the next one
         self._reduction = Reduction.AT_BOUNDARY
-        self.window = hooks.window
+        self._window = hooks.window
         self.update()
 
     @property
@@ -44,7 +159,7 @@ class Accumulation:
         """Whether the coming `step` updates the weights."""
         if self._forced is not None:
             return self._forced
-        return not self._managed or self.window.at_boundary
+        return not self._managed or self._window.at_boundary
 
     def force_boundary(self, boundary: bool | None) -> None:
         """Decide whether the next `step` updates; None goes back to counting."""
@@ -65,8 +180,7 @@ class Accumulation:
         assert not self._partitioner.partitions_gradients, (
             "no_sync cannot be used when gradients are partitioned over ranks"
         )
-        assert self._reduction is not Reduction.NO_SYNC, "no_sync cannot be nested"
-        assert self._reduction is not Reduction.COALESCED, "no_sync cannot be used inside coalesce_grad_reduction"
+        assert self._reduction is Reduction.AT_BOUNDARY, f"no_sync cannot be nested in {self._reduction.value}"
         with self._reducing(Reduction.NO_SYNC):
             yield
 
@@ -74,7 +188,7 @@ class Accumulation:
     def coalesced(self) -> Iterator[None]:
         """See `Engine.coalesce_grad_reduction`."""
         if self._reduction is not Reduction.AT_BOUNDARY:
-            raise UsageError("coalesce_grad_reduction cannot be nested, neither in itself nor in no_sync")
+            raise UsageError(f"coalesce_grad_reduction cannot be nested in {self._reduction.value}")
         with self._reducing(Reduction.COALESCED):
             yield
         self._partitioner.finish()
@@ -93,17 +207,16 @@ class Accumulation:
         """Refuse a `step` whose gradients cannot be right; see `Window.check`."""
         if self._reduction is not Reduction.AT_BOUNDARY:
             raise UsageError(
-                "step() inside no_sync() or coalesce_grad_reduction(): gradients are not reduced yet; call "
-                "it after the block"
+                f"step() inside {self._reduction.value}(): gradients are not reduced yet; call it after the block"
             )
         self._hooks.forget()
-        self.window.check(factor, scales=scales)
+        self._window.check(factor, scales=scales)
 
     def samples(self) -> int:
         """Samples over all ranks that the window's gradients came from. Called once per window."""
         batch = self._ctx.batch
         return self._batches.take_samples(
-            batch.train if self._managed else batch.train // batch.gas * self.window.backwards
+            batch.train if self._managed else batch.train // batch.gas * self._window.backwards
         )
 
     def set_batch(self, change: Callable[[Batch, int, int], Batch], size: int) -> None:
@@ -112,9 +225,8 @@ class Accumulation:
         if batch.micro != self._ctx.batch.micro:
             self._batches.check_resizable()
         self._next_batch = batch
-        if not self.window.open:
+        if not self._window.open:
             self.begin_window()
-            self.update()
 
     def begin_window(self) -> None:
         """The weights were updated, or gradients dropped: a new window begins, with the batch sizes that were set."""
@@ -123,11 +235,17 @@ class Accumulation:
                 self._batches.set_batch_size(batch.micro)
             self._ctx.batch, self._next_batch = batch, None
             self._hooks.install()
-        self.window.restart(self._ctx.batch.gas)
+        self._window.restart(self._ctx.batch.gas)
         self._hooks.forget()
+        self.update()
+
+    def next_micro(self) -> None:
+        """A micro-batch has ended that was not the last."""
+        self._window.next_micro()
+        self.update()
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the optimizer's parameters, and how they came about; the window goes on counting."""
         self._partitioner.zero_grad()
-        self.window.drop()
+        self._window.drop()
         self._hooks.forget()

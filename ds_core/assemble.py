@@ -30,7 +30,6 @@ from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, plan_mesh
 from ds_core.optim import torch_grain
-from ds_core.optimizer_step import required
 from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
 from ds_core.plugins import Plugins, blaming
@@ -38,6 +37,7 @@ from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dty
 from ds_core.process import STATE, show_log
 from ds_core.replicated import Replicated
 from ds_core.runner import Sequential
+from ds_core.stepping import required
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_core.accumulation import Accumulation
+from ds_core.accumulation import Accumulation, Origin
 from ds_core.config.core import with_micro_batch_size, with_train_batch_size
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
-from ds_core.optimizer_step import OptimizerStep
 from ds_core.precision import cast_floats, forward_context
 from ds_core.process import STATE
 from ds_core.runner import Batches, eval_mode, mean_over_dp
 from ds_core.running import RunningEngine
+from ds_core.stepping import WeightUpdate
 from ds_core.telemetry import Telemetry
-from ds_core.window import Origin
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -71,7 +70,7 @@ class Engine(RunningEngine):
         self._hooks = GradientHooks(self)
         self._window = self._hooks.window
         self._accumulation = Accumulation(ctx, partitioner, self._hooks, self._batches)
-        self._optimizer_step = OptimizerStep(self)
+        self._weight_update = WeightUpdate(self)
         # What every forward and backward would otherwise ask again.
         self._plain_forward = ctx.precision.plain_forward and not telemetry.follows_phases
         self._phase = telemetry.phase if telemetry.follows_phases else None
@@ -233,15 +232,15 @@ class Engine(RunningEngine):
             request = self._update(lr_kwargs or {})
         else:
             self._applied = False
-            self._window.next_micro()
+            self._accumulation.next_micro()
         self._end_step(1, request)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> Request | None:
         """One optimizer step, the schedule's, and what is reported of them; returns what plugins ask for."""
-        self._optimizer_step.check(self, lr_kwargs)
+        self._weight_update.check(self, lr_kwargs)
         self.telemetry.step_begin(self.global_steps)
         with self.telemetry.phase("step"):
-            self._norm, self._applied = self._optimizer_step(self)
+            self._norm, self._applied = self._weight_update(self)
         if not self._applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -255,7 +254,6 @@ class Engine(RunningEngine):
     def _end_step(self, micro_steps: int, request: Request | None) -> None:
         """Be ready for the next backward, and do what plugins asked for; the same on all ranks."""
         self.micro_steps += micro_steps
-        self._accumulation.update()
         if request is not None:
             self.should_stop |= request.stop
             if request.save is not None:
@@ -363,7 +361,6 @@ class Engine(RunningEngine):
         self.partitioner.zero_grad()
         self.telemetry.drop_loss()
         self._accumulation.begin_window()
-        self._accumulation.update()
 
     def destroy(self) -> None:
         """Close monitors, remove hooks and free buffers; the module stays usable on its own.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ds_core.accumulation import Origin, Window
 from ds_core.process import STATE, log_once
-from ds_core.window import Origin, Window
 
 if TYPE_CHECKING:
     from ds_core.multi_engine import JointBackwards

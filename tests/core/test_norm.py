@@ -49,7 +49,7 @@ def resolved(section: str) -> list[str]:
             section: {"enabled": True},
         },
     )
-    kinds = [f"{device} {dtype}" for device, dtype in engine._optimizer_step.norm._kernels]
+    kinds = [f"{device} {dtype}" for device, dtype in engine._weight_update.norm._kernels]
     engine.destroy()
     return kinds
 
