@@ -122,13 +122,13 @@ def initialize(
     if mesh.rank == 0:
         _log_providers(kernels, served)
     add_interceptors_of(chosen.plugins, chosen.config)
-    comm.use_providers(providers)
     STATE.follow(torch.distributed.group.WORLD)
     if STATE.members:
         from ds_core.multi_engine import release_model
 
         release_model(model)
     if world_size > 1:
+        comm.use_providers(providers)
         mesh.build_groups(own=bool(STATE.present()))
 
     # The model.
@@ -235,7 +235,7 @@ def _place(plugins: Plugins) -> tuple[int, int]:
     """(rank, world size) of a running process group, else as the environment tells; (0, 1) when it tells nothing."""
     if comm.is_initialized():
         return comm.rank(), comm.world_size()
-    where = comm.find_own(plugins=plugins)
+    where = comm.find_rendezvous(os.environ, collective=True, plugins=plugins)
     return (where.rank, where.world_size) if where is not None else (0, 1)
 
 

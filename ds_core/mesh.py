@@ -96,7 +96,8 @@ class Mesh:
                     self._groups[combo] = world
                     continue
                 self._groups[combo] = self._new_group(self._rows(combo), timeout)
-        comm.open_transports(self.groups())
+        for group in self.groups():
+            comm.open_transport(group)
 
     def own_group(self, *axes: str, only: Sequence[int] | None = None) -> ProcessGroup:
         """Make another process group along `axes`, for this caller alone, and open its transport.
@@ -108,7 +109,7 @@ class Mesh:
         """
         rows = self._rows(self.expand(axes))
         own = self._new_group(rows if only is None else [[row[i] for i in only] for row in rows])
-        comm.open_transports([own])
+        comm.open_transport(own)
         return own
 
     def describe(self) -> dict[str, int]:

@@ -12,11 +12,10 @@ from ds_core.lazy import names_on_first_use
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ds_core.comm.agreement import *  # noqa: F403
     from ds_core.comm.collectives import *  # noqa: F403
     from ds_core.comm.contract import *  # noqa: F403
-    from ds_core.comm.fingerprint import *  # noqa: F403
     from ds_core.comm.interceptor import *  # noqa: F403
-    from ds_core.comm.objects import *  # noqa: F403
     from ds_core.comm.providers import *  # noqa: F403
     from ds_core.comm.start import *  # noqa: F403
 
@@ -32,18 +31,17 @@ ALONE = cast("ProcessGroup", _Alone())
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
+        "agreement": "all_gather_json broadcast_json check_ranks_agree",
         "collectives": (
-            "all_gather all_gather_into_tensor all_reduce all_to_all_single barrier batch_isend_irecv broadcast gather "
-            "irecv isend open_transports rank recv reduce reduce_scatter_tensor scatter send use_providers world_size"
+            "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast irecv isend open_transport rank "
+            "recv reduce reduce_scatter_tensor send use_providers world_size"
         ),
         "contract": "AfterWork GroupCollectives Work",
-        "fingerprint": "check_ranks_agree",
         "interceptor": (
             "Activity Collective Interceptor Order add_interceptor interceptors label register_activity "
             "remove_interceptor tag"
         ),
-        "objects": "all_gather_json broadcast_json",
         "providers": "choose_providers",
-        "start": "Job Rendezvous find_own find_rendezvous init_distributed is_initialized local_rank",
+        "start": "Job Rendezvous find_rendezvous init_distributed is_initialized local_rank",
     },
 )

@@ -1,7 +1,7 @@
 """The collectives everything else calls: torch.distributed's signatures, served by whatever is best for each group.
 
-At one rank (or with no process group) nothing is called at all. Else a group's provider serves, where one is in use
-(`use_providers`), and `ds_core.comm.plain` what that leaves.
+At one rank (or with no process group) nothing is called at all. Else the `GroupCollectives` of the group serve: those
+of a provider, where one is in use (`use_providers`), or torch.distributed's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -19,26 +19,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_core.comm import ALONE, interceptor
-from ds_core.comm.contract import AfterWork, GroupCollectives, Work
+from ds_core.comm.contract import AfterWork, GroupCollectives, Work, backends_of
 from ds_core.errors import CommError
 
 __all__ = [
-    "all_gather",
     "all_gather_into_tensor",
     "all_reduce",
     "all_to_all_single",
     "barrier",
-    "batch_isend_irecv",
     "broadcast",
-    "gather",
     "irecv",
     "isend",
-    "open_transports",
+    "open_transport",
     "rank",
     "recv",
     "reduce",
     "reduce_scatter_tensor",
-    "scatter",
     "send",
     "use_providers",
     "world_size",
@@ -50,18 +46,18 @@ Maker = Callable[[ProcessGroup, bool], GroupCollectives]
 
 
 class _Group:
-    """What is kept per live process group, by device type; it goes with the group.
+    """What is kept per live process group; it goes with the group.
 
-    backends: which backend serves. made: by maker, also those in use no longer. ways: who is asked, in this order.
-    carriers: who carries messages, since a receive must look where its message is: the first provider, or None: torch,
-    if there were messages before it.
+    made: by maker, also those in use no longer. serving: by device type, those in use. carriers: by device type, who
+    carries messages, since a receive must look where its message is: the first provider, or torch.distributed if there
+    were messages before it.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self.backends = backends_of(group)
         self.made: dict[Maker, GroupCollectives] = {}
-        self.ways: dict[str, tuple[GroupCollectives, ...]] = {}
-        self.carriers: dict[str, GroupCollectives | None] = {}
+        self.serving: dict[str, GroupCollectives] = {}
+        self.carriers: dict[str, GroupCollectives] = {}
 
 
 _groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
@@ -77,7 +73,7 @@ def use_providers(makers: Mapping[tuple[str, str], Maker]) -> None:
     if makers != _makers:
         _makers = dict(makers)
         for known in _groups.values():
-            known.ways.clear()
+            known.serving.clear()
 
 
 def reset() -> None:
@@ -137,7 +133,7 @@ def all_reduce(
     if members(group) == 1:
         return _nothing(async_op)
     flat, back = _flat(tensor)
-    return _after(_serve("all_reduce", group, flat, flat, op, async_op), back, async_op)
+    return _after(_serving(group, flat.device.type).all_reduce(flat, op, async_op), back, async_op)
 
 
 @_intercepted
@@ -148,7 +144,7 @@ def reduce(
     if members(group) == 1:
         return _nothing(async_op)
     flat, back = _flat(tensor)
-    return _after(_serve("reduce", group, flat, flat, _place(group, dst), op, async_op), back, async_op)
+    return _after(_serving(group, flat.device.type).reduce(flat, _place(group, dst), op, async_op), back, async_op)
 
 
 @_intercepted
@@ -157,7 +153,7 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None, async
     if members(group) == 1 or tensor.numel() == 0:
         return _nothing(async_op)
     flat, back = _flat(tensor)
-    return _after(_serve("broadcast", group, flat, flat, _place(group, src), async_op), back, async_op)
+    return _after(_serving(group, flat.device.type).broadcast(flat, _place(group, src), async_op), back, async_op)
 
 
 @_intercepted
@@ -171,29 +167,7 @@ def all_gather_into_tensor(
         output.detach().view(-1).copy_(input.detach().reshape(-1))
         return _nothing(async_op)
     flat, back = _flat(output, fill=False)
-    return _after(_serve("all_gather_into", group, flat, flat, _flat(input)[0], async_op), back, async_op)
-
-
-@_intercepted
-def all_gather(
-    tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
-) -> Work | None:
-    """Fill `tensor_list[i]` with rank i's `tensor`. Over gloo the lengths may differ between ranks, or be 0."""
-    size, here = members(group), rank(group)
-    if len(tensor_list) != size:
-        raise CommError(f"all_gather over {size} ranks was given {len(tensor_list)} tensors to fill; give {size}")
-    if tensor_list[here].numel() != tensor.numel():
-        raise CommError(
-            f"all_gather: tensor_list[{here}] has {tensor_list[here].numel()} elements, "
-            f"this rank's tensor {tensor.numel()}; they must be equal"
-        )
-    if size == 1:
-        tensor_list[0].detach().copy_(tensor.detach())
-        return _nothing(async_op)
-    pairs = [_flat(t, fill=False) for t in tensor_list]
-    backs = [back for _, back in pairs if back is not None]
-    work = _serve("all_gather", group, tensor, [flat for flat, _ in pairs], _flat(tensor)[0], async_op)
-    return _after(work, (lambda: [back() for back in backs]) if backs else None, async_op)
+    return _after(_serving(group, flat.device.type).all_gather_into(flat, _flat(input)[0], async_op), back, async_op)
 
 
 @_intercepted
@@ -207,7 +181,7 @@ def reduce_scatter_tensor(
         output.detach().view(-1).copy_(input.detach().reshape(-1))
         return _nothing(async_op)
     flat, back = _flat(output, fill=False)
-    return _after(_serve("reduce_scatter", group, flat, flat, _flat(input)[0], op, async_op), back, async_op)
+    return _after(_serving(group, flat.device.type).reduce_scatter(flat, _flat(input)[0], op, async_op), back, async_op)
 
 
 @_intercepted
@@ -227,141 +201,55 @@ def all_to_all_single(
         raise CommError(f"all_to_all_single: output is {output.dtype}, input {input.dtype}; they must be equal")
     taken, given = _lengths(output, output_split_sizes, size), _lengths(input, input_split_sizes, size)
     flat, back = _flat(output, fill=False)
-    return _after(_serve("all_to_all", group, flat, flat, _flat(input)[0], taken, given, async_op), back, async_op)
+    serving = _serving(group, flat.device.type)
+    return _after(serving.all_to_all(flat, _flat(input)[0], taken, given, async_op), back, async_op)
 
 
 @_intercepted
-def gather(
-    tensor: Tensor,
-    gather_list: Sequence[Tensor] | None = None,
-    dst: int = 0,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Fill `gather_list[i]` of global rank `dst` with rank i's `tensor`; the others give None."""
-    if members(group) == 1:
-        if gather_list:
-            gather_list[0].detach().copy_(tensor.detach())
-        return _nothing(async_op)
-    return _plain(
-        dist.gather(tensor, None if gather_list is None else list(gather_list), dst, group, async_op), async_op
-    )
-
-
-@_intercepted
-def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None = None,
-    src: int = 0,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Fill rank i's `tensor` with `scatter_list[i]` of global rank `src`; the others give None."""
-    if members(group) == 1:
-        if scatter_list:
-            tensor.detach().copy_(scatter_list[0].detach())
-        return _nothing(async_op)
-    return _plain(
-        dist.scatter(tensor, None if scatter_list is None else list(scatter_list), src, group, async_op), async_op
-    )
-
-
-@_intercepted
-def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> None:
     """Send `tensor` to global rank `dst`; returns when it may be changed again.
 
     To be received by this module's `recv` or `irecv`, not by torch.distributed's: they may look elsewhere.
     """
-    work = _carry("isend", group, tensor, _flat(tensor)[0], dst, tag)
-    if work is NotImplemented:
-        dist.send(tensor, dst, group, tag)
-    else:
-        work.wait()
+    _carrier(tensor, dst, group).isend(_flat(tensor)[0], _place(group, dst)).wait()
 
 
 @_intercepted
-def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
-    """Receive into `tensor` from global rank `src` (None: whoever sends); returns the sender."""
+def recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
+    """Receive into `tensor` from global rank `src`."""
     flat, back = _flat(tensor, fill=False)
-    work = _carry("irecv", group, tensor, flat, src, tag)
-    if work is NotImplemented:
-        return dist.recv(tensor, src, group, tag)
-    AfterWork([work], back).wait()
-    return dist.get_global_rank(_live(group), work.source) if src is None else src
+    AfterWork([_carrier(tensor, src, group).irecv(flat, _place(group, src))], back).wait()
 
 
 @_intercepted
-def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
+def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> Work:
     """Start sending `tensor` to global rank `dst`; it must stay as it is until the work is done."""
-    work = _carry("isend", group, tensor, _flat(tensor)[0], dst, tag)
-    return AfterWork([dist.isend(tensor, dst, group, tag)]) if work is NotImplemented else cast(Work, work)
+    return _carrier(tensor, dst, group).isend(_flat(tensor)[0], _place(group, dst))
 
 
 @_intercepted
-def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Work:
-    """Start receiving into `tensor` from global rank `src` (None: whoever sends)."""
+def irecv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> Work:
+    """Start receiving into `tensor` from global rank `src`."""
     flat, back = _flat(tensor, fill=False)
-    work = _carry("irecv", group, tensor, flat, src, tag)
-    if work is NotImplemented:
-        return AfterWork([dist.irecv(tensor, src, group, tag)])
-    return cast(Work, _after(work, back, True))
-
-
-def batch_isend_irecv(
-    operations: Sequence[tuple[Callable[..., Work], Tensor, int]], group: ProcessGroup | None = None
-) -> list[Work]:
-    """Start several sends and receives together: ``[(comm.isend, tensor, dst), (comm.irecv, tensor, src), ...]``.
-
-    Backends that need it (nccl) get them as one launch, so that pairs of ranks cannot block each other.
-    """
-    kinds = {isend: dist.isend, irecv: dist.irecv}
-    if unknown := [f for f, _, _ in operations if f not in kinds]:
-        raise CommError(f"batch_isend_irecv takes ds_core.comm.isend and irecv, not {unknown[0]!r}")
-    if not operations:
-        return []
-    if interceptor.installed or _carrier(group, operations[0][1]) is not None:
-        return [function(tensor, peer, group) for function, tensor, peer in operations]
-    batch = [dist.P2POp(kinds[function], tensor, peer, group) for function, tensor, peer in operations]
-    return [AfterWork([work]) for work in dist.batch_isend_irecv(batch)]
+    work = _carrier(tensor, src, group).irecv(flat, _place(group, src))
+    return work if back is None else AfterWork([work], back)
 
 
 @_intercepted
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Return when every rank of `group` has called it."""
-    if members(group) == 1:
-        return _nothing(async_op)
-    return _plain(dist.barrier(group, async_op), async_op)
+    return _nothing(async_op) if members(group) == 1 else cast("Work | None", dist.barrier(group, async_op))
 
 
-def open_transports(groups: Iterable[ProcessGroup]) -> None:
-    """Let the providers of `groups` set up what all ranks take part in. Collective over each: ranks give one order."""
-    for group in groups:
-        if group is ALONE or group.size() == 1:
-            continue
-        known = _known(group)
-        for device, backend in sorted(known.backends.items()):
-            if (device, backend) not in _makers:
-                continue
-            (own, *_) = _ways(known, group, device)
-            if interceptor.installed:
-                parameters = {"tensor": (0, None)}
-                made = interceptor.Collective("open_transports", group, parameters, (torch.empty(0),), {})
-                interceptor.intercept(made, own.open)
-            else:
-                own.open()
+@_intercepted
+def open_transport(group: ProcessGroup) -> None:
+    """Let the provider of `group` set up what all its ranks take part in. Collective."""
+    if members(group) > 1:
+        for device in sorted(_known(group).backends):
+            _serving(group, device).open()
 
 
 # -- who serves a call -------------------------------------------------------------------------------------------------
-
-
-def _serve(method: str, group: ProcessGroup | None, like: Tensor, *arguments: Any) -> Any:
-    """Call `method` of whatever serves it first in the group, for tensors on the device of `like`."""
-    live, device = _live(group), like.device.type
-    known = _groups.get(live) or _known(live)
-    for way in known.ways.get(device) or _ways(known, live, device):
-        if (work := getattr(way, method)(*arguments)) is not NotImplemented:
-            return work
-    raise CommError(f"nothing serves {method} of {like.dtype} on {device}")
 
 
 def _known(group: ProcessGroup) -> _Group:
@@ -371,38 +259,28 @@ def _known(group: ProcessGroup) -> _Group:
     return found
 
 
-def _ways(known: _Group, group: ProcessGroup, device: str) -> tuple[GroupCollectives, ...]:
-    """The group's provider, if one is in use for `device`, and torch.distributed."""
-    from ds_core.comm.plain import PlainCollectives
-
-    backend = known.backends.get(device, "")
-    ways: tuple[GroupCollectives, ...] = (PlainCollectives(group, backend),)
-    if (maker := _makers.get((device, backend))) is not None:
-        if maker not in known.made:
-            made = known.made[maker] = maker(group, device in known.carriers)
-            known.carriers.setdefault(device, made)
-        ways = (known.made[maker], *ways)
-    known.ways[device] = ways
-    return ways
-
-
-def _carrier(group: ProcessGroup | None, tensor: Tensor) -> GroupCollectives | None:
-    """Who carries the group's messages of such tensors; None: torch."""
-    live, device = _live(group), tensor.device.type
+def _serving(group: ProcessGroup | None, device: str) -> GroupCollectives:
+    """What serves the group's collectives of tensors on `device`."""
+    live = _live(group)
     known = _known(live)
-    if device not in known.carriers:
-        _ways(known, live, device)
-    return known.carriers.setdefault(device, None)
+    found = known.serving.get(device)
+    if found is None:
+        maker = _makers.get((device, known.backends.get(device, "")), GroupCollectives)
+        if maker not in known.made:
+            known.made[maker] = maker(live, device in known.carriers)
+        found = known.serving[device] = known.made[maker]
+        if maker is not GroupCollectives:
+            known.carriers.setdefault(device, found)
+    return found
 
 
-def _carry(method: str, group: ProcessGroup | None, tensor: Tensor, flat: Tensor, peer: int | None, tag: int) -> Any:
-    """`isend` or `irecv` of the group's carrier; peer: global rank."""
+def _carrier(tensor: Tensor, peer: int, group: ProcessGroup | None) -> GroupCollectives:
+    """Who carries the group's messages of such tensors; peer: the other end's global rank."""
     members(group)
-    if peer is not None and peer == dist.get_rank():
-        raise CommError(f"{method}: rank {peer} is this rank; a message to oneself is a copy")
-    if (carrier := _carrier(group, tensor)) is None:
-        return NotImplemented
-    return getattr(carrier, method)(flat, None if peer is None else _place(group, peer), tag)
+    if peer == dist.get_rank():
+        raise CommError(f"rank {peer} is this rank; a message to oneself is a copy")
+    serving, device = _serving(group, tensor.device.type), tensor.device.type
+    return _known(_live(group)).carriers.setdefault(device, serving)
 
 
 # -- tensors and works -------------------------------------------------------------------------------------------------
@@ -419,10 +297,6 @@ def _flat(tensor: Tensor, fill: bool = True) -> tuple[Tensor, Callable[[], Any] 
 
 def _nothing(async_op: bool) -> Work | None:
     return AfterWork(()) if async_op else None
-
-
-def _plain(work: Any, async_op: bool) -> Work | None:
-    return cast(Work, work) if async_op else None
 
 
 def _after(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:

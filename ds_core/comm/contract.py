@@ -1,16 +1,31 @@
-"""The contract of collectives: works, and `GroupCollectives`, which a provider implements for a group of ranks."""
+"""Works, and the collectives of one process group: torch.distributed's, which a provider inherits and betters."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
-__all__ = ["AfterWork", "GroupCollectives", "Work"]
+from ds_core.errors import CommError
+
+__all__ = ["AfterWork", "GroupCollectives", "Work", "average", "backends_of"]
+
+# Backends that average by themselves; the others are given a sum, which is then divided.
+_AVERAGING = ("nccl", "xccl")
+# torch 2.13 renamed these two and warns about the old names.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# What gloo reduces in another dtype: it has no int16, and would round every partial sum of 16-bit floats.
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+# Elements divided at a time: stays in the cache, and is below 32768, from which on torch starts threads, which on a
+# machine full of ranks costs milliseconds.
+_PIECE = (1 << 15) - 64
 
 
 class Work(Protocol):
@@ -46,11 +61,11 @@ class AfterWork:
 
 
 class GroupCollectives:
-    """The collectives of one process group, for tensors of one device type. Inherit, and override what is served.
+    """The collectives of one process group by torch.distributed, with what it lacks on a backend.
 
-    A method returns NotImplemented to leave a call to torch.distributed, on all ranks of the group or on none. Else it
-    returns None when the result is in its tensor, or, with `async_op`, a `Work`. Ranks of a group make the same
-    collectives in the same order, asynchronous ones too; those of different groups may cross.
+    A provider inherits and overrides what it does better; a call that it leaves goes to ``super()``, on all ranks of
+    the group or on none. A method returns None when the result is in its tensor, or, with `async_op`, a `Work`. Ranks
+    of a group make the same collectives in the same order, asynchronous ones too; those of different groups may cross.
 
     Tensors are flat and contiguous, and require no gradient; lengths and dtypes were checked. Reductions give the same
     bits on every rank; 16-bit floats are added in fp32, and AVG of integers rounds towards zero. op: torch's ReduceOp.
@@ -59,33 +74,49 @@ class GroupCollectives:
 
     def __init__(self, group: ProcessGroup, messages: bool) -> None:
         """messages: whether torch.distributed or another provider carried messages of the group before."""
+        self._group = weakref.ref(group)
+        self.size, self.rank = group.size(), group.rank()
+        self._backends = backends_of(group)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group, which must not have been destroyed."""
+        group = self._group()
+        if group is None:
+            raise CommError("the process group was destroyed while a collective ran on it; wait for its work first")
+        return group
 
     def open(self) -> None:
         """Set up what all ranks take part in. Collective; called where ds_core makes the group."""
 
     def all_reduce(self, tensor: Tensor, op: Any, async_op: bool) -> Any:
         """Replace `tensor`, on every rank, by the reduction over all ranks."""
-        return NotImplemented
+        return self._reduced(tensor, op, async_op, lambda wide, op: dist.all_reduce(wide, op, self.group, True))
 
     def reduce(self, tensor: Tensor, dst: int, op: Any, async_op: bool) -> Any:
         """Reduce into `tensor` of rank `dst`; elsewhere its content is undefined afterwards."""
-        return NotImplemented
+        to = self._global(dst)
+        return self._reduced(tensor, op, async_op, lambda wide, op: dist.reduce(wide, to, op, self.group, True))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: Any, async_op: bool) -> Any:
-        """Fill `output` with this rank's part of the reduction of `input`, n times as long, which stays as it is."""
-        return NotImplemented
+        """Fill `output` with this rank's part of the reduction of `input`, n times as long, which stays as it is.
+
+        gloo has it only since torch 2.8: an all_reduce.
+        """
+        if self._is_gloo(input):
+            total = input.clone()
+            work = self.all_reduce(total, op, True)
+            return _end(work, lambda: output.copy_(total.view(self.size, -1)[self.rank]), async_op)
+        wire_op, finish = self._average_after(output, op)
+        return _end(_SCATTER(output, input, wire_op, self.group, True), finish, async_op)
 
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool) -> Any:
         """Fill `output`, n times as long, with every rank's `input`, which may lie in its place in `output` already."""
-        return NotImplemented
-
-    def all_gather(self, outputs: Sequence[Tensor], input: Tensor, async_op: bool) -> Any:
-        """Fill `outputs[i]` with rank i's `input`; lengths may differ, or be 0."""
-        return NotImplemented
+        return _GATHER(self._wire(output), self._wire(input), self.group, async_op)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Any:
         """Replace `tensor`, on every rank, by that of rank `src`."""
-        return NotImplemented
+        return dist.broadcast(self._wire(tensor), self._global(src), self.group, async_op)
 
     def all_to_all(
         self, output: Tensor, input: Tensor, taken: list[int] | None, given: list[int] | None, async_op: bool
@@ -94,12 +125,66 @@ class GroupCollectives:
 
         None: equally many for each.
         """
-        return NotImplemented
+        return dist.all_to_all_single(output, input, taken, given, self.group, async_op)
 
-    def isend(self, tensor: Tensor, dst: int, tag: int) -> Any:
-        """Start sending to rank `dst`; a `Work`. All messages of a group are left to torch.distributed, or none."""
-        return NotImplemented
+    def isend(self, tensor: Tensor, dst: int) -> Work:
+        """Start sending to rank `dst`. All messages of a group go by torch.distributed, or none."""
+        return AfterWork([dist.isend(tensor, self._global(dst), self.group)])
 
-    def irecv(self, tensor: Tensor, src: int | None, tag: int) -> Any:
-        """Start receiving from rank `src`; None: from any, and the `Work` then has an attribute ``source``."""
-        return NotImplemented
+    def irecv(self, tensor: Tensor, src: int) -> Work:
+        """Start receiving from rank `src`."""
+        return AfterWork([dist.irecv(tensor, self._global(src), self.group)])
+
+    def _reduced(self, tensor: Tensor, op: Any, async_op: bool, call: Callable[[Tensor, Any], Any]) -> Any:
+        wide = tensor.to(_WIDE[tensor.dtype]) if tensor.dtype in _WIDE and self._is_gloo(tensor) else tensor
+        wire_op, finish = self._average_after(wide, op)
+        if wide is tensor:
+            return _end(call(tensor, wire_op), finish, async_op)
+
+        def narrow() -> None:
+            if finish is not None:
+                finish()
+            tensor.copy_(wide)
+
+        return _end(call(wide, wire_op), narrow, async_op)
+
+    def _average_after(self, tensor: Tensor, op: Any) -> tuple[Any, Callable[[], Any] | None]:
+        """The operation to ask the backend for, and what is left to do afterwards."""
+        if op != ReduceOp.AVG or self._backends.get(tensor.device.type) in _AVERAGING:
+            return op, None
+        return ReduceOp.SUM, lambda: average(tensor, self.size)
+
+    def _is_gloo(self, tensor: Tensor) -> bool:
+        return self._backends.get(tensor.device.type) == "gloo"
+
+    def _wire(self, tensor: Tensor) -> Tensor:
+        """What is only moved, as bytes over gloo, which does not know every dtype."""
+        return tensor.view(torch.uint8) if self._is_gloo(tensor) else tensor
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """Device type -> the backend of `group` for its tensors."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+def average(total: Tensor, count: int) -> None:
+    """Divide `total` in place by the number of ranks; integers towards zero."""
+    if total.dtype == torch.bool:
+        raise CommError("the average of bool tensors means nothing; reduce with MAX (any) or MIN (all)")
+    rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+    if total.device.type != "cpu" or not total.is_contiguous():
+        total.div_(count, rounding_mode=rounding)
+        return
+    for piece in total.view(-1).split(_PIECE):
+        piece.div_(count, rounding_mode=rounding)
+
+
+def _end(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> AfterWork | None:
+    after = AfterWork([work], finish)
+    if async_op:
+        return after
+    after.wait()
+    return None

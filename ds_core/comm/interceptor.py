@@ -42,12 +42,9 @@ __all__ = [
 
 OPERATIONS: Mapping[str, str] = {
     "all_gather_into_tensor": "output",
-    "all_gather": "tensor_list",
     "reduce_scatter_tensor": "input",
     "all_to_all_single": "input",
-    **dict.fromkeys(
-        ("all_reduce", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"), "tensor"
-    ),
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast", "send", "recv", "isend", "irecv"), "tensor"),
     "barrier": "",
 }
 """Every collective and point-to-point function of `ds_core.comm`: the argument that holds its message."""
@@ -70,7 +67,7 @@ Parameters = Mapping[str, tuple[int, Any]]
 class Collective:
     """A collective that this thread is starting.
 
-    op: the function of `ds_core.comm`; "open_transports" when the ranks of a group open one. group: never None.
+    op: the function of `ds_core.comm`, one of `OPERATIONS` or "open_transport". group: never None.
     label: what the caller said of it, or "". tag: None, or a number below ``2 ** TAG_BITS`` that an interceptor sets:
     equal on all ranks for the same collective, different for others. Transports send it along where they can, so that
     data of two collectives is never mixed up.
@@ -93,12 +90,10 @@ class Collective:
         return self._args[position] if position < len(self._args) else default
 
     @property
-    def message(self) -> tuple[Tensor, ...]:
-        """The tensors of the message: of all ranks together where one argument has that (``output`` of a gather)."""
-        found = self.argument(OPERATIONS.get(self.op, ""))
-        if found is None:
-            return ()
-        return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    def message(self) -> Tensor | None:
+        """The message, of all ranks together where one argument has that (``output`` of a gather); None: none."""
+        found: Tensor | None = self.argument(OPERATIONS.get(self.op, ""))
+        return found
 
 
 class Interceptor(ABC):
@@ -110,8 +105,8 @@ class Interceptor(ABC):
     def around(self, collective: Collective, call: Callable[[], Any]) -> Any:
         """Make the collective by ``call()``, exactly once, and return what that returns, or another object like it.
 
-        That is a work (``wait()``, ``is_completed()``) with ``async_op=True`` and of `isend` and `irecv`, the sender's
-        rank of `recv`, and else None. A collective made in here goes through all interceptors again.
+        That is a work (``wait()``, ``is_completed()``) with ``async_op=True`` and of `isend` and `irecv`, else None. A
+        collective made in here goes through all interceptors again.
         """
 
     def close(self) -> None:  # noqa: B027 (most have nothing to close)

@@ -58,24 +58,24 @@ def choose_providers(plugins: Plugins, wanted: str | None) -> dict[tuple[str, st
         from ds_core.catalogue import missing
 
         raise ConfigError([missing("collectives", wanted, [*offers, PLAIN], more=plugins.quarantined())], "collectives")
-    rows: dict[tuple[str, str], list[Provider]] = {}
-    for name in sorted(offers) if wanted is None else {wanted.lower()} - {PLAIN}:
-        entry = offers[name].value
-        rows.setdefault((entry.device, entry.backend), []).append(Provider(name, entry, offers[name].plugin))
+    names = offers if wanted is None else {wanted.lower()} - {PLAIN}
+    found = [Provider(name, offers[name].value, offers[name].plugin) for name in sorted(names)]
     chosen: dict[tuple[str, str], Provider] = {}
-    for pair, providers in rows.items():
-        for provider in sorted(providers, key=lambda p: -p.entry.priority):
-            if pair in chosen:
-                if provider.entry.priority == chosen[pair].entry.priority and ask(provider.entry.available) is None:
-                    raise PluginError(
-                        f"collectives on {' over '.join(pair)} are offered by {chosen[pair]} and {provider} with equal "
-                        f'priority; choose one with "collectives": "{provider.name}"'
-                    )
-            elif (reason := ask(provider.entry.available)) is None:
-                chosen[pair] = provider
-                plugins.join(provider.plugin)
-            elif wanted is not None:
-                raise ConfigError(f"{provider} cannot serve: {reason}", "collectives")
-            else:
-                log.info("collectives are not served by %s: %s", provider, reason)
+    for one in sorted(found, key=lambda provider: -provider.entry.priority):
+        pair = one.entry.device, one.entry.backend
+        best = chosen.get(pair)
+        if best is not None and best.entry.priority > one.entry.priority:
+            continue
+        if (reason := ask(one.entry.available)) is not None:
+            if wanted is not None:
+                raise ConfigError(f"{one} cannot serve: {reason}", "collectives")
+            log.info("collectives are not served by %s: %s", one, reason)
+        elif best is not None:
+            raise PluginError(
+                f"collectives on {' over '.join(pair)} are offered by {best} and {one} with equal priority; choose one "
+                f'with "collectives": "{one.name}"'
+            )
+        else:
+            chosen[pair] = one
+            plugins.join(one.plugin)
     return chosen

@@ -10,13 +10,15 @@ import contextlib
 import ipaddress
 import logging
 import os
-import re
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from ds_core import comm
 from ds_core.errors import CommError, ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -27,23 +29,19 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
 
 __all__ = [
-    "DEFAULT_PORT",
     "Job",
     "Rendezvous",
     "add_interceptors_of",
-    "find_own",
     "find_rendezvous",
     "init_distributed",
     "is_initialized",
     "local_rank",
     "reset",
-    "stop_lone",
 ]
 
 log = logging.getLogger("ds_core.comm")
 
 DEFAULT_PORT = 29500
-DEFAULT_TIMEOUT_MINUTES = 30.0
 MEND = "start the script with `dscore run train.py`, which sets them all"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -59,7 +57,6 @@ class Rendezvous:
 
     rank: int
     world_size: int
-    local_rank: int
     address: str
     port: int
     source: str
@@ -82,8 +79,6 @@ class Job:
 
 def is_initialized() -> bool:
     """Whether a process group is running; loads no torch when nothing else has."""
-    import sys
-
     if "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist
@@ -93,10 +88,10 @@ def is_initialized() -> bool:
 
 def local_rank(env: Mapping[str, str] | None = None) -> int:
     """This process's number on its machine, from whichever launcher started it; 0 when none did."""
-    env = os.environ if env is None else env
-    if not env.get("LOCAL_RANK") and (job := _find_job(env)) is not None:
-        env = job.variables
-    return _integer(env, "LOCAL_RANK") if env.get("LOCAL_RANK") else 0
+    told = os.environ if env is None else env
+    if not told.get("LOCAL_RANK") and (job := _find_job(told)) is not None:
+        told = job.variables
+    return _integer(told, "LOCAL_RANK") if told.get("LOCAL_RANK") else 0
 
 
 def init_distributed(
@@ -137,50 +132,27 @@ def init_distributed(
             raise CommError("this torch was built without torch.distributed; install one that has it")
         backend = dist_backend or _accelerator_backend()
         limit = timeout if timeout is not None else _default_timeout(os.environ)
-        if init_method is not None and init_method != "env://":
-            _start_by_method(init_method, backend, limit, rank, world_size)
+        if init_method in (None, "env://"):
+            where = find_rendezvous(os.environ, auto_mpi_discovery, distributed_port, rank, world_size, True, plugins)
+            _start(where, backend, limit)
         else:
-            where = find_own(auto_mpi_discovery, distributed_port, rank, world_size, plugins)
-            _start_found(where, backend, limit)
+            _start_by_method(str(init_method), backend, limit, rank, world_size)
         if verbose and dist.get_rank() == 0:
             log.info("process group started: %d ranks over %s", dist.get_world_size(), dist.get_backend())
     if plugins is not None and run is not None:
-        from ds_core.comm.fingerprint import check_ranks_agree
-
-        check_ranks_agree({f"config.{key}": value for key, value in run.fingerprint_items().items()})
+        comm.check_ranks_agree({f"config.{key}": value for key, value in run.fingerprint_items().items()})
         add_interceptors_of(plugins, run)
 
 
-def stop_lone() -> None:
-    """Destroy a process group of one that no launcher asked for, so that the process is as before (tests)."""
-    if is_initialized() and find_own() is None:
+def reset() -> None:
+    """Destroy a process group of one that no launcher asked for, and choose again who answers `ds_rendezvous`."""
+    global _choice
+    if is_initialized() and find_rendezvous(os.environ) is None:
         import torch.distributed as dist
 
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
-
-
-def reset() -> None:
-    """`stop_lone`, and choose again who answers `ds_rendezvous`."""
-    global _choice
-    stop_lone()
     _choice = None
-
-
-def find_own(
-    discover: bool = True,
-    port: int = DEFAULT_PORT,
-    rank: int = -1,
-    world_size: int = -1,
-    plugins: Plugins | None = None,
-) -> Rendezvous | None:
-    """`find_rendezvous` for this process. Collective the first time, where a job's variables do not tell MASTER_ADDR.
-
-    plugins: the run's, to choose the `ds_rendezvous` answer from.
-    """
-    if plugins is not None:
-        _provider(plugins)
-    return find_rendezvous(os.environ, discover, port, rank, world_size, collective=True)
 
 
 def find_rendezvous(
@@ -190,34 +162,33 @@ def find_rendezvous(
     rank: int = -1,
     world_size: int = -1,
     collective: bool = False,
+    plugins: Plugins | None = None,
 ) -> Rendezvous | None:
     """What the environment says; None when nothing in it speaks of several processes.
 
     discover: ask `ds_rendezvous` where torchrun's variables are missing. rank, world_size: given values take precedence
-    (-1: not given). collective: rank 0 may be asked for its address. Raises CommError for an incomplete answer.
+    (-1: not given). collective: rank 0 may be asked for its address. plugins: the run's, to choose the `ds_rendezvous`
+    answer from. Raises CommError for an incomplete answer.
     """
-    given = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value >= 0}
-    facts = {**{name: env[name] for name in _NAMES if env.get(name)}, **given}
+    if plugins is not None:
+        _provider(plugins)
+    facts = {name: env[name] for name in _NAMES if env.get(name)}
+    facts |= {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value >= 0}
     source, job = "the launcher's variables", None
-    if discover and not {"RANK", "WORLD_SIZE"} <= facts.keys():
-        job = _find_job(env)
-        if job is not None and "RANK" in job.variables:
-            source, facts = job.source, {**job.variables, **facts}
+    if discover and not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= facts.keys() and (job := _find_job(env)) is not None:
+        source = source if "RANK" in facts else job.source
+        facts = {**job.variables, **facts}
     if "RANK" not in facts and "WORLD_SIZE" not in facts:
         return None
-    if "LOCAL_RANK" not in facts and len(given) == 2:
-        facts["LOCAL_RANK"] = str(local_rank(env))
-    elif "LOCAL_RANK" not in facts and discover and (job or (job := _find_job(env))):
-        facts.update({n: v for n, v in job.variables.items() if n == "LOCAL_RANK"})
-    facts.setdefault("MASTER_PORT", str(port))
+    facts = {"MASTER_PORT": str(port), **facts}
+    if min(rank, world_size) >= 0 or facts.get("WORLD_SIZE") == "1":
+        facts = {"LOCAL_RANK": "0", **facts}
     if facts.get("WORLD_SIZE") == "1":
-        facts.setdefault("MASTER_ADDR", "127.0.0.1")
-        facts.setdefault("LOCAL_RANK", "0")
+        facts = {"MASTER_ADDR": "127.0.0.1", **facts}
     missing = [name for name in _NAMES if name not in facts]
-    if missing == ["MASTER_ADDR"] and collective and job is not None and source == job.source and job.address:
+    if missing == ["MASTER_ADDR"] and collective and job is not None and job.address is not None:
         facts["MASTER_ADDR"] = job.address(_integer(facts, "RANK"), _integer(facts, "WORLD_SIZE"))
-        missing = []
-    if missing:
+    elif missing:
         told = ", ".join(f"{name}={value}" for name, value in sorted(facts.items()))
         hint = "" if discover else " (auto_mpi_discovery is off)"
         if missing == ["MASTER_ADDR"]:
@@ -229,7 +200,6 @@ def find_rendezvous(
     here = Rendezvous(
         _integer(facts, "RANK"),
         _integer(facts, "WORLD_SIZE"),
-        _integer(facts, "LOCAL_RANK"),
         facts["MASTER_ADDR"],
         _integer(facts, "MASTER_PORT"),
         source,
@@ -241,6 +211,13 @@ def find_rendezvous(
     if not 0 <= here.port < 65536:
         raise CommError(f"MASTER_PORT {here.port} is no port; use 1024 to 65535")
     return here
+
+
+def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
+    """Install the interceptors of the plugins that take part. Every rank calls it, with an equal config."""
+    for answer in plugins.ask("ds_interceptors", config=config):
+        for interceptor in answer.value:
+            comm.add_interceptor(interceptor)
 
 
 # -- who finds and meets others ----------------------------------------------------------------------------------------
@@ -293,14 +270,11 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 
 
 def _default_timeout(env: Mapping[str, str]) -> timedelta:
-    text = env.get("DEEPSPEED_TIMEOUT", "")
-    try:
-        minutes = float(text) if text else DEFAULT_TIMEOUT_MINUTES
-        if not 0 < minutes < 1e7:
-            raise ValueError
-    except ValueError:
-        raise CommError(f"DEEPSPEED_TIMEOUT is {text!r}; it must be a positive number of minutes, as 30") from None
-    return timedelta(minutes=minutes)
+    text = env.get("DEEPSPEED_TIMEOUT") or "30"
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1e7:
+            return timedelta(minutes=float(text))
+    raise CommError(f"DEEPSPEED_TIMEOUT is {text!r}; it must be a positive number of minutes, as 30")
 
 
 def _accelerator_backend() -> str:
@@ -309,21 +283,12 @@ def _accelerator_backend() -> str:
     return str(get_accelerator().communication_backend)
 
 
-def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
-    """Install the interceptors of the plugins that take part. Every rank calls it, with an equal config."""
-    from ds_core.comm.interceptor import add_interceptor
-
-    for answer in plugins.ask("ds_interceptors", config=config):
-        for interceptor in answer.value:
-            add_interceptor(interceptor)
-
-
 def _load_sections(given: Any) -> tuple[Plugins, RunConfig]:
     """The plugins whose sections a config (or what one is read from) has, and the checked config."""
-    from ds_core.config import CORE_KEYS, RunConfig, build_config, plugin_settings, read_config
+    from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
     from ds_core.plugins import Plugins
 
-    source = read_config(given.raw if isinstance(given, RunConfig) else given)
+    source = read_config(given)
     plugins = Plugins(plugin_settings(source))
     owners = plugins.load_sections(key for key in source.raw if key not in CORE_KEYS)
     models = {name: (plugins.model(found), f"{found.dist} {found.version}") for name, found in owners.items()}
@@ -334,6 +299,7 @@ def _load_sections(given: Any) -> tuple[Plugins, RunConfig]:
 
 
 def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: int, world_size: int) -> None:
+    """Start at ``tcp://host:port``, or in any way that torch knows (``file:///path``)."""
     import torch.distributed as dist
 
     if rank < 0 or world_size < 1:
@@ -341,15 +307,14 @@ def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: i
             f"init_method {init_method!r} needs rank and world_size as well; got {rank} and {world_size}",
             "init_distributed",
         )
-    address = re.fullmatch(r"tcp://(\[[^\]]+\]|[^:/?]+):(\d{1,5})/?", init_method)
-    if address is not None:
-        place = Rendezvous(rank, world_size, 0, address[1].strip("[]"), int(address[2]), "init_method")
-        _start_found(place, backend, timeout)
-        return
-    dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+    url = urlsplit(init_method)
+    if url.scheme == "tcp" and url.hostname and url.port:
+        _start(Rendezvous(rank, world_size, url.hostname, url.port, "init_method"), backend, timeout)
+    else:
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
-def _start_found(where: Rendezvous | None, backend: str, timeout: timedelta) -> None:
+def _start(where: Rendezvous | None, backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 

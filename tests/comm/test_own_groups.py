@@ -43,7 +43,7 @@ def test_members_of_own_groups() -> None:
 def collectives_over_gloo(stage: int) -> list[str]:
     """What the first two steps send through gloo instead of through shared memory."""
     went = []
-    names = ("all_gather_parts", "all_reduce", "reduce_scatter")
+    names = ("all_gather", "all_reduce", "reduce_scatter")
     before = {name: getattr(gloo, name) for name in names}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))

@@ -17,7 +17,7 @@ from ds_testing.processes import start as start_python
 from ds_testing.rendezvous import start_rank
 
 from ds_core.comm import start
-from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_own, find_rendezvous, local_rank
+from ds_core.comm.start import Job, Rendezvous, _default_timeout, find_rendezvous, local_rank
 from ds_core.entries import RendezvousEntry
 from ds_core.errors import CommError, PluginError
 from ds_core.plugins import BACKENDS, Found, Plugins
@@ -26,10 +26,14 @@ ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0
 ALL_BY_HAND = {"DS_PLUGINS_DISABLE_AUTOLOAD": "1"}  # nobody answers ds_rendezvous
 
 
-def place(env: dict[str, str]) -> tuple[int, int, int, str, int]:
+def place(env: dict[str, str]) -> tuple[int, int, str, int]:
     found = find_rendezvous(env)
     assert isinstance(found, Rendezvous)
-    return found.rank, found.world_size, found.local_rank, found.address, found.port
+    return found.rank, found.world_size, found.address, found.port
+
+
+def find_own(**arguments: Any) -> Rendezvous | None:
+    return find_rendezvous(os.environ, collective=True, **arguments)
 
 
 def test_nothing_in_the_environment_is_one_process() -> None:
@@ -38,7 +42,7 @@ def test_nothing_in_the_environment_is_one_process() -> None:
 
 
 def test_the_launchers_variables() -> None:
-    assert place(ENV) == (3, 8, 1, "10.0.0.1", 4000)
+    assert place(ENV) == (3, 8, "10.0.0.1", 4000)
     assert place({**ENV, "MASTER_PORT": ""})[-1] == 29500
     assert local_rank(ENV) == 1
     assert local_rank({}) == 0
@@ -64,7 +68,7 @@ def test_what_is_missing_or_wrong_is_named(env: dict[str, str], named: list[str]
 def test_arguments_take_precedence() -> None:
     found = find_rendezvous({**ENV, "LOCAL_RANK": ""}, rank=0, world_size=2)
     assert found is not None
-    assert (found.rank, found.world_size, found.local_rank) == (0, 2, 0)
+    assert (found.rank, found.world_size) == (0, 2)
 
 
 def test_timeout_from_the_environment() -> None:
@@ -148,7 +152,7 @@ def test_torchs_store_alone_says_where_it_looked() -> None:
 
 def test_the_store_at_a_loopback_address_is_for_this_machine_alone() -> None:
     port = free_port()
-    where = Rendezvous(0, 1, 0, "localhost", port, "a test")
+    where = Rendezvous(0, 1, "localhost", port, "a test")
     store = start._open_store(where, timedelta(seconds=30))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.3", port), 5)
@@ -201,11 +205,11 @@ def test_the_answer_of_the_highest_priority_finds_the_job(monkeypatch: pytest.Mo
     plugins = answering(monkeypatch, desk=high, other=low, silent=None)
     assert find_own(plugins=plugins) is None  # nothing is imported: none of the variables is set
     monkeypatch.setenv("DESK", "3 of 8")
-    assert find_own(plugins=plugins) == Rendezvous(3, 8, 0, "desk38", 29500, "the desk")
+    assert find_own(plugins=plugins) == Rendezvous(3, 8, "desk38", 29500, "the desk")
     assert find_own(discover=False) is None
     with pytest.raises(CommError, match="MASTER_ADDR missing .* from the desk"):  # asking rank 0 is collective
         find_rendezvous(os.environ)
-    assert find_rendezvous({**DESK, **ENV}) == Rendezvous(3, 8, 1, "10.0.0.1", 4000, "the launcher's variables")
+    assert find_rendezvous({**DESK, **ENV}) == Rendezvous(3, 8, "10.0.0.1", 4000, "the launcher's variables")
 
 
 def test_what_is_wrong_with_answers_names_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

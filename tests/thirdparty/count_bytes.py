@@ -23,8 +23,8 @@ class ByteCounter(comm.Interceptor):
         self.ops, self.bytes = frozenset(section.ops), Counter[str]()
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
-        if not self.ops or collective.op in self.ops:
-            self.bytes[collective.op] += sum(t.nbytes for t in collective.message)
+        if collective.message is not None and (not self.ops or collective.op in self.ops):
+            self.bytes[collective.op] += collective.message.nbytes
         return call()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,16 +23,12 @@ def ordered_sums(group: Any, messages: bool) -> Any:
     from ds_core import comm
 
     class OrderedSums(comm.GroupCollectives):
-        def __init__(self, group: dist.ProcessGroup, messages: bool) -> None:
-            self.group, self.size = weakref.ref(group), group.size()
-
         def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Any:
-            if not 0 < tensor.nbytes <= 65536 or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-                return NotImplemented
-            if tensor.dtype != torch.float32:
-                return NotImplemented
+            small = 0 < tensor.nbytes <= 65536 and tensor.dtype == torch.float32
+            if not small or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                return super().all_reduce(tensor, op, async_op)
             rows = [torch.empty_like(tensor) for _ in range(self.size)]
-            dist.all_gather(rows, tensor, self.group())
+            dist.all_gather(rows, tensor, self.group)
             tensor.copy_(torch.stack(rows).sum(0))
             if op == dist.ReduceOp.AVG:
                 tensor.div_(self.size)

@@ -21,9 +21,9 @@ from torch.distributed import ReduceOp
 
 from ds_comm_gloo.group_queue import GroupQueue, Messages, QueueWork
 from ds_core.comm import AfterWork
-from ds_core.comm.plain import average
+from ds_core.comm.contract import average
 
-__all__ = ["FOLDS", "all_gather_parts", "all_reduce", "reduce_parts", "reduce_scatter"]
+__all__ = ["FOLDS", "all_gather", "all_reduce", "reduce_parts", "reduce_scatter"]
 
 # Measured 2026-11-21 on 2 cores, other work running (torch 2.13.0; milliseconds, gloo's own -> ours, fp32). All of it:
 # `benchmarks/collectives.py`.
@@ -62,26 +62,16 @@ FOLDS: dict[Any, _Fold] = {
 }
 
 
-def all_gather_parts(
-    parts: Sequence[Tensor], mine: Tensor, queue: GroupQueue, async_op: bool, whole: Tensor | None = None
-) -> AfterWork | QueueWork | None:
-    """Fill `parts[i]` with rank i's `mine`; flat contiguous tensors, possibly of different lengths (or empty).
-
-    whole: the tensor of which `parts` are the equal pieces, if there is one.
-    """
-    sizes = [p.numel() for p in parts]
-    total = sum(sizes)
-    if total == 0:
+def all_gather(whole: Tensor, mine: Tensor, queue: GroupQueue, async_op: bool) -> AfterWork | QueueWork | None:
+    """Fill `whole`, n times as long, with every rank's `mine`, which may lie in its place already; flat tensors."""
+    if mine.numel() == 0:
         return AfterWork(()) if async_op else None
-    if queue.size > 2 and total * mine.element_size() <= SMALL_BYTES:
-        arrived = torch.empty(total, dtype=mine.dtype) if whole is None else whole
-        even = None if len(set(sizes)) == 1 else sizes
-        work = queue.exchange(arrived, _repeat(mine, queue.size), even, even and [mine.numel()] * queue.size)
-        deal = (lambda: _copy_all(parts, arrived.split(sizes))) if whole is None else None
-        return _finish(AfterWork([work], deal), async_op)
+    if queue.size > 2 and whole.nbytes <= SMALL_BYTES:
+        return _finish(AfterWork([queue.exchange(whole, _repeat(mine, queue.size))]), async_op)
+    parts = whole.view(queue.size, -1).unbind()
     tag = queue.tag(_TAG_GATHER)
-    works = [queue.recv(parts[i], i, tag) for i in queue.peers() if sizes[i]]
-    works += [queue.send(mine, i, tag) for i in queue.peers() if mine.numel()]
+    works = [queue.recv(parts[i], i, tag) for i in queue.peers()]
+    works += [queue.send(mine, i, tag) for i in queue.peers()]
     if parts[queue.rank].data_ptr() != mine.data_ptr():
         _copy(parts[queue.rank], mine)
     return _finish(AfterWork([Messages(works)]), async_op)
@@ -259,7 +249,8 @@ def _reduce_wide(out: Tensor, parts: Sequence[Tensor], op: Any, total: Tensor, n
 def _repeat(tensor: Tensor, times: int) -> Tensor:
     """`tensor` `times` times in a row, without torch's threads."""
     rows = tensor.new_empty(times, tensor.numel())
-    _copy_all(rows.unbind(), [tensor] * times)
+    for row in rows.unbind():
+        _copy(row, tensor)
     return rows.view(-1)
 
 
@@ -273,11 +264,6 @@ def _finish(work: AfterWork, async_op: bool) -> AfterWork | None:
 def _copy(target: Tensor, source: Tensor) -> None:
     for begin, end in _spans(target.numel(), PIECE):
         target[begin:end].copy_(source[begin:end])
-
-
-def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        _copy(target, source)
 
 
 def _wait_all(works: Sequence[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +29,7 @@ class GlooCollectives(GroupCollectives):
     """
 
     def __init__(self, group: ProcessGroup, messages: bool, opener: Opener | None = None) -> None:
+        super().__init__(group, messages)
         self.queue = GroupQueue(group)
         self.transport: Transport | None = None
         self.carrier: Transport | None = None
@@ -50,7 +50,7 @@ class GlooCollectives(GroupCollectives):
     def all_reduce(self, tensor: Tensor, op: Any, async_op: bool) -> Any:
         """See `GroupCollectives.all_reduce`."""
         if op not in gloo.FOLDS:
-            return NotImplemented
+            return super().all_reduce(tensor, op, async_op)
         if (transport := self._taker("all_reduce", tensor, op, async_op)) is None:
             return gloo.all_reduce(tensor, op, self.queue, async_op)
         name, tag = _NAMES[op], self._tag()
@@ -59,7 +59,7 @@ class GlooCollectives(GroupCollectives):
     def reduce_scatter(self, output: Tensor, input: Tensor, op: Any, async_op: bool) -> Any:
         """See `GroupCollectives.reduce_scatter`."""
         if op not in gloo.FOLDS:
-            return NotImplemented
+            return super().reduce_scatter(output, input, op, async_op)
         if (transport := self._taker("reduce_scatter", input, op, async_op)) is None:
             return gloo.reduce_scatter(output, input, op, self.queue, async_op)
         name, tag = _NAMES[op], self._tag()
@@ -67,24 +67,15 @@ class GlooCollectives(GroupCollectives):
 
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool) -> Any:
         """See `GroupCollectives.all_gather_into`."""
-        parts = output.view(self.queue.size, -1).unbind()
         if (transport := self._taker("all_gather", output, None, async_op)) is None:
-            return gloo.all_gather_parts(parts, input, self.queue, async_op, output)
-        tag = self._tag()
+            return gloo.all_gather(output, input, self.queue, async_op)
+        parts, tag = output.view(self.queue.size, -1).unbind(), self._tag()
         return self.queue.run(lambda: transport.all_gather(parts, input, tag), async_op, False)
-
-    def all_gather(self, outputs: Sequence[Tensor], input: Tensor, async_op: bool) -> Any:
-        """See `GroupCollectives.all_gather`."""
-        total = sum(t.nbytes for t in outputs)
-        if (transport := self._taker("all_gather", input, None, async_op, total)) is None:
-            return gloo.all_gather_parts(outputs, input, self.queue, async_op)
-        tag = self._tag()
-        return self.queue.run(lambda: transport.all_gather(outputs, input, tag), async_op, False)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Any:
         """See `GroupCollectives.broadcast`; through a transport, the others gather nothing to `src`'s."""
         if (transport := self._taker("all_gather", tensor, None, async_op)) is None:
-            return NotImplemented
+            return super().broadcast(tensor, src, async_op)
         parts, tag = [tensor if r == src else tensor[:0] for r in range(self.queue.size)], self._tag()
         return self.queue.run(lambda: transport.all_gather(parts, parts[self.queue.rank], tag), async_op, False)
 
@@ -96,7 +87,7 @@ class GlooCollectives(GroupCollectives):
             opener, self._exchange_opener = self._exchange_opener, None
             self.exchanger = opener(members(self.queue))
         if self.exchanger is None:
-            return NotImplemented
+            return super().all_to_all(output, input, taken, given, async_op)
         queue, works = self.queue, []
         outputs = output.split(taken or [output.numel() // queue.size] * queue.size)
         inputs = input.split(given or [input.numel() // queue.size] * queue.size)
@@ -109,39 +100,29 @@ class GlooCollectives(GroupCollectives):
         work.wait()
         return None
 
-    def isend(self, tensor: Tensor, dst: int, tag: int) -> Any:
+    def isend(self, tensor: Tensor, dst: int) -> Any:
         """See `GroupCollectives.isend`."""
-        if (carrier := self._carrier_of(tag)) is not None:
-            return carrier.isend(tensor, dst)
-        group = self.queue.group
-        return Messages([dist.isend(tensor, dist.get_global_rank(group, dst), group, tag)])
+        self._messages = True
+        if self.carrier is not None:
+            return self.carrier.isend(tensor, dst)
+        return Messages([dist.isend(tensor, dist.get_global_rank(self.group, dst), self.group)])
 
-    def irecv(self, tensor: Tensor, src: int | None, tag: int) -> Any:
+    def irecv(self, tensor: Tensor, src: int) -> Any:
         """See `GroupCollectives.irecv`."""
-        if (carrier := self._carrier_of(tag)) is not None:
-            return carrier.irecv(tensor, src)
-        if src is None:
-            return NotImplemented
-        group = self.queue.group
-        return Messages([dist.irecv(tensor, dist.get_global_rank(group, src), group, tag)])
+        self._messages = True
+        if self.carrier is not None:
+            return self.carrier.irecv(tensor, src)
+        return Messages([dist.irecv(tensor, dist.get_global_rank(self.group, src), self.group)])
 
-    def _taker(self, kind: str, tensor: Tensor, op: Any, async_op: bool, size: int | None = None) -> Transport | None:
-        """The transport, if it is to run this collective; size: bytes of the whole buffer, if that is not `tensor`."""
-        size = tensor.nbytes if size is None else size
-        if size == 0:
+    def _taker(self, kind: str, tensor: Tensor, op: Any, async_op: bool) -> Transport | None:
+        """The transport, if it is to run this collective."""
+        if tensor.nbytes == 0:
             return None
         if self._opener is not None and not async_op:
             self.open()
-        if self.transport is None or not self.transport.takes(kind, size, tensor.dtype, _NAMES.get(op, "")):
+        if self.transport is None or not self.transport.takes(kind, tensor.nbytes, tensor.dtype, _NAMES.get(op, "")):
             return None
         return self.transport
-
-    def _carrier_of(self, tag: int) -> Transport | None:
-        """What carries this message, None: gloo; to be asked once per message."""
-        if tag != 0:
-            return None
-        self._messages = True
-        return self.carrier
 
     def _tag(self) -> int:
         return self.queue.tag(_KIND) if self.queue.tagged else 0

@@ -6,11 +6,11 @@ group's queue, so that their order is that of the calls on every rank.
 
 [Note: when a transport opens] Opening blocks until the group's ranks are all there. An asynchronous collective must
 not: a rank may first have to start one on another group, where its peer opens a transport already. So the groups of a
-mesh open theirs when they are made (`ds_core.comm.open_transports`); other groups at their first synchronous
+mesh open theirs when they are made (`ds_core.comm.open_transport`); other groups at their first synchronous
 collective, which blocks anyhow.
 
 [Note: which way messages go] A receive must look where its message is, so the way of a group's messages is chosen once:
-the transport's, if it opened before the first of them on any rank, else gloo's. Tags other than 0 are always gloo's.
+the transport's, if it opened before the first of them on any rank, else gloo's.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Transport(Protocol):
         sender need not wait longer than until the receive is posted. Both are independent of collectives.
         """
 
-    def irecv(self, flat: Tensor, source: int | None) -> Any:
-        """Start receiving from rank `source` of the group, None: from any; a work that then has a `source`."""
+    def irecv(self, flat: Tensor, source: int) -> Any:
+        """Start receiving from rank `source` of the group; a work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,8 @@ def members(queue: GroupQueue) -> Members:
             raise CommError(f"a record of {len(text)} bytes to exchange; at most {RECORD} are carried")
         record = torch.frombuffer(bytearray(text.ljust(RECORD)), dtype=torch.uint8)
         all_records = torch.empty(queue.size * RECORD, dtype=torch.uint8)
-        rows = all_records.view(queue.size, RECORD).unbind()
-        gloo.all_gather_parts(rows, record, queue, False, all_records)
-        return [json.loads(bytes(row.tolist())) for row in rows]
+        gloo.all_gather(all_records, record, queue, False)
+        return [json.loads(bytes(row.tolist())) for row in all_records.view(queue.size, RECORD)]
 
     group = queue.group
     return Members(queue.rank, queue.size, tuple(dist.get_process_group_ranks(group)), _timeout(group), exchange)

@@ -5,7 +5,7 @@ caller's thread. Two cases need a thread, which lives as long as they last. A fu
 follows as room appears. Receives of more bytes than a ring holds: whoever sends them may wait for that before it does
 what this rank waits for, so they are taken before they are waited for. What is posted beyond that fits in the ring.
 
-[Note: who gets it] A message belongs to the receive that was posted first, of those for its sender or for anybody.
+A message belongs to the receive from its sender that was posted first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ __all__ = ["LEFT", "Post", "Receiving", "Sending", "Sent"]
 LEFT = 5  # as in shared.cpp
 HEADER = 8
 """Bytes that go before each message."""
-_POLL = 2e-4  # seconds between looks at several rings
 _LOOK = 0.05  # seconds of waiting after which to ask whether the other one is there
 _MEND = "both must name tensors of the same size"
 
@@ -70,11 +69,10 @@ class Sending:
 
 
 class Receiving:
-    """The work of a receive. source: its sender, None while that may be anybody; got: bytes that have come."""
+    """The work of a receive. source: its sender; got: bytes that have come."""
 
-    def __init__(self, post: Post, flat: Tensor, source: int | None) -> None:
+    def __init__(self, post: Post, flat: Tensor, source: int) -> None:
         self.post, self.flat, self.source, self.got = post, flat, source, 0
-        self.wanted = source
         self.done, self.error = False, ""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -97,7 +95,6 @@ class Post:
         self._segment, self._rank, self.names, self._pids = segment, rank, names, pids
         self._ring, self.timeout = ring, timeout
         others = [r for r in range(len(names)) if r != rank]
-        self._others = others
         self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
         self._backlog: dict[int, deque[Sending]] = {r: deque() for r in others}
         self._posted: list[Receiving] = []
@@ -150,16 +147,15 @@ class Post:
 
     # -- receiving -------------------------------------------------------------------------------------------
 
-    def irecv(self, flat: Tensor, source: int | None) -> Receiving:
-        """Receive into a flat contiguous tensor from rank `source` of the group, None: from anybody."""
+    def irecv(self, flat: Tensor, source: int) -> Receiving:
+        """Receive into a flat contiguous tensor from rank `source` of the group."""
         work = Receiving(self, flat, source)
         with self._in_lock:
             self._posted.append(work)
-            for sender in self._senders(work):
-                self._due[sender] += flat.nbytes + HEADER
-                if self._due[sender] > self._ring and sender not in self._drained:
-                    self._drained.add(sender)
-                    threading.Thread(target=self._drain, args=(sender,), name="ds_ops_cpu drain", daemon=True).start()
+            self._due[source] += flat.nbytes + HEADER
+            if self._due[source] > self._ring and source not in self._drained:
+                self._drained.add(source)
+                threading.Thread(target=self._drain, args=(source,), name="ds_ops_cpu drain", daemon=True).start()
         return work
 
     def _drain(self, source: int) -> None:
@@ -192,12 +188,8 @@ class Post:
                     self._advance(work)
                 if work.done:
                     break
-                source = work.source
-                taken = self._segment.taken(source) if source is not None else 0
-            if source is None:
-                time.sleep(_POLL if waited < _LOOK else 10 * _POLL)
-            else:
-                self._segment.await_bytes(source, taken)
+                taken = self._segment.taken(work.source)
+            self._segment.await_bytes(work.source, taken)
             waited = time.monotonic() - begin
             if waited > _LOOK:
                 self.look(work)
@@ -207,9 +199,8 @@ class Post:
             raise (CommError if work.error.endswith(_MEND) else LostRankError)(work.error)
 
     def _advance(self, work: Receiving) -> None:
-        for source in self._others if work.source is None else (work.source,):
-            while not work.done and self._take(source):
-                pass
+        while not work.done and self._take(work.source):
+            pass
 
     def _take(self, source: int) -> bool:
         """Take what has come of one message from `source`; whether that was all of it."""
@@ -228,7 +219,6 @@ class Post:
                 )
                 self._end(work, self._broken[source])
                 return False
-            work.source = source
             self._arriving[source] = work
         left = work.flat.nbytes - work.got
         work.got += self._segment.get(source, work.flat.data_ptr() + work.got, left)
@@ -238,36 +228,30 @@ class Post:
         return True
 
     def _first(self, source: int) -> Receiving | None:
-        """What was posted first of what may get a message from `source`."""
-        return next((w for w in self._posted if w.source is None or w.source == source), None)
-
-    def _senders(self, work: Receiving) -> Sequence[int]:
-        return self._others if work.wanted is None else (work.wanted,)
+        """The receive from `source` that was posted first."""
+        return next((w for w in self._posted if w.source == source), None)
 
     def _end(self, work: Receiving, error: str) -> None:
         self._posted.remove(work)
-        if work.source is not None and self._arriving.get(work.source) is work:
+        if self._arriving.get(work.source) is work:
             del self._arriving[work.source]
-        for sender in self._senders(work):
-            self._due[sender] -= work.flat.nbytes + HEADER
+        self._due[work.source] -= work.flat.nbytes + HEADER
         work.done, work.error = True, error
 
     def _give_up(self, work: Receiving) -> None:
-        """End `work` if nothing can come any more: all of those that might send it are lost."""
-        senders = self._others if work.source is None else (work.source,)
-        errors = [self._broken.get(s) or self._lost(s) for s in senders]
-        if not all(errors):
+        """End `work` if nothing can come any more: its sender is lost."""
+        error = self._broken.get(work.source) or self._lost(work.source)
+        if error is None:
             return
         self._advance(work)  # it may have been sent before its sender ended
         if not work.done:
-            error = str(errors[0])
             self._end(work, error if error.endswith(_MEND) else f"{self._what(work)} {error}")
 
     # -- errors ----------------------------------------------------------------------------------------------
 
     def _what(self, work: Receiving) -> str:
-        whom = "anybody" if work.source is None else f"rank {self.names[work.source]}"
-        return f"rank {self.names[self._rank]}: receiving {work.flat.nbytes} bytes from {whom}"
+        receiver, sender = self.names[self._rank], self.names[work.source]
+        return f"rank {receiver}: receiving {work.flat.nbytes} bytes from rank {sender}"
 
     def _lost(self, rank: int) -> str | None:
         code = self._segment.lost(rank)

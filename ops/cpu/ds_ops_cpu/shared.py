@@ -115,7 +115,7 @@ class SharedMemory:
         """See `Transport`."""
         return self._post.isend(flat, to)
 
-    def irecv(self, flat: Tensor, source: int | None) -> Receiving:
+    def irecv(self, flat: Tensor, source: int) -> Receiving:
         """See `Transport`."""
         return self._post.irecv(flat, source)
 

@@ -32,7 +32,7 @@ def fresh(ring: int = SMALL, ranks: list[int] | None = None, timeout: float | No
     comm.use_providers({("cpu", "gloo"): ours.collectives})
     group = dist.new_group(ranks, timeout=None if timeout is None else timedelta(seconds=timeout))
     if ranks is None or dist.get_rank() in ranks:
-        comm.open_transports([group])
+        comm.open_transport(group)
         assert isinstance(post(group), ours.SharedMemory)
     return group
 
@@ -120,19 +120,15 @@ def blocking() -> None:
         if rank == 0:
             for to in range(1, size):
                 comm.send(numbers(n, torch.float32, to), to, group)
-            seen = set()
-            for _ in range(1, size):
+            for of in range(size - 1, 0, -1):
                 into = torch.zeros(n + 1)
-                of = comm.recv(into, None, group)
+                comm.recv(into, of, group)
                 assert torch.equal(into, numbers(n + 1, torch.float32, of))
-                seen.add(of)
-            assert seen == set(range(1, size))
         else:
             into = torch.zeros(n)
-            assert comm.recv(into, 0, group) == 0
+            comm.recv(into, 0, group)
             assert torch.equal(into, numbers(n, torch.float32, rank))
             comm.send(numbers(n + 1, torch.float32, rank), 0, group)
-    comm.barrier()  # what follows is not for anybody
     # Everything that is posted can be sent, whoever waits for what first: both wait for their sends.
     peer = rank ^ 1
     if peer < size:
@@ -146,35 +142,13 @@ def blocking() -> None:
     no_threads()
 
 
-def from_anybody() -> None:
-    """What was posted first gets what comes first, for anybody or not."""
-    group = fresh()
-    rank = dist.get_rank()
-    if rank:
-        for i in range(3):
-            comm.send(torch.tensor([10.0 * rank + i]), 0, group)
-        return
-    first, second, third = (torch.zeros(1) for _ in range(3))
-    works = [comm.irecv(first, 1, group), comm.irecv(second, None, group), comm.irecv(third, 2, group)]
-    works[2].wait()
-    works[0].wait()
-    works[1].wait()
-    assert first.item() == 10
-    assert (second.item(), third.item()) in ((11, 20), (20, 21))
-    left = [torch.zeros(1) for _ in range(3)]
-    senders = [comm.recv(t, None, group) for t in left]
-    assert sorted([first.item(), second.item(), third.item(), *(t.item() for t in left)]) == [10, 11, 12, 20, 21, 22]
-    assert [t.item() // 10 for t in left] == senders
-
-
-def test_blocking_calls_and_from_anybody() -> None:
+def test_blocking_calls() -> None:
     run_ranks(2, blocking)
     run_ranks(3, blocking)
-    run_ranks(3, from_anybody)
 
 
 def mingled() -> None:
-    """Groups with rings of their own, collectives between the messages, other tags by the backend, strides."""
+    """Groups with rings of their own, collectives between the messages, strides."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [fresh() for _ in range(3)]
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -191,14 +165,8 @@ def mingled() -> None:
             total = torch.full((2000,), rank + 1.0)
             sums.append((comm.all_reduce(total, group=groups[k], async_op=True), total))
         one = torch.full((7,), float(rank))
-        tagged, other = torch.zeros(4), torch.full((4,), float(rank))
-        works = [comm.irecv(tagged, left, groups[0], tag=5), comm.isend(other, right, groups[0], tag=5)]
         comm.broadcast(one, src=turn % size, group=groups[turn % 3])
         assert one.tolist() == [float(turn % size)] * 7
-        for work in works:
-            assert isinstance(work, Messages)
-            work.wait()
-        assert tagged.tolist() == [float(left)] * 4
     for work, into, want in got[::-1] if rank % 2 else got:
         work.wait()
         assert torch.equal(into, want)
@@ -211,7 +179,7 @@ def mingled() -> None:
     no_threads()
 
 
-def test_several_groups_collectives_tags_and_strides() -> None:
+def test_several_groups_collectives_and_strides() -> None:
     run_ranks(3, mingled)
 
 
@@ -277,7 +245,7 @@ def intercepted() -> None:
     with Tagging() as tagging:
         everyone(group, [3, 9000], torch.float32, "ahead")
         comm.all_reduce(torch.ones(3), group=group)
-    seen = sorted((row.op, row.bytes) for row in tagging.sent if row.op != "open_transports")
+    seen = sorted((row.op, row.bytes) for row in tagging.sent if row.op != "open_transport")
     assert seen == sorted([(op, n) for op in ("isend", "irecv") for n in (12, 36000)] + [("all_reduce", 12)])
 
 

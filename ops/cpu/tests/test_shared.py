@@ -46,7 +46,7 @@ def core_checks(name: str, folder: Path = CHECKS) -> ModuleType:
 
 
 def transport(group: Any = None) -> Any:
-    return collectives._groups[dist.group.WORLD if group is None else group].ways["cpu"][0].transport  # type: ignore
+    return collectives._groups[dist.group.WORLD if group is None else group].serving["cpu"].transport  # type: ignore
 
 
 def renew() -> None:
@@ -158,7 +158,9 @@ def overlapping() -> None:
     rank = dist.get_rank()
     members = [[0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in members]
-    comm.open_transports(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)
+    for ranks, group in zip(members, groups, strict=True):
+        if rank in ranks:
+            comm.open_transport(group)
     flying = []
     for turn in range(4):
         for ranks, group in zip(members, groups, strict=True):
@@ -409,7 +411,7 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    used = [known.ways["cpu"][0] for known in collectives._groups.values() if "cpu" in known.ways]
+    used = [known.serving.get("cpu") for known in collectives._groups.values()]
     assert any(isinstance(getattr(w, "transport", None), ours.SharedMemory) for w in used) == (provider == "shm")
     engine.destroy()
     return losses

@@ -21,7 +21,7 @@ __all__ = ["Call", "Ledger"]
 KEPT = 64
 """Collectives per group that are remembered for comparison; tags stop ranks within a few of a difference."""
 
-_UNEVEN = ("all_gather", "all_to_all_single", "gather", "scatter", "barrier")  # sizes may differ between ranks
+_UNEVEN = ("all_to_all_single", "barrier", "open_transport")  # sizes may differ between ranks
 _BY_OUTPUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 Key = tuple[str, str, int, Any]

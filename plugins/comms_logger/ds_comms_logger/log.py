@@ -33,12 +33,8 @@ log = logging.getLogger("ds_core.comm")
 # Factor of busbw over algbw at n ranks; operations not named here have 1.
 _BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    **dict.fromkeys(
-        ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter"),
-        lambda n: (n - 1) / n,
-    ),
+    **dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"), lambda n: (n - 1) / n),
 }
-_TIMES_RANKS = ("gather", "scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class CommsLog(Interceptor):
         op, ranks = collective.op, collective.group.size()
         if op not in OPERATIONS or (self.ops is not None and op not in self.ops):
             return call()
-        device, size = _message(collective, ranks)
+        device, size = _message(collective)
         site = _call_site() if self.debug else ""
         _synchronize(device)
         begin = time.perf_counter()
@@ -206,13 +202,10 @@ class _TimedWork:
         return self._done or bool(self._work.is_completed())
 
 
-def _message(collective: Collective, ranks: int) -> tuple[str, int]:
-    """The device type of a collective's message and the bytes of it all."""
-    tensors = collective.message
-    if not tensors:
-        return "cpu", 0
-    size = sum(int(t.numel()) * int(t.element_size()) for t in tensors)
-    return str(tensors[0].device.type), size * (ranks if collective.op in _TIMES_RANKS else 1)
+def _message(collective: Collective) -> tuple[str, int]:
+    """The device type of a collective's message and its bytes."""
+    message = collective.message
+    return ("cpu", 0) if message is None else (message.device.type, message.nbytes)
 
 
 def _call_site() -> str:

@@ -53,7 +53,8 @@ class MpuMesh(Mesh):
         live = self.expand(self.names)
         if live and live not in self._groups:
             self._groups[live] = world  # type: ignore[assignment]
-        comm.open_transports(self.groups())
+        for group in self.groups():
+            comm.open_transport(group)
 
     def ranks(self, *axes: str) -> list[int]:
         """The ranks of the mpu's own group; it may lay ranks out in any order."""

@@ -31,7 +31,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 def place(env: dict[str, str]) -> tuple[int, int, int, str, int]:
     found = find_rendezvous(env)
     assert isinstance(found, Rendezvous)
-    return found.rank, found.world_size, found.local_rank, found.address, found.port
+    return found.rank, found.world_size, local_rank(env), found.address, found.port
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,7 @@ def over_two_hosts(folder: Path, size: str) -> list[str]:
 
 
 SAYS = """
+import os
 import torch
 from ds_core import comm
 from ds_rendezvous import jobs
@@ -189,7 +190,7 @@ try:
     comm.init_distributed("gloo", distributed_port={port}, verbose=False)
     tensor = torch.tensor([comm.rank() + 1.0])
     comm.all_reduce(tensor)
-    print(comm.find_own().address == jobs._own_address(), tensor.item())
+    print(comm.find_rendezvous(os.environ, collective=True).address == jobs._own_address(), tensor.item())
     torch.distributed.destroy_process_group()
 except CommError as error:
     print(error)

@@ -48,7 +48,6 @@ class CollectivesConformance:
             "averages_at_the_edge_of_fp16",
             "strides_and_parameters",
             "gathers_in_place",
-            "gathers_of_any_length",
             "other_collectives",
             "messages",
             "many_under_way",
@@ -221,17 +220,6 @@ def _in_place(rank_order: bool) -> None:
                 assert torch.equal(whole, torch.cat(parts)), f"{length} x {dtype} in place"
 
 
-def _any_length(rank_order: bool) -> None:
-    size, rank = comm.world_size(), comm.rank()
-    for unit in (0, 3, 1_000_000):
-        for async_op in (False, True):
-            lengths = [unit * i for i in range(size)]
-            out = [torch.empty(n) for n in lengths]
-            _finish(comm.all_gather(out, torch.full((lengths[rank],), rank + 1.0), async_op=async_op), async_op)
-            for r, tensor in enumerate(out):
-                assert torch.equal(tensor, torch.full((lengths[r],), r + 1.0))
-
-
 def _others(rank_order: bool) -> None:
     size, rank = comm.world_size(), comm.rank()
     last = size - 1
@@ -244,14 +232,6 @@ def _others(rank_order: bool) -> None:
             _finish(comm.reduce(tensor, last, OPS["AVG"], async_op=async_op), async_op)
             if rank == last:
                 assert tensor.item() == (size + 1) / 2
-        rows = [torch.empty(2) for _ in range(size)] if rank == last else None
-        _finish(comm.gather(torch.full((2,), float(rank)), rows, last, async_op=async_op), async_op)
-        if rows is not None:
-            assert [row.tolist() for row in rows] == [[float(r)] * 2 for r in range(size)]
-        given = [torch.full((2,), float(r)) for r in range(size)] if rank == last else None
-        got = torch.empty(2)
-        _finish(comm.scatter(got, given, last, async_op=async_op), async_op)
-        assert got.tolist() == [float(rank)] * 2
         sent = torch.arange(float(size)) + 10 * rank
         back = torch.empty(size)
         _finish(comm.all_to_all_single(back, sent, async_op=async_op), async_op)
@@ -269,16 +249,16 @@ def _messages(rank_order: bool) -> None:
         return
     right, left = (rank + 1) % size, (rank - 1) % size
     group = dist.new_group()
-    comm.open_transports([group])
+    comm.open_transport(group)
     got = torch.empty(4)
-    works = comm.batch_isend_irecv([(comm.isend, torch.full((4,), rank + 0.0), right), (comm.irecv, got, left)], group)
+    works = [comm.isend(torch.full((4,), rank + 0.0), right, group), comm.irecv(got, left, group)]
     for work in works:
         work.wait()
     assert got.tolist() == [float(left)] * 4
     if rank == 0:
-        comm.send(torch.tensor([7.0]), 1, group, tag=3)
+        comm.send(torch.tensor([7.0]), 1, group)
     elif rank == 1:
-        assert comm.recv(got[:1], 0, group, tag=3) == 0
+        comm.recv(got[:1], 0, group)
         assert got[0] == 7
     lengths = (1, 3, 1000, 70_001, 700_003)
     sent = [torch.arange(n) * 7 + rank for n in lengths]
@@ -290,10 +270,6 @@ def _messages(rank_order: bool) -> None:
         work.wait()
     assert all(torch.equal(t, s - rank + left) for t, s in zip(ahead, sent, strict=True))
     assert all(torch.equal(t, s - rank + right) for t, s in zip(late, sent, strict=True))
-    if size == 2 and rank == 0:
-        assert comm.recv(got, group=group) == 1 and got.tolist() == [3.0] * 4  # from whoever sends
-    elif size == 2:
-        comm.send(torch.full((4,), 3.0), 0, group)
     comm.barrier(group)
     dist.destroy_process_group(group)
 
@@ -358,7 +334,6 @@ CHECKS: dict[str, Callable[[bool], None]] = {
     "averages_at_the_edge_of_fp16": _edge,
     "strides_and_parameters": _strides,
     "gathers_in_place": _in_place,
-    "gathers_of_any_length": _any_length,
     "other_collectives": _others,
     "messages": _messages,
     "many_under_way": _under_way,
@@ -397,19 +372,14 @@ def _wrong(provider: str | None) -> None:
         comm.all_gather_into_tensor(torch.empty(5), torch.empty(3))
     with pytest.raises(CommError, match=r"torch.float64, input torch.float32"):
         comm.all_gather_into_tensor(torch.empty(2, dtype=torch.float64), torch.empty(1))
-    with pytest.raises(CommError, match="over 2 ranks was given 3 tensors"):
-        comm.all_gather([torch.empty(1)] * 3, torch.ones(1))
-    with pytest.raises(CommError, match="has 2 elements, this rank's tensor 1"):
-        comm.all_gather([torch.empty(2)] * 2, torch.ones(1))
     with pytest.raises(CommError, match="split sizes"):
         comm.all_to_all_single(torch.empty(4), torch.empty(4), [4, 4], [1, 1])
     with pytest.raises(CommError, match="divide"):
         comm.all_to_all_single(torch.empty(3), torch.empty(3))
     with pytest.raises(CommError, match="must be equal"):
         comm.all_to_all_single(torch.empty(2), torch.empty(2).double())
-    with pytest.raises(CommError, match="takes ds_core"):
-        comm.batch_isend_irecv([(print, torch.empty(1), 0)])  # type: ignore[list-item]
-    assert comm.batch_isend_irecv([]) == []
+    with pytest.raises(CommError, match="a message to oneself is a copy"):
+        comm.isend(torch.empty(1), comm.rank())
     work = comm.all_reduce(torch.ones(3, dtype=torch.bool), OPS["AVG"], async_op=True)
     assert work is not None
     with pytest.raises(CommError, match="average of bool"):

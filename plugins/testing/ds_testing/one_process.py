@@ -18,7 +18,7 @@ def one_process_engine(model: nn.Module, config: Mapping[str, Any]) -> Iterator[
     import torch.distributed as dist
 
     import ds_core
-    from ds_core.comm.start import stop_lone
+    from ds_core.comm.start import reset
 
     had_group = dist.is_initialized()
     engine, *_ = ds_core.initialize(model=model, config=dict(config))
@@ -27,4 +27,4 @@ def one_process_engine(model: nn.Module, config: Mapping[str, Any]) -> Iterator[
     finally:
         engine.destroy()
         if dist.is_initialized() and not had_group:
-            stop_lone()
+            reset()

@@ -85,7 +85,7 @@ class RendezvousConformance:
         port = free_port()
 
         def meet(rank: int) -> list[bytes]:
-            store: Any = open_store(Rendezvous(rank, SIZE, rank, "127.0.0.1", port, "the kit"), timedelta(seconds=60))
+            store: Any = open_store(Rendezvous(rank, SIZE, "127.0.0.1", port, "the kit"), timedelta(seconds=60))
             store.set(f"kit/{rank}", str(rank))
             found = [store.get(f"kit/{other}") for other in range(SIZE)]
             store.add("kit/read", 1)

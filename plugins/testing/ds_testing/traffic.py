@@ -10,8 +10,6 @@ from ds_core import comm
 
 __all__ = ["Sent", "Traffic"]
 
-_OF_EACH_RANK = ("gather", "scatter")  # their messages are one rank's share
-
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -33,8 +31,7 @@ class Traffic(comm.Interceptor):
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         """Note one collective, as it is called."""
-        ranks = collective.group.size() if collective.op in _OF_EACH_RANK else 1
-        size = sum(t.numel() * t.element_size() for t in collective.message) * ranks
+        size = 0 if collective.message is None else collective.message.nbytes
         self.sent.append(Sent(collective.op, size, collective.label))
         return call()
 

@@ -298,8 +298,8 @@ def rounds(stage: int, name: str) -> list[str]:
         access.safe_set_full_fp32_param(p, new_value(n, "x", old) + comm.rank())
         now = access.safe_get_full_fp32_param(p)
         assert now is not None
-        everyone = [torch.empty_like(now) for _ in range(comm.world_size())]
-        comm.all_gather(everyone, now)
+        everyone = now.new_empty(comm.world_size(), *now.shape)
+        comm.all_gather_into_tensor(everyone, now)
         if not all(torch.equal(e, now) for e in everyone):
             wrong.append(f"{n}: masters differ")
         if p.numel() and not torch.equal(p.detach(), now.to(p.dtype)):

@@ -147,7 +147,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from ds_core import comm
-    from ds_core.comm import objects
+    from ds_core.comm import agreement
 
     def same(value: Any, group: Any = None) -> list[Any]:
         return [value] * world
@@ -156,7 +156,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
     try:
         with (
             mock.patch.object(comm, "all_gather_json", same, create=True),
-            mock.patch.object(objects, "all_gather_json", same),
+            mock.patch.object(agreement, "all_gather_json", same),
             mock.patch.object(flat, "HOST_BYTES", 1 << 40),  # the machines that are simulated have memory of their own
             mock.patch.object(Reducer, "_agree", return_value=[]),  # it reads values, which fake tensors have none of
             warnings.catch_warnings(),

@@ -7,7 +7,7 @@ import torch
 from ds_testing import run_ranks
 
 from ds_core import comm
-from ds_core.comm.fingerprint import SHOWN, describe_mismatch
+from ds_core.comm.agreement import SHOWN, describe_mismatch
 from ds_core.errors import RankMismatchError
 
 

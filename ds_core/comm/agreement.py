@@ -1,0 +1,113 @@
+"""Small things that JSON can hold, exchanged as text (never pickled); and whether all ranks run the same thing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_core.comm.collectives import all_gather_into_tensor, broadcast, members, rank
+from ds_core.errors import RankMismatchError
+
+__all__ = ["SHOWN", "all_gather_json", "broadcast_json", "check_ranks_agree"]
+
+SHOWN = 5  # differences spelled out; the rest are counted
+_WIDTH = 200  # characters of one value in the message
+
+
+def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as settings."""
+    text = _text_tensor(obj)
+    size = members(group)
+    if size == 1:
+        return [_from_text(text)]
+    device = _device(group)
+    lengths = torch.zeros(size, dtype=torch.int64, device=device)
+    all_gather_into_tensor(lengths, torch.tensor([text.numel()], device=device), group)
+    widths = [int(n) for n in lengths.tolist()]
+    padded = torch.zeros(max(widths), dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text.to(device)
+    gathered = torch.empty(size * max(widths), dtype=torch.uint8, device=device)
+    all_gather_into_tensor(gathered, padded, group)
+    return [_from_text(row[:width]) for row, width in zip(gathered.cpu().view(size, -1), widths, strict=True)]
+
+
+def broadcast_json(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
+    """Global rank `src`'s `obj`, on every rank; the others' is not looked at."""
+    if members(group) == 1:
+        return _from_text(_text_tensor(obj))
+    device, sender = _device(group), rank() == src
+    text = _text_tensor(obj).to(device) if sender else torch.empty(0, dtype=torch.uint8, device=device)
+    length = torch.tensor([text.numel()], device=device)
+    broadcast(length, src, group)
+    if not sender:
+        text = torch.empty(int(length), dtype=torch.uint8, device=device)
+    broadcast(text, src, group)
+    return _from_text(text.cpu())
+
+
+def check_ranks_agree(items: Mapping[str, str]) -> None:
+    """Compare `items` (name -> value, secrets already hashed) over all ranks of the world; collective.
+
+    One hash is compared, and the items are exchanged only when it differs. Raises RankMismatchError on every rank,
+    naming each key that differs, its values and who holds which.
+    """
+    if members(None) == 1:
+        return
+    text = json.dumps(dict(items), sort_keys=True)
+    if len(set(all_gather_json(hashlib.sha256(text.encode()).hexdigest()))) > 1:
+        raise RankMismatchError(describe_mismatch(all_gather_json(dict(items))))
+
+
+def describe_mismatch(held: Sequence[Mapping[str, str]]) -> str:
+    """The message for `held`, one mapping per rank."""
+    keys = sorted({key for items in held for key in items})
+    differing = [key for key in keys if len({items.get(key) for items in held}) > 1]
+    lines = [f"the {len(held)} ranks were started differently in {len(differing)} item(s):"]
+    for key in differing[:SHOWN]:
+        lines.append(f"  {key}:")
+        owners: dict[str | None, list[int]] = {}
+        for holder, items in enumerate(held):
+            owners.setdefault(items.get(key), []).append(holder)
+        for value, ranks in owners.items():
+            lines.append(f"    {_name_ranks(ranks)}: {'(missing)' if value is None else _short(value)}")
+    if len(differing) > SHOWN:
+        lines.append(f"  and {len(differing) - SHOWN} more: {_short(', '.join(differing[SHOWN:]))}")
+    lines.append("give every rank the same config file, packages and environment")
+    return "\n".join(lines)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _WIDTH else f"{value[:_WIDTH]}... ({len(value)} characters)"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
+    gaps = [i for i, (a, b) in enumerate(pairwise(ranks), 1) if b > a + 1]
+    runs = [ranks[begin:end] for begin, end in pairwise([0, *gaps, len(ranks)])]
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _text_tensor(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
+
+
+def _from_text(text: Tensor) -> Any:
+    return json.loads(bytes(text.tolist()))
+
+
+def _device(group: ProcessGroup | None) -> torch.device:
+    """Where `group`'s backend wants tensors: the CPU if it serves that, else the accelerator."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    from ds_core.accelerator import get_accelerator
+
+    return get_accelerator().current_device()
