@@ -31,16 +31,13 @@ ALONE = cast("ProcessGroup", _Alone())
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
-        "agreement": "all_gather_json broadcast_json check_ranks_agree",
+        "agreement": "all_gather_json check_ranks_agree",
         "collectives": (
             "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast irecv isend open_transport rank "
             "recv reduce reduce_scatter_tensor send use_providers world_size"
         ),
         "contract": "AfterWork GroupCollectives Work",
-        "interceptor": (
-            "Activity Collective Interceptor Order add_interceptor interceptors label register_activity "
-            "remove_interceptor tag"
-        ),
+        "interceptor": ("Collective Interceptor Order add_interceptor interceptors label remove_interceptor tag"),
         "providers": "choose_providers",
         "start": "Job Rendezvous find_rendezvous init_distributed is_initialized local_rank",
     },

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_core.comm.collectives import all_gather_into_tensor, broadcast, members, rank
+from ds_core.comm.collectives import all_gather_into_tensor, members
 from ds_core.errors import RankMismatchError
 
-__all__ = ["SHOWN", "all_gather_json", "broadcast_json", "check_ranks_agree"]
+__all__ = ["SHOWN", "all_gather_json", "check_ranks_agree"]
 
 SHOWN = 5  # differences spelled out; the rest are counted
 _WIDTH = 200  # characters of one value in the message
@@ -37,20 +37,6 @@ def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     gathered = torch.empty(size * max(widths), dtype=torch.uint8, device=device)
     all_gather_into_tensor(gathered, padded, group)
     return [_from_text(row[:width]) for row, width in zip(gathered.cpu().view(size, -1), widths, strict=True)]
-
-
-def broadcast_json(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
-    """Global rank `src`'s `obj`, on every rank; the others' is not looked at."""
-    if members(group) == 1:
-        return _from_text(_text_tensor(obj))
-    device, sender = _device(group), rank() == src
-    text = _text_tensor(obj).to(device) if sender else torch.empty(0, dtype=torch.uint8, device=device)
-    length = torch.tensor([text.numel()], device=device)
-    broadcast(length, src, group)
-    if not sender:
-        text = torch.empty(int(length), dtype=torch.uint8, device=device)
-    broadcast(text, src, group)
-    return _from_text(text.cpu())
 
 
 def check_ranks_agree(items: Mapping[str, str]) -> None:

@@ -5,8 +5,8 @@ they see the call first and its result last. An interceptor belongs to the proce
 `remove_interceptor`, also when the engine that brought it is destroyed. With none installed a collective costs one
 ``if`` more than a plain function.
 
-Code that makes collectives says what they are for (`label`), and what it is doing (`register_activity`), for whoever
-shows that to people; with no interceptor installed a label is not kept.
+Code that makes collectives says what they are for (`label`), for whoever shows that to people; with no interceptor
+installed a label is not kept.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,15 +25,12 @@ if TYPE_CHECKING:
 __all__ = [
     "OPERATIONS",
     "TAG_BITS",
-    "Activity",
     "Collective",
     "Interceptor",
     "Order",
-    "activities",
     "add_interceptor",
     "interceptors",
     "label",
-    "register_activity",
     "remove_interceptor",
     "tag",
 ]
@@ -113,18 +108,6 @@ class Interceptor(ABC):
         """It was removed: nothing is called afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """What a part of the program (one engine's hooks) is doing. text: for people, may be "".
-
-    passes: how many times it has gone through the model. trail: what it has run in this pass, in order.
-    """
-
-    text: str
-    passes: int = 0
-    trail: tuple[str, ...] = ()
-
-
 class _Local(threading.local):
     """label: of this thread's next collective. current: the one that it is starting."""
 
@@ -133,7 +116,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_activities: list[WeakMethod[Callable[[], Activity]]] = []
 installed: tuple[Interceptor, ...] = ()
 """By order; the collectives look at it once per call. Everybody else uses `interceptors`."""
 
@@ -168,17 +150,6 @@ def label(text: str) -> None:
     """Say what this thread's next collective is for. Ranks must say the same, as they must call the same."""
     if installed:
         _local.label = text
-
-
-def register_activity(source: Callable[[], Activity]) -> None:
-    """Let interceptors ask the bound method `source`, from any thread, what this rank is doing (held weakly)."""
-    _activities[:] = [known for known in _activities if known() is not None]
-    _activities.append(WeakMethod(source))
-
-
-def activities() -> tuple[Activity, ...]:
-    """What the registered parts of the program are doing now, in order of registration."""
-    return tuple(source() for known in list(_activities) if (source := known()) is not None)
 
 
 def tag() -> int | None:

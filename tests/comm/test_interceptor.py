@@ -1,4 +1,4 @@
-"""Interceptors: what they see, in which order, and what a label, a tag and an activity are to them."""
+"""Interceptors: what they see, in which order, and what a label and a tag are to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ds_testing import run_ranks
 
 from ds_core import comm
-from ds_core.comm.interceptor import OPERATIONS, Collective, activities
+from ds_core.comm.interceptor import OPERATIONS, Collective
 
 
 class Noting(comm.Interceptor):
@@ -80,19 +80,6 @@ def test_the_table_of_operations_is_complete() -> None:
     made = set(known) - {"open_transport", "rank", "world_size"}
     assert made == set(OPERATIONS)
     assert all(not a or a in inspect.signature(known[op]).parameters for op, a in OPERATIONS.items())
-
-
-def test_activities_are_those_of_objects_that_live() -> None:
-    class Part:
-        def activity(self) -> comm.Activity:
-            return comm.Activity("in forward")
-
-    before = activities()
-    part = Part()
-    comm.register_activity(part.activity)
-    assert activities() == (*before, comm.Activity("in forward"))
-    del part
-    assert activities() == before
 
 
 def taking_part() -> list[Any]:

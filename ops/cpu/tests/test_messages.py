@@ -330,7 +330,7 @@ def lose_one(how: str) -> None:
         comm.send(torch.zeros(10 * SMALL), 1, group)
     time.sleep(0.5)
     into = torch.zeros(5)
-    assert comm.recv(into, 1, group) == 1
+    comm.recv(into, 1, group)
     assert into.tolist() == [2.0] * 5
     if how == "polled":
         work = comm.irecv(into, 1, group)

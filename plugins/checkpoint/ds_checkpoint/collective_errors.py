@@ -41,7 +41,7 @@ def on_first_rank(action: str, work: Callable[[], Any]) -> Any:
             answer = {"result": work()}
         except Exception as error:  # as above
             cause, answer = error, {"error": describe(error)}
-    answer = comm.broadcast_json(answer)
+    answer = comm.all_gather_json(answer)[0]
     _raise_first(action, {0: answer["error"]} if "error" in answer else {}, cause)
     return answer["result"]
 

@@ -6,15 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ds_core.comm.interceptor import Activity
-
-__all__ = ["SHOWN", "GroupHistory", "Position", "Proof", "prove"]
+__all__ = ["SHOWN", "Activity", "GroupHistory", "Position", "Proof", "prove"]
 
 SHOWN = 8
 FIX = (
     "All ranks must make the same calls in the same order: run the same modules (a module whose parts only some ranks "
     "run must be one that the partitioner treats as a leaf), and call backward and step equally often."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What an engine is doing. text: may be "". passes: through the model. trail: the modules of this pass."""
+
+    text: str
+    passes: int = 0
+    trail: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ import threading
 import time
 import traceback
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import ds_core
 from ds_comms_guard import judge
 from ds_comms_guard.board import Board
 from ds_comms_guard.ledger import Call, Ledger
-from ds_comms_guard.verdict import Position
-from ds_core.comm.interceptor import activities
+from ds_comms_guard.verdict import Activity, Position
+from ds_core.process import STATE
 
 __all__ = ["EXIT_CODE", "Watcher"]
 
@@ -26,6 +26,14 @@ EXIT_CODE = 86
 """Of a process that the guard ended."""
 
 _CORE = os.path.dirname(os.path.abspath(ds_core.__file__)) + os.sep
+
+
+@runtime_checkable
+class TellsActivity(Protocol):
+    """A partitioner that tells what it is doing."""
+
+    def activity(self) -> tuple[str, int, tuple[str, ...]]:
+        """The fields of an `Activity`; asked from another thread."""
 
 
 class Watcher:
@@ -56,7 +64,7 @@ class Watcher:
         self._beat += 1
         at = "" if ended else self._where()
         wait = call.place if call is not None else None
-        return Position(self._rank, self._beat, self._ledger.histories(), wait, at, activities(), ended)
+        return Position(self._rank, self._beat, self._ledger.histories(), wait, at, _activities(), ended)
 
     def _watch(self) -> None:
         asked = time.monotonic()
@@ -95,7 +103,7 @@ class Watcher:
         about = self._board.question()
         if about != self._answered:
             self._answered = about
-            where = [a.text for a in activities() if a.text] + [f"at {self._where() or 'an unknown line'}"]
+            where = [a.text for a in _activities() if a.text] + [f"at {self._where() or 'an unknown line'}"]
             self._board.answer(about, f"is busy {', '.join(where)}")
 
     def _end(self, verdict: str) -> None:
@@ -124,3 +132,8 @@ def _users(frame: Any) -> bool:
         or f"{os.sep}site-packages{os.sep}" in name
         or f"{os.sep}lib{os.sep}python" in name
     )
+
+
+def _activities() -> tuple[Activity, ...]:
+    partitioners = [engine.partitioner for engine in STATE.engines]
+    return tuple(Activity(*p.activity()) for p in partitioners if isinstance(p, TellsActivity))

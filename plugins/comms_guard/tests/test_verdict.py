@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
-from ds_comms_guard.verdict import GroupHistory, Position, prove
-
-from ds_core.comm.interceptor import Activity
+from ds_comms_guard.verdict import Activity, GroupHistory, Position, prove
 
 WORLD = (0, 1, 2)
 

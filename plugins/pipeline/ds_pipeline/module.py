@@ -193,7 +193,7 @@ class PipelineModule(nn.Module):
                 raise UsageError('partition_method "profile" needs example=, one input of the model')
             comm.init_distributed(get_accelerator().communication_backend)
             found = measure([functools.partial(_trial, s) for s in specs], example) if comm.rank() == 0 else None
-            return comm.broadcast_json(found)  # type: ignore[no-any-return]
+            return comm.all_gather_json(found)[0]  # type: ignore[no-any-return]
 
         names, parts = [_name(s) for s in specs], self.num_stages * self.chunks
         try:

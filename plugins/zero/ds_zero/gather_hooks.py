@@ -23,7 +23,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ds_core import comm
 from ds_core.nested import tensors_of
 from ds_zero.gather import GatherScheduler
 from ds_zero.gather_unit import BucketUnit, UnitState
@@ -78,7 +77,6 @@ class GatherHooks:
         self._stack: list[tuple[nn.Module, list[BucketUnit]]] = []
         self._names = {g.module: g.name for g in modules}
         self._in_backward_of: nn.Module | None = None  # the last module that backward has reached
-        comm.register_activity(self.activity)
         # See [Note: compiled modules].
         self._pre_forward = torch.compiler.disable(self._enter)
         self._post_forward = torch.compiler.disable(self._leave)
@@ -164,14 +162,14 @@ class GatherHooks:
             )
             self._known.update(root.parameters())
 
-    def activity(self) -> comm.Activity:
-        """What runs now, for messages; asked from another thread."""
+    def activity(self) -> tuple[str, int, tuple[str, ...]]:
+        """What runs now, the number of passes through the model, and the modules of this one."""
         gathering = self._gathering
         running = [module for module, _ in list(self._stack)]
         text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
         if gathering.in_backward and self._in_backward_of is not None:
             text = f"in backward of module {self._names[self._in_backward_of]!r}"
-        return comm.Activity(text, gathering.passes, gathering.trail())
+        return text, gathering.passes, gathering.trail()
 
     # -- forward ---------------------------------------------------------------------------------------------
 

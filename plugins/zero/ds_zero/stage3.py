@@ -146,6 +146,10 @@ class Stage3(ZeroPartitioner):
                 f"{tuple(param.shape)} belongs to no module that was given to initialize"
             )
 
+    def activity(self) -> tuple[str, int, tuple[str, ...]]:
+        """What runs now, for messages of the package ds-comms-guard; asked from another thread."""
+        return self.hooks.activity()
+
     def release_idle(self) -> None:
         """See `ZeroPartitioner.release_idle`."""
         self.gathering.release_idle()
