@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ds_core.lazy import names_on_first_use
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,24 @@ if TYPE_CHECKING:
     from ds_core.replicated import Replicated as Replicated
     from ds_core.runner import Runner as Runner
     from ds_core.runner import Sequential as Sequential
+
+
+def names_on_first_use(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The package's ``__getattr__`` and ``__dir__``. homes: module below it -> its names that the package has."""
+    home = {name: module for module, names in homes.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name == "__all__":  # what `import *` asks for
+            return sorted(home)
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{package}.{home[name]}")
+        value = module if name == home[name] and not hasattr(module, name) else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load, lambda: sorted({*vars(sys.modules[package]), *home})
+
 
 __getattr__, __dir__ = names_on_first_use(
     __name__,

@@ -58,8 +58,7 @@ def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -
     plugins = Plugins(plugin_settings(read))
     wanted = [key for key in read.raw if key not in CORE_KEYS]
     models = section_models(plugins, wanted)
-    disabled = {k: r.why for k in wanted if k not in models and (r := plugins.disabled(k)) is not None}
-    config = build_config(read, models, list(plugins.sections()), disabled)
+    config = build_config(read, models, plugins.sections(), plugins.disabled())
     # Choosing by name brings in the plugins that offer names, which may have rules of their own.
     optimizer, unknown = choose("optimizer", config, plugins)
     scheduler, found = choose("scheduler", config, plugins)

@@ -15,18 +15,17 @@ from typing import Any
 import importlib_metadata
 
 from ds_core import hookspecs
-from ds_core.answers import WrongAnswer, nothing
-from ds_core.entries import Ref, resolve
+from ds_core.entries import Ref, WrongAnswer, nothing, resolve
 from ds_core.errors import PluginError, did_you_mean
 
 __all__ = [
     "Answer",
     "BACKENDS",
+    "blame",
     "blaming",
     "check_required",
     "discover",
     "Found",
-    "Heard",
     "HOOKS",
     "hooks_of",
     "OBSERVERS",
@@ -40,10 +39,10 @@ __all__ = [
 SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"
 
-HOOKS: dict[str, Callable[..., Any]] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
+HOOKS: dict[str, Any] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
 OFFERS = tuple(n for n, f in HOOKS.items() if not inspect.signature(f).parameters)
 """Hooks without arguments: they say what a plugin offers. All others take part in a run."""
-OBSERVERS = tuple(n for n, f in HOOKS.items() if f.ds_observer)  # type: ignore[attr-defined]
+OBSERVERS = tuple(n for n, f in HOOKS.items() if f.ds_observer)
 """Hooks in which a failure switches the plugin off, and training goes on."""
 
 
@@ -90,18 +89,12 @@ def unmet(dist: str) -> str:
     except importlib_metadata.PackageNotFoundError:
         return ""
     for text in texts:
-        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.requirements import InvalidRequirement
         from packaging.version import InvalidVersion
 
         try:
-            need = Requirement(text)
-            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-                continue
-            have = importlib_metadata.version(need.name)
-            if not need.specifier.contains(have, prereleases=True):
-                return f"{dist} needs {text}, but {need.name} {have} is installed"
-        except importlib_metadata.PackageNotFoundError:
-            return f"{dist} needs {text}, which is not installed"
+            if why := _lacking(text):
+                return f"{dist} needs {text}, {why}"
         except (InvalidRequirement, InvalidVersion):  # nothing that can be compared
             continue
     return ""
@@ -112,20 +105,31 @@ def check_required(requirements: Sequence[str]) -> Iterator[str]:
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
-    from ds_core.catalogue import install
-
     for text in requirements:
         try:
-            need = Requirement(text)
+            name, why = Requirement(text).name, _lacking(text)
         except InvalidRequirement as error:
             raise PluginError(f"plugins.require: {text!r} is not a requirement like 'ds-zero>=0.1': {error}") from error
-        try:
-            have = importlib_metadata.version(need.name)
-        except importlib_metadata.PackageNotFoundError:
-            raise PluginError(f"plugins.require: {need.name} is not installed; {install(need.name)}") from None
-        if not need.specifier.contains(have, prereleases=True):
-            raise PluginError(f"plugins.require: {text!r}, but {need.name} {have} is installed; {install(need.name)}")
-        yield canonicalize_name(need.name)
+        if why:
+            from ds_core.catalogue import install
+
+            raise PluginError(f"plugins.require: {text!r}, {why}; {install(name)}")
+        yield canonicalize_name(name)
+
+
+def _lacking(requirement: str) -> str:
+    """Why a requirement is not met, to go after it; "" when it is, or does not apply here."""
+    from packaging.requirements import Requirement
+
+    need = Requirement(requirement)
+    if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+        return ""
+    try:
+        have = importlib_metadata.version(need.name)
+    except importlib_metadata.PackageNotFoundError:
+        return "which is not installed"
+    fits = need.specifier.contains(have, prereleases=True)
+    return "" if fits else f"but {need.name} {have} is installed"
 
 
 def hooks_of(module: ModuleType) -> tuple[str, ...]:
@@ -153,7 +157,7 @@ def _check_function(name: str, function: Any) -> None:
         raise PluginError(f"defines unknown hook {name!r}; {fix}")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(f"defines {name} with async def; hooks are plain functions (def)")
-    if inspect.isgeneratorfunction(function) and HOOKS[name].ds_answer is nothing:  # type: ignore[attr-defined]
+    if inspect.isgeneratorfunction(function) and HOOKS[name].ds_answer is nothing:
         raise PluginError(f"defines {name} with yield, so its body would never run")
     options = getattr(function, "ds_core_impl", None) or {}
     if options.get("wrapper") or options.get("hookwrapper"):
@@ -168,19 +172,23 @@ def _check_function(name: str, function: Any) -> None:
 # -- what plugins answer, and whose fault it is when something that they brought fails -------------------------------
 
 
+def blame(found: Found, what: str, error: BaseException) -> PluginError:
+    """The error ``plugin <found> <what>: <cause>``. A KeyboardInterrupt is nobody's fault, and raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    kind = "" if isinstance(error, (WrongAnswer, PluginError)) else f"{type(error).__name__}: "
+    return PluginError(f"plugin {found} {what}: {kind}{error}")
+
+
 @contextlib.contextmanager
 def blaming(found: Found, what: str, *, passing: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Whatever is raised inside, SystemExit included, becomes a PluginError ``plugin <found> <what>: <cause>``.
-
-    passing: errors that are left as they are.
-    """
+    """Whatever is raised inside, SystemExit included, is raised as `blame` tells it. passing: errors left alone."""
     try:
         yield
+    except passing:
+        raise
     except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, *passing)):
-            raise
-        kind = "" if isinstance(error, (WrongAnswer, PluginError)) else f"{type(error).__name__}: "
-        raise PluginError(f"plugin {found} {what}: {kind}{error}") from error
+        raise blame(found, what, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +205,18 @@ class Answer:
 
 
 class Offers(Mapping[str, Answer]):
-    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it is looked up."""
+    """Lower-case name -> the offer that serves it. Two offers of one name are an error only when it is looked up.
 
-    def __init__(self, rows: Mapping[str, list[Answer]], pick: Callable[[str, list[Answer]], Answer]) -> None:
-        self._rows, self._pick = rows, pick
+    rows: name -> plugin -> what it offers. choose: which plugin serves a name.
+    """
+
+    def __init__(self, rows: Mapping[str, Mapping[Found, Any]], choose: Callable[[str], Found]) -> None:
+        self._rows, self._choose = rows, choose
 
     def __getitem__(self, name: str) -> Answer:
-        return self._pick(name, self._rows[name])
+        rows = self._rows[name]  # or KeyError
+        chosen = self._choose(name)
+        return Answer(chosen, rows[chosen])
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -213,18 +226,3 @@ class Offers(Mapping[str, Answer]):
 
     def __len__(self) -> int:
         return len(self._rows)
-
-
-class Heard:
-    """A stream that remembers what is written, and is otherwise the one it was given."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.text = stream, ""
-
-    def write(self, text: str) -> Any:
-        """Remember and pass on."""
-        self.text += text
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -1,17 +1,21 @@
-"""What a declaration module hands to the core: small frozen records with lazy references (torch-free).
+"""What a declaration module hands to the core, and its checks: small records with lazy references (torch-free).
 
 A reference is a string ``"package.module:attribute"``; it is imported only when the core has chosen it, so a
-hundred installed plugins cost nothing until one is used.
+hundred installed plugins cost nothing until one is used. A record checks its fields when it is made; what a hook
+returns is checked by what `gives` declares beside the hook's specification.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import pluggy
 
 from ds_core.errors import DSError, PluginError
 
@@ -36,7 +40,14 @@ __all__ = [
     "SchedulerEntry",
     "StateStoreEntry",
     "Transform",
+    "WrongAnswer",
     "ask",
+    "gives",
+    "many",
+    "model_class",
+    "named",
+    "nothing",
+    "one_or_none",
     "resolve",
 ]
 
@@ -296,3 +307,117 @@ class Event(NamedTuple):
     name: str
     value: float
     step: int
+
+
+# -- what a hook may return -------------------------------------------------------------------------------------------
+# A check gives an answer back in one form (iterables as tuples, mappings as dicts), or raises `WrongAnswer`. It runs
+# generators, so that what they raise is the plugin's failure too.
+
+Check = Callable[[Any], Any]
+Item = Ref | tuple[str, ...]
+"""What an element must be: an instance of the class named, or anything that has the attributes named."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class WrongAnswer(TypeError):
+    """A hook returned something that its specification does not allow."""
+
+
+def gives(check: Check, *, observer: bool = False) -> Callable[[F], F]:
+    """Declare a hook, and the check of what it returns. observer: a plugin that fails in it is switched off."""
+
+    def mark(hook: F) -> F:
+        hook.ds_answer, hook.ds_observer = check, observer  # type: ignore[attr-defined]
+        return pluggy.HookspecMarker("ds_core")(hook)
+
+    return mark
+
+
+def nothing(value: Any) -> None:
+    """None."""
+    if value is not None:
+        raise WrongAnswer(f"it must return nothing, not {_shown(value)}")
+
+
+def model_class(value: Any) -> Any:
+    """A subclass of pydantic's BaseModel."""
+    from pydantic import BaseModel
+
+    if not (isinstance(value, type) and issubclass(value, BaseModel)):
+        raise WrongAnswer(
+            f"it must return a pydantic model class (inherit ds_core.config.Section), not {_shown(value)}"
+        )
+    return value
+
+
+def one_or_none(item: Item) -> Check:
+    """One `item`, or None."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not _fits(value, item):
+            raise WrongAnswer(f"it must return {_words(item, 'a', 'an object')} or None, not {_shown(value)}")
+        return value
+
+    return check
+
+
+def many(item: Item, *, or_none: bool = False) -> Check:
+    """An iterable of `item`; given back as a tuple. or_none: None is an answer too, and given back as it is."""
+
+    def check(value: Any) -> Any:
+        if value is None and or_none:
+            return None
+        wanted = f"it must return an iterable of {_words(item)}"
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+            raise WrongAnswer(f"{wanted}, not {_shown(value)}")
+        found = tuple(value)
+        for index, element in enumerate(found):
+            if not _fits(element, item):
+                raise WrongAnswer(f"{wanted}, but element {index} is {_shown(element)}")
+        return found
+
+    return check
+
+
+def named(item: Item) -> Check:
+    """A mapping of names to `item`; given back as a dict. Names differ in more than case."""
+
+    def check(value: Any) -> Any:
+        wanted = f"it must return a mapping of names to {_words(item)}"
+        if not isinstance(value, Mapping):
+            raise WrongAnswer(f"{wanted}, not {_shown(value)}")
+        found = dict(value)
+        lowered: dict[str, str] = {}
+        for name, element in found.items():
+            if not isinstance(name, str) or not name:
+                raise WrongAnswer(f"{wanted}, but one name is {name!r}")
+            if not _fits(element, item):
+                raise WrongAnswer(f"{wanted}, but {name!r} is {_shown(element)}")
+            if (twin := lowered.setdefault(name.lower(), name)) != name:
+                raise WrongAnswer(f"it offers {twin!r} and {name!r}; names must differ in more than case")
+        return found
+
+    return check
+
+
+def _fits(element: Any, item: Item) -> bool:
+    if isinstance(item, tuple):
+        return all(hasattr(element, name) for name in item)
+    return isinstance(element, resolve(item))
+
+
+def _words(item: Item, one: str = "", thing: str = "objects") -> str:
+    return f"{thing} with {', '.join(item)}" if isinstance(item, tuple) else f"{one} {item.rpartition(':')[2]}".strip()
+
+
+def _shown(value: Any) -> str:
+    """A value in a few words: its type, and the usual reason why it is of that type."""
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that nobody awaited it
+        return "a coroutine (hooks are plain functions, not async)"
+    if value is None:
+        return "None (is a return missing?)"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"

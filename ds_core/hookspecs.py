@@ -16,33 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from ds_core.answers import gives, many, model_class, named, nothing, one_or_none
+from ds_core.entries import gives, many, model_class, named, nothing, one_or_none
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from torch import nn
 
+    from ds_core import entries
     from ds_core.checkpointer import Checkpointer
     from ds_core.comm.interceptor import Interceptor
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.data import Loader, LoaderRequest
-    from ds_core.entries import (
-        AcceleratorEntry,
-        Axis,
-        Chart,
-        CollectivesEntry,
-        CommandEntry,
-        KernelEntry,
-        LauncherEntry,
-        OptimizerEntry,
-        Ref,
-        RendezvousEntry,
-        Request,
-        SchedulerEntry,
-        StateStoreEntry,
-        Transform,
-    )
     from ds_core.errors import Problem
     from ds_core.gradients import Gradients
     from ds_core.mesh import Mesh
@@ -52,12 +37,10 @@ if TYPE_CHECKING:
     from ds_core.runner import Runner
     from ds_core.telemetry import Monitor
 
-hookspec = pluggy.HookspecMarker("ds_core")
 hookimpl = pluggy.HookimplMarker("ds_core")
 """Optional: names that start with ``ds_`` are hooks anyway. Use it for pluggy's ordering options."""
 
 
-@hookspec
 @gives(model_class)
 def ds_config() -> type[BaseModel]:  # type: ignore[empty-body]
     """Driver, by section: the pydantic model of the section whose name is this plugin's entry-point name.
@@ -67,9 +50,8 @@ def ds_config() -> type[BaseModel]:  # type: ignore[empty-body]
     """
 
 
-@hookspec
 @gives(named("builtins:str"))
-def ds_config_formats() -> Mapping[str, Ref]:  # type: ignore[empty-body]
+def ds_config_formats() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
     """Driver, by the suffix of a config file (".yaml"): reference to a function ``text -> data``.
 
     It raises `ds_core.config.Unreadable` with line and column, and makes its objects by `ds_core.config.to_pairs`,
@@ -77,7 +59,6 @@ def ds_config_formats() -> Mapping[str, Ref]:  # type: ignore[empty-body]
     """
 
 
-@hookspec
 @gives(many("ds_core.errors:Problem"))
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type: ignore[empty-body]
     """Hook: rules that span sections, checked after all sections parsed and before processes talk.
@@ -87,15 +68,13 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type:
     """
 
 
-@hookspec
 @gives(many("ds_core.entries:AcceleratorEntry"))
-def ds_accelerators() -> Iterable[AcceleratorEntry]:  # type: ignore[empty-body]
+def ds_accelerators() -> Iterable[entries.AcceleratorEntry]:  # type: ignore[empty-body]
     """Driver, by `DS_ACCELERATOR` or by probe: the device kinds this plugin can drive."""
 
 
-@hookspec
 @gives(one_or_none("ds_core.entries:RendezvousEntry"))
-def ds_rendezvous() -> RendezvousEntry | None:
+def ds_rendezvous() -> entries.RendezvousEntry | None:
     """Driver, by priority: how this process finds the other ranks, and how they meet before the process group starts.
 
     Asked before there is a config. None: not here. Nobody: torchrun's variables and torch's own store, which the
@@ -103,52 +82,44 @@ def ds_rendezvous() -> RendezvousEntry | None:
     """
 
 
-@hookspec
 @gives(many("ds_core.entries:KernelEntry"))
-def ds_kernels() -> Iterable[KernelEntry]:  # type: ignore[empty-body]
+def ds_kernels() -> Iterable[entries.KernelEntry]:  # type: ignore[empty-body]
     """Driver, by (op, device, dtype): the operations this plugin can serve."""
 
 
-@hookspec
 @gives(named("ds_core.entries:CollectivesEntry"))
-def ds_collectives() -> Mapping[str, CollectivesEntry]:  # type: ignore[empty-body]
+def ds_collectives() -> Mapping[str, entries.CollectivesEntry]:  # type: ignore[empty-body]
     """Driver, by (device, backend) and priority, or by the name in ``collectives``: who serves collectives.
 
     Asked where several ranks run, before they talk; what it leaves is served by torch.distributed.
     """
 
 
-@hookspec
 @gives(named("ds_core.entries:OptimizerEntry"))
-def ds_optimizers() -> Mapping[str, OptimizerEntry]:  # type: ignore[empty-body]
+def ds_optimizers() -> Mapping[str, entries.OptimizerEntry]:  # type: ignore[empty-body]
     """Driver, by the name in ``optimizer.type`` (case-insensitive)."""
 
 
-@hookspec
 @gives(named("ds_core.entries:SchedulerEntry"))
-def ds_schedulers() -> Mapping[str, SchedulerEntry]:  # type: ignore[empty-body]
+def ds_schedulers() -> Mapping[str, entries.SchedulerEntry]:  # type: ignore[empty-body]
     """Driver, by the name in ``scheduler.type`` (case-insensitive)."""
 
 
-@hookspec
 @gives(named("ds_core.entries:StateStoreEntry"))
-def ds_state_stores() -> Mapping[str, StateStoreEntry]:  # type: ignore[empty-body]
+def ds_state_stores() -> Mapping[str, entries.StateStoreEntry]:  # type: ignore[empty-body]
     """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states can rest."""
 
 
-@hookspec
 @gives(many(("name", "write_events", "flush", "close")))
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:  # type: ignore[empty-body]
     """Hook: the monitors that receive metric events. Called on rank 0 only, once, when the engine is built."""
 
 
-@hookspec
 @gives(many("ds_core.entries:Axis"))
-def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:  # type: ignore[empty-body]
+def ds_mesh_axes(config: RunConfig) -> Iterable[entries.Axis]:  # type: ignore[empty-body]
     """Hook: the mesh axes this plugin adds. Called on every rank before processes talk."""
 
 
-@hookspec
 @gives(one_or_none("ds_core.mesh:Mesh"))
 def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
     """Driver: the mesh over the process groups of `mpu`, the object given as ``initialize(mpu=...)``. None: not mine.
@@ -158,7 +129,6 @@ def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:
     """
 
 
-@hookspec
 @gives(many("ds_core.comm.interceptor:Interceptor"))
 def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:  # type: ignore[empty-body]
     """Hook: what is called around every collective from here on, in order of `Interceptor.order`. Every rank.
@@ -169,13 +139,11 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:  # type: ignore
     """
 
 
-@hookspec
 @gives(many("ds_core.entries:Transform"))
-def ds_transforms(ctx: Context) -> Iterable[Transform]:  # type: ignore[empty-body]
+def ds_transforms(ctx: Context) -> Iterable[entries.Transform]:  # type: ignore[empty-body]
     """Hook: model -> model steps, applied in order of phase, then of plugin name. Every rank."""
 
 
-@hookspec
 @gives(many("builtins:str", or_none=True))
 def ds_param_axes(name: str, param: nn.Parameter, ctx: Context) -> Collection[str] | None:
     """Hook, merged by union: the mesh axes on which ranks hold *different* parameters under this name.
@@ -186,19 +154,16 @@ def ds_param_axes(name: str, param: nn.Parameter, ctx: Context) -> Collection[st
     """
 
 
-@hookspec
 @gives(one_or_none("ds_core.partition:Partitioner"))
 def ds_partitioner(ctx: Context) -> Partitioner | None:
     """Driver: who owns how model states lie over ranks. None: not this plugin. Nobody: `Replicated`."""
 
 
-@hookspec
 @gives(one_or_none("ds_core.runner:Runner"))
 def ds_runner(ctx: Context) -> Runner | None:
     """Driver: who turns micro-batches into forwards and backwards. None: not this plugin. Nobody: `Sequential`."""
 
 
-@hookspec
 @gives(one_or_none("ds_core.checkpointer:Checkpointer"))
 def ds_checkpointer(ctx: Context) -> Checkpointer | None:
     """Driver: who saves and loads checkpoints. None: not this plugin.
@@ -209,7 +174,6 @@ def ds_checkpointer(ctx: Context) -> Checkpointer | None:
     """
 
 
-@hookspec
 @gives(one_or_none("ds_core.precision:Precision"))
 def ds_precision(config: RunConfig, base: Precision) -> Precision | None:
     """Driver: the precision mode of a run: dtypes, casts, loss scaler, layer replacement. None: not this plugin.
@@ -220,7 +184,6 @@ def ds_precision(config: RunConfig, base: Precision) -> Precision | None:
     """
 
 
-@hookspec
 @gives(one_or_none(("__iter__", "state_dict", "load_state_dict")))
 def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     """Driver: who turns a dataset into this rank's batches. None: not this plugin. Nobody: `DistributedLoader`.
@@ -230,7 +193,6 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     """
 
 
-@hookspec
 @gives(named(("__call__",)))
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
     """Hook: methods for the engine, by name: functions whose first argument is the engine. Every rank, once.
@@ -240,7 +202,6 @@ def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:  # type
     """
 
 
-@hookspec
 @gives(nothing)
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
     """Hook: see or change the gradients of an optimizer step, before their norm is taken and they are clipped.
@@ -253,7 +214,6 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
     """
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_step_begin(ctx: Context, step: int) -> None:
     """Hook (observer): an optimizer step is about to happen; `step` counts from 0. Every rank.
@@ -262,7 +222,6 @@ def ds_step_begin(ctx: Context, step: int) -> None:
     """
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
     """Hook (observer): an optimizer step is done (or was skipped: ``metrics["skipped"]`` is 1). Every rank.
@@ -271,9 +230,8 @@ def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
     """
 
 
-@hookspec
 @gives(one_or_none("ds_core.entries:Request"), observer=True)
-def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request | None:
+def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> entries.Request | None:
     """Hook (observer): ask all ranks to stop training, or to save a checkpoint now. Called after `ds_step_end`.
 
     Called with the same arguments on every rank; it is enough that one rank asks. All ranks agree (one small collective
@@ -281,7 +239,6 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request
     """
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_phase_begin(ctx: Context, phase: str) -> None:
     """Hook (observer): a phase begins. Every rank, once per micro-batch; in a pipeline per micro-batch and stage.
@@ -292,19 +249,16 @@ def ds_phase_begin(ctx: Context, phase: str) -> None:
     """
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_phase_end(ctx: Context, phase: str) -> None:
     """Hook (observer): the phase has ended, also by an exception."""
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_eval_begin(ctx: Context) -> None:
     """Hook (observer): ``engine.eval_batch`` begins. Every rank."""
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_eval_end(ctx: Context, metrics: Mapping[str, float]) -> None:
     """Hook (observer): ``engine.eval_batch`` is done. Not called when it raised. Every rank.
@@ -313,7 +267,6 @@ def ds_eval_end(ctx: Context, metrics: Mapping[str, float]) -> None:
     """
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_checkpoint_saved(ctx: Context, folder: str, tag: str) -> None:
     """Hook (observer): the checkpoint `tag` below `folder` is saved, and durable. Every rank.
@@ -323,13 +276,11 @@ def ds_checkpoint_saved(ctx: Context, folder: str, tag: str) -> None:
     """
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_checkpoint_loaded(ctx: Context, path: str) -> None:
     """Hook (observer): a checkpoint was loaded from `path`. Every rank."""
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_exception(ctx: Context, error: BaseException) -> None:
     """Hook (observer): an exception ends training: nothing has caught it, or the engine is destroyed while it passes.
@@ -338,13 +289,11 @@ def ds_exception(ctx: Context, error: BaseException) -> None:
     """
 
 
-@hookspec
 @gives(nothing, observer=True)
 def ds_close(ctx: Context) -> None:
     """Hook (observer): the engine is being destroyed. Every rank."""
 
 
-@hookspec
 @gives(named(("state_dict", "load_state_dict")))
 def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:  # type: ignore[empty-body]
     """Hook: objects with ``state_dict()`` and ``load_state_dict()`` to keep in every checkpoint, by name.
@@ -353,19 +302,16 @@ def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:  # type: ignore[empty
     """
 
 
-@hookspec
 @gives(named("ds_core.entries:LauncherEntry"))
-def ds_launchers() -> Mapping[str, LauncherEntry]:  # type: ignore[empty-body]
+def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty-body]
     """Driver, by name: ways to start processes for ``dscore run --launcher NAME``."""
 
 
-@hookspec
 @gives(named("ds_core.entries:CommandEntry"))
-def ds_commands() -> Mapping[str, CommandEntry]:  # type: ignore[empty-body]
+def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-body]
     """Hook: sub-commands for ``dscore``, by name. Two plugins with one name are an error naming both."""
 
 
-@hookspec
 @gives(many("ds_core.entries:Chart"))
-def ds_charts(config: RunConfig) -> Iterable[Chart]:  # type: ignore[empty-body]
+def ds_charts(config: RunConfig) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
     """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs."""

@@ -15,21 +15,18 @@ on the data path is always fatal, since a silent fallback makes ranks diverge.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pluggy
 
-from ds_core import hookspecs
-from ds_core.answers import WrongAnswer, check_of
+from ds_core import __version__, hookspecs
 from ds_core.discovery import (
     BACKENDS,
     HOOKS,
@@ -37,8 +34,8 @@ from ds_core.discovery import (
     SECTIONS,
     Answer,
     Found,
-    Heard,
     Offers,
+    blame,
     blaming,
     check_required,
     discover,
@@ -124,10 +121,8 @@ class Plugins:
         self._manager = _Manager("ds_core")
         self._manager.add_hookspecs(hookspecs)
         self._reports: dict[Found, Report] = {}
-        self._by_module: dict[str, Found] = {}
+        self._by_module: dict[str, Found] = {}  # of what is loaded
         self._members: set[str] = set()
-        self._aside: set[str] = set()
-        self._backends_loaded = False
         installed = discover() if found is None else tuple(sorted(found))
         autoload = found is not None or not os.environ.get(AUTOLOAD_OFF)
         for item in installed:
@@ -135,10 +130,7 @@ class Plugins:
             if item.name in self.settings.disable or item.dist in self.settings.disable:
                 off = "plugins.disable names it"
             self._reports[item] = Report(item, PluginState.DISABLED if off else PluginState.AVAILABLE, off)
-        core = Found("core", BACKENDS, BUILTIN, "ds-core", _core_version())
-        self._reports[core] = Report(core, PluginState.AVAILABLE)
-        self._load(core)
-        self.join(core)
+        self._load_new(Found("core", BACKENDS, BUILTIN, "ds-core", __version__))
         self._load_required()
         self._load_named_modules()
 
@@ -149,19 +141,17 @@ class Plugins:
 
         Raises PluginError when two distributions claim it and ``plugins.prefer`` does not choose.
         """
-        return self._choose(name, [r.found for r in self._claims() if r.found.name == name])
+        owners = [found for found in self._claims() if found.name == name]
+        return self._choose(name, f"section {name!r}", owners) if owners else None
 
-    def sections(self) -> dict[str, Found]:
-        """Every section name that an installed and enabled plugin claims; of several owners the first."""
-        owners: dict[str, Found] = {}
-        for report in self._claims():
-            owners.setdefault(report.found.name, report.found)
-        return owners
+    def sections(self) -> list[str]:
+        """Every section name that an installed and enabled plugin claims."""
+        return list(dict.fromkeys(found.name for found in self._claims()))
 
-    def disabled(self, name: str) -> Report | None:
-        """The report of an installed but disabled owner of section `name`, for error messages."""
-        rows = (r for r in self._reports.values() if r.found.name == name and r.found.group == SECTIONS)
-        return next((r for r in rows if r.state is PluginState.DISABLED), None)
+    def disabled(self) -> dict[str, str]:
+        """Section name -> why an installed plugin that claims it is disabled."""
+        rows = [r for r in self._reports.values() if r.state is PluginState.DISABLED]
+        return {r.found.name: r.why for r in rows if r.found.group == SECTIONS}
 
     def load_sections(self, names: Iterable[str]) -> dict[str, Found]:
         """Import the owners of `names`, which take part from now on; names that nobody claims are left out.
@@ -176,9 +166,7 @@ class Plugins:
 
     def load_backends(self) -> None:
         """Import every backend, once. A broken one is quarantined: nobody has asked for it by name yet."""
-        if not self._backends_loaded:
-            self._backends_loaded = True
-            self._try_all(BACKENDS)
+        self._try_all(BACKENDS)
 
     def probe_all(self) -> list[Report]:
         """Import everything installed, quarantining what breaks."""
@@ -207,20 +195,20 @@ class Plugins:
         rows = [r.why for r in self.reports() if r.state is PluginState.QUARANTINED]
         return "".join(f"; quarantined: {why}" for why in rows)
 
-    def _claims(self) -> list[Report]:
-        """Who claims a section: also who is quarantined, so that naming it tells why; by hand wins over installed."""
-        rows = [r for f, r in sorted(self._reports.items()) if f.group == SECTIONS]
-        rows = [r for r in rows if r.state is not PluginState.DISABLED]
-        by_hand = {r.found.name for r in rows if r.found.dist == LOADED}
-        return [r for r in rows if r.found.dist == LOADED or r.found.name not in by_hand]
+    def _claims(self) -> list[Found]:
+        """Who claims a section, the quarantined too, so that naming it tells why; by hand wins over installed."""
+        rows = [f for f, r in sorted(self._reports.items()) if r.state is not PluginState.DISABLED]
+        rows = [f for f in rows if f.group == SECTIONS]
+        by_hand = {f.name for f in rows if f.dist == LOADED}
+        return [f for f in rows if f.dist == LOADED or f.name not in by_hand]
 
     def _try_all(self, group: str) -> None:
-        off = (PluginState.DISABLED, PluginState.QUARANTINED)
-        for found in reversed([f for f, r in sorted(self._reports.items()) if f.group == group and r.state not in off]):
-            try:
-                self._load(found)
-            except PluginError as error:
-                self._set_aside(found, error)
+        for report in reversed(self.reports()):
+            if report.found.group == group and report.state is PluginState.AVAILABLE:
+                try:
+                    self._load(report.found)
+                except PluginError as error:
+                    self._set_aside(report.found, error)
 
     def _set_aside(self, found: Found, error: PluginError, level: int = logging.INFO) -> None:
         """Quarantine a plugin; one that takes part is fatal instead."""
@@ -229,21 +217,27 @@ class Plugins:
         for report in self._reports.values():
             if report.found == found or (report.found.module == found.module and found.module in self._by_module):
                 report.state, report.why = PluginState.QUARANTINED, str(error)
-        self._aside.add(found.module)
         log.log(level, "plugin quarantined: %s", error)
 
-    def _choose(self, name: str, owners: list[Found]) -> Found | None:
-        if len({o.dist for o in owners}) <= 1:
-            return owners[0] if owners else None
-        wanted = self.settings.prefer.get(name)
-        for owner in owners:
-            if owner.dist == wanted:
-                return owner
-        both = " and ".join(f"{o.dist} {o.version}" for o in owners)
-        raise PluginError(
-            f"section {name!r} is claimed by {both}; choose one with "
-            f'"plugins": {{"prefer": {{"{name}": "{owners[0].dist}"}}}} or uninstall the other'
-        )
+    def _choose(self, key: str, what: str, owners: Sequence[Found]) -> Found:
+        """Which of `owners` serves: the one that ``plugins.prefer`` names under `key`, else the only one.
+
+        Modules that ``plugins.load`` names win over installed plugins, and these over the core.
+        """
+        wanted = next((dist for k, dist in self.settings.prefer.items() if k.lower() == key.lower()), None)
+        if wanted is not None:
+            if chosen := [o for o in owners if o.dist == wanted]:
+                return chosen[0]
+            raise PluginError(f"plugins.prefer: {wanted!r} does not offer {what}{self.quarantined()}")
+        outside = [o for o in owners if o.module != BUILTIN] or owners
+        best = [o for o in outside if o.dist == LOADED] or outside
+        if len({o.module for o in best}) > 1:
+            both = " and ".join(f"{o.dist} {o.version}" for o in best)
+            raise PluginError(
+                f"{what} is offered by {both}; choose one with "
+                f'"plugins": {{"prefer": {{"{key}": "{best[0].dist}"}}}} or uninstall the other'
+            )
+        return best[0]
 
     def _load_required(self) -> None:
         """What ``plugins.require`` names must load; backends among it take part, sections when the config has them."""
@@ -269,9 +263,13 @@ class Plugins:
             found = Found((name or module).strip(), group, module.strip(), LOADED, "0")
             if name and any(f.dist == LOADED and f.name == found.name and f.group == SECTIONS for f in self._reports):
                 raise PluginError(f"plugins.load names two modules for section {found.name!r}; leave one out")
-            self._reports[found] = Report(found, PluginState.AVAILABLE)
-            self._load(found)
-            self.join(found)
+            self._load_new(found)
+
+    def _load_new(self, found: Found) -> None:
+        """Load what is not installed as a plugin; it takes part."""
+        self._reports[found] = Report(found, PluginState.AVAILABLE)
+        self._load(found)
+        self.join(found)
 
     def _load(self, found: Found) -> None:
         report = self._reports[found]
@@ -286,8 +284,7 @@ class Plugins:
             raise PluginError(f"plugin {found} cannot be used: {lacking}")
         if ":" in found.module:
             raise PluginError(f"plugin {found} names an attribute; the value of its entry point must be a module alone")
-        stdout = Heard(sys.stdout)
-        with blaming(found, "failed to import"), contextlib.redirect_stdout(cast(TextIO, stdout)):
+        with blaming(found, "failed to import"):
             module = importlib.import_module(found.module)
         try:
             report.hooks = hooks_of(module)
@@ -298,9 +295,6 @@ class Plugins:
             if self._manager.is_registered(module):
                 self._manager.unregister(module)
             raise PluginError(f"plugin {found} does not fit the hooks: {' '.join(str(error).split())}") from error
-        if stdout.text.strip():
-            report.why = f"prints when it is imported: {stdout.text.strip()[:80]!r}"
-            log.warning("plugin %s %s", found, report.why)
         report.state = PluginState.LOADED
         self._by_module[found.module] = found
 
@@ -316,15 +310,18 @@ class Plugins:
 
     # -- asking ----------------------------------------------------------------------------------------------
 
-    def ask(self, hook: str, *, newer_than: frozenset[str] = frozenset(), **arguments: Any) -> list[Answer]:
+    def ask(
+        self, hook: str, *, newer_than: frozenset[str] = frozenset(), installed: bool = False, **arguments: Any
+    ) -> list[Answer]:
         """What those who take part answer to `hook`, in plugin order; None is left out. Errors are fatal.
 
-        newer_than: leave out those who took part by then.
+        newer_than: leave out those who took part by then. installed: ask every backend, not those who take part.
         """
-        if hook in OFFERS:
-            return self.offers(hook)
-        rows = [i for i in self._impls(hook) if i.plugin_name in self._members and i.plugin_name not in newer_than]
-        answers = [Answer(self._by_module[i.plugin_name], self._call(hook, i, arguments)) for i in rows]
+        among: Container[str] = self._members - newer_than
+        if installed:
+            self.load_backends()
+            among = {found.module for found in self._reports if found.group == BACKENDS}
+        answers = [Answer(i.plugin, i.answer(arguments)) for i in self._implementations(hook, among)]
         return [a for a in answers if a.value is not None]
 
     def offers(self, hook: str) -> list[Answer]:
@@ -334,29 +331,16 @@ class Plugins:
         """
         self.load_backends()
         answers = []
-        for impl in self._impls(hook):
-            found = self._by_module[impl.plugin_name]
+        for implementation in self._implementations(hook, self._by_module):
             try:
-                answers.append(Answer(found, self._call(hook, impl, {})))
+                answers.append(Answer(implementation.plugin, implementation.answer({})))
             except PluginError as error:
-                self._set_aside(found, error, logging.WARNING)
+                self._set_aside(implementation.plugin, error, logging.WARNING)
         return answers
 
-    def _call(self, hook: str, impl: pluggy.HookImpl, arguments: Mapping[str, Any]) -> Any:
-        found = self._by_module[impl.plugin_name]
-        check = check_of(HOOKS[hook])
-        with blaming(found, f"failed in {hook}"):
-            try:
-                return check(impl.function(*[arguments[a] for a in impl.argnames]))
-            except WrongAnswer as error:
-                raise WrongAnswer(f"it {error}") from None
-
-    def ask_one(self, hook: str, plugin: Found, **arguments: Any) -> Any:
-        """Call `hook` of one loaded plugin; None when the plugin does not implement it."""
-        for impl in self._impls(hook):
-            if impl.plugin_name == plugin.module:
-                return self._call(hook, impl, arguments)
-        return None
+    def ask_one(self, hook: str, plugin: Found) -> Any:
+        """What one loaded plugin offers through `hook`; None when it does not implement it."""
+        return next((i.answer({}) for i in self._implementations(hook, {plugin.module})), None)
 
     def model(self, owner: Found) -> type[BaseModel]:
         """The model of the section that a loaded plugin owns; PluginError when it does not describe it."""
@@ -372,20 +356,14 @@ class Plugins:
         """
         answers = self.ask(hook, **arguments)
         if or_installed and not answers:
-            answers = self._ask_backends(hook, arguments)
+            answers = self.ask(hook, installed=True, **arguments)
         if len(answers) > 1:
             both = " and ".join(str(a.plugin) for a in answers)
             raise PluginError(f"{hook} is answered by {both}; only one can drive: disable one with plugins.disable")
-        if or_installed and answers:
-            self.join(answers[0].plugin)
-        return answers[0] if answers else None
-
-    def _ask_backends(self, hook: str, arguments: Mapping[str, Any]) -> list[Answer]:
-        self.load_backends()
-        backends = {found.module for found in self._reports if found.group == BACKENDS}
-        rows = [impl for impl in self._impls(hook) if impl.plugin_name in backends]
-        answers = [Answer(self._by_module[i.plugin_name], self._call(hook, i, arguments)) for i in rows]
-        return [a for a in answers if a.value is not None]
+        if not answers:
+            return None
+        self.join(answers[0].plugin)
+        return answers[0]
 
     def named(self, hook: str, kind: str) -> Offers:
         """Merge the name -> entry mappings of a by-name driver hook; keys are lower-case.
@@ -394,41 +372,23 @@ class Plugins:
         chooses. The core's own entries give way to a plugin's, and an installed plugin's to one that ``plugins.load``
         names.
         """
-        offers: dict[str, list[Answer]] = {}
+        rows: dict[str, dict[Found, Any]] = {}
         for answer in self.offers(hook):
             for name, entry in answer.value.items():
-                offers.setdefault(name.lower(), []).append(Answer(answer.plugin, entry))
-        return Offers(offers, lambda name, rows: self._pick(kind, name, rows))
-
-    def _pick(self, kind: str, name: str, rows: list[Answer]) -> Answer:
-        outside = [r for r in rows if r.plugin.module != BUILTIN]
-        wanted = next((v for k, v in self.settings.prefer.items() if k.lower() == f"{kind}/{name}"), None)
-        if wanted is not None:
-            chosen = [r for r in rows if r.plugin.dist == wanted]
-            if not chosen:
-                raise PluginError(f"plugins.prefer: {wanted!r} does not offer {kind} {name!r}{self.quarantined()}")
-            return chosen[0]
-        if by_hand := [r for r in outside if r.plugin.dist == LOADED]:
-            outside = by_hand
-        if len(outside) > 1:
-            both = " and ".join(f"{r.plugin.dist} {r.plugin.version}" for r in outside)
-            raise PluginError(
-                f"{kind} {name!r} is offered by {both}; choose one with "
-                f'"plugins": {{"prefer": {{"{kind}/{name}": "{outside[0].plugin.dist}"}}}}'
-            )
-        return (outside or rows)[0]
+                rows.setdefault(name.lower(), {})[answer.plugin] = entry
+        return Offers(rows, lambda name: self._choose(f"{kind}/{name}", f"{kind} {name!r}", list(rows[name])))
 
     def implementing(self, hook: str) -> list[Found]:
         """Those who take part and implement `hook`, in plugin order."""
-        return [self._by_module[i.plugin_name] for i in self._impls(hook) if i.plugin_name in self._members]
+        return [i.plugin for i in self._implementations(hook, self._members)]
 
     def merged(self, hook: str, *, installed: bool = False, **arguments: Any) -> dict[str, Answer]:
         """Merge the mappings that `hook` gives. Two plugins with one name are an error that names both.
 
-        installed: ask every backend, not those who take part.
+        installed: as in `ask`.
         """
         merged: dict[str, Answer] = {}
-        for answer in self._ask_backends(hook, arguments) if installed else self.ask(hook, **arguments):
+        for answer in self.ask(hook, installed=installed, **arguments):
             for name, value in answer.value.items():
                 if name in merged:
                     raise PluginError(f"{hook}: {name!r} is given by plugins {merged[name].plugin} and {answer.plugin}")
@@ -437,54 +397,54 @@ class Plugins:
 
     def observers(self, hook: str) -> list[Observer]:
         """The observers of those who take part, each to be called through `Observer.__call__`."""
-        rows = [i for i in self._impls(hook) if i.plugin_name in self._members]
-        return [Observer(self, hook, impl, self._by_module[impl.plugin_name]) for impl in rows]
-
-    def switch_off(self, found: Found, why: str) -> None:
-        """Mark a plugin that failed at run time; it is not called again."""
-        report = self._reports[found]
-        if report.state is not PluginState.SWITCHED_OFF:
-            report.state, report.why = PluginState.SWITCHED_OFF, why
-            log.warning("%s; the plugin is switched off and training goes on", why)
-
-    def is_off(self, found: Found) -> bool:
-        """True once the plugin was switched off."""
-        return self._reports[found].state is PluginState.SWITCHED_OFF
+        return [Observer(i, self._reports[i.plugin]) for i in self._implementations(hook, self._members)]
 
     def loaded_versions(self) -> dict[str, str]:
         """Module -> distribution and version of all that is loaded: part of the cross-rank fingerprint."""
         return {m: f"{f.dist} {f.version}" for m, f in sorted(self._by_module.items())}
 
-    def _impls(self, hook: str) -> list[pluggy.HookImpl]:
+    def _implementations(self, hook: str, among: Container[str]) -> Iterator[_Implementation]:
+        """What the modules `among` implement of `hook`, in plugin order; not of those that are quarantined."""
         caller = cast(pluggy.HookCaller, getattr(self._manager.hook, hook))
-        return [i for i in reversed(caller.get_hookimpls()) if i.plugin_name not in self._aside]
+        for impl in reversed(caller.get_hookimpls()):
+            found = self._by_module[impl.plugin_name]
+            if found.module in among and self._reports[found].state is not PluginState.QUARANTINED:
+                yield _Implementation(hook, found, impl)
+
+
+@dataclass(frozen=True, slots=True)
+class _Implementation:
+    """One plugin's function for one hook."""
+
+    hook: str
+    plugin: Found
+    impl: pluggy.HookImpl
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call it with those of `arguments` that it takes, and check what it returns."""
+        return HOOKS[self.hook].ds_answer(self.impl.function(*[arguments[a] for a in self.impl.argnames]))
+
+    def answer(self, arguments: Mapping[str, Any]) -> Any:
+        """Call it; any failure is a PluginError."""
+        with blaming(self.plugin, f"failed in {self.hook}"):
+            return self(arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Observer:
     """One plugin's observer; a failure in it is one warning, and then silence."""
 
-    plugins: Plugins
-    hook: str
-    impl: pluggy.HookImpl
-    found: Found
+    call: _Implementation
+    report: Report
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """What the plugin answers; None when it has failed, now or before."""
-        if self.plugins.is_off(self.found):
+        if self.report.state is PluginState.SWITCHED_OFF:
             return None
-        function: Callable[..., Any] = self.impl.function
         try:
-            return check_of(HOOKS[self.hook])(function(*[arguments[a] for a in self.impl.argnames]))
-        except KeyboardInterrupt:
-            raise
+            return self.call(arguments)
         except BaseException as error:
-            kind = "it " if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
-            self.plugins.switch_off(self.found, f"plugin {self.found} failed in {self.hook}: {kind}{error}")
+            why = blame(self.call.plugin, f"failed in {self.call.hook}", error)
+            self.report.state, self.report.why = PluginState.SWITCHED_OFF, str(why)
+            log.warning("%s; the plugin is switched off and training goes on", why)
             return None
-
-
-def _core_version() -> str:
-    from ds_core import __version__
-
-    return __version__

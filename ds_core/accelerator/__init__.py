@@ -11,10 +11,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds_core import names_on_first_use
 from ds_core.accelerator.contract import Accelerator, HostEvent
 from ds_core.entries import AcceleratorEntry, ask, resolve
 from ds_core.errors import AcceleratorError, PluginError, did_you_mean
-from ds_core.lazy import names_on_first_use
 from ds_core.plugins import BACKENDS, BUILTIN, Found, Plugins, PluginState
 
 if TYPE_CHECKING:

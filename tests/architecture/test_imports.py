@@ -104,10 +104,10 @@ import sys
 from ds_core.plugins import Plugins
 plugins = Plugins()
 plugins.probe_all()
-plugins.ask("ds_config")
-plugins.ask("ds_commands")
+plugins.offers("ds_config")
+plugins.offers("ds_commands")
 for hook in ("ds_accelerators", "ds_kernels", "ds_optimizers", "ds_schedulers", "ds_launchers"):
-    assert plugins.ask(hook), hook
+    assert plugins.offers(hook), hook
 print("torch" in sys.modules)
 """
     assert python(code).strip() == "False"

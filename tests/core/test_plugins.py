@@ -147,7 +147,7 @@ def test_require_disable_load_and_autoload(module, monkeypatch):
     name = module("free_module", ds_config=lambda: Section)
     by_dist = Plugins(PluginSettings(disable=["ds-x"]), [section("free", name)])
     assert by_dist.load_sections(["free"]) == {}
-    assert by_dist.disabled("free").why == "plugins.disable names it"
+    assert by_dist.disabled() == {"free": "plugins.disable names it"}
 
     loaded = Plugins(PluginSettings(load=[f"mine={name}"]), [])
     assert loaded.section("mine").module == name
@@ -155,7 +155,7 @@ def test_require_disable_load_and_autoload(module, monkeypatch):
 
     monkeypatch.setenv("DS_PLUGINS_DISABLE_AUTOLOAD", "1")
     off = Plugins()
-    assert off.sections() == {}
+    assert off.sections() == []
     assert all(r.state is PluginState.DISABLED for r in off.reports() if r.found.module != "ds_core.builtin")
 
 

@@ -175,8 +175,6 @@ def _plugins(plugins: Plugins) -> Iterator[Finding]:
             yield Finding(f"plugin {report.found.name}", "fault", f"quarantined: {report.why}", mend)
         elif report.state is PluginState.DISABLED:
             yield Finding(f"plugin {report.found.name}", "note", f"disabled: {report.why}")
-        elif report.why:
-            yield Finding(f"plugin {report.found.name}", "note", report.why, f"tell the authors of {report.found.dist}")
     loaded = [r for r in reports if r.state is PluginState.LOADED]
     yield Finding("plugins", "ok", f"{len(loaded)} of {len(reports)} loaded; see `dscore plugins`")
     yield from _conflicts(plugins)

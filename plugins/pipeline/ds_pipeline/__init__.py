@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_core.lazy import names_on_first_use
+from ds_core import names_on_first_use
 
 if TYPE_CHECKING:
     from ds_pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec

@@ -223,8 +223,7 @@ def _fresh(task: Mapping[str, Any], group: _Group) -> None:
 
 def _forget() -> None:
     """Reset ds_core's process-wide state, once a test has imported anything of it that could hold some."""
-    own = ("ds_core.lazy", "ds_testing")
-    if not any(name.startswith("ds_core.") and not name.startswith(own) for name in sys.modules):
+    if not any(name.startswith("ds_core.") for name in sys.modules):
         return
     reset = getattr(importlib.import_module("ds_core"), "reset", None)
     if reset is not None:

@@ -92,7 +92,7 @@ FAULTS: list[tuple[str, str, str]] = [
     (
         "test_entries_are_well_formed",
         "def ds_kernels(): return ['math:sin']",
-        "an iterable of ds_core.entries.KernelEntry, but element 0 is a str",
+        "an iterable of KernelEntry, but element 0 is a str",
     ),
     (
         "test_entries_are_well_formed",
