@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from ds_core.entries import AcceleratorEntry, OptimizerEntry, SchedulerEntry
 
@@ -12,10 +13,22 @@ __all__ = ["ds_accelerators", "ds_optimizers", "ds_schedulers"]
 def ds_accelerators() -> Iterable[AcceleratorEntry]:
     """cpu, and one generic backend for cuda, xpu, mps and PrivateUse1 devices."""
     where = "ds_core.accelerator"
-    torch_devices = (("cuda", 40), ("xpu", 30), ("mps", 20), ("privateuse1", 10))
-    for name, priority in torch_devices:
-        yield AcceleratorEntry(name, name, f"{where}.generic:{name}", f"{where}.probes:{name}", priority)
+    for name, priority in (("cuda", 40), ("xpu", 30), ("mps", 20), ("privateuse1", 10)):
+        yield AcceleratorEntry(name, name, f"{where}.generic:{name}", partial(_missing, name), priority)
     yield AcceleratorEntry("cpu", "cpu", f"{where}.cpu:CpuAccelerator")
+
+
+def _missing(name: str) -> str | None:
+    """Why torch has no device of this name to use; None if it has one. Counts devices only: none is initialized."""
+    import torch
+
+    device_type = torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
+    module = getattr(torch, device_type, None)
+    if module is None:
+        return "no package has registered a PrivateUse1 device with torch"
+    if module.device_count() > 0:
+        return None
+    return f"torch {torch.__version__} sees no {device_type} device: its build, the driver or the environment lacks it"
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

@@ -1,23 +1,27 @@
-"""Accelerators: the contract, the CPU, one implementation for every torch device, and selection (torch-free).
+"""Accelerators: what the core and its plugins ask of a device type, and which one a process uses (torch-free).
 
-An accelerator is selected by `DS_ACCELERATOR`, else by probing plugins' first, then the core's, then cpu. The selection
-is process-wide; ``ds_core.reset()`` and `reset_accelerator` clear it.
+One is selected by `DS_ACCELERATOR`, else by probing plugins' first, then the core's, then cpu. The selection is
+process-wide; ``ds_core.reset()`` and `reset_accelerator` clear it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ds_core import names_on_first_use
-from ds_core.accelerator.contract import Accelerator, HostEvent
 from ds_core.entries import AcceleratorEntry, ask, resolve
-from ds_core.errors import AcceleratorError, PluginError, did_you_mean
-from ds_core.plugins import BACKENDS, BUILTIN, Found, Plugins, PluginState
+from ds_core.errors import AcceleratorError, did_you_mean
+from ds_core.plugins import BACKENDS, BUILTIN, Answer, Plugins, PluginState, blaming
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ds_core.accelerator.cpu import CpuAccelerator
     from ds_core.accelerator.generic import TorchAccelerator
 
@@ -38,6 +42,164 @@ __getattr__, __dir__ = names_on_first_use(__name__, {"cpu": "CpuAccelerator", "g
 VARIABLE = "DS_ACCELERATOR"
 
 log = logging.getLogger("ds_core.accelerator")
+
+
+class HostEvent:
+    """An event of a device that has none. drain: waits for the device's queued work; `record` calls it."""
+
+    def __init__(self, drain: Callable[[], None]) -> None:
+        self._drain = drain
+
+    def record(self) -> None:
+        """Wait for all queued work."""
+        self._drain()
+
+    def wait(self) -> None:
+        """Does nothing: the work was done when `record` returned."""
+
+    synchronize = wait
+
+    def query(self) -> bool:
+        """True: the work was done when `record` returned."""
+        return True
+
+
+class Accelerator(ABC):
+    """One device type. The constructor and `device_count` must not initialize a device.
+
+    name: the value of ``DS_ACCELERATOR`` that selects it, as in its AcceleratorEntry. device_type: torch's name of the
+    device type. Memory is in bytes, and of the current device. The methods that are not abstract are right for a device
+    with one stream and without pinned memory.
+    """
+
+    name: str
+    device_type: str
+
+    @property
+    @abstractmethod
+    def communication_backend(self) -> str:
+        """The torch.distributed backend for its tensors. May be a class attribute."""
+
+    # -- devices ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Number of devices that this process can see."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Make device `index` the current one. Raises AcceleratorError, with `device_count`, if it does not exist."""
+
+    @abstractmethod
+    def current_index(self) -> int:
+        """Index of the current device."""
+
+    def device(self, index: int | None = None) -> torch.device:
+        """``torch.device`` of device `index`, or of the current one."""
+        import torch
+
+        return torch.device(self.device_type, self.current_index() if index is None else index)
+
+    def current_device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        return self.device()
+
+    def device_name(self, index: int | None = None) -> str:
+        """torch's device string: ``"cuda"``, or with an index ``"cuda:1"``."""
+        return self.device_type if index is None else str(self.device(index))
+
+    def local_index(self) -> int:
+        """The device index for this process: LOCAL_RANK modulo `device_count`, so that processes can share devices."""
+        text = os.environ.get("LOCAL_RANK", "0")
+        if not text.isdecimal():
+            raise AcceleratorError(f"LOCAL_RANK is {text!r}; it must be an integer >= 0, as launchers set it")
+        return int(text) % max(1, self.device_count())
+
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is on a device of this type."""
+        return tensor.device.type == self.device_type
+
+    # -- streams and events ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has finished all queued work."""
+
+    def new_stream(self) -> Any:
+        """A new stream with ``wait_stream(other)``. None: the device has only one."""
+        return None
+
+    def current_stream(self) -> Any:
+        """The current stream. None: the device has only one."""
+        return None
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Context manager: work is queued on `stream`. None: no effect."""
+        return contextlib.nullcontext()
+
+    def new_event(self) -> Any:
+        """An event with ``record()``, ``wait()`` (both on the current stream), ``synchronize()`` and ``query()``."""
+        return HostEvent(self.synchronize)
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def memory_allocated(self) -> int:
+        """Bytes of live tensors."""
+
+    @abstractmethod
+    def max_memory_allocated(self) -> int:
+        """Peak of `memory_allocated` since `reset_peak_memory_stats`."""
+
+    @abstractmethod
+    def reset_peak_memory_stats(self) -> None:
+        """Reset the peak of `max_memory_allocated`."""
+
+    @abstractmethod
+    def total_memory(self) -> int:
+        """Bytes of the device's memory."""
+
+    def available_memory(self) -> int:
+        """Bytes that can still be allocated."""
+        return max(0, self.total_memory() - self.memory_allocated())
+
+    def empty_cache(self) -> None:
+        """Free the allocator's cached memory."""
+        return
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy of a CPU tensor in pinned memory; the tensor itself if the device has no use for pinned memory."""
+        return tensor
+
+    # -- random numbers and dtypes ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generators of all devices of this type."""
+
+    @abstractmethod
+    def get_rng_state(self) -> Tensor:
+        """State of the current device's generator: a 1-d uint8 tensor on the CPU."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Tensor) -> None:
+        """Restore a state from `get_rng_state`."""
+
+    @abstractmethod
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether the device computes in floating-point `dtype` natively, without emulation."""
+
+    def autocast(self, dtype: torch.dtype, enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """``torch.autocast`` to `dtype` on this device type."""
+        import torch
+
+        return torch.autocast(self.device_type, dtype=dtype, enabled=enabled)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+
+# -- selection ---------------------------------------------------------------------------------------------------
 
 
 _choice: tuple[Accelerator, bool] | None = None  # and whether it comes from set_accelerator
@@ -70,112 +232,77 @@ def reset_accelerator() -> None:
     _choice = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    entry: AcceleratorEntry
-    plugin: Found
-
-    @property
-    def outside(self) -> bool:
-        return self.plugin.module != BUILTIN
-
-    def __str__(self) -> str:
-        return f"{self.entry.name} ({self.plugin.dist})"
-
-
 def candidates(plugins: Plugins) -> list[tuple[AcceleratorEntry, str, str | None]]:
     """Every registered accelerator in order of preference: (entry, distribution, None or why it is unavailable)."""
-    return [(row.entry, row.plugin.dist, ask(row.entry.probe)) for row in _rows(plugins)]
+    return [(row.value, row.plugin.dist, ask(row.value.probe)) for row in _rows(plugins)]
 
 
 def select_accelerator(plugins: Plugins) -> Accelerator:
     """Select and load the accelerator; initializes no device.
 
     Raises AcceleratorError if `DS_ACCELERATOR` names none, a broken or an unavailable one (the message lists what is
-    installed and why it is unavailable), if two plugins' are available with equal priority, or if loading fails.
+    installed and why it is unavailable), or if two plugins' are available with equal priority; PluginError if loading
+    fails.
     """
     named = os.environ.get(VARIABLE, "").strip()
     row = _named(named, plugins) if named else _probed(_rows(plugins))
     plugins.join(row.plugin)
-    return _load(row)
+    with blaming(row.plugin, f"failed to make the accelerator {row.value.name} ({row.value.load})"):
+        made = resolve(row.value.load)()
+        if not isinstance(made, Accelerator):
+            raise TypeError(f"it gave a {type(made).__name__}, not an Accelerator")
+    return made
 
 
-def _rows(plugins: Plugins) -> list[_Row]:
-    """In order of preference: plugins' first, then by priority and name; cpu is last."""
-    rows = [_Row(entry, answer.plugin) for answer in plugins.offers("ds_accelerators") for entry in answer.value]
-    return sorted(rows, key=lambda r: (not r.outside, -r.entry.priority, r.entry.name, r.plugin.dist))
+def _rows(plugins: Plugins) -> list[Answer]:
+    """One answer per entry, in order of preference: plugins' first, then by priority and name; cpu is last."""
+    rows = [Answer(answer.plugin, entry) for answer in plugins.offers("ds_accelerators") for entry in answer.value]
+    return sorted(rows, key=lambda r: (not _outside(r), -r.value.priority, r.value.name, r.plugin.dist))
 
 
-def _broken(plugins: Plugins) -> list[tuple[Found, str]]:
-    """The plugins that failed when they were loaded or asked, with the reason."""
-    rows = [r for r in plugins.reports() if r.state is PluginState.QUARANTINED]
-    return [(r.found, r.why) for r in rows if r.found.group == BACKENDS]
+def _outside(row: Answer) -> bool:
+    return row.plugin.module != BUILTIN
 
 
-def _probed(rows: list[_Row]) -> _Row:
-    usable = [row for row in rows if row.outside and ask(row.entry.probe) is None]
-    if len(usable) > 1 and usable[0].entry.priority == usable[1].entry.priority:
-        names = sorted({row.entry.name for row in usable[:2]})
+def _shown(row: Answer) -> str:
+    return f"{row.value.name} ({row.plugin.dist})"
+
+
+def _probed(rows: list[Answer]) -> Answer:
+    usable = [row for row in rows if _outside(row) and ask(row.value.probe) is None]
+    if len(usable) > 1 and usable[0].value.priority == usable[1].value.priority:
+        names = sorted({row.value.name for row in usable[:2]})
         fix = f"set {VARIABLE} to {' or '.join(names)}" if len(names) > 1 else "uninstall one"
-        raise AcceleratorError(
-            f"{usable[0]} and {usable[1]} are both available with priority {usable[0].entry.priority}; {fix}"
-        )
+        both = " and ".join(map(_shown, usable[:2]))
+        raise AcceleratorError(f"{both} are both available with priority {usable[0].value.priority}; {fix}")
     # The core's are probed only if no plugin's is usable; cpu has no probe and ends the search.
-    chosen = usable[0] if usable else next(r for r in rows if not r.outside and ask(r.entry.probe) is None)
-    log.debug("accelerator %s, by probing", chosen)
+    chosen = usable[0] if usable else next(r for r in rows if not _outside(r) and ask(r.value.probe) is None)
+    log.debug("accelerator %s, by probing", _shown(chosen))
     return chosen
 
 
-def _named(named: str, plugins: Plugins) -> _Row:
-    rows = _rows(plugins)
-    for found, why in _broken(plugins):
-        if _same(found.name, named):
-            raise AcceleratorError(f"{VARIABLE}={named}: {why}; fix or uninstall {found.dist}")
-    matching = [row for row in rows if _same(row.entry.name, named)] or _privateuse1(named, rows)
-    outside = [row for row in matching if row.outside]
-    if len(outside) > 1:
-        raise AcceleratorError(
-            f"{VARIABLE}={named} is offered by {outside[0].plugin.dist} and {outside[1].plugin.dist}; uninstall one, "
-            f"or name it in plugins.disable"
-        )
-    if not matching:
-        fix = did_you_mean(named, [row.entry.name for row in rows])
-        raise AcceleratorError(f"{VARIABLE}={named} names no installed accelerator; {fix} {_inventory(rows, plugins)}")
-    if (reason := ask(matching[0].entry.probe)) is not None:
-        raise AcceleratorError(
-            f"{VARIABLE}={named}: {matching[0]} is not available: {reason}. {_inventory(rows, plugins)}"
-        )
-    return matching[0]
-
-
-def _same(name: str, named: str) -> bool:
-    return name.lower() == named.lower()
-
-
-def _privateuse1(named: str, rows: list[_Row]) -> list[_Row]:
-    """The core's PrivateUse1 entry if `named` is the name under which the device is registered with torch."""
+def _named(named: str, plugins: Plugins) -> Answer:
     import torch
 
-    if not _same(torch._C._get_privateuse1_backend_name(), named):
-        return []
-    return [row for row in rows if not row.outside and row.entry.name == "privateuse1"]
-
-
-def _inventory(rows: list[_Row], plugins: Plugins) -> str:
-    """What is installed, each with why it is unavailable, then the plugins that failed."""
-    lines = [f"{row}: {ask(row.entry.probe) or 'available'}" for row in rows]
-    lines += [f"{found.name} ({found.dist}): broken, {why}" for found, why in _broken(plugins)]
-    return f"Installed: {'; '.join(lines)}"
-
-
-def _load(row: _Row) -> Accelerator:
-    entry = row.entry
-    try:
-        made = resolve(entry.load)()
-    except PluginError as error:
-        raise AcceleratorError(f"accelerator {row}: {error}") from error
-    except Exception as error:  # a plugin may raise anything
-        raise AcceleratorError(f"accelerator {row}: {entry.load} failed: {type(error).__name__}: {error}") from error
-    if not isinstance(made, Accelerator):
-        raise AcceleratorError(f"accelerator {row}: {entry.load} gave a {type(made).__name__}, not an Accelerator")
-    return made
+    rows, wanted = _rows(plugins), named.lower()
+    for report in plugins.reports():
+        found = report.found
+        if report.state is PluginState.QUARANTINED and (found.group, found.name.lower()) == (BACKENDS, wanted):
+            raise AcceleratorError(f"{VARIABLE}={named}: {report.why}; fix or uninstall {found.dist}")
+    matching = [row for row in rows if row.value.name.lower() == wanted]
+    if not matching and wanted == torch._C._get_privateuse1_backend_name():  # a device that is registered with torch
+        matching = [row for row in rows if row.value.name == "privateuse1"]
+    if len(outside := [row.plugin.dist for row in matching if _outside(row)]) > 1:
+        raise AcceleratorError(
+            f"{VARIABLE}={named} is offered by {outside[0]} and {outside[1]}; uninstall one, "
+            f"or name it in plugins.disable"
+        )
+    if matching and (reason := ask(matching[0].value.probe)) is None:
+        return matching[0]
+    if matching:
+        what = f"{VARIABLE}={named}: {_shown(matching[0])} is not available: {reason}."
+    else:
+        fix = did_you_mean(named, [row.value.name for row in rows], "choose one of these.")
+        what = f"{VARIABLE}={named} names no installed accelerator; {fix}"
+    installed = "; ".join(f"{_shown(row)}: {ask(row.value.probe) or 'available'}" for row in rows)
+    raise AcceleratorError(f"{what} Installed: {installed}{plugins.quarantined()}")

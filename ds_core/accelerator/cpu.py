@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_core.accelerator.contract import Accelerator
+from ds_core.accelerator import Accelerator
 from ds_core.errors import AcceleratorError
 
 __all__ = ["CpuAccelerator"]
@@ -38,36 +38,34 @@ class CpuAccelerator(Accelerator):
         """Without an index: a tensor's own device is ``cpu``, and ``cpu:0`` does not equal it."""
         return torch.device("cpu")
 
-    def synchronize(self, index: int | None = None) -> None:
+    def synchronize(self) -> None:
         return
 
-    def memory_allocated(self, index: int | None = None) -> int:
+    def memory_allocated(self) -> int:
         """The process's resident set size; tensors alone are not counted."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return _highest_resident()
+        return _kib("/proc/self/status", "VmRSS") or _highest_resident()
 
-    def max_memory_allocated(self, index: int | None = None) -> int:
+    def max_memory_allocated(self) -> int:
         """The peak resident set size since the last reset, or since process start if it cannot be reset."""
         return _kib("/proc/self/status", "VmHWM") or _highest_resident()
 
-    def reset_peak_memory_stats(self, index: int | None = None) -> None:
+    def reset_peak_memory_stats(self) -> None:
         with contextlib.suppress(OSError):  # not permitted everywhere; the peak then counts from process start
             Path("/proc/self/clear_refs").write_text("5")
 
-    def total_memory(self, index: int | None = None) -> int:
+    def total_memory(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def available_memory(self, index: int | None = None) -> int:
+    def available_memory(self) -> int:
         return _kib("/proc/meminfo", "MemAvailable") or super().available_memory()
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def get_rng_state(self, index: int | None = None) -> Tensor:
+    def get_rng_state(self) -> Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(self, state: Tensor, index: int | None = None) -> None:
+    def set_rng_state(self, state: Tensor) -> None:
         torch.set_rng_state(state)
 
     def supports(self, dtype: torch.dtype) -> bool:

@@ -46,7 +46,7 @@ def test_without_proc_the_numbers_still_make_sense(monkeypatch: pytest.MonkeyPat
     cpu = CpuAccelerator()
     cpu.reset_peak_memory_stats()
     assert cpu.max_memory_allocated() == cpu.memory_allocated() > 2**20
-    assert cpu.available_memory() == cpu.total_memory() - cpu.memory_reserved()
+    assert cpu.available_memory() == cpu.total_memory() - cpu.memory_allocated()
 
 
 def test_a_back_end_is_small() -> None:
@@ -70,12 +70,8 @@ def test_a_back_end_is_small() -> None:
 
 def test_a_host_event_waits_for_the_device() -> None:
     drained = []
-    event = HostEvent(lambda: drained.append(True))
-    event.record()
+    HostEvent(lambda: drained.append(True)).record()
     assert drained == [True]
-    later = HostEvent()
-    later.record()
-    assert event.elapsed_time(later) >= 0
 
 
 def test_the_device_name_is_what_torch_takes() -> None:

@@ -14,7 +14,7 @@ from ds_core.accelerator import CpuAccelerator, HostEvent
 from ds_core.entries import AcceleratorEntry
 
 
-def one_state(self: Any, index: int | None = None) -> Tensor:
+def one_state(self: Any) -> Tensor:
     """Valid, but always the same."""
     return torch.Generator().manual_seed(0).get_state()
 
@@ -35,19 +35,18 @@ WRONG: tuple[tuple[str, str, Any], ...] = (
     ("devices_that_are_not_there", "set_device", lambda self, index: None),
     ("tensors_of_other_devices", "on_device", lambda self, tensor: True),
     ("local_rank_chooses_the_device", "local_index", lambda self: 1),
-    ("streams_are_all_there_or_none", "new_stream", lambda self, priority=0: object()),
-    ("events_tell_time", "new_event", lambda self, timing=False: StuckEvent()),
-    ("graphs", "new_graph", lambda self: None),
-    ("memory_counters", "memory_allocated", lambda self, index=None: 1.5),
-    ("memory_counters", "available_memory", lambda self, index=None: 2**60),
-    ("memory_counters", "max_memory_allocated", lambda self, index=None: 0),
-    ("memory_follows_a_tensor", "memory_allocated", lambda self, index=None: 0),
-    ("memory_follows_a_tensor", "max_memory_allocated", lambda self, index=None: self.memory_allocated()),
+    ("streams_are_all_there_or_none", "new_stream", lambda self: object()),
+    ("events_can_be_waited_for", "new_event", lambda self: StuckEvent(self.synchronize)),
+    ("memory_counters", "memory_allocated", lambda self: 1.5),
+    ("memory_counters", "available_memory", lambda self: 2**60),
+    ("memory_counters", "max_memory_allocated", lambda self: 0),
+    ("memory_follows_a_tensor", "memory_allocated", lambda self: 0),
+    ("memory_follows_a_tensor", "max_memory_allocated", lambda self: self.memory_allocated()),
     ("pinned_memory", "pin", lambda self, tensor: tensor.clone()),
     ("seeding", "manual_seed", lambda self, seed: None),
     ("seeding", "manual_seed", lambda self, seed: torch.manual_seed(0)),
     ("random_state_comes_back", "get_rng_state", one_state),
-    ("random_state_comes_back", "set_rng_state", lambda self, state, index=None: None),
+    ("random_state_comes_back", "set_rng_state", lambda self, state: None),
     ("supported_dtypes_compute", "supports", lambda self, dtype: False),
     ("autocast", "autocast", lambda self, dtype, enabled=True: contextlib.nullcontext()),
     ("the_backend_carries_its_tensors", "communication_backend", "pigeons"),

@@ -7,7 +7,6 @@ that comes out of a product. Device state that a test changes is put back.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,7 +51,7 @@ class AcceleratorConformance:
         import torch
 
         made = self.accelerator_factory()
-        assert made.is_available(), f"{made.name}: this kit needs a device to run on"
+        assert made.device_count() > 0, f"{made.name}: this kit needs a device to run on"
         index, host, state = made.current_index(), torch.get_rng_state(), made.get_rng_state()
         yield made
         made.set_device(index)
@@ -61,7 +60,7 @@ class AcceleratorConformance:
 
     # First, while the process may not have touched the device yet.
     def test_looking_initialises_no_device(self) -> None:
-        """Making one, `is_available` and `device_count` leave the device alone: forking must stay possible."""
+        """Making one and `device_count` leave the device alone: forking must stay possible."""
         import torch
 
         def initialized() -> bool:
@@ -71,7 +70,6 @@ class AcceleratorConformance:
         made = self.accelerator_factory()
         before = initialized()
         self.accelerator_factory()
-        made.is_available()
         made.device_count()
         assert initialized() == before, f"{made.name}: only looking at the device initialised it"
 
@@ -89,10 +87,8 @@ class AcceleratorConformance:
         assert isinstance(accelerator, Accelerator)
         assert accelerator.name.strip() == accelerator.name != ""
         assert torch.device(accelerator.device_type).type == accelerator.device_type
-        assert isinstance(accelerator.visible_devices_env, str)
         for name in (accelerator.device_name(), accelerator.device_name(0)):
             assert torch.device(name).type == accelerator.device_type
-        assert isinstance(accelerator.supports_graphs, bool)
 
     # -- devices ---------------------------------------------------------------------------------------------
 
@@ -141,7 +137,7 @@ class AcceleratorConformance:
 
     def test_streams_are_all_there_or_none(self, accelerator: Accelerator) -> None:
         """`new_stream` and `current_stream` agree on whether there are queues; `stream` enters and leaves."""
-        before, new = accelerator.current_stream(), accelerator.new_stream(priority=-1)
+        before, new = accelerator.current_stream(), accelerator.new_stream()
         assert (before is None) == (new is None)
         with accelerator.stream(None):
             assert accelerator.current_stream() == before
@@ -166,57 +162,28 @@ class AcceleratorConformance:
         accelerator.synchronize()
         assert torch.equal(seen.cpu(), torch.eye(256) + 1)
 
-    def test_events_tell_time(self, accelerator: Accelerator) -> None:
-        """After `synchronize`, an event is done, and so is all before it; time does not run backwards."""
+    def test_events_can_be_waited_for(self, accelerator: Accelerator) -> None:
+        """After `synchronize`, an event is done, and so is all before it."""
         import torch
 
-        begin, end = accelerator.new_event(timing=True), accelerator.new_event(timing=True)
+        begin, end = accelerator.new_event(), accelerator.new_event()
         data = torch.ones(256, 256, device=accelerator.current_device())
         begin.record()
         data @ data
         end.record()
         end.synchronize()
         assert begin.query() is True and end.query() is True
-        elapsed = begin.elapsed_time(end)
-        assert math.isfinite(elapsed) and elapsed >= 0, elapsed
-
-    def test_synchronize(self, accelerator: Accelerator) -> None:
-        """The current device, and any by its index, can be waited for."""
-        accelerator.synchronize()
-        for index in range(accelerator.device_count()):
-            accelerator.synchronize(index)
-
-    def test_graphs(self, accelerator: Accelerator) -> None:
-        """A captured graph repeats its work on new values; without graphs, asking for one says so."""
-        import torch
-
-        if not accelerator.supports_graphs:
-            with pytest.raises(AcceleratorError, match="supports_graphs"):
-                accelerator.new_graph()
-            with pytest.raises(AcceleratorError, match="supports_graphs"):
-                accelerator.capture(None)
-            return
-        source = torch.ones(8, device=accelerator.current_device())
-        accelerator.synchronize()
-        graph = accelerator.new_graph()
-        with accelerator.capture(graph):
-            doubled = source * 2
-        source.fill_(3)
-        graph.replay()
-        accelerator.synchronize()
-        assert doubled.tolist() == [6.0] * 8
 
     # -- memory ----------------------------------------------------------------------------------------------
 
     def test_memory_counters(self, accelerator: Accelerator) -> None:
-        """All are ints in bytes that fit each other, for the current device and for each by its index."""
-        for index in (None, *range(accelerator.device_count())):
-            allocated, reserved = accelerator.memory_allocated(index), accelerator.memory_reserved(index)
-            total, available = accelerator.total_memory(index), accelerator.available_memory(index)
-            peak = accelerator.max_memory_allocated(index)
-            assert {type(n) for n in (allocated, reserved, total, available, peak)} == {int}
-            assert 0 <= allocated <= reserved + SLACK
-            assert allocated <= peak + SLACK
+        """All are ints in bytes that fit each other, on every device."""
+        for index in range(accelerator.device_count()):
+            accelerator.set_device(index)
+            allocated, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
+            total, available = accelerator.total_memory(), accelerator.available_memory()
+            assert {type(n) for n in (allocated, total, available, peak)} == {int}
+            assert 0 <= allocated <= peak + SLACK
             assert 0 <= available <= total
             assert total > BLOCK
 
@@ -274,16 +241,15 @@ class AcceleratorConformance:
         """A state is a copy that repeats what followed it, also after a checkpoint took it apart to bytes."""
         import torch
 
-        for index in (None, *range(accelerator.device_count())):
-            if index is not None:
-                accelerator.set_device(index)
-            state = accelerator.get_rng_state(index)
+        for index in range(accelerator.device_count()):
+            accelerator.set_device(index)
+            state = accelerator.get_rng_state()
             assert state.dtype == torch.uint8 and state.dim() == 1 and state.device.type == "cpu"
             kept = torch.tensor(state.tolist(), dtype=torch.uint8)
             first = _draw(accelerator)
             assert torch.equal(state, kept), "the state changed with the generator: it must be a copy"
             assert _draw(accelerator) != first
-            accelerator.set_rng_state(kept, index)
+            accelerator.set_rng_state(kept)
             assert _draw(accelerator) == first
 
     # -- dtypes ----------------------------------------------------------------------------------------------
@@ -302,15 +268,6 @@ class AcceleratorConformance:
                 assert product.dtype == dtype
                 assert product.detach().cpu().double().tolist() == [[19.0, 22.0], [43.0, 50.0]]
                 assert left.grad is not None and left.grad.cpu().double().tolist() == [[11.0, 15.0]] * 2
-
-    def test_supported_fp8_holds_values(self, accelerator: Accelerator) -> None:
-        """fp8 has no plain product in torch; where it is supported, small whole numbers survive it."""
-        import torch
-
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            if accelerator.supports(dtype):
-                values = torch.tensor([-2.0, 0.0, 0.5, 3.0, 8.0], device=accelerator.current_device())
-                assert values.to(dtype).float().tolist() == values.tolist()
 
     def test_autocast(self, accelerator: Accelerator) -> None:
         """Inside, fp32 factors give a product in the dtype asked for; switched off and outside, fp32."""

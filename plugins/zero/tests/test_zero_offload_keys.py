@@ -256,7 +256,7 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
     device = LazyDevice()
 
     class Accelerator(CpuAccelerator):
-        def new_event(self, timing: bool = False) -> Any:
+        def new_event(self) -> Any:
             return device.new_event()
 
     def run(folder: Path, **more: Any) -> list[Tensor]:
