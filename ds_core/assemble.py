@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
-from ds_core.catalogue import install, offered_by
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
 from ds_core.config.core import resolve_batch
@@ -69,20 +68,18 @@ def initialize(
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
     """Make a model trainable as its config says; returns ``(engine, optimizer, dataloader, lr_scheduler)``.
 
-    args: parsed arguments, a namespace or a mapping, whose ``deepspeed_config`` may name the config file.
-    model: any module; it is moved to the accelerator; the attribute ``ds_sections`` (section -> keys) of
-    it and of its modules, if any, fills in what the config leaves out.
-    optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
-    model_parameters: parameters or group dicts; default the model's trainable ones. training_data: a dataset; gives
-    the dataloader. lr_scheduler: an object with ``step`` and state, or a function ``optimizer -> scheduler``.
-    mpu: an external model-parallel unit. config: dict, file path or base64 text (config_params is its old name).
-    mesh_param: (data, sequence) sizes. Collective: every rank calls it.
+    args: parsed arguments, a namespace or a mapping, whose ``deepspeed_config`` may name the config file. model: any
+    module; it is moved to the accelerator, and may ask for config sections (`compose`). optimizer: an Optimizer, or a
+    function ``groups -> Optimizer``; overrides the config's. model_parameters: parameters or group dicts; default the
+    model's trainable ones. training_data: a dataset; gives the dataloader. lr_scheduler: an object with ``step`` and
+    state, or a function ``optimizer -> scheduler``. mpu: an external model-parallel unit. config: dict, file path or
+    base64 text (config_params is its old name). mesh_param: (data, sequence) sizes. Collective: every rank calls it.
 
     Raises ConfigError (all problems at once), PluginError, RankMismatchError or UsageError.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
-    chosen = compose(_config_source(args, config, config_params), _asked_for(model))
+    chosen = compose(_config_source(args, config, config_params), model)
     _check_arguments(args, optimizer, chosen)
     core = chosen.config.core
     if core.log_level:
@@ -107,7 +104,9 @@ def initialize(
         accelerator.communication_backend, distributed_port=distributed_port, dist_init_required=dist_init_required
     )
     if mesh is None:
-        mesh = _mesh_of(mpu, chosen.plugins)
+        needed = f"no installed package makes a mesh of mpu, a {type(mpu).__name__}"
+        place = {"rank": comm.rank(), "world_size": comm.world_size()}
+        mesh = cast(Mesh, chosen.plugins.installed_driver("ds_mesh", needed, mpu=mpu, **place))
         batch = resolve_batch(core, mesh.size("dp"))
     assert batch is not None
     precision = make_precision(chosen.config, chosen.plugins)
@@ -186,21 +185,6 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     raise ConfigError("no config was given; pass config=<dict or path>, or --deepspeed_config PATH on the command line")
 
 
-def _asked_for(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The sections that the model's modules ask for. Raises ConfigError where two want different values."""
-    asked: dict[str, dict[str, Any]] = {}
-    for name, module in model.named_modules():
-        for section, values in getattr(module, "ds_sections", {}).items():
-            known = asked.setdefault(section, {})
-            for key, value in values.items():
-                if known.setdefault(key, value) != value:
-                    raise ConfigError(
-                        f"{section}.{key}: {name or 'the model'} ({type(module).__name__}) needs {value!r}, another "
-                        f"module of the model {known[key]!r}; build them alike"
-                    )
-    return asked
-
-
 def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
     local = os.environ.get("LOCAL_RANK")
     told = _argument(args, "local_rank")
@@ -237,19 +221,6 @@ def _place(plugins: Plugins) -> tuple[int, int]:
         return comm.rank(), comm.world_size()
     where = comm.find_rendezvous(os.environ, collective=True, plugins=plugins)
     return (where.rank, where.world_size) if where is not None else (0, 1)
-
-
-def _mesh_of(mpu: Any, plugins: Plugins) -> Mesh:
-    """The mesh that a plugin makes of the user's `mpu`."""
-    rank, world_size = comm.rank(), comm.world_size()
-    answer = plugins.driver("ds_mesh", or_installed=True, mpu=mpu, rank=rank, world_size=world_size)
-    if answer is None:
-        dist = offered_by("drivers", "ds_mesh")
-        hint = f"; {dist} does for those with its getters: {install(dist)}" if dist is not None else ""
-        kind = type(mpu).__name__
-        raise UsageError(f"no installed package makes a mesh of mpu, a {kind}{hint}{plugins.quarantined()}")
-    mesh: Mesh = answer.value
-    return mesh
 
 
 def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:
@@ -383,9 +354,7 @@ def _attach(
     if ctx.mesh.size("dp") < ctx.world_size:  # ranks may have different parameters
         trains = any(comm.all_gather_json(trains))
     if not trains:
-        raise UsageError(
-            "there is nothing to train: model_parameters is empty (or a used-up generator), or all are frozen"
-        )
+        raise UsageError("there is nothing to train: model_parameters is empty (or a used-up generator), or all frozen")
     built = make(groups)
     if not isinstance(built, Optimizer):
         raise UsageError(f"the optimizer function returned {type(built).__name__}, not a torch.optim.Optimizer")

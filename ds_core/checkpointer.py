@@ -1,4 +1,4 @@
-"""The contract of what saves and loads checkpoints, and how the one that serves a run is found.
+"""The contract of what saves and loads checkpoints.
 
 A checkpointer is given the engine; it decides where and in which format what there is to save is kept.
 """
@@ -16,10 +16,9 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ds_core.context import Context
     from ds_core.running import RunningEngine
 
-__all__ = ["Checkpointer", "LoadOptions", "SaveOptions", "find_checkpointer"]
+__all__ = ["Checkpointer", "LoadOptions", "SaveOptions"]
 
 Folder = str | os.PathLike[str]
 Loaded = tuple[str | None, dict[str, Any] | None]
@@ -27,12 +26,7 @@ Loaded = tuple[str | None, dict[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """The arguments of ``engine.save_checkpoint`` beside the folder.
-
-    tag: name of the checkpoint. client_state: the user's values, rank 0's are kept.
-    save_latest: a load without a tag finds this checkpoint. exclude_frozen_parameters: leave out weights that do not
-    require gradients.
-    """
+    """The arguments of ``engine.save_checkpoint`` beside the folder, described there."""
 
     tag: str
     client_state: Mapping[str, Any] | None = None
@@ -95,18 +89,3 @@ class Checkpointer(ABC):
     def close(self) -> None:
         """The engine is being destroyed: finish, and release what other jobs may want (locks, connections)."""
         self.wait()
-
-
-def find_checkpointer(ctx: Context) -> Checkpointer:
-    """The checkpointer of a run: of a plugin that takes part, else of one that is installed.
-
-    Raises UsageError that names a package to install where there is none, PluginError where several are installed.
-    """
-    answer = ctx.plugins.driver("ds_checkpointer", or_installed=True, ctx=ctx)
-    if answer is None:
-        from ds_core.catalogue import missing
-
-        why = missing("drivers", "ds_checkpointer", more=ctx.plugins.quarantined())
-        raise UsageError(f"no package that saves and loads checkpoints is installed: {why}")
-    checkpointer: Checkpointer = answer.value
-    return checkpointer

@@ -15,6 +15,7 @@ from ds_core.plugins import Plugins
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from torch import nn
 
     from ds_core.config import ConfigSource, RunConfig
 
@@ -48,13 +49,15 @@ class Composition:
                 yield Problem(path, why, did_you_mean(name, names))
 
 
-def compose(source: Any, asked: Mapping[str, Mapping[str, Any]] | None = None) -> Composition:
+def compose(source: Any, model: nn.Module | None = None) -> Composition:
     """Read, load the plugins that the config names, validate everything and choose by name.
 
-    asked: sections that the model asks for (its attribute ``ds_sections``); they fill in what the config leaves out.
+    model: the attribute ``ds_sections`` (section -> keys) of its modules fills in what the config leaves out.
     Raises ConfigError with every problem found, or PluginError when a named plugin is missing or broken.
     """
-    read = _with_asked(read_config(source), asked or {})
+    read = read_config(source)
+    if model is not None:
+        read = _with_sections_of(model, read)
     plugins = Plugins(plugin_settings(read))
     wanted = [key for key in read.raw if key not in CORE_KEYS]
     models = section_models(plugins, wanted)
@@ -83,22 +86,20 @@ def check_rules(
         raise ConfigError(problems, config.origin)
 
 
-def _with_asked(read: ConfigSource, asked: Mapping[str, Mapping[str, Any]]) -> ConfigSource:
-    """`read` with the model's sections; what both say must be the same ("auto" leaves it to the model)."""
+def _with_sections_of(model: nn.Module, read: ConfigSource) -> ConfigSource:
+    """`read` with the sections that the model's modules ask for; "auto" leaves a key to them."""
     raw, problems = dict(read.raw), []
-    for name, values in asked.items():
-        given = raw.get(name)
-        if given is None:
-            raw[name] = dict(values)
-        elif isinstance(given, Mapping):
-            both = [k for k in values if given.get(k, "auto") not in ("auto", values[k])]
-            problems += [
-                Problem(
-                    f"{name}.{k}", f"is {given[k]!r}, but the model was built for {values[k]!r}", "leave the key out"
-                )
-                for k in both
-            ]
-            raw[name] = {**given, **values}
+    for name, module in model.named_modules():
+        for section, values in getattr(module, "ds_sections", {}).items():
+            given = {} if raw.get(section) is None else raw[section]
+            if not isinstance(given, Mapping):
+                continue  # an error that the section's own model tells
+            for key, value in values.items():
+                if (known := given.get(key, "auto")) not in ("auto", value):
+                    why = f"is {known!r}, but {name or 'the model'} ({type(module).__name__}) was built for {value!r}"
+                    fix = "leave the key out of the config, and build all modules alike"
+                    problems.append(Problem(f"{section}.{key}", why, fix))
+            raw[section] = {**given, **values}
     if problems:
         raise ConfigError(problems, read.origin)
     return dataclasses.replace(read, raw=raw)

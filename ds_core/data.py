@@ -1,10 +1,4 @@
-"""From a dataset to this rank's batches: the contract of loaders, and the loader that is used without a plugin.
-
-[Note: unequal batches] The engine averages the losses of micro-batches and ranks, each with the same weight. Where
-micro-batches hold unequal numbers of samples or tokens (a token budget), that is not the mean over all of them. Such a
-loader puts a weight into each batch, and the model multiplies its mean loss by it: own tokens x accumulation steps x
-data-parallel ranks / tokens of the whole step. It knows the batches of every rank, so no message is needed.
-"""
+"""From a dataset to this rank's batches: the contract of loaders, and the loader that is used without a plugin."""
 
 from __future__ import annotations
 
@@ -27,8 +21,8 @@ __all__ = ["DistributedLoader", "Loader", "LoaderRequest", "RepeatingLoader", "m
 class Loader(Protocol):
     """What `training_data` becomes: this rank's batches, epoch after epoch, at a position that can be saved.
 
-    Iterating again starts the next epoch. Making one reads no sample: some ranks never iterate theirs.
-    A loader may also have:
+    Iterating again starts the next epoch. Making one reads no sample: some ranks never iterate theirs. Batches of
+    unequal size carry a weight, since losses are averaged with equal ones; see docs/plugins.md. A loader may also have:
 
     - ``len()``: batches per epoch on this rank. Leave it out if that is unknown.
     - ``set_epoch(epoch)``: the next pass is that epoch; a position within it that was loaded is kept.

@@ -22,7 +22,7 @@ from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.precision import cast_floats, forward_context
 from ds_core.process import STATE
-from ds_core.runner import Batches, eval_mode, mean_over_dp
+from ds_core.runner import Batches, check_loss, eval_mode, mean_over_dp
 from ds_core.running import RunningEngine
 from ds_core.stepping import WeightUpdate
 from ds_core.telemetry import Telemetry
@@ -123,7 +123,7 @@ class Engine(RunningEngine):
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
-        self.check_loss(loss)
+        check_loss(loss)
         self._window.scaled = True
         return loss if self.scaler is None else loss * self.scaler.scale
 
@@ -149,7 +149,7 @@ class Engine(RunningEngine):
                 "engine.coalesce_grad_reduction()"
             )
         self._refuse_by_hand("backward")
-        self.check_loss(loss)
+        check_loss(loss)
         gas = self.ctx.batch.gas if scale_wrt_gas else 1
         self._backward(loss, gas, retain_graph)
         shown = loss / gas if gas > 1 else loss
@@ -157,7 +157,7 @@ class Engine(RunningEngine):
 
     def backward_micro(self, loss: Tensor, *, last: bool) -> None:
         """For runners: backward of one micro-batch's loss; gradients are reduced after the `last`."""
-        self.check_loss(loss)
+        check_loss(loss)
         self.partitioner.sync = last
         self._backward(loss, self.ctx.batch.gas, False)
 
@@ -172,16 +172,6 @@ class Engine(RunningEngine):
     def run_backward(self, backward: Callable[[], object]) -> None:
         """For runners: run `backward`, whose losses are multiplied by `loss_factor`; then reduce what is due."""
         self._hooks.run(backward, self.loss_factor(), self._phase)
-
-    def check_loss(self, loss: Any) -> None:
-        """Raise UsageError unless `loss` is a scalar tensor with a graph."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"the loss must be a scalar tensor, got {shown}; reduce it with .mean() or .sum()")
-        if loss.grad_fn is None:
-            raise UsageError(
-                "the loss has no graph (was it detached, or made under torch.no_grad()?), so nothing would be learnt"
-            )
 
     # -- accumulation ----------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from ds_core.discovery import (
     reset_discovery,
     unmet,
 )
-from ds_core.errors import PluginError
+from ds_core.errors import PluginError, UsageError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -349,14 +349,12 @@ class Plugins:
             raise PluginError(f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to describe it")
         return found
 
-    def driver(self, hook: str, *, or_installed: bool = False, **arguments: Any) -> Answer | None:
+    def driver(self, hook: str, *, installed: bool = False, **arguments: Any) -> Answer | None:
         """The one answer to a driver hook, or None. Two answers are an error that names both.
 
-        or_installed: where none of those who take part answers, ask every backend; the one that answers takes part.
+        installed: ask every backend, not those who take part; the one that answers takes part.
         """
-        answers = self.ask(hook, **arguments)
-        if or_installed and not answers:
-            answers = self.ask(hook, installed=True, **arguments)
+        answers = self.ask(hook, installed=installed, **arguments)
         if len(answers) > 1:
             both = " and ".join(str(a.plugin) for a in answers)
             raise PluginError(f"{hook} is answered by {both}; only one can drive: disable one with plugins.disable")
@@ -364,6 +362,20 @@ class Plugins:
             return None
         self.join(answers[0].plugin)
         return answers[0]
+
+    def installed_driver(self, hook: str, needed: str, **arguments: Any) -> Any:
+        """What answers a driver hook; where none of those who take part does, a backend may.
+
+        Raises UsageError where there is none: the text `needed`, and a package to install.
+        """
+        answer = self.driver(hook, **arguments) or self.driver(hook, installed=True, **arguments)
+        if answer is not None:
+            return answer.value
+        from ds_core.catalogue import missing
+
+        asked = ", ".join(str(i.plugin) for i in self._implementations(hook, self._by_module))
+        why = f"{asked} does not" if asked else missing("drivers", hook, more=self.quarantined())
+        raise UsageError(f"{needed}: {why}")
 
     def named(self, hook: str, kind: str) -> Offers:
         """Merge the name -> entry mappings of a by-name driver hook; keys are lower-case.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_core.running import RunningEngine
 
-__all__ = ["Batches", "Runner", "Sequential", "call_with_batch", "eval_mode", "loss_of", "mean_over_dp"]
+__all__ = ["Batches", "Runner", "Sequential", "call_with_batch", "check_loss", "eval_mode", "loss_of", "mean_over_dp"]
 
 
 class Runner(ABC):
@@ -172,6 +172,17 @@ def loss_of(output: Any, required: bool = True) -> Any:
         f"got {shown}; "
         "compute the loss inside the module's forward, or drive the engine by hand with backward(loss) and step()"
     )
+
+
+def check_loss(loss: Any) -> None:
+    """Raise UsageError unless `loss` is a scalar tensor with a graph."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(f"the loss must be a scalar tensor, got {shown}; reduce it with .mean() or .sum()")
+    if loss.grad_fn is None:
+        raise UsageError(
+            "the loss has no graph (was it detached, or made under torch.no_grad()?), so nothing would be learnt"
+        )
 
 
 @contextlib.contextmanager

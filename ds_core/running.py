@@ -65,10 +65,6 @@ class RunningEngine(ABC):
     def run_backward(self, backward: Callable[[], object]) -> None:
         """Run `backward`, whose losses are multiplied by `loss_factor`; gradients are reduced as `sync` says."""
 
-    @abstractmethod
-    def check_loss(self, loss: Any) -> None:
-        """Raise UsageError unless `loss` is a scalar tensor with a graph."""
-
     def loss_factor(self, count: int | None = None) -> float:
         """What a loss is multiplied by before its backward: the loss scale over `count`, which is gas by default."""
         return (self.scaler.scale if self.scaler is not None else 1.0) / (count or self.ctx.batch.gas)
@@ -174,9 +170,8 @@ class RunningEngine(ABC):
 
     def _find(self) -> Checkpointer:
         if self._checkpointer is None:
-            from ds_core.checkpointer import find_checkpointer
-
-            self._checkpointer = find_checkpointer(self.ctx)
+            needed = "no package that saves and loads checkpoints is installed"
+            self._checkpointer = self.ctx.plugins.installed_driver("ds_checkpointer", needed, ctx=self.ctx)
         return self._checkpointer
 
     def load_checkpoint(

@@ -135,6 +135,10 @@ def test_a_unit_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
         return str(caught.value)
 
     assert "(ds-deepspeed-compat 0.1.0" in (said := refused(_Getters(dp_rank=0))) and "give it all three" in said
-    assert "makes a mesh of mpu, a SimpleNamespace" in refused(SimpleNamespace())
+    said = refused(SimpleNamespace())
+    assert "makes a mesh of mpu, a SimpleNamespace: " in said and "(ds-deepspeed-compat 0.1.0" in said
     monkeypatch.setattr("ds_core.plugins.discover", lambda: ())
-    assert "ds-deepspeed-compat does for those with its getters: `pip install" in refused(_Getters(dp_rank=0))
+    assert (
+        "'ds_mesh' is served by ds-deepspeed-compat, which is not installed; install it with `pip install"
+        in refused(_Getters(dp_rank=0))
+    )

@@ -356,9 +356,9 @@ def refused() -> list[str]:
 
 def test_what_does_not_fit_is_refused() -> None:
     for first, second, third in run_ranks(2, refused):
-        assert "expert_parallel.autoep_size: is 1, but the model was built for 2" in first
+        assert "expert_parallel.autoep_size: is 1, but 0 (MoE) was built for 2; leave" in first
         assert "ep 4 must divide dp 2" in second
-        assert "expert_parallel.autoep_size: 1 (MoE) needs 4, another module of the model 2" in third
+        assert "expert_parallel.autoep_size: is 2, but 1 (MoE) was built for 4; leave" in third
 
 
 def held(cut: bool) -> list[Any]:

@@ -17,7 +17,7 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.params import COUNTED_ELSEWHERE
 from ds_core.precision import cast_floats, forward_context
-from ds_core.runner import Runner, loss_of
+from ds_core.runner import Runner, check_loss, loss_of
 from ds_pipeline import schedule as s
 from ds_pipeline.choose import make_schedule
 from ds_pipeline.micro_batches import BatchRequest, agree, signature, take_micro_batches, to_device
@@ -320,7 +320,7 @@ class PipelineRunner(Runner):
         for name, value in (self.module.get_additional_losses() or {}).items():
             self._extra[name] = self._extra.get(name, 0.0) + float(value)
         if self._train:
-            self._engine.check_loss(loss)
+            check_loss(loss)
             factor = self._engine.loss_factor(self._count)
             buffer.outputs = [loss * factor if factor != 1.0 else loss]
 
