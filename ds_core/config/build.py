@@ -93,7 +93,7 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
     parsed = _parsed(PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE_OWNER, {}, problems)
     if problems:
         raise ConfigError(problems, source.origin)
-    return PluginSettings(tuple(parsed.require), tuple(parsed.disable), tuple(parsed.load), dict(parsed.prefer))
+    return PluginSettings(**dict(parsed))
 
 
 def build_config(
@@ -144,8 +144,6 @@ def _parsed(model: type[BaseModel], value: Any, path: str, owner: str, models: M
         from ds_core.config.unknown import places
 
         problems += translate_errors(error, model, path, owner=owner, data=value, elsewhere=places(models))
-    except RecursionError:
-        problems.append(Problem(path, "is nested too deeply"))
     except Exception as error:  # a validator of a plugin that raises what pydantic does not catch
         from ds_core.config.keys import secret_names
         from ds_core.config.redaction import scrub, secrets_in

@@ -189,10 +189,8 @@ class CoreConfig(Section):
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """A size for which tensor cores are slow."""
         if (size := self.vocabulary_size) is not None and size % 8:
-            yield (
-                "vocabulary_size",
-                f"is not a multiple of 8; padding it to {-(-size // 8) * 8} uses tensor cores better",
-            )
+            why = f"is not a multiple of 8; padding it to {-(-size // 8) * 8} uses tensor cores better"
+            yield "vocabulary_size", why
 
     @model_validator(mode="before")
     @classmethod

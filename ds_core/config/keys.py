@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, RootModel, SecretBytes, SecretStr
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from ds_core.config.redaction import is_secret_name
 from ds_core.config.section import SECRET, marks, names_of, old_names, union_members
 from ds_core.errors import join
 
 __all__ = [
-    "MISSING",
     "Key",
     "Place",
     "bare",
@@ -113,15 +113,13 @@ def _says_auto(hint: Any) -> bool:
 
 # -- the place of an error -------------------------------------------------------------------------------------------
 
-MISSING: Any = object()
-
 
 @dataclass(slots=True)
 class Place:
     """Where a location of a pydantic error lies.
 
     keys: the path as the user wrote it. hint: the expected type, Annotated with its bounds.
-    given: the value there, as the user wrote it; MISSING when the data are not at hand.
+    given: the value there, as the user wrote it; PydanticUndefined when the data are not at hand.
     parent: the model that the last key belongs to.
     union: how many keys lead to the outermost union that was passed, None without one.
     """
@@ -131,7 +129,7 @@ class Place:
     parent: type[BaseModel] | None = None
     secret: bool = False
     union: int | None = None
-    given: Any = MISSING
+    given: Any = PydanticUndefined
 
 
 def known_names(model: type[BaseModel]) -> dict[str, str]:
@@ -141,7 +139,7 @@ def known_names(model: type[BaseModel]) -> dict[str, str]:
 
 def locate(model: Any, loc: Sequence[str | int], data: Any = None) -> Place:
     """Follow `loc` from `model` down. data: what was validated, to name keys by the spelling that was used."""
-    place = Place([], model, given=MISSING if data is None else data)
+    place = Place([], model, given=PydanticUndefined if data is None else data)
     for at, part in enumerate(loc):
         hint = bare(place.hint)
         members = [m for m in union_members(hint) if m is not type(None)]
@@ -174,7 +172,7 @@ def _enter(place: Place, hint: Any, key: str | int) -> None:
     try:
         place.given = place.given[key]
     except (KeyError, IndexError, TypeError):
-        place.given = MISSING
+        place.given = PydanticUndefined
 
 
 def _item_hint(hint: Any, part: str | int) -> Any:

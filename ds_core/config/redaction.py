@@ -81,14 +81,14 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def show(value: Any, limit: int = 60) -> str:
-    """A value as JSON, secrets redacted, cut to `limit` characters."""
+def show(value: Any) -> str:
+    """A value as JSON, secrets redacted, cut to 60 characters."""
     try:
         text = json.dumps(redact(value), ensure_ascii=False)
     except (TypeError, ValueError):
         text = type(value).__name__
     text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= limit else text[: limit - 4] + " ..."
+    return text if len(text) <= 60 else text[:56] + " ..."
 
 
 def show_unknown(key: str, value: Any, close: str | None = None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -91,11 +91,11 @@ def union_members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-class Clash:
+class Clash(NamedTuple):
     """Stands in for the value of a key whose old and new spelling are both set."""
 
-    def __init__(self, old: str, new: str) -> None:
-        self.old, self.new = old, new
+    old: str
+    new: str
 
 
 class Section(BaseModel):
@@ -141,9 +141,7 @@ class Section(BaseModel):
     @classmethod
     def _prepare(cls, value: Any, handler: Any, info: ValidationInfo) -> Any:
         if isinstance(value, Clash):
-            raise PydanticCustomError(
-                "ds_clash", "{old} is the old name of {new}, and both are set", {"old": value.old, "new": value.new}
-            )
+            raise PydanticCustomError("ds_clash", "{old} is the old name of {new}, and both are set", value._asdict())
         field = cls.model_fields[str(info.field_name)]
         fitted = fit(field.annotation, value)
         result = handler(fitted)
@@ -197,7 +195,10 @@ def fit(hint: Any, value: Any) -> Any:
         return _fit_items(hint, origin, args, value)
     if isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Mapping):
         return {k: fit(args[1], v) for k, v in value.items()}
-    return _fit_text(hint, value) if isinstance(value, str) else value
+    if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, (Enum, PurePath)):
+        with contextlib.suppress(ValueError):  # the model's own error says what was expected
+            return hint(value)
+    return value
 
 
 def _fit_items(hint: Any, origin: Any, args: tuple[Any, ...], value: Sequence[Any]) -> Any:
@@ -210,15 +211,6 @@ def _fit_items(hint: Any, origin: Any, args: tuple[Any, ...], value: Sequence[An
     if issubclass(kind, tuple):
         return tuple(items)
     if issubclass(kind, AbstractSet):
-        with contextlib.suppress(TypeError):  # unhashable items: the model's own error says what was expected
+        with contextlib.suppress(TypeError):  # unhashable items
             return set(items) if kind is set else frozenset(items)
     return items
-
-
-def _fit_text(hint: Any, value: str) -> Any:
-    if isinstance(hint, type) and issubclass(hint, Enum) and not isinstance(value, Enum):
-        try:
-            return hint(value)
-        except ValueError:
-            return value
-    return hint(value) if isinstance(hint, type) and issubclass(hint, PurePath) else value

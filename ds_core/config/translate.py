@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from ds_core.config.keys import MISSING, Place, bare, known_names, locate, secret_names
+from ds_core.config.keys import Place, bare, known_names, locate, secret_names
 from ds_core.config.redaction import REDACTED, scrub, secrets_in, show
 from ds_core.config.section import union_members
 from ds_core.config.unknown import unknown_key
@@ -63,7 +64,7 @@ def _problem(
     kind: str, item: Mapping[str, Any], place: Place, root: str, owner: str, elsewhere: Mapping[str, str]
 ) -> Problem:
     ctx = item.get("ctx") or {}
-    value = item["input"] if place.given is MISSING or kind == "missing" else place.given
+    value = item["input"] if place.given is PydanticUndefined or kind == "missing" else place.given
     where, section = path_text(place.keys, root), path_text(place.keys[:-1], root)
     if kind == "extra_forbidden" and place.parent is not None:
         key = str(place.keys[-1])
@@ -104,9 +105,8 @@ def _mend(hint: Any, value: Any, hidden: bool) -> str:
             return f"write {value.strip()} without quotes"
         if bool in kinds and value.strip().lower() in ("true", "false", "yes", "no", "on", "off"):
             return f"write {'true' if value.strip().lower() in ('true', 'yes', 'on') else 'false'} without quotes"
-        choices = [c for c in _choices(hint) if isinstance(c, str)]
-        hint_text = nearest(value, choices)
-        return f"did you mean {json.dumps(hint_text)}?" if hint_text else ""
+        close = nearest(value, [c for c in _choices(hint) if isinstance(c, str)])
+        return f"did you mean {json.dumps(close)}?" if close else ""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and kinds == {bool}:
         return f"write {'true' if value else 'false'}" if value in (0, 1) else ""
     return ""
@@ -162,11 +162,8 @@ def _describe_type(kind: Any, args: tuple[Any, ...]) -> str:
     if issubclass(kind, Mapping):
         return f"an object whose values are {describe(args[1])}" if args and describe(args[1]) else "an object {...}"
     if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
-        return (
-            f"a list of {len(args)} items, each {describe(args[0])}"
-            if len(set(args)) == 1
-            else f"a list of {len(args)} items"
-        )
+        each = f", each {describe(args[0])}" if len(set(args)) == 1 else ""
+        return f"a list of {len(args)} items{each}"
     if issubclass(kind, (Sequence, AbstractSet)):
         return f"a list whose items are {describe(args[0])}" if args and describe(args[0]) else "a list"
     return "a path (text)" if issubclass(kind, PurePath) else ""
