@@ -1,8 +1,8 @@
 """What the documentation shows of a command's output is what the command prints.
 
 A ``console`` block that begins with ``$ dscore ...`` holds a command and all that it prints. The table of layers in
-architecture.md has import-linter's layers and each module's first line. ``python tests/docs/test_generated.py`` writes
-both anew.
+architecture.md has import-linter's layers and each module's first line, the one of names in migrate.md the table of
+ds-deepspeed-compat. ``python tests/docs/test_generated.py`` writes all of them anew.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ else:
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LAYERS = re.compile(r"<!-- layers -->\n.*?<!-- /layers -->", re.DOTALL)
+NAMES = re.compile(r"<!-- names -->\n.*?<!-- /names -->", re.DOTALL)
 BLOCK = re.compile(r"```console\n\$ (dscore [^\n]+)\n(.*?)```", re.DOTALL)
-PAGES = sorted(page.name for page in DOCS.glob("*.md") if BLOCK.search(t := page.read_text()) or LAYERS.search(t))
+PARTS = (BLOCK, LAYERS, NAMES)
+PAGES = sorted(page.name for page in DOCS.glob("*.md") if any(part.search(page.read_text()) for part in PARTS))
 
 
 def printed(command: str) -> str:
@@ -57,14 +59,30 @@ def layers() -> str:
     return "\n".join(["<!-- layers -->", *rows, "<!-- /layers -->"])
 
 
+def names() -> str:
+    """The tables of DeepSpeed's names, one for each area."""
+    from ds_deepspeed_compat.names import AREAS, Name, State
+
+    lines = ["<!-- names -->"]
+    for area, modules in AREAS.items():
+        lines += ["", f"### {area}", "", "| module | names | state | what it is, or what to use |", "|---|---|---|---|"]
+        for paths, rows in modules.items():
+            for words, value in rows.items():
+                row = value if isinstance(value, Name) else Name(State.WORKS, value)
+                what = "; ".join(filter(None, (row.target.rstrip(":") and f"`{row.target.rstrip(':')}`", row.text)))
+                cells = [", ".join(f"`{word}`" for word in text.split()) for text in (paths, words)]
+                lines.append(f"| {cells[0]} | {cells[1]} | {row.state.value} | {what} |")
+    return "\n".join([*lines, "", "<!-- /names -->"])
+
+
 def generated(text: str) -> str:
     """The page `text` with every generated part as it is now."""
-    text = LAYERS.sub(lambda _: layers(), text)
+    text = NAMES.sub(lambda _: names(), LAYERS.sub(lambda _: layers(), text))
     return BLOCK.sub(lambda found: f"```console\n$ {found[1]}\n{printed(found[1])}```", text)
 
 
 def test_there_are_generated_pages() -> None:
-    assert {"architecture.md", "choosing-a-stage.md"} <= set(PAGES)
+    assert {"architecture.md", "choosing-a-stage.md", "migrate.md"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 from enum import Enum
 from typing import Annotated
 
@@ -70,6 +72,9 @@ def run(
             "--local-rank/--no-local-rank",
             help="Pass --local_rank=i to the script, for scripts that do not read LOCAL_RANK.",
         ),
+    ] = False,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="`import deepspeed` in the script gives ds_core.")
     ] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program, run as it is.")] = False,
     save_pid: Annotated[
@@ -143,8 +148,21 @@ def run(
         save_pid=save_pid,
         level=max(logging.ERROR if quiet else logging.NOTSET, getattr(logging, log_level.name)),
     )
+    if as_deepspeed:
+        _as_deepspeed()
     code = find_launcher(launcher)(request)
     raise typer.Exit(code)
+
+
+def _as_deepspeed() -> None:
+    """Let the processes read the variable that the package of DeepSpeed's names looks for."""
+    if importlib.util.find_spec("ds_deepspeed_compat") is None:
+        from ds_core.catalogue import install
+
+        raise CommandError(
+            f"--as-deepspeed needs ds-deepspeed-compat, which is not installed: {install('ds-deepspeed-compat')}"
+        )
+    os.environ["DS_CORE_AS_DEEPSPEED"] = "1"
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,0 +1,207 @@
+"""Small functions of DeepSpeed's that training scripts call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ds_deepspeed_compat.logs import logger
+
+__all__ = [
+    "DummyOptim",
+    "call_to_str",
+    "clip_grad_norm_",
+    "copy_to_device",
+    "disable",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "get_grad_norm",
+    "get_weight_norm",
+    "instrument_w_nvtx",
+    "is_compile_supported",
+    "is_compiling",
+    "is_zero_supported_optimizer",
+    "memory_status",
+    "move_to_device",
+    "noop_context",
+    "noop_decorator",
+    "required_torch_version",
+    "see_memory_usage",
+    "set_random_seed",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DummyOptim:
+    """Parameter groups without an optimizer."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def noop_decorator(func: F) -> F:
+    """`func` itself."""
+    return func
+
+
+class noop_context(contextlib.nullcontext[None]):
+    """A context that does nothing."""
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    if folder := os.path.dirname(filename):
+        os.makedirs(folder, exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy (where it is installed) and torch on all devices."""
+    import random
+
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """`item` with its tensors (those of `criterion_func`, if given) on `device`; lists, tuples and dicts are walked."""
+    wanted = criterion_func or (lambda value: hasattr(value, "to"))
+    if wanted(item):
+        return item.to(device)
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """`move_to_device`, and what is there already is copied."""
+    if criterion_func(item):
+        return item.to(device, copy=True)
+    if isinstance(item, (list, tuple)):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as text: ``"name(1, key=2)"``."""
+    shown = [repr(a) for a in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    return f"{base}({', '.join(shown)})"
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether torch's major.minor version lies in the range."""
+    here = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+    def parts(version: float) -> tuple[int, ...]:
+        return tuple(int(part) for part in str(version).split("."))
+
+    return (min_version is None or here >= parts(min_version)) and (max_version is None or here <= parts(max_version))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def empty_cache() -> None:
+    """Free the accelerator's cached memory."""
+    from ds_core.accelerator import get_accelerator
+
+    get_accelerator().empty_cache()
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log memory in use, with `force` only (as documented: a call left in a script costs nothing)."""
+    if force and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
+        memory_status(message)
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Log memory in use, on one rank or (-1) on this."""
+    from ds_core.accelerator import get_accelerator
+
+    if print_rank not in (-1, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0):
+        return
+    device = get_accelerator()
+    gib = 1024**3
+    logger.info(
+        "%s | allocated %.2f GB, peak %.2f GB, reserved %.2f GB",
+        msg,
+        device.memory_allocated() / gib,
+        device.max_memory_allocated() / gib,
+        device.memory_reserved() / gib,
+    )
+    if reset_max:
+        device.reset_peak_memory_stats()
+
+
+# -- norms -----------------------------------------------------------------------------------------------------
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """torch's, for gradients that this rank holds whole; the engine clips by ``gradient_clipping`` itself."""
+    if mpu is not None:
+        raise NotImplementedError(
+            "clip_grad_norm_(mpu=...): set gradient_clipping in the config, which knows the groups"
+        )
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The L2 norm of norms."""
+    return float(sum(norm**2 for norm in norm_list) ** 0.5)
+
+
+def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the gradients that this rank holds; ``engine.get_global_grad_norm()`` is that of all ranks."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return _norm((p.grad for p in parameters if p.grad is not None), norm_type)
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the weights that this rank holds."""
+    return _norm([parameters] if isinstance(parameters, Tensor) else parameters, norm_type)
+
+
+def _norm(tensors: Iterable[Tensor], norm_type: float) -> float:
+    return float(nn.utils.get_total_norm([t.detach() for t in tensors], norm_type))
+
+
+# -- others ----------------------------------------------------------------------------------------------------
+
+
+def is_zero_supported_optimizer(optimizer: Any) -> bool:
+    """Whether the partitioner takes it: any torch optimizer."""
+    return isinstance(optimizer, torch.optim.Optimizer)
+
+
+def is_compile_supported() -> bool:
+    """Whether torch.compile can be used."""
+    return True
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing."""
+    return bool(torch.compiler.is_compiling())
+
+
+def disable(func: F) -> F:
+    """`func`, kept out of torch.compile."""
+    return torch.compiler.disable(func)  # type: ignore[no-any-return]
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """`func` with a range of its name in the profiler."""
+    return torch.profiler.record_function(func.__qualname__)(func)

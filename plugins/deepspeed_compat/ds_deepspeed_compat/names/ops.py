@@ -1,0 +1,48 @@
+"""``deepspeed.ops``: kernels, how they are built, and the transformer layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_deepspeed_compat.names.entry import Rows, differs, missing
+
+_BUILDER = differs("ds_deepspeed_compat.op_builder", "`dscore ops build` builds; load() gives the optimizer's kernel")
+_SPARSE = missing("sparse attention is not built; use torch's flex_attention")
+_AIO = missing("NVMe transfers are not built; offload to the device `cpu`")
+
+NAMES: Mapping[str, Rows] = {
+    "deepspeed.ops": {
+        "__compatible_ops__": "ds_deepspeed_compat.op_builder:compatible_ops",
+        "DeepSpeedTransformerLayer DeepSpeedTransformerConfig": "ds_ops_cuda.transformer",
+    },
+    "deepspeed.ops.transformer deepspeed.ops.transformer.transformer": {
+        "DeepSpeedTransformerLayer DeepSpeedTransformerConfig": "ds_ops_cuda.transformer",
+    },
+    "deepspeed.ops.transformer.inference": {
+        "DeepSpeedTransformerInference DeepSpeedInferenceConfig DeepSpeedMoEInference": missing(
+            "inference is not built"
+        ),
+    },
+    "deepspeed.ops.op_builder deepspeed.ops.op_builder.all_ops": {
+        "ALL_OPS": "ds_deepspeed_compat.op_builder",
+    },
+    "deepspeed.ops.op_builder deepspeed.ops.op_builder.builder": {"OpBuilder": _BUILDER},
+    "deepspeed.ops.op_builder": {
+        "CPUAdamBuilder FusedAdamBuilder CPUAdagradBuilder CPULionBuilder FusedLionBuilder FusedLambBuilder": _BUILDER,
+        "AsyncIOBuilder GDSBuilder": _AIO,
+        "SparseAttnBuilder": _SPARSE,
+        "QuantizerBuilder TransformerBuilder InferenceBuilder StochasticTransformerBuilder RandomLTDBuilder "
+        "EvoformerAttnBuilder FPQuantizerBuilder UtilsBuilder CCLCommBuilder ShareMemCommBuilder": missing(
+            "this operation is not built"
+        ),
+    },
+    "deepspeed.ops.aio": {"AsyncIOBuilder": _AIO},
+    "deepspeed.ops.sparse_attention": {
+        "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig DenseSparsityConfig "
+        "FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig BSLongformerSparsityConfig "
+        "LocalSlidingWindowSparsityConfig MatMul Softmax": _SPARSE,
+    },
+    "deepspeed.ops.random_ltd": {"GatherTokens ScatterTokens": missing("data efficiency is not built")},
+    "deepspeed.ops.fp_quantizer": {"FP_Quantize Quantizer": missing("quantised linears are not built")},
+    "deepspeed.ops.deepspeed4science": {"DS4Sci_EvoformerAttention": missing("this kernel is not built")},
+}

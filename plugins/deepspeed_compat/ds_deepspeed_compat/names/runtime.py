@@ -1,0 +1,85 @@
+"""``deepspeed.runtime``: the engine, its config, precision, loader and helpers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_deepspeed_compat.names.entry import Rows, differs, missing
+
+_CONFIG = "the config is engine.config; `dscore config explain FILE` shows it"
+_OPTIMIZER = "the optimizer that initialize returns is the torch optimizer itself"
+_DATA = "data efficiency is not built; give initialize a dataset or a loader of your own"
+
+NAMES: Mapping[str, Rows] = {
+    "deepspeed.runtime.engine": {
+        "DeepSpeedEngine": "ds_core:Engine",
+        "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable": "ds_deepspeed_compat.engines",
+        "MEMORY_OPT_ALLREDUCE_SIZE": "ds_deepspeed_compat.constants",
+    },
+    "deepspeed.runtime.hybrid_engine": {
+        "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
+    },
+    "deepspeed.runtime.config": {
+        "DeepSpeedConfig": missing(_CONFIG),
+        "DeepSpeedConfigError": "ds_core.errors:ConfigError",
+        "ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
+        "ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER MUADAM_OPTIMIZER MUADAMW_OPTIMIZER "
+        "MUSGD_OPTIMIZER DEEPSPEED_OPTIMIZERS": "ds_deepspeed_compat.constants",
+    },
+    "deepspeed.runtime.config_utils": {
+        "DeepSpeedConfigModel": "ds_core.config:Section",
+        "dict_raise_error_on_duplicate_keys": "ds_deepspeed_compat.files",
+    },
+    "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer ZeROOptimizer": missing(_OPTIMIZER)},
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": missing(_OPTIMIZER)},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": missing(_OPTIMIZER)},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": missing(_OPTIMIZER)},
+    "deepspeed.runtime.fp16.loss_scaler": {
+        "LossScaler DynamicLossScaler CreateLossScaler": missing(
+            "the loss scale is engine.scaler; section fp16 sets it"
+        ),
+    },
+    "deepspeed.runtime.dataloader": {
+        "RepeatingLoader": "ds_core",
+        "DeepSpeedDataLoader": differs("ds_core:DistributedLoader", "initialize(training_data=...) makes it"),
+    },
+    "deepspeed.runtime.torch_autocast": {
+        "init_autocast_params is_autocast_initialized get_default_autocast_lower_precision_modules": "ds_core",
+    },
+    "deepspeed.runtime.activation_checkpointing.checkpointing deepspeed.checkpointing": {
+        "configure is_configured checkpoint non_reentrant_checkpoint reset CheckpointFunction get_cuda_rng_tracker "
+        "CudaRNGStatesTracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed": missing(
+            "activation checkpointing is not built; use torch.utils.checkpoint.checkpoint"
+        ),
+    },
+    "deepspeed.runtime.utils": {
+        "see_memory_usage memory_status empty_cache set_random_seed move_to_device copy_to_device "
+        "ensure_directory_exists noop_decorator noop_context call_to_str required_torch_version "
+        "clip_grad_norm_ get_global_norm get_grad_norm get_weight_norm DummyOptim": "ds_deepspeed_compat.helpers",
+        "partition_uniform": "ds_pipeline.balance:uniform",
+        "partition_balanced": "ds_pipeline.balance:balanced",
+        "CheckOverflow PartitionedTensor": missing("the engine agrees on overflow by itself"),
+    },
+    "deepspeed.runtime.eigenvalue": {"Eigenvalue": missing("eigenvalues are not built")},
+    "deepspeed.runtime.progressive_layer_drop": {
+        "ProgressiveLayerDrop": missing("progressive layer dropping is not built"),
+    },
+    "deepspeed.runtime.sparse_tensor": {"SparseTensor": missing("sparse gradients are not built")},
+    "deepspeed.runtime.compiler": {"is_compile_supported disable is_compiling": "ds_deepspeed_compat.helpers"},
+    "deepspeed.runtime.constants": {
+        "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE": "ds_deepspeed_compat.constants",
+    },
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": missing(_DATA)},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {"DeepSpeedDataSampler": missing(_DATA)},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"DataAnalyzer": missing(_DATA)},
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "MMapIndexedDataset MMapIndexedDatasetBuilder": missing(_DATA),
+    },
+    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {"RandomLayerTokenDrop": missing(_DATA)},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        "convert_to_random_ltd save_without_random_ltd": missing(_DATA),
+    },
+    "deepspeed.runtime.domino.transformer": {
+        "DominoTransformer DominoTransformerLayer": missing("Domino is not built"),
+    },
+}

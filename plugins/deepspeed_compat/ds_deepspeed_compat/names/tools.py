@@ -1,0 +1,57 @@
+"""Launcher, report, profiling, monitors, elasticity, autotuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_deepspeed_compat.names.entry import Rows, differs, missing
+
+_PROFILER = missing("the flops profiler is not built; torch.utils.flop_counter.FlopCounterMode counts a forward")
+_ELASTIC = missing("batch sizes for elastic jobs are not built; `dscore run --nnodes MIN:MAX` restarts on other sizes")
+_AUTOTUNING = missing("autotuning is not built; `dscore plan` says which stage fits")
+_MONITOR = missing("this monitor is not built; sections tensorboard and csv_monitor work")
+
+NAMES: Mapping[str, Rows] = {
+    "deepspeed.launcher.runner": {
+        "main parse_args": differs(
+            "ds_deepspeed_compat.launcher", "other machines are not started by ssh: run it on each with --no_ssh"
+        ),
+        "fetch_hostfile parse_resource_filter": "ds_deepspeed_compat.hosts",
+        "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE": "ds_deepspeed_compat.constants",
+    },
+    "deepspeed.env_report": {"main cli_main": "ds_deepspeed_compat.report"},
+    "deepspeed.profiling.flops_profiler deepspeed.profiling.flops_profiler.profiler": {
+        "FlopsProfiler get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
+        "duration_to_string": _PROFILER,
+    },
+    "deepspeed.profiling.config": {"DeepSpeedFlopsProfilerConfig": _PROFILER},
+    "deepspeed.monitor.monitor": {
+        "MonitorMaster": differs("ds_core.telemetry", "engine.monitor is one; made from the run's sections"),
+        "Monitor": "ds_core.telemetry",
+        "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
+        "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
+        "WandbMonitor CometMonitor": _MONITOR,
+    },
+    "deepspeed.monitor.config": {
+        "TensorBoardConfig": "ds_monitor_tensorboard.config",
+        "CSVConfig": "ds_monitor_csv.config",
+        "WandbConfig CometConfig": _MONITOR,
+        "DeepSpeedMonitorConfig get_monitor_config": missing("engine.config.section('tensorboard'), 'csv_monitor'"),
+    },
+    "deepspeed.monitor.tensorboard": {
+        "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
+    },
+    "deepspeed.monitor.csv_monitor": {
+        "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
+    },
+    "deepspeed.monitor.wandb": {"WandbMonitor": _MONITOR},
+    "deepspeed.monitor.comet": {"CometMonitor": _MONITOR},
+    "deepspeed.elasticity": {
+        "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent": _ELASTIC,
+        "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize": "ds_core.errors:ConfigError",
+    },
+    "deepspeed.elasticity.elasticity": {"compute_elastic_config": _ELASTIC},
+    "deepspeed.autotuning": {"Autotuner": _AUTOTUNING},
+    "deepspeed.autotuning.autotuner": {"Autotuner": _AUTOTUNING},
+    "deepspeed.nebula": {},
+}

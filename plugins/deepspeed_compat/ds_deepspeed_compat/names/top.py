@@ -1,0 +1,85 @@
+"""``deepspeed`` itself, its version, its communication and its accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_deepspeed_compat.names.entry import Rows, differs, missing
+
+INFERENCE = "inference is not built; train with ds_core, and serve the exported weights with another program"
+TENSOR_PARALLEL = "tensor parallelism is not built; pass initialize(mpu=...) of a framework that slices the layers"
+
+NAMES: Mapping[str, Rows] = {
+    "deepspeed": {
+        "initialize init_distributed": "ds_core",
+        "add_config_arguments": "ds_deepspeed_compat.arguments",
+        "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config": missing(INFERENCE),
+        "tp_model_init set_autotp_mode": missing(TENSOR_PARALLEL),
+        "DeepSpeedEngine": "ds_core:Engine",
+        "PipelineEngine": differs(
+            "ds_deepspeed_compat.engines", "an engine whose model is a pipeline is an instance; there is one class"
+        ),
+        "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
+        "PipelineModule": "ds_pipeline",
+        "DeepSpeedDataLoader": differs("ds_core:DistributedLoader", "initialize(training_data=...) makes it"),
+        "DeepSpeedOptimizer ZeROOptimizer": missing(
+            "the optimizer that initialize returns is the torch optimizer itself"
+        ),
+        "DeepSpeedConfig": missing("the config is engine.config; `dscore config explain FILE` shows it"),
+        "DeepSpeedConfigError": "ds_core.errors:ConfigError",
+        "DeepSpeedTransformerLayer DeepSpeedTransformerConfig": "ds_ops_cuda.transformer",
+        "replace_transformer_layer revert_transformer_layer module_inject": missing(INFERENCE),
+        "get_accelerator": "ds_deepspeed_compat.accelerator",
+        "log_dist logger": "ds_deepspeed_compat.logs",
+        "OnDevice": "ds_deepspeed_compat.devices",
+        "dist": "deepspeed.comm:",
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": "ds_deepspeed_compat.constants",
+        "__version__ version": "ds_deepspeed_compat.version:VERSION",
+        "__git_hash__ git_hash": "ds_deepspeed_compat.version:GIT_HASH",
+        "__git_branch__ git_branch": "ds_deepspeed_compat.version:GIT_BRANCH",
+    },
+    "deepspeed.git_version_info": {
+        "version": "ds_deepspeed_compat.version:VERSION",
+        "git_hash": "ds_deepspeed_compat.version:GIT_HASH",
+        "git_branch": "ds_deepspeed_compat.version:GIT_BRANCH",
+        "torch_info": "ds_deepspeed_compat.version",
+        "installed_ops compatible_ops": "ds_deepspeed_compat.op_builder:compatible_ops",
+        "accelerator_name": "ds_deepspeed_compat.version",
+    },
+    "deepspeed.constants": {
+        "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout CROSS_RANK CROSS_SIZE LOCAL_RANK": (
+            "ds_deepspeed_compat.constants"
+        ),
+    },
+    "deepspeed.config": {"Config TrainingConfig BatchConfig FP16Config": "ds_deepspeed_compat.config"},
+    "deepspeed.comm deepspeed.comm.comm": {
+        "init_distributed": "ds_core",
+        "is_initialized is_available destroy_process_group new_group": "ds_deepspeed_compat.comm",
+        "get_rank get_world_size get_local_rank get_global_rank get_world_group get_all_ranks_from_group": (
+            "ds_deepspeed_compat.comm"
+        ),
+        "all_reduce all_gather all_gather_into_tensor allgather_fn reduce_scatter reduce_scatter_tensor "
+        "reduce_scatter_fn reduce broadcast all_to_all all_to_all_single gather scatter barrier monitored_barrier "
+        "send recv isend irecv batch_isend_irecv P2POp": "ds_deepspeed_compat.comm",
+        "all_reduce_coalesced all_gather_coalesced inference_all_reduce": "ds_deepspeed_compat.comm",
+        "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced has_coalescing_manager": (
+            "ds_deepspeed_compat.comm"
+        ),
+        "broadcast_object_list all_gather_object": differs(
+            "ds_deepspeed_compat.comm", "objects travel as JSON: nothing is pickled; anything else is an error"
+        ),
+        "ReduceOp ProcessGroup": "torch.distributed",
+        "configure log_summary": "ds_comms_logger",
+        "mpi_discovery": differs(
+            "ds_deepspeed_compat.comm", "init_distributed finds the job by itself; this only sets the variables"
+        ),
+        "initialize_mesh_device": missing("mesh_param of initialize; init_device_mesh of torch"),
+    },
+    "deepspeed.comm.reduce_op": {"ReduceOp": "torch.distributed"},
+    "deepspeed.comm.constants deepspeed.comm.utils": {},
+    "deepspeed.accelerator deepspeed.accelerator.real_accelerator": {
+        "get_accelerator set_accelerator is_current_accelerator_supported": "ds_deepspeed_compat.accelerator",
+        "DeepSpeedAccelerator": "ds_deepspeed_compat.accelerator",
+    },
+    "deepspeed.accelerator.abstract_accelerator": {"DeepSpeedAccelerator": "ds_deepspeed_compat.accelerator"},
+}

@@ -1,0 +1,71 @@
+"""``deepspeed.zero`` and the modules of ``deepspeed.runtime.zero``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_deepspeed_compat.names.entry import Rows, differs, missing
+
+_MICS = missing("MiCS and hpZ are not built; ZeRO divides over all data-parallel ranks")
+_OPTIMIZER = missing("the optimizer that initialize returns is the torch optimizer itself")
+_CONFIG = "read it from engine.config; unknown keys are errors and values cannot be set"
+
+NAMES: Mapping[str, Rows] = {
+    "deepspeed.zero deepspeed.runtime.zero": {
+        "Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus "
+        "TiledLinear TiledLinearReturnBias unwrap_model_for_generation": "ds_zero",
+        "ZeroParamType": "ds_deepspeed_compat.enums",
+        "MiCS_Init MiCS_Optimizer": _MICS,
+        "DeepSpeedZeRoOffload": missing("offload_param and offload_optimizer of the config"),
+    },
+    "deepspeed.runtime.zero.partition_parameters": {
+        "Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus": "ds_zero",
+        "ZeroParamType": "ds_deepspeed_compat.enums",
+    },
+    "deepspeed.runtime.zero.mics": {"MiCS_Init MiCS_Optimizer MiCS_Offload": _MICS},
+    "deepspeed.runtime.zero.tiling": {"TiledLinear TiledLinearReturnBias": "ds_zero"},
+    "deepspeed.runtime.zero.linear": {
+        "LinearModuleForZeroStage3": differs("torch.nn:Linear", "no linear keeps a gathered weight for backward"),
+        "zero3_linear_wrap": differs("torch.nn.functional:linear", "no linear keeps a gathered weight for backward"),
+    },
+    "deepspeed.runtime.zero.utils": {
+        "is_zero_param": "ds_zero",
+        "ZeRORuntimeException": "ds_core.errors:UsageError",
+        "is_zero_supported_optimizer": differs(
+            "ds_deepspeed_compat.helpers", "every optimizer is supported: true for any torch optimizer"
+        ),
+    },
+    "deepspeed.runtime.zero.config": {
+        "DeepSpeedZeroConfig": differs("ds_zero.config:ZeroConfig", _CONFIG),
+        "ZeroStageEnum": "ds_deepspeed_compat.enums",
+        "get_zero_config": missing("engine.config.section('zero_optimization')"),
+    },
+    "deepspeed.runtime.zero.offload_config": {
+        "OffloadDeviceEnum OffloadStateTypeEnum": "ds_zero",
+        "DeepSpeedZeroOffloadParamConfig": differs("ds_zero.config:OffloadParam", _CONFIG),
+        "DeepSpeedZeroOffloadOptimizerConfig": differs("ds_zero.config:OffloadOptimizer", _CONFIG),
+    },
+    "deepspeed.runtime.zero.leaf_module_config": {
+        "DeepSpeedZeroLeafModuleConfig": differs("ds_zero.config:LeafModules", _CONFIG),
+    },
+    "deepspeed.runtime.zero.offload_states": {
+        "get_state_devices": "ds_zero",
+        "offload_adam_states reload_adam_states": missing("engine.offload_states and engine.reload_states"),
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_live "
+        "estimate_zero2_model_states_mem_needs_all_cold": "ds_zero.estimators",
+        "DeepSpeedZeroOptimizer": _OPTIMIZER,
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_live "
+        "estimate_zero3_model_states_mem_needs_all_cold": "ds_zero.estimators",
+        "unwrap_model_for_generation": "ds_zero",
+        "DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER,
+    },
+    "deepspeed.runtime.zero.parameter_offload": {
+        "DeepSpeedZeRoOffload": missing("offload_param and offload_optimizer of the config"),
+    },
+    "deepspeed.runtime.zenflow.zenflow_config": {"ZenFlowConfig": missing("ZenFlow is not built")},
+    "deepspeed.runtime.swap_tensor": {},
+}

@@ -1,0 +1,60 @@
+"""An observer of somebody else: it remembers the last events of a run, and prints them when an exception ends it."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from ds_core.config import Section
+from ds_core.context import StashKey
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
+EVENTS = StashKey[deque[str]]("the last events")
+
+
+class Recorder(Section):
+    """The section ``flight_recorder``."""
+
+    events: int = Field(20, ge=1, description="How many events to remember.")
+
+
+def ds_config() -> type[Recorder]:
+    """The model of section ``flight_recorder``."""
+    return Recorder
+
+
+def _add(ctx: Context, event: str) -> None:
+    if EVENTS not in ctx.stash:
+        ctx.stash[EVENTS] = deque(maxlen=ctx.config.section("flight_recorder").events)  # type: ignore[union-attr]
+    ctx.stash[EVENTS].append(event)
+
+
+def ds_phase_begin(ctx: Context, phase: str) -> None:
+    _add(ctx, f"{phase} begins")
+
+
+def ds_phase_end(ctx: Context, phase: str) -> None:
+    _add(ctx, f"{phase} ends")
+
+
+def ds_eval_end(ctx: Context, metrics: Mapping[str, float]) -> None:
+    _add(ctx, f"evaluated: {sorted(metrics)}")
+
+
+def ds_checkpoint_saved(ctx: Context, tag: str) -> None:
+    _add(ctx, f"saved {tag}")
+
+
+def ds_exception(ctx: Context, error: BaseException) -> None:
+    print(f"rank {ctx.rank}: {', '.join(ctx.stash[EVENTS])}, {type(error).__name__}", file=sys.stderr)
+
+
+def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
+    """``engine.last_events()``: oldest first."""
+    return {"last_events": lambda engine: list(engine.ctx.stash[EVENTS])}
