@@ -1,6 +1,7 @@
 """``deepspeed.comm``: torch.distributed's calls with DeepSpeed's arguments, made through ds_core's collectives.
 
-So interceptors, such as those of ds-comms-logger and ds-comms-guard, see them. `prof`, `log_name` and `debug` are taken
+So interceptors, such as those of ds-comms-logger and ds-comms-guard, see them; but for `gather`, `scatter` and messages
+between two ranks, which are torch's own. `prof`, `log_name` and `debug` are taken
 as documented and have no effect: the section ``comms_logger`` decides what is logged.
 """
 
@@ -124,7 +125,7 @@ def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as the job's launcher (MPI, Slurm ...) has them."""
-    found = comm.find_own(True, distributed_port)
+    found = comm.find_rendezvous(os.environ, port=distributed_port, collective=True)
     if found is not None:
         values = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": comm.local_rank()}
         os.environ.update({name: str(value) for name, value in values.items()})
@@ -199,7 +200,9 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Gather every rank's `tensor` into `tensor_list`."""
-    return comm.all_gather(tensor_list, tensor, group, async_op)
+    flat = tensor.new_empty(len(tensor_list) * tensor.numel())
+    work = comm.all_gather_into_tensor(flat, tensor, group, async_op)
+    return _hand_out(flat, tensor_list, work, async_op)
 
 
 @_takes(4)
@@ -250,14 +253,19 @@ def all_to_all(
     output = output_tensor_list[0].new_empty(sum(sizes[0]))
     sent = torch.cat([t.reshape(-1) for t in input_tensor_list])
     work = comm.all_to_all_single(output, sent, sizes[0], sizes[1], group, async_op)
+    return _hand_out(output, output_tensor_list, work, async_op)
 
-    def hand_out() -> None:
-        for target, piece in zip(output_tensor_list, output.split(sizes[0]), strict=True):
-            target.copy_(piece.view_as(target))
+
+def _hand_out(flat: Tensor, targets: Sequence[Tensor], work: Any, async_op: bool) -> Any:
+    """Copy `flat` into `targets`, one after the other, when `work` is done."""
+
+    def copy() -> None:
+        for target, piece in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+            target.detach().copy_(piece.view_as(target))
 
     if async_op:
-        return comm.AfterWork([work] if work is not None else [], hand_out)
-    hand_out()
+        return comm.AfterWork([work] if work is not None else [], copy)
+    copy()
     return None
 
 
@@ -270,7 +278,11 @@ def gather(
     async_op: bool = False,
 ) -> Any:
     """Gather every rank's `tensor` into the list of `dst`."""
-    return comm.gather(tensor, gather_list, dst, group, async_op)
+    if comm.world_size(group) == 1:
+        for target in gather_list or ():
+            target.copy_(tensor)
+        return _together([], async_op)
+    return dist.gather(tensor, None if gather_list is None else list(gather_list), dst, group, async_op)
 
 
 @_takes(5)
@@ -282,7 +294,11 @@ def scatter(
     async_op: bool = False,
 ) -> Any:
     """Give each rank its tensor of the list of `src`."""
-    return comm.scatter(tensor, scatter_list, src, group, async_op)
+    if comm.world_size(group) == 1:
+        for source in scatter_list or ():
+            tensor.copy_(source)
+        return _together([], async_op)
+    return dist.scatter(tensor, None if scatter_list is None else list(scatter_list), src, group, async_op)
 
 
 @_takes(2)
@@ -303,25 +319,25 @@ def monitored_barrier(
 @_takes(4)
 def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send to rank `dst`."""
-    comm.send(tensor, dst, group, tag)
+    dist.send(tensor, dst, group, tag)
 
 
 @_takes(4)
 def recv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receive from rank `src`; gives the sender."""
-    return comm.recv(tensor, src, group, tag)
+    return int(dist.recv(tensor, src, group, tag))
 
 
 @_takes(4)
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """Start to send; ``wait()`` on what it gives."""
-    return comm.isend(tensor, dst, group, tag)
+    return dist.isend(tensor, dst, group, tag)
 
 
 @_takes(4)
 def irecv(tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """Start to receive; ``wait()`` on what it gives."""
-    return comm.irecv(tensor, src, group, tag)
+    return dist.irecv(tensor, src, group, tag)
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Any]:
@@ -338,7 +354,8 @@ def broadcast_object_list(
     """Replace the objects of every rank by those of `src`. They travel as JSON."""
     if comm.rank() == src:
         _as_json(object_list, "broadcast_object_list")
-    object_list[:] = comm.broadcast_json(object_list, src, group)
+    place = src if group is None else dist.get_group_rank(group, src)
+    object_list[:] = comm.all_gather_json(object_list if comm.rank() == src else None, group)[place]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
