@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,26 @@ import torch
 from torch import Tensor
 
 from ds_core import accelerator as ours
-from ds_core.accelerator.contract import Accelerator
+from ds_core.accelerator import Accelerator, HostEvent
 
 __all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+
+
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+
+
+class _TimedEvent(HostEvent):
+    """An event on the host's clock."""
+
+    time = 0.0
+
+    def record(self) -> None:
+        super().record()
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: _TimedEvent) -> float:
+        """Milliseconds from this event to `end`."""
+        return (end.time - self.time) * 1e3
 
 
 class DeepSpeedAccelerator:
@@ -32,6 +50,10 @@ class DeepSpeedAccelerator:
     def _on_host(self) -> bool:
         return self._name == "cpu"
 
+    def _at(self, index: int | None) -> contextlib.AbstractContextManager[Any]:
+        """A context in which device `index` is the current one; None: it stays as it is."""
+        return contextlib.nullcontext() if self._on_host or index is None else self._torch.device(index)
+
     # -- what kind of device ---------------------------------------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
@@ -42,7 +64,7 @@ class DeepSpeedAccelerator:
 
     def is_available(self) -> bool:
         """Whether there is a usable device."""
-        return self.inner.is_available()
+        return self.inner.device_count() > 0
 
     def communication_backend_name(self) -> str:
         """torch.distributed's backend for its tensors."""
@@ -58,7 +80,7 @@ class DeepSpeedAccelerator:
 
     def visible_devices_envs(self) -> list[str]:
         """The environment variables that hide devices."""
-        return [self.inner.visible_devices_env] if self.inner.visible_devices_env else []
+        return [_VISIBLE[self._name]] if self._name in _VISIBLE else []
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         """Write which devices a process sees into its environment."""
@@ -94,7 +116,8 @@ class DeepSpeedAccelerator:
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for all queued work."""
-        self.inner.synchronize(device_index)
+        with self._at(device_index):
+            self.inner.synchronize()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
@@ -122,11 +145,13 @@ class DeepSpeedAccelerator:
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         """The state of a device's generator."""
-        return self.inner.get_rng_state(device_index)
+        with self._at(device_index):
+            return self.inner.get_rng_state()
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         """Put a state back."""
-        self.inner.set_rng_state(new_state, device_index)
+        with self._at(device_index):
+            self.inner.set_rng_state(new_state)
 
     # -- streams, events, graphs -----------------------------------------------------------------------------
 
@@ -138,7 +163,7 @@ class DeepSpeedAccelerator:
     @property
     def Event(self) -> Any:
         """Makes events."""
-        return lambda enable_timing=False, **_: self.inner.new_event(enable_timing)
+        return (lambda **_: _TimedEvent(self.inner.synchronize)) if self._on_host else self._torch.Event
 
     def stream(self, stream: Any) -> Any:
         """A context that queues work on a stream."""
@@ -154,15 +179,16 @@ class DeepSpeedAccelerator:
 
     def create_graph(self) -> Any:
         """An empty graph; None on the CPU."""
-        return self.inner.new_graph() if self.inner.supports_graphs else None
+        make = getattr(self._torch, "CUDAGraph", None) or getattr(self._torch, "XPUGraph", None)
+        return None if make is None else make()
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
         """A context that records work into a graph; without effect on the CPU."""
-        return self.inner.capture(graph) if self.inner.supports_graphs else contextlib.nullcontext()
+        return contextlib.nullcontext() if graph is None else self._torch.graph(graph)
 
     def replay_graph(self, graph: Any) -> None:
         """Run a recorded graph."""
-        if self.inner.supports_graphs:
+        if graph is not None:
             graph.replay()
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -173,21 +199,26 @@ class DeepSpeedAccelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes of live tensors."""
-        return self.inner.memory_allocated(device_index)
+        with self._at(device_index):
+            return self.inner.memory_allocated()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Peak of `memory_allocated`."""
-        return self.inner.max_memory_allocated(device_index)
+        with self._at(device_index):
+            return self.inner.max_memory_allocated()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Reset the peak."""
-        self.inner.reset_peak_memory_stats(device_index)
+        with self._at(device_index):
+            self.inner.reset_peak_memory_stats()
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that the allocator holds."""
-        return self.inner.memory_reserved(device_index)
+        """Bytes that the allocator holds; where torch does not tell it, those of allocated memory."""
+        if (reserved := getattr(self._torch, "memory_reserved", None)) is not None:
+            return int(reserved(device_index))
+        return self.memory_allocated(device_index)
 
     memory_cached = memory_reserved
 
@@ -195,7 +226,8 @@ class DeepSpeedAccelerator:
         """Peak of `memory_reserved`; where torch does not tell it, that of allocated memory."""
         if (peak := getattr(self._torch, "max_memory_reserved", None)) is not None:
             return int(peak(device_index))
-        return self.inner.max_memory_allocated(device_index)
+        with self._at(device_index):
+            return self.inner.max_memory_allocated()
 
     max_memory_cached = max_memory_reserved
 
@@ -210,11 +242,13 @@ class DeepSpeedAccelerator:
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device's memory."""
-        return self.inner.total_memory(device_index)
+        with self._at(device_index):
+            return self.inner.total_memory()
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that can still be allocated."""
-        return self.inner.available_memory(device_index)
+        with self._at(device_index):
+            return self.inner.available_memory()
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         """A copy in pinned memory; the tensor itself on the CPU."""

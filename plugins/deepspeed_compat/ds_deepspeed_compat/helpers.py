@@ -137,11 +137,11 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     device = get_accelerator()
     gib = 1024**3
     logger.info(
-        "%s | allocated %.2f GB, peak %.2f GB, reserved %.2f GB",
+        "%s | allocated %.2f GB, peak %.2f GB, available %.2f GB",
         msg,
         device.memory_allocated() / gib,
         device.max_memory_allocated() / gib,
-        device.memory_reserved() / gib,
+        device.available_memory() / gib,
     )
     if reset_max:
         device.reset_peak_memory_stats()
