@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_core.errors import CommError, LostRankError
 
-__all__ = ["LEFT", "Post", "Receiving", "Sending", "Sent"]
+__all__ = ["LEFT", "Post", "Receiving", "Sending", "SentWork"]
 
 LEFT = 5  # as in shared.cpp
 HEADER = 8
@@ -30,7 +30,7 @@ _LOOK = 0.05  # seconds of waiting after which to ask whether the other one is t
 _MEND = "both must name tensors of the same size"
 
 
-class Sent:
+class SentWork:
     """The work of a message that is in its ring."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -42,7 +42,7 @@ class Sent:
         return True
 
 
-SENT = Sent()
+SENT = SentWork()
 
 
 class Sending:
@@ -105,7 +105,7 @@ class Post:
 
     # -- sending ---------------------------------------------------------------------------------------------
 
-    def isend(self, flat: Tensor, to: int) -> Sending | Sent:
+    def isend(self, flat: Tensor, to: int) -> Sending | SentWork:
         """Send a flat contiguous tensor to rank `to` of the group; it must stay as it is until the work is done."""
         backlog = self._backlog[to]
         with self._out_lock:

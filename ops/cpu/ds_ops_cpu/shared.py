@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from ds_core.errors import CommError, DSError, LostRankError
 from ds_ops_cpu.kernels import native
-from ds_ops_cpu.messages import LEFT, Post, Receiving, Sending, Sent
+from ds_ops_cpu.messages import LEFT, Post, Receiving, Sending, SentWork
 
 __all__ = ["BOX", "RING", "SharedMemory", "collectives", "open_segment"]
 
@@ -111,7 +111,7 @@ class SharedMemory:
         if code:
             raise self._error(code, text)
 
-    def isend(self, flat: Tensor, to: int) -> Sending | Sent:
+    def isend(self, flat: Tensor, to: int) -> Sending | SentWork:
         """See `Transport`."""
         return self._post.isend(flat, to)
 

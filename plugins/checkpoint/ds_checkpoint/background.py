@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_checkpoint import files
 from ds_checkpoint.collective_errors import describe, on_every_rank
-from ds_checkpoint.writing import Job, Prepared, commit, publish, write
+from ds_checkpoint.writing import Prepared, SaveJob, commit, publish, write
 from ds_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Background:
         self._flight: _InFlight | None = None
         self._copies: _HostCopies = {}
 
-    def start(self, action: str, prepared: Prepared, job: Job) -> None:
+    def start(self, action: str, prepared: Prepared, job: SaveJob) -> None:
         """Copy what `prepared` refers to, and go on writing it in another thread."""
         snapshot, self._copies = _snapshot(self._accelerator, prepared, self._copies)
         thread = threading.Thread(target=lambda: _run(flight, snapshot, job), name=f"saving {job.tag}")
@@ -110,7 +110,7 @@ def _snapshot(accelerator: Accelerator, prepared: Prepared, copies: _HostCopies)
     return snapshot, kept
 
 
-def _run(flight: _InFlight, prepared: Prepared, job: Job) -> None:
+def _run(flight: _InFlight, prepared: Prepared, job: SaveJob) -> None:
     try:
         _write_and_commit(prepared, job)
     except Exception as error:
@@ -121,7 +121,7 @@ def _run(flight: _InFlight, prepared: Prepared, job: Job) -> None:
             log.info("saved checkpoint %s", job.root / job.tag)
 
 
-def _write_and_commit(prepared: Prepared, job: Job) -> None:
+def _write_and_commit(prepared: Prepared, job: SaveJob) -> None:
     try:
         _leave_report(job.temporary, prepared.rank, {"report": write(prepared, job)})
     except Exception as error:

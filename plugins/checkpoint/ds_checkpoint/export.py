@@ -19,7 +19,7 @@ from ds_checkpoint import files
 from ds_checkpoint.boxes import moves
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import shared_names
-from ds_checkpoint.format import State, check_folder
+from ds_checkpoint.format import SavedState, check_folder
 from ds_checkpoint.layout import merge, rows_of
 from ds_checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core import comm
@@ -104,7 +104,7 @@ def _pieces(run: RunState, exclude_frozen: bool) -> tuple[dict[str, StateTensor]
     return by_key, {"rows": rows, "shared": shared}
 
 
-def _plan(rows: Any) -> list[State]:
+def _plan(rows: Any) -> list[SavedState]:
     """The whole states to be written; `Chunk.file` is the rank that has the piece."""
     plan = list(merge(rows))
     for before, after in itertools.pairwise(plan):
@@ -125,7 +125,7 @@ def _narrow(dtype: torch.dtype, run: RunState) -> torch.dtype:
 
 def _write(
     path: Path,
-    plan: Sequence[State],
+    plan: Sequence[SavedState],
     pieces: dict[str, StateTensor],
     dtypes: dict[str, torch.dtype],
     metadata: dict[str, str],

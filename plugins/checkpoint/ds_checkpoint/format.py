@@ -34,7 +34,7 @@ __all__ = [
     "Chunk",
     "Manifest",
     "Mark",
-    "State",
+    "SavedState",
     "check_coverage",
     "check_folder",
     "check_tag",
@@ -116,7 +116,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SavedState:
     """One model state. at: coordinates on the mesh axes along which other states bear the same name.
 
     dtype: as safetensors spells it ("F32").
@@ -164,7 +164,7 @@ class Manifest:
     config: Any
     optimizer: str | None
     files: dict[str, Mark]
-    states: tuple[State, ...]
+    states: tuple[SavedState, ...]
     shared: dict[str, str]
     excluded: tuple[str, ...]
     frozen: tuple[str, ...]
@@ -311,7 +311,7 @@ def _marks(data: _Fields, world_size: int, sealed: bool) -> dict[str, Mark]:
     return {n: Mark(e.count("size"), e.get("checksum", str) if sealed else None) for n, e in fields.items()}
 
 
-def _state(data: _Fields, files: dict[str, Mark]) -> State:
+def _state(data: _Fields, files: dict[str, Mark]) -> SavedState:
     chunks = []
     for row in data.get("chunks", list):
         entry = _Fields(row, "a chunk")
@@ -320,7 +320,7 @@ def _state(data: _Fields, files: dict[str, Mark]) -> State:
         if chunks[-1].file not in files:
             raise CheckpointError(f"state {data.get('name', str)!r} is in {chunks[-1].file!r}, which 'files' lacks")
     shape = data.sizes("shape")
-    return State(data.get("name", str), data.mapping("at", int), shape, data.get("dtype", str), tuple(chunks))
+    return SavedState(data.get("name", str), data.mapping("at", int), shape, data.get("dtype", str), tuple(chunks))
 
 
 def _box(chunk: _Fields) -> Box | None:
@@ -330,7 +330,7 @@ def _box(chunk: _Fields) -> Box | None:
     return Box(box.sizes("first"), box.sizes("size"))
 
 
-def check_coverage(states: Iterable[State]) -> None:
+def check_coverage(states: Iterable[SavedState]) -> None:
     """CheckpointError unless the chunks of each state cover it once, in order, without gap or overlap."""
     for state in states:
         if not state.chunks:
@@ -346,7 +346,7 @@ def check_coverage(states: Iterable[State]) -> None:
             )
 
 
-def _check_box(state: State, box: Box, chunks: Iterable[Chunk]) -> None:
+def _check_box(state: SavedState, box: Box, chunks: Iterable[Chunk]) -> None:
     place = 0
     for chunk in chunks:
         if chunk.start != place or chunk.stop < chunk.start:

@@ -8,7 +8,7 @@ from typing import Any
 from ds_run_state.slices import Box
 from ds_run_state.states import StateTensor
 
-from ds_checkpoint.format import Chunk, State, check_coverage
+from ds_checkpoint.format import Chunk, SavedState, check_coverage
 from ds_checkpoint.tensorfile import Item, dtype_name
 from ds_core.errors import CheckpointError
 
@@ -48,7 +48,7 @@ def _keyed(pieces: Sequence[StateTensor]) -> Iterator[tuple[str, StateTensor]]:
         taken.add(piece.name)
 
 
-def merge(rows: Iterable[Row]) -> tuple[State, ...]:
+def merge(rows: Iterable[Row]) -> tuple[SavedState, ...]:
     """All ranks' rows as states, in order of name.
 
     Raises CheckpointError when ranks disagree about one, or its pieces do not cover it once.
@@ -66,7 +66,7 @@ def merge(rows: Iterable[Row]) -> tuple[State, ...]:
                     f"{piece['shape']} {piece['dtype']} in {piece['chunk'][0]}"
                 )
         chunks = sorted(map(_chunk, pieces), key=lambda c: (c.box.first if c.box else (), c.start, c.stop))
-        states.append(State(name, dict(at), tuple(first["shape"]), first["dtype"], tuple(chunks)))
+        states.append(SavedState(name, dict(at), tuple(first["shape"]), first["dtype"], tuple(chunks)))
     check_coverage(states)
     return tuple(states)
 

@@ -24,7 +24,7 @@ from ds_checkpoint.contents import class_name, differing, digests, shared_names
 from ds_checkpoint.format import LATEST, check_folder, check_tag
 from ds_checkpoint.tensorfile import check_tensor
 from ds_checkpoint.values import encode
-from ds_checkpoint.writing import Job, Prepared, commit, publish, write
+from ds_checkpoint.writing import Prepared, SaveJob, commit, publish, write
 from ds_core.checkpointer import Folder, SaveOptions
 from ds_core.errors import CheckpointError
 
@@ -62,7 +62,7 @@ def save(
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
     root = Path(folder)
     began = on_first_rank(action, lambda: _begin(lock, root, tag))
-    job = Job(root, tag, root / began["name"], began["id"], began["serial"], options.save_latest, config.keep_last)
+    job = SaveJob(root, tag, root / began["name"], began["id"], began["serial"], options.save_latest, config.keep_last)
     if config.asynchronous:
         later.start(action, prepared, job)
         return root / tag

@@ -12,7 +12,7 @@ from ds_run_state.slices import Box, Slice, param_of
 from torch import Tensor
 
 from ds_checkpoint.boxes import moves
-from ds_checkpoint.format import DAMAGED, Manifest, State
+from ds_checkpoint.format import DAMAGED, Manifest, SavedState
 from ds_checkpoint.tensorfile import DTYPES, TensorFile
 from ds_core.errors import CheckpointError
 
@@ -97,7 +97,7 @@ class SavedStates:
             return Box(tuple(f if s == n else 0 for s, n, f, _ in dims), piece.box.size)
         return whole
 
-    def _state(self, name: str) -> State:
+    def _state(self, name: str) -> SavedState:
         if name not in self._states:
             raise CheckpointError(f"{self.path} has no state {name!r}; was it saved by another model?")
         return self._states[name]
@@ -164,16 +164,16 @@ def _takes(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]:
     return into.is_cpu and into.is_contiguous() and not into.is_quantized
 
 
-def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, State]:
+def _readable(manifest: Manifest, mesh: Mesh | None) -> dict[str, SavedState]:
     """The state that each name means on this rank.
 
     A name that only one set of coordinates holds means the same everywhere. Of several, this rank's own is read;
     that makes sense only while the axes are as long as they were.
     """
-    by_name: dict[str, list[State]] = {}
+    by_name: dict[str, list[SavedState]] = {}
     for state in manifest.states:
         by_name.setdefault(state.name, []).append(state)
-    found: dict[str, State] = {}
+    found: dict[str, SavedState] = {}
     here = mesh.describe() if mesh is not None else {}
     for name, variants in by_name.items():
         if len(variants) == 1:

@@ -32,7 +32,7 @@ from ds_checkpoint.layout import items_of, merge, rows_of
 from ds_checkpoint.tensorfile import Item, write_tensors
 from ds_core.errors import CheckpointError
 
-__all__ = ["Job", "Prepared", "commit", "publish", "write"]
+__all__ = ["SaveJob", "Prepared", "commit", "publish", "write"]
 
 log = logging.getLogger("ds_checkpoint")
 
@@ -61,7 +61,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SaveJob:
     """Where it goes. temporary: the directory to write into, which becomes ``root/tag``."""
 
     root: Path
@@ -73,7 +73,7 @@ class Job:
     keep_last: int | None
 
 
-def write(prepared: Prepared, job: Job) -> dict[str, Any]:
+def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     """Write this rank's files; what the manifest needs to know of them, as JSON."""
     rank, head = prepared.rank, prepared.head
     if not job.temporary.is_dir():
@@ -108,7 +108,7 @@ def _plain_items(tensors: Mapping[str, Tensor]) -> list[Item]:
     return [(key, tuple(t.shape), t.dtype, lambda t=t: t) for key, t in tensors.items()]  # type: ignore[misc]
 
 
-def commit(prepared: Prepared, job: Job, written: list[dict[str, Any]]) -> None:
+def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
     """Rank 0, once all ranks' files are on the disk: the manifest, and then the name that makes it a checkpoint."""
     manifest = Manifest(
         save_id=job.save_id,
@@ -127,7 +127,7 @@ def commit(prepared: Prepared, job: Job, written: list[dict[str, Any]]) -> None:
     files.put_in_place(job.temporary, job.root / job.tag)
 
 
-def publish(job: Job) -> None:
+def publish(job: SaveJob) -> None:
     """Rank 0, last: ``latest``, and the removal of checkpoints beyond ``keep_last``."""
     if job.save_latest:
         files.write_latest(job.root, job.tag)

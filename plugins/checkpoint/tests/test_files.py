@@ -22,7 +22,7 @@ from ds_checkpoint.format import (
     Chunk,
     Manifest,
     Mark,
-    State,
+    SavedState,
     check_coverage,
     check_tag,
     checksum,
@@ -42,7 +42,7 @@ MANIFEST = Manifest(
     config={"a": 1}, optimizer=None, shared={"b": "a"},
     files={local_file(0): Mark(10, "a"), "rank00000.safetensors": Mark(7, "b")}, excluded=("module/z",), frozen=("f",),
     module_extra={"m": 0}, run={}, client={},
-    states=(State("module/w", {"tp": 1}, (2, 3), "F32", (Chunk("rank00000.safetensors", "module/w", 0, 6),)),),
+    states=(SavedState("module/w", {"tp": 1}, (2, 3), "F32", (Chunk("rank00000.safetensors", "module/w", 0, 6),)),),
 )  # fmt: skip
 
 STATE: dict[str, Any] = {"name": "a", "at": {}, "shape": [2], "dtype": "F32", "chunks": []}
@@ -155,13 +155,13 @@ def test_coverage(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=4)))
     ends = [0, *cuts, numel]
     chunks = [Chunk("f", "k", a, b) for a, b in itertools.pairwise(ends)]
-    check_coverage([State("s", {}, (numel,), "F32", tuple(chunks))])
+    check_coverage([SavedState("s", {}, (numel,), "F32", tuple(chunks))])
     victim = data.draw(st.integers(0, len(chunks) - 1))
     size = chunks[victim].stop - chunks[victim].start
     for bad in (chunks[:victim] + chunks[victim + 1 :], [*chunks[: victim + 1], *chunks[victim:]]):
         if size:
             with pytest.raises(CheckpointError, match="'s'"):
-                check_coverage([State("s", {}, (numel,), "F32", tuple(bad))])
+                check_coverage([SavedState("s", {}, (numel,), "F32", tuple(bad))])
 
 
 def items(tensors: dict[str, torch.Tensor]) -> list[Any]:
@@ -453,7 +453,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.
     for i, name in enumerate(names):
         write_tensors(tmp_path / name, items({"x": torch.tensor([i])}), {"save_id": "ab", "file": name})
     marks = {name: Mark(0, None) for name in names}
-    states = tuple(State(f"module/{name}", {}, (1,), "I64", (Chunk(name, "x", 0, 1),)) for name in names)
+    states = tuple(SavedState(f"module/{name}", {}, (1,), "I64", (Chunk(name, "x", 0, 1),)) for name in names)
     with closing(
         source_module.SavedStates(tmp_path, dataclasses.replace(MANIFEST, files=marks, states=states), None)
     ) as source:

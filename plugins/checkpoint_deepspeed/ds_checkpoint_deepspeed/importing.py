@@ -16,7 +16,7 @@ from ds_checkpoint.lock import FolderLock
 from ds_checkpoint.opening import open_plain, read_small, read_start
 from ds_checkpoint.tensorfile import check_tensor
 from ds_checkpoint.values import encode
-from ds_checkpoint.writing import Job, Prepared, commit, publish, write
+from ds_checkpoint.writing import Prepared, SaveJob, commit, publish, write
 from ds_run_state.states import StateTensor
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
     with contextlib.closing(FolderLock()) as lock:
         lock.take(root)
         temporary = files.make_temporary(root, tag)
-        job = Job(root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None)
+        job = SaveJob(root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None)
         try:
             commit(prepared, job, [write(prepared, job)])
         except BaseException:

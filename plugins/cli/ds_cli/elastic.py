@@ -11,7 +11,7 @@ import time
 from datetime import datetime, timedelta
 from typing import Any
 
-from ds_rendezvous.meeting import Place, host_store, reach_store
+from ds_rendezvous.meeting import Participant, host_store, reach_store
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -55,7 +55,7 @@ def elastic(params: RendezvousParameters) -> RendezvousHandler:
     address, _, port = params.endpoint.rpartition(":")
     told = params.get_as_bool("is_host")
     hosts = _matches_machine_hostname(address) if told is None else told
-    place = Place(0 if hosts else 1, params.max_nodes, address.strip("[]"), int(port), "machine", "--nnodes")
+    place = Participant(0 if hosts else 1, params.max_nodes, address.strip("[]"), int(port), "machine", "--nnodes")
     try:
         store = (host_store if hosts else reach_store)(place, READ_LIMIT)
     except CommError:

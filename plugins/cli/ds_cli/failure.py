@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ds_cli.guard import Ending, Started
 
-__all__ = ["Failure", "describe", "exit_code", "first", "gather", "signal_name"]
+__all__ = ["WorkerFailure", "describe", "exit_code", "first", "gather", "signal_name"]
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(
@@ -30,7 +30,7 @@ _HINTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class WorkerFailure:
     """A process that failed by itself.
 
     code: exit code, or -n for signal n. time: monotonic seconds; infinite when it was not seen. error: the
@@ -51,7 +51,7 @@ def gather(
     endings: Mapping[Started, Ending],
     known: Iterable[tuple[int, int, int, int]] = (),
     grace: float = 0.0,
-) -> tuple[list[Failure], int]:
+) -> tuple[list[WorkerFailure], int]:
     """The failures of one attempt in order of time, and how many processes were ended because of them.
 
     known: (rank, local rank, pid, code) that the launcher knows of besides `endings`. grace: seconds between the first
@@ -78,27 +78,29 @@ def gather(
     return own, len(rows) - len(own)
 
 
-def _failure(folder: Path, attempt: int, local_rank: int, rank: int, pid: int, code: int, ended: float) -> Failure:
+def _failure(
+    folder: Path, attempt: int, local_rank: int, rank: int, pid: int, code: int, ended: float
+) -> WorkerFailure:
     try:
         word = json.loads((folder / f"{attempt}-{local_rank}.error").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it died without a word
-        return Failure(rank, pid, code, ended, "", "")
+        return WorkerFailure(rank, pid, code, ended, "", "")
     if code in _ENDED:  # after its word, while Python was shutting down
         code = word["code"]
-    return Failure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
+    return WorkerFailure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
 
 
-def first(failures: list[Failure]) -> Failure:
+def first(failures: list[WorkerFailure]) -> WorkerFailure:
     """The failure to show: the earliest that is not a mere echo of a lost peer."""
     return next((row for row in failures if not _LOST_PEER.search(row.error)), failures[0])
 
 
-def exit_code(failure: Failure) -> int:
+def exit_code(failure: WorkerFailure) -> int:
     """What a shell would say: the exit code, or 128 + the signal."""
     return failure.code if failure.code > 0 else 128 - failure.code
 
 
-def describe(failures: list[Failure], ended: int, world_size: int) -> str:
+def describe(failures: list[WorkerFailure], ended: int, world_size: int) -> str:
     """The whole message: the first failure's traceback once, then one line for each rank."""
     root = first(failures)
     name = signal_name(-root.code)

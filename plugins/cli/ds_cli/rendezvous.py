@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from ds_rendezvous.meeting import Place, host_store, meet, reach_store
+from ds_rendezvous.meeting import Participant, host_store, meet, reach_store
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -38,7 +38,7 @@ class Fixed(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters) -> None:
         address, _, port = params.endpoint.rpartition(":")
-        self.place = Place(
+        self.place = Participant(
             int(params.config["rank"]), params.max_nodes, address.strip("[]"), int(port), "machine", "--nnodes"
         )
         self.run_id = params.run_id

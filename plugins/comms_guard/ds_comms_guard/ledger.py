@@ -32,7 +32,7 @@ class Call:
 
     __slots__ = ("digest", "group", "key", "number")
 
-    def __init__(self, group: _Group, number: int, key: Key, digest: int) -> None:
+    def __init__(self, group: _GroupCalls, number: int, key: Key, digest: int) -> None:
         self.group, self.number, self.key, self.digest = group, number, key, digest
 
     @property
@@ -47,7 +47,7 @@ class Call:
         return f"{text} ({what})" if text else what
 
 
-class _Group:
+class _GroupCalls:
     """What this rank has called on one group. members: global ranks. digest: of all calls so far, in order."""
 
     __slots__ = ("calls", "count", "digest", "members", "name")
@@ -67,7 +67,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.waiting: dict[int, Call] = {}
-        self._groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[ProcessGroup, _GroupCalls] = WeakKeyDictionary()
         self._marks: dict[Key, int] = {}
         self._since: dict[Call, float] = {}
 
@@ -113,6 +113,6 @@ class Ledger:
             for group in list(self._groups.values())
         }
 
-    def _group(self, group: ProcessGroup) -> _Group:
-        self._groups[group] = found = _Group(group.group_name, dist.get_process_group_ranks(group))
+    def _group(self, group: ProcessGroup) -> _GroupCalls:
+        self._groups[group] = found = _GroupCalls(group.group_name, dist.get_process_group_ranks(group))
         return found

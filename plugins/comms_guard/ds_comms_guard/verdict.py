@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["SHOWN", "Activity", "GroupHistory", "Position", "Proof", "prove"]
+__all__ = ["SHOWN", "Activity", "GroupHistory", "Position", "Verdict", "prove"]
 
 SHOWN = 8
 FIX = (
@@ -78,7 +78,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class Verdict:
     """A proof. certain: it holds whenever the positions were read; else only while the ranks in `waiting` stay."""
 
     text: str
@@ -86,12 +86,12 @@ class Proof:
     waiting: Sequence[int] = field(default=())
 
 
-def prove(positions: Mapping[int, Position], size: int) -> Proof | None:
+def prove(positions: Mapping[int, Position], size: int) -> Verdict | None:
     """What the positions of ranks that wait or have ended prove; None: nothing (the others may be only slow)."""
     return _difference(positions) or _deadlock(positions, size)
 
 
-def _difference(positions: Mapping[int, Position]) -> Proof | None:
+def _difference(positions: Mapping[int, Position]) -> Verdict | None:
     """Two ranks made different collectives under the same number of the same group."""
     for name in sorted({name for p in positions.values() for name in p.groups}):
         made: dict[int, dict[int, list[int]]] = {}
@@ -102,7 +102,7 @@ def _difference(positions: Mapping[int, Position]) -> Proof | None:
                 texts[number, digest] = text
         for number in sorted(made):
             if len(made[number]) > 1:
-                return Proof(_describe_difference(positions, made[number], number, texts), True)
+                return Verdict(_describe_difference(positions, made[number], number, texts), True)
     return None
 
 
@@ -120,7 +120,7 @@ def _describe_difference(
     return "\n".join([*lines, FIX])
 
 
-def _deadlock(positions: Mapping[int, Position], size: int) -> Proof | None:
+def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
     """Ranks that wait for each other, or for one that has ended."""
     may_go_on = {rank for rank in range(size) if rank not in positions}
     waiting = {rank: p for rank, p in positions.items() if p.wait is not None and not p.ended}
@@ -141,7 +141,7 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Proof | None:
         lines.append(f"  and {len(dead) - SHOWN} more")
     lines += _divergence([waiting[rank] for rank in dead])
     lines += [f"  rank {p.rank} has ended ({p.ended})" for p in positions.values() if p.ended]
-    return Proof("\n".join([*lines, FIX]), False, dead)
+    return Verdict("\n".join([*lines, FIX]), False, dead)
 
 
 def _missing(position: Position, positions: Mapping[int, Position]) -> set[int]:

@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0)]
 PerGroup = Rate | list[Rate]
 
 
-class _Params(Section):
+class _ScheduleParams(Section):
     """What every schedule takes."""
 
     last_batch_iteration: int = option(
@@ -31,7 +31,7 @@ class _Params(Section):
     )
 
 
-class LRRangeTestParams(_Params):
+class LRRangeTestParams(_ScheduleParams):
     """``scheduler.params`` of LRRangeTest."""
 
     lr_range_test_min_lr: PerGroup = option(1e-3, "Learning rate at the start; one number, or one per parameter group.")
@@ -42,7 +42,7 @@ class LRRangeTestParams(_Params):
     lr_range_test_staircase: bool = option(False, "Grow only at the end of each step size instead of at every step.")
 
 
-class OneCycleParams(_Params):
+class OneCycleParams(_ScheduleParams):
     """``scheduler.params`` of OneCycle."""
 
     cycle_min_lr: PerGroup = option(..., "Lower learning rate of the cycle; one number, or one per parameter group.")
@@ -65,7 +65,7 @@ class OneCycleParams(_Params):
     )
 
 
-class _WarmupParams(_Params):
+class _WarmupParams(_ScheduleParams):
     """What the warm-up schedules share."""
 
     warmup_num_steps: int = option(1000, "Steps of the warm-up; at least 2 are used.", gt=0)

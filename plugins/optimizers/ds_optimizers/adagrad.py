@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_optimizers.base import Batch, KernelOptimizer, check_common, require_cpu
+from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require_cpu
 
 __all__ = ["Adagrad", "CPUAdagrad", "DeepSpeedCPUAdagrad"]
 
@@ -48,7 +48,7 @@ class Adagrad(KernelOptimizer):
         start = complex(value, value) if param.is_complex() else value
         return {n: torch.full_like(t, start) for n, t in super().begin(param, group).items()}
 
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         run = self.kernel(batch.params[0])
         lr = group["lr"] / (1 + (batch.step - 1) * group["lr_decay"])

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from ds_optimizers.base import Batch, KernelOptimizer, check_common, require_cpu
+from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require_cpu
 
 __all__ = ["Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "make_adam", "make_adamw"]
 
@@ -49,7 +49,7 @@ class FusedAdam(KernelOptimizer):
         """torch's, with the default that `set_grad_none` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])

@@ -32,7 +32,7 @@ from ds_core.stepping import StepInputs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Batch", "KernelOptimizer", "check_common", "require_cpu"]
+__all__ = ["StepBatch", "KernelOptimizer", "check_common", "require_cpu"]
 
 
 MANY = 128
@@ -42,7 +42,7 @@ _layout = attrgetter("layout")
 
 
 @dataclass(slots=True)
-class Batch:
+class StepBatch:
     """Parameters of one dtype, device and count of updates. states: one list per name in `KernelOptimizer.states`.
 
     owners: the parameters; params: what is updated of them: for complex ones real views, as are grads and states then.
@@ -65,7 +65,7 @@ def _installed() -> Kernels:
 
 
 class KernelOptimizer(Optimizer):
-    """Base: subclasses say which states they keep and update a `Batch`.
+    """Base: subclasses say which states they keep and update a `StepBatch`.
 
     states: names of those that are shaped like the parameter. They have the parameter's dtype, but are fp32 for 16-bit
     parameters unless `fp32_states` is false. counts: whether the update depends on its number. kept: attributes of its
@@ -170,7 +170,7 @@ class KernelOptimizer(Optimizer):
                 place = stop
 
     @abstractmethod
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """Update `batch` of `group` in place."""
 
     def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class KernelOptimizer(Optimizer):
         known: list[dict[str, Tensor]] | None,
         place: int,
         inputs: StepInputs,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[StepBatch]:
         """Those of `params` that have gradients, by what one kernel call can take. See [Note: the clock].
 
         params: some of `group`, the first at `place` among all parameters. known: their states, if they all have one.
@@ -231,7 +231,7 @@ class KernelOptimizer(Optimizer):
         lacking = 0 if copies is None else sum(map(is_, copies, itertools.repeat(None)))
         if lacking in (0, len(live)) and self._alike(live, place) and len(set(steps)) == 1:
             full = None if lacking else cast("list[Tensor] | None", copies)
-            return iter([Batch(live, live, grads, rows, int(steps[0]), copies=full)])
+            return iter([StepBatch(live, live, grads, rows, int(steps[0]), copies=full)])
         columns = zip(*rows, strict=True) if rows else ([] for _ in live)
         copies = [None] * len(live) if copies is None else copies
         return self._sorted_out(live, grads, columns, steps if self.counts else [0] * len(live), copies)
@@ -256,12 +256,12 @@ class KernelOptimizer(Optimizer):
         states: Iterable[Sequence[Tensor]],
         steps: Sequence[float],
         copies: Sequence[Tensor | None],
-    ) -> Iterator[Batch]:
-        batches: dict[Any, Batch] = {}
+    ) -> Iterator[StepBatch]:
+        batches: dict[Any, StepBatch] = {}
         for param, grad, row, step, copy in zip(live, grads, states, steps, copies, strict=True):
             key = (param.dtype, param.device, grad.dtype, step, None if copy is None else copy.dtype)
             if key not in batches:
-                batches[key] = Batch(states=[[] for _ in row], step=int(step))
+                batches[key] = StepBatch(states=[[] for _ in row], step=int(step))
             batch = batches[key]
             real = torch.view_as_real if param.is_complex() else _itself
             batch.owners.append(param)

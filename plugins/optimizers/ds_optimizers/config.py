@@ -32,14 +32,14 @@ _FP32 = "Keep the states of 16-bit parameters in fp32; false: in the parameters'
 _AMSGRAD = "AMSGrad; not offered, so only false."
 
 
-class _Params(Section):
+class _OptimizerParams(Section):
     """What every optimizer takes."""
 
     lr: float = option(1e-3, "Learning rate.", ge=0)
     weight_decay: float = option(0.0, "Weight decay.", ge=0)
 
 
-class _Moments(_Params):
+class _Moments(_OptimizerParams):
     betas: Betas = option((0.9, 0.999), "Decay rates of the first and second moment, per step.")
     eps: float = option(1e-8, "Added to the denominator.", ge=0)
 
@@ -88,7 +88,7 @@ class DeepSpeedCPUAdamParams(_Moments):
     fp32_optimizer_states: bool = option(True, _FP32)
 
 
-class CPUAdagradParams(_Params):
+class CPUAdagradParams(_OptimizerParams):
     """``optimizer.params`` of CPUAdagrad and Adagrad."""
 
     lr: float = option(1e-2, "Learning rate.", ge=0)
@@ -102,7 +102,7 @@ class AdagradParams(CPUAdagradParams):
     """``optimizer.params`` of Adagrad."""
 
 
-class DeepSpeedCPUAdagradParams(_Params):
+class DeepSpeedCPUAdagradParams(_OptimizerParams):
     """``optimizer.params`` of DeepSpeedCPUAdagrad."""
 
     lr: float = option(1e-2, "Learning rate.", ge=0)
@@ -111,7 +111,7 @@ class DeepSpeedCPUAdagradParams(_Params):
     fp32_optimizer_states: bool = option(True, _FP32)
 
 
-class CPULionParams(_Params):
+class CPULionParams(_OptimizerParams):
     """``optimizer.params`` of DeepSpeedCPULion."""
 
     betas: Betas = option((0.9, 0.999), "Weight of the momentum in the update, and its decay rate, per step.")
@@ -134,7 +134,7 @@ class LambParams(_Moments):
     amsgrad: Literal[False] = option(False, _AMSGRAD)
 
 
-class MuonParams(_Params):
+class MuonParams(_OptimizerParams):
     """``optimizer.params`` of Muon."""
 
     momentum: float = option(0.95, "Decay rate of Muon's momentum, per step.", ge=0, lt=1)
@@ -145,7 +145,7 @@ class MuonParams(_Params):
     ns_method: Literal["gram", "standard"] = option("gram", "How matrices are orthogonalised; they differ by rounding.")
 
 
-class SGDParams(_Params):
+class SGDParams(_OptimizerParams):
     """``optimizer.params`` of SGD."""
 
     momentum: float = option(0.0, "Decay rate of the momentum, per step; 0: none.", ge=0)

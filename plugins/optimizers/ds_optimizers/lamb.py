@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_optimizers.base import Batch, KernelOptimizer, check_common
+from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
 
 __all__ = ["FusedLamb", "Lamb"]
 
@@ -54,7 +54,7 @@ class FusedLamb(KernelOptimizer):
         """The trust ratio of each parameter that this rank updated, in the order of parameters."""
         return [self._coeffs[p] for g in self.param_groups for p in g["params"] if p in self._coeffs]
 
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])

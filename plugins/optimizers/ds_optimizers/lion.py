@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ds_optimizers.base import Batch, KernelOptimizer, check_common, require_cpu
+from ds_optimizers.base import KernelOptimizer, StepBatch, check_common, require_cpu
 
 __all__ = ["CPULion", "DeepSpeedCPULion", "FusedLion", "Lion"]
 
@@ -35,7 +35,7 @@ class Lion(KernelOptimizer):
         """torch's, with the default that `set_grad_none` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])

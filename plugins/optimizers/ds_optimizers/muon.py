@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_optimizers.base import Batch, KernelOptimizer, check_common
+from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
 
 __all__ = ["Muon", "orthogonalize", "split_groups"]
 
@@ -72,7 +72,7 @@ class Muon(KernelOptimizer):
         """See `KernelOptimizer.states_of`."""
         return ("momentum_buffer",) if group["use_muon"] else self.states
 
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         if group["use_muon"]:
             for param in batch.owners:

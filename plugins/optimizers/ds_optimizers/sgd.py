@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ds_optimizers.base import Batch, KernelOptimizer, check_common
+from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
 
 __all__ = ["SGD"]
 
@@ -47,7 +47,7 @@ class SGD(KernelOptimizer):
         self._fresh.add(param)
         return super().begin(param, group)
 
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         run = self.kernel(batch.params[0])
         options = {k: group[k] for k in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}

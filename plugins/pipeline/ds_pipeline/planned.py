@@ -38,7 +38,7 @@ class Op(NamedTuple):
     chunk: int
 
 
-class _Planned(PipeSchedule):
+class _PlannedSchedule(PipeSchedule):
     """A schedule that is an order of forwards and backwards."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class _Buffers:
         del self._used[chunk][micro]
 
 
-class InterleavedSchedule(_Planned):
+class InterleavedSchedule(_PlannedSchedule):
     """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021, 2.2).
 
     The bubble is that small when micro-batches are a multiple of the stages; any other number works too.
@@ -147,7 +147,7 @@ class InterleavedSchedule(_Planned):
                     yield micro, chunk
 
 
-class ZeroBubbleSchedule(_Planned):
+class ZeroBubbleSchedule(_PlannedSchedule):
     """Backward in two halves; gradients of weights fill what would be idle (Qi et al. 2023, "Zero Bubble Pipeline
     Parallelism", ZB-H1).
 

@@ -9,7 +9,7 @@ from ds_core.entries import Chart
 from ds_core.errors import UsageError
 from ds_pipeline.choose import make_schedule
 from ds_pipeline.config import PipelineConfig
-from ds_pipeline.validate import Busy, Proof, ScheduleError, check
+from ds_pipeline.validate import Busy, ScheduleError, ScheduleProof, check
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
@@ -44,7 +44,7 @@ def titled(schedule: str, stages: int, chunks: int, count: int) -> str:
     return f"{schedule}: {stages} stages{parts}, {count} micro-batches"
 
 
-def facts(proof: Proof) -> str:
+def facts(proof: ScheduleProof) -> str:
     """The figures in one line."""
     kept = ", ".join(map(str, proof.activations))
     return (
@@ -57,7 +57,7 @@ def _label(span: Busy) -> str:
     return f"{span.kind}{span.micro}" + ("'" * span.chunk)
 
 
-def as_text(proof: Proof) -> str:
+def as_text(proof: ScheduleProof) -> str:
     """One line per stage; a letter for the kind, the micro-batch, a prime per chunk after the first.
 
     The shortest piece of work is as wide as the longest label; dots are idle.
@@ -76,7 +76,7 @@ def as_text(proof: Proof) -> str:
     return "\n".join([*lines, "", f"{kinds}; . idle", facts(proof)])
 
 
-def as_svg(proof: Proof, title: str) -> str:
+def as_svg(proof: ScheduleProof, title: str) -> str:
     """A complete SVG document."""
     spans = [s for row in proof.spans for s in row]
     begin, unit = min(s.start for s in spans), min(s.stop - s.start for s in spans)
@@ -95,7 +95,7 @@ def as_svg(proof: Proof, title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _rows(proof: Proof, begin: float, scale: float) -> Iterator[str]:
+def _rows(proof: ScheduleProof, begin: float, scale: float) -> Iterator[str]:
     for stage, row in enumerate(proof.spans):
         y = TOP + ROW * stage
         yield f'<text x="8" y="{y + 17}">stage {stage}</text>'

@@ -29,7 +29,7 @@ from ds_pipeline.schedule import (
     SendGrad,
 )
 
-__all__ = ["Proof", "ScheduleError", "Busy", "check"]
+__all__ = ["ScheduleProof", "ScheduleError", "Busy", "check"]
 
 
 class ScheduleError(ValueError):
@@ -48,7 +48,7 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class ScheduleProof:
     """What a run of a schedule is like, in units of one forward of one chunk.
 
     makespan: from the first to the last work. bubble: share of all stages' time in which they wait. activations: per
@@ -106,7 +106,7 @@ def check(
     capacity: int | None = None,
     forward: float = 1.0,
     backward: float = 2.0,
-) -> Proof:
+) -> ScheduleProof:
     """Carry out the schedules ``make(0) .. make(stages - 1)``; ScheduleError when they do not do their work.
 
     train: whether every micro-batch must also go backward, be reduced and stepped. waiting: sends wait for receives.
@@ -303,11 +303,11 @@ class _Simulation:
     def _wrong(self, number: int, what: PipeInstruction, why: str) -> ScheduleError:
         return ScheduleError(f"stage {number}, {what}: {why}")
 
-    def proof(self) -> Proof:
+    def proof(self) -> ScheduleProof:
         """What the run was like."""
         spans = tuple(tuple(s.spans) for s in self.stages)
         begin = min(s.start for stage in spans for s in stage)
         makespan = max(s.stop for stage in spans for s in stage) - begin
         busy = sum(s.stop - s.start for stage in spans for s in stage)
         bubble = 1 - busy / (makespan * self.count)
-        return Proof(makespan, bubble, tuple(s.most for s in self.stages), spans)
+        return ScheduleProof(makespan, bubble, tuple(s.most for s in self.stages), spans)

@@ -83,9 +83,9 @@ def find(env: Mapping[str, str]) -> Job | None:
 
 def open_store(where: Rendezvous, timeout: timedelta) -> Store:
     """The store of the job, when all ranks are there and fit together. Raises CommError within `timeout`."""
-    from ds_rendezvous.meeting import Place, meet_at_store
+    from ds_rendezvous.meeting import Participant, meet_at_store
 
-    place = Place(where.rank, where.world_size, where.address, where.port)
+    place = Participant(where.rank, where.world_size, where.address, where.port)
     return meet_at_store(place, timeout, kept=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 __all__ = [
-    "Place",
+    "Participant",
     "StoreLostError",
     "host_store",
     "is_loopback",
@@ -48,7 +48,7 @@ class StoreLostError(CommError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Participant:
     """Who meets where. what: ``"rank"``, or ``"machine"`` for launchers; size: how many of them there are.
 
     address, port: of the store of number 0. setting: the name under which users give `size`.
@@ -100,7 +100,7 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=4096)
 
 
-def host_store(place: Place, timeout: timedelta) -> TCPStore:
+def host_store(place: Participant, timeout: timedelta) -> TCPStore:
     """Number 0's store, listening no wider than `listen` does. Raises CommError when the port is taken."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -130,7 +130,7 @@ def host_store(place: Place, timeout: timedelta) -> TCPStore:
         ) from error
 
 
-def reach_store(place: Place, timeout: timedelta) -> TCPStore:
+def reach_store(place: Participant, timeout: timedelta) -> TCPStore:
     """A connection to number 0's store. Raises CommError within `timeout`, saying what is there instead of it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -156,7 +156,7 @@ def reach_store(place: Place, timeout: timedelta) -> TCPStore:
     return store
 
 
-def _wait_for_listener(place: Place, seconds: float) -> str:
+def _wait_for_listener(place: Participant, seconds: float) -> str:
     """Return "" as soon as somebody listens at the place, or after `seconds` why nobody could be reached."""
     end, pause = time.monotonic() + seconds, 0.01
     while True:
@@ -201,7 +201,7 @@ def within(seconds: float, function: Callable[[], T], stop: threading.Event | No
     return value  # type: ignore[return-value]
 
 
-def meet_at_store(place: Place, timeout: timedelta, *, kept: bool = False) -> Store:
+def meet_at_store(place: Participant, timeout: timedelta, *, kept: bool = False) -> Store:
     """Open or reach the store of number 0 (kept: reach it, a launcher has it), `meet` there, and give our part of it.
 
     A process group that starts right after another one may reach the old one's store, which closes then; so who loses
@@ -256,7 +256,7 @@ class _Note:
         return None
 
 
-def meet(store: Store, place: Place, timeout: timedelta, *, kept: bool = False, job: str | None = None) -> str:
+def meet(store: Store, place: Participant, timeout: timedelta, *, kept: bool = False, job: str | None = None) -> str:
     """Wait until all have come, and return a prefix for keys that is the same on all and that nobody used before.
 
     kept: the store outlives the processes that meet at it, since a launcher keeps it over restarts. job: names the run;
@@ -313,7 +313,7 @@ def _pause(stop: threading.Event, seconds: float) -> None:
 class _Host:
     """Number 0's side of a meeting."""
 
-    def __init__(self, store: Store, place: Place, note: _Note, seconds: float, stop: threading.Event) -> None:
+    def __init__(self, store: Store, place: Participant, note: _Note, seconds: float, stop: threading.Event) -> None:
         self.store, self.place, self.note, self.seconds, self.stop = store, place, note, seconds, stop
         self.prefix = f"ds_core/start{store.add('ds_core/starts', 1)}"
         self.unread = 0  # notes up to this number have been answered
@@ -400,7 +400,7 @@ class _Guest:
     """Everybody else's side."""
 
     def __init__(
-        self, store: Store, place: Place, note: _Note, seconds: float, kept: bool, stop: threading.Event
+        self, store: Store, place: Participant, note: _Note, seconds: float, kept: bool, stop: threading.Event
     ) -> None:
         self.store, self.place, self.note, self.seconds, self.kept = store, place, note, seconds, kept
         self.stop = stop

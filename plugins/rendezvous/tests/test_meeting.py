@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from ds_rendezvous import meeting
-from ds_rendezvous.meeting import Place, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
+from ds_rendezvous.meeting import Participant, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
 
 from ds_core.errors import CommError
 
@@ -28,7 +28,7 @@ def no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store() -> Any:
-    return host_store(Place(0, 1, LOOPBACK, 0), LONG)
+    return host_store(Participant(0, 1, LOOPBACK, 0), LONG)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def come(store: Any, *processes: tuple[int, int], limit: timedelta = LONG, **opt
     said = [""] * len(processes)
 
     def one(at: int) -> None:
-        place = Place(*processes[at], LOOPBACK, store.port)
+        place = Participant(*processes[at], LOOPBACK, store.port)
         try:
             said[at] = meet(reach_store(place, LONG), place, limit, **options)
         except CommError as error:
@@ -112,7 +112,7 @@ def test_a_rank_that_comes_when_all_are_there_and_stays_till_they_end() -> None:
             return keys == ["ds_core/begun"]
 
     with pytest.raises(CommError, match="has begun with all its ranks; this process, rank 1 of 2, is one too many"):
-        meet(Ending(), Place(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
+        meet(Ending(), Participant(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_does_not_come_is_named_on_all(store: Any) -> None:
@@ -149,7 +149,10 @@ def test_what_strangers_write_is_no_note(store: Any) -> None:
 
 
 def test_launchers_meet_in_their_own_words(store: Any) -> None:
-    places = [Place(0, 2, LOOPBACK, store.port, "machine", "--nnodes"), Place(1, 3, LOOPBACK, store.port, "machine")]
+    places = [
+        Participant(0, 2, LOOPBACK, store.port, "machine", "--nnodes"),
+        Participant(1, 3, LOOPBACK, store.port, "machine"),
+    ]
     said: list[str] = []
 
     def other() -> None:
@@ -167,15 +170,15 @@ def test_launchers_meet_in_their_own_words(store: Any) -> None:
 
 def test_who_reaches_the_store_of_an_earlier_group_finds_the_new_one() -> None:
     """Process groups one after the other on one port: torch alone fails there now and then."""
-    old = host_store(Place(0, 2, LOOPBACK, 0), LONG)
+    old = host_store(Participant(0, 2, LOOPBACK, 0), LONG)
     port = old.port
     found: list[Any] = []
-    other = threading.Thread(target=lambda: found.append(meet_at_store(Place(1, 2, LOOPBACK, port), LONG)))
+    other = threading.Thread(target=lambda: found.append(meet_at_store(Participant(1, 2, LOOPBACK, port), LONG)))
     other.start()
     while not old.add("ds_core/notes", 0):
         time.sleep(0.01)
     del old
-    ours = meet_at_store(Place(0, 2, LOOPBACK, port), LONG)
+    ours = meet_at_store(Participant(0, 2, LOOPBACK, port), LONG)
     other.join()
     ours.set("key", "value")
     assert found[0].get("key") == b"value"
@@ -205,7 +208,7 @@ def test_garbage_on_the_port_does_not_stop_the_start(store: Any) -> None:
 
 
 def test_a_silent_listener(listener: socket.socket) -> None:
-    place = Place(1, 2, LOOPBACK, listener.getsockname()[1])
+    place = Participant(1, 2, LOOPBACK, listener.getsockname()[1])
     with pytest.raises(CommError, match="rank 1 of 2 expected the store of rank 0 at .* does not answer as one"):
         reach_store(place, SHORT)
 
@@ -222,22 +225,22 @@ def test_a_listener_that_says_something_else(listener: socket.socket) -> None:
 
     threading.Thread(target=serve, daemon=True).start()
     with pytest.raises(CommError, match="does not answer as one, so another program has the port"):
-        reach_store(Place(1, 2, LOOPBACK, listener.getsockname()[1]), SHORT)
+        reach_store(Participant(1, 2, LOOPBACK, listener.getsockname()[1]), SHORT)
 
 
 def test_nobody_listens(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(CommError, match=r"but nothing can be reached there \(Connection refused\)"):
-        reach_store(Place(1, 2, LOOPBACK, port), SHORT)
+        reach_store(Participant(1, 2, LOOPBACK, port), SHORT)
     with pytest.raises(CommError, match="expected the store of rank 0 at no.such.host.invalid:1, but nothing"):
-        reach_store(Place(1, 2, "no.such.host.invalid", 1), SHORT)
+        reach_store(Participant(1, 2, "no.such.host.invalid", 1), SHORT)
 
 
 def test_a_port_that_is_taken(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     with pytest.raises(CommError, match=rf"rank 0 of 2 cannot open the job's store: port {port} of 127.0.0.1 is al"):
-        host_store(Place(0, 2, LOOPBACK, port), SHORT)
+        host_store(Participant(0, 2, LOOPBACK, port), SHORT)
 
 
 def test_a_store_that_stops_answering() -> None:
@@ -246,7 +249,7 @@ def test_a_store_that_stops_answering() -> None:
             threading.Event().wait()
             return 0
 
-    meeting_place = Place(0, 2, LOOPBACK, 1)
+    meeting_place = Participant(0, 2, LOOPBACK, 1)
     old = meeting.TELL_SECONDS
     meeting.TELL_SECONDS = 0.0
     try:
@@ -266,7 +269,7 @@ def test_a_store_that_closes_meanwhile() -> None:
     with pytest.raises(
         CommError, match=r"lost the store of rank 0 .* has probably failed,.*\(Connection reset by peer\)"
     ):
-        meet(Closed(), Place(1, 2, LOOPBACK, 1), SHORT)  # type: ignore[arg-type]
+        meet(Closed(), Participant(1, 2, LOOPBACK, 1), SHORT)  # type: ignore[arg-type]
 
 
 def test_a_store_to_which_others_write() -> None:
@@ -280,7 +283,7 @@ def test_a_store_to_which_others_write() -> None:
             return b"\x80\x04K\x01."
 
     with pytest.raises(CommError, match="another program writes to the store at 127.0.0.1:1"):
-        meet(Foreign(), Place(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
+        meet(Foreign(), Participant(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
 
 
 def test_within_passes_on_what_comes() -> None:
@@ -313,7 +316,7 @@ def test_names_and_foreign_addresses_listen_everywhere(address: str) -> None:
 
 def test_the_store_is_where_it_should_be() -> None:
     """A second address of this machine is refused."""
-    store = host_store(Place(0, 2, LOOPBACK, 0), LONG)
+    store = host_store(Participant(0, 2, LOOPBACK, 0), LONG)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.3", store.port), 5)
-    assert reach_store(Place(1, 2, LOOPBACK, store.port), LONG).port == store.port
+    assert reach_store(Participant(1, 2, LOOPBACK, store.port), LONG).port == store.port

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
-__all__ = ["PhaseTimers", "Throughput"]
+__all__ = ["PhaseTimers", "ThroughputClock"]
 
 PHASES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 
@@ -44,7 +44,7 @@ class PhaseTimers:
         return last
 
 
-class Throughput:
+class ThroughputClock:
     """Samples per second over all ranks between two readings."""
 
     def __init__(self, accelerator: Accelerator, synchronized: bool) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_step_log.clocks import PhaseTimers, Throughput
+from ds_step_log.clocks import PhaseTimers, ThroughputClock
 from ds_step_log.config import Timers
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class StepLog:
         self._timers = PhaseTimers(ctx.accelerator, breakdown=self._memory) if measured else None
         section = ctx.config.section("timers")
         throughput = (section if isinstance(section, Timers) else Timers()).throughput
-        self._throughput = Throughput(ctx.accelerator, throughput.synchronized) if throughput.enabled else None
+        self._throughput = ThroughputClock(ctx.accelerator, throughput.synchronized) if throughput.enabled else None
         # Breakdowns are asked for to be read, so they are printed even when no period is given.
         period = self._key("steps_per_print")
         self._every = period or (BREAKDOWN_EVERY if measured else 0)

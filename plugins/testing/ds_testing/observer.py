@@ -74,7 +74,7 @@ def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> d
     engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
     x = torch.full((2, 3), 1.0 + comm.rank(), dtype=torch.float64)
     seen: list[list[float | None]] = []
-    with contextlib.suppress(_Planned), contextlib.ExitStack() as stack:
+    with contextlib.suppress(_EndOfTraining), contextlib.ExitStack() as stack:
         stack.callback(engine.destroy)
         while len(seen) < steps and not engine.should_stop:
             loss = engine(x)
@@ -84,7 +84,7 @@ def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> d
         evaluated = engine.eval_batch(iter([x])).item()
         stop = engine.should_stop
         if error:
-            raise _Planned
+            raise _EndOfTraining
     reports = engine.ctx.plugins.reports()
     failed = [r.why for r in reports if r.state is PluginState.SWITCHED_OFF]
     return {"seen": seen, "eval": evaluated, "stop": stop, "failed": failed}
@@ -105,5 +105,5 @@ def _model() -> nn.Module:
     return Model()
 
 
-class _Planned(Exception):
+class _EndOfTraining(Exception):
     """What ends the kit's training."""

@@ -30,7 +30,7 @@ from ds_testing.processes import free_port
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Failure", "RemoteError", "WorkerPool", "close_pools", "run_ranks"]
+__all__ = ["RankFailure", "RemoteError", "WorkerPool", "close_pools", "run_ranks"]
 
 GRACE = 1.0
 """Seconds that the other ranks get to finish or fail on their own after the first failure."""
@@ -47,7 +47,7 @@ serve(int(sys.argv[2]))
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """What became of one rank.
 
     kind: ``"raised"``, ``"died"``, ``"hung"`` (past the timeout) or ``"stopped"`` (by the pool: others failed).
@@ -72,7 +72,7 @@ class Failure:
 class RemoteError(Exception):
     """A run failed on at least one rank. `rank` failed first; `failures` tells of every rank that did not finish."""
 
-    def __init__(self, name: str, size: int, failures: Sequence[Failure]) -> None:
+    def __init__(self, name: str, size: int, failures: Sequence[RankFailure]) -> None:
         self.failures = tuple(failures)
         self.rank = failures[0].rank
         head = f"{name} on {size} ranks: " + "; ".join(f"rank {f.rank} {f.what.splitlines()[0]}" for f in failures)
@@ -206,7 +206,7 @@ class WorkerPool:
                         deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
-    def _failures(self, answers: Mapping[int, Any], timeout: float) -> list[Failure]:
+    def _failures(self, answers: Mapping[int, Any], timeout: float) -> list[RankFailure]:
         """One record per rank that did not finish: the dead, then the raising, then the silent."""
         if len(answers) == self.size and all(a and a["ok"] for a in answers.values()):
             return []
@@ -215,15 +215,17 @@ class WorkerPool:
         silent = [rank for rank in range(self.size) if rank not in answers]
         stacks = self._stacks(silent)
         ended = self._end()  # after this nothing is added to the outputs
-        failures = [Failure(r, "died", _ending(ended[r]), output=self._output(r)) for r in died]
+        failures = [RankFailure(r, "died", _ending(ended[r]), output=self._output(r)) for r in died]
         for rank in raised:
             answer = answers[rank]
-            failures.append(Failure(rank, "raised", f"raised {answer['error']}", answer["trace"], self._output(rank)))
+            failures.append(
+                RankFailure(rank, "raised", f"raised {answer['error']}", answer["trace"], self._output(rank))
+            )
         if failures:
             kind, what = "stopped", f"was still running {GRACE:g} s after the first failure"
         else:
             kind, what = "hung", f"did not answer within {timeout:g} s"
-        failures += [Failure(rank, kind, what, stacks[rank], self._output(rank)) for rank in silent]
+        failures += [RankFailure(rank, kind, what, stacks[rank], self._output(rank)) for rank in silent]
         return failures
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from ds_core import comm
 
-__all__ = ["Sent", "Traffic"]
+__all__ = ["SentCollective", "Traffic"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentCollective:
     """One collective. bytes: of the whole message, of all ranks together. label: what it was for, or ""."""
 
     op: str
@@ -27,12 +27,12 @@ class Traffic(comm.Interceptor):
     """
 
     def __init__(self) -> None:
-        self.sent: list[Sent] = []
+        self.sent: list[SentCollective] = []
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         """Note one collective, as it is called."""
         size = 0 if collective.message is None else collective.message.nbytes
-        self.sent.append(Sent(collective.op, size, collective.label))
+        self.sent.append(SentCollective(collective.op, size, collective.label))
         return call()
 
     def __enter__(self) -> Traffic:

@@ -168,7 +168,7 @@ def work(rank: int, size: int, sock: socket.socket) -> None:
     sys.argv = ["ds_core-test-worker"]
     store: Any = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
     wire.send(sock, {"store_port": store.port if store is not None else None})
-    group = _Group(rank, size, store)
+    group = _WorkerGroup(rank, size, store)
     modules: dict[tuple[str, int, int], ModuleType] = {}
     while True:
         try:
@@ -178,7 +178,9 @@ def work(rank: int, size: int, sock: socket.socket) -> None:
         wire.send(sock, _answer(task, group, modules))
 
 
-def _answer(task: Mapping[str, Any], group: _Group, modules: dict[tuple[str, int, int], ModuleType]) -> dict[str, Any]:
+def _answer(
+    task: Mapping[str, Any], group: _WorkerGroup, modules: dict[tuple[str, int, int], ModuleType]
+) -> dict[str, Any]:
     os.ftruncate(1, 0)
     try:
         _fresh(task, group)
@@ -196,7 +198,7 @@ def _answer(task: Mapping[str, Any], group: _Group, modules: dict[tuple[str, int
         sys.stderr.flush()
 
 
-def _fresh(task: Mapping[str, Any], group: _Group) -> None:
+def _fresh(task: Mapping[str, Any], group: _WorkerGroup) -> None:
     """Make this process look newly started by the test: its environment, directory, path, seeds and torch defaults."""
     import torch
 
@@ -269,7 +271,7 @@ def _run_file(file: str) -> ModuleType:
     return module
 
 
-class _Group:
+class _WorkerGroup:
     """The default process group of this worker, made anew when the test process asks for a new generation."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
