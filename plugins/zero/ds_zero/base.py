@@ -263,7 +263,7 @@ class ZeroPartitioner(WeightOwner):
 
     def adopt(self, param: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """See `Partitioner.adopt`."""
-        return states.adopt(self.pieces[param], state, whole=needs_full_tensors(self.ctx))
+        return states.adopt(self.pieces[param], state, full=needs_full_tensors(self.ctx))
 
     def states(self, optimizer: Optimizer | None) -> Iterator[StateTensor]:
         """See `HasStates.states`. Replicated weights are stored by the first rank, pieces by their owners."""

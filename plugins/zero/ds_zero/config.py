@@ -33,12 +33,12 @@ LEAF_CLASSES = tuple(
         "qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
     )
 )
-"""Module classes of transformers whose parts run on some ranks only, so they are gathered whole by default."""
+"""Module classes of transformers whose submodules run on some ranks only; they are leaf modules by default."""
 
 _DISK_KEYS = (
     *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"),
 )
-"""Keys of a store that gives memory back; the store gets them as its options."""
+"""Keys of stores that free memory; they are passed to the store as options."""
 _NVME = "offload to NVMe will come with ds-offload"
 _SUPER = "SuperOffload will come with ds-offload"
 _QUANTISED = "quantised communication will come with a later version of ds-zero"
@@ -46,11 +46,11 @@ _HIERARCHY = "hierarchical partitions (hpZ, MiCS) will come with a later version
 
 
 class _Place(Section):
-    """What both offload sections have: a store, and whether its memory is page-locked."""
+    """The keys of both offload sections: a store, and whether its memory is page-locked."""
 
     device: str = option("none", '"none", "cpu", or the name of a state store that a plugin offers.', min_length=1)
     pin_memory: bool = option(
-        False, "Page-lock the host memory, so that copies run beside the device's work; costs memory that can't swap."
+        False, "Page-lock the host memory, so that copies overlap with the device's work; such memory is never swapped."
     )
 
     @property
@@ -60,11 +60,11 @@ class _Place(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the store is told: every key but `device`."""
+        """The store's options: every key except `device`."""
         return {k: v for k, v in dict(self).items() if k != "device"}
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """Keys that the device has no use for."""
+        """Keys without effect on this device."""
         fields = type(self).model_fields
         changed = [k for k in fields if k in self.model_fields_set and getattr(self, k) != fields[k].get_default()]
         if not self.on:
@@ -78,37 +78,37 @@ class _Place(Section):
 
 
 class OffloadParam(_Place):
-    """Where the parameters of stage 3 rest between uses."""
+    """Where the parameters of stage 3 are kept between uses."""
 
     nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
     buffer_count: int = option(5, "NVMe: buffers in the pool.", ge=0)
     buffer_size: int = option(100_000_000, "NVMe: elements per buffer.", ge=0)
-    max_in_cpu: int = option(1_000_000_000, "NVMe: elements kept in memory beside it.", ge=0)
+    max_in_cpu: int = option(1_000_000_000, "NVMe: elements that stay in memory.", ge=0)
 
 
 class OffloadOptimizer(_Place):
-    """Where master weights and optimizer states rest; the optimizer's arithmetic then runs on the host."""
+    """Where master weights and optimizer states are kept; the optimizer then runs on the host."""
 
     ratio: float = option(
-        1.0, "Stage 3: the share of elements that is offloaded; the rest stays on the device.", ge=0, le=1
+        1.0, "Stage 3: the share of elements that is offloaded; the others stay on the device.", ge=0, le=1
     )
     nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
     buffer_count: int = option(4, "NVMe: buffers in the pool.", ge=0)
     pipeline_read: bool = option(False, "NVMe: read the next tile while this one is computed.")
     pipeline_write: bool = option(False, "NVMe: write the last tile while this one is computed.")
-    fast_init: bool = option(False, "NVMe: quick initialisation.")
+    fast_init: bool = option(False, "NVMe: faster initialisation.")
     super_offload: bool = not_built(False, _SUPER, "Speculative CPU steps on tightly coupled chips.")
     cpuadam_cores_perc: float = not_built(0.8, _SUPER, "Share of the cores that SuperOffload's Adam uses.")
 
 
 class LeafModules(Section):
-    """Modules below which nothing is gathered piecemeal. One name may stand without its list; doubles are dropped."""
+    """Modules that are gathered as one unit. A single name may be given without a list; duplicates are dropped."""
 
     classes: list[str] = option(
         list(LEAF_CLASSES), "Class names, plain or dotted; modules of these classes and their subclasses."
     )
     names: list[str] = option([], "Module names, as named_modules() has them.")
-    name_suffixes: list[str] = option([], "Ends of module names.")
+    name_suffixes: list[str] = option([], "Suffixes of module names.")
 
     @model_validator(mode="before")
     @classmethod
@@ -128,21 +128,21 @@ _STAGE_3 = frozenset(
         "gather_16bit_weights_on_model_save",
     )
 )
-"""Keys that say how parameters are gathered."""
+"""Keys of gathering."""
 
 
 class ZeroConfig(Section):
-    """What is partitioned over ranks, and how it travels. Sizes are numbers of elements."""
+    """What is partitioned over ranks, and how it is communicated. Sizes are numbers of elements."""
 
     stage: Literal[0, 1, 2, 3] = option(
-        0, "0: nothing is partitioned, 1: optimizer states, 2: and gradients, 3: and parameters."
+        0, "What is partitioned. 0: nothing, 1: optimizer states, 2: and gradients, 3: and parameters."
     )
     # -- gradients
     contiguous_gradients: bool = option(
-        True, "Copy each gradient into its flat bucket as it is made; false: only when the bucket travels."
+        True, "Copy each gradient into its flat bucket as soon as it is computed; false: when the bucket is reduced."
     )
-    reduce_scatter: bool = option(True, "Reduce-scatter gradients; false: reduce them whole.")
-    reduce_bucket_size: int = option(500_000_000, "Elements per reduction; a larger parameter travels alone.", gt=0)
+    reduce_scatter: bool = option(True, "Reduce-scatter gradients; false: all-reduce them.")
+    reduce_bucket_size: int = option(500_000_000, "Elements per reduction; a larger parameter has its own.", gt=0)
     use_multi_rank_bucket_allreduce: bool = option(
         True, "Without reduce_scatter: one all-reduce per bucket; false: one reduction to each owner."
     )
@@ -158,7 +158,7 @@ class ZeroConfig(Section):
     # -- weights after the step
     allgather_partitions: bool = option(True, "All-gather updated weights; false: each rank broadcasts its own.")
     allgather_bucket_size: int = option(
-        500_000_000, "Elements per all-gather; a larger parameter travels alone.", gt=0, old=("allgather_size",)
+        500_000_000, "Elements per all-gather; a larger parameter has its own.", gt=0, old=("allgather_size",)
     )
     sub_group_size: int = option(
         1_000_000_000,
@@ -170,10 +170,10 @@ class ZeroConfig(Section):
         50_000_000, "Elements gathered ahead of their use.", ge=0, alias="stage3_prefetch_bucket_size"
     )
     param_persistence_threshold: int = option(
-        100_000, "Parameters with fewer elements stay whole.", ge=0, alias="stage3_param_persistence_threshold"
+        100_000, "Parameters with fewer elements stay unsharded.", ge=0, alias="stage3_param_persistence_threshold"
     )
     model_persistence_threshold: int = option(
-        sys.maxsize, "The most elements that stay whole.", ge=0, alias="stage3_model_persistence_threshold"
+        sys.maxsize, "The most elements that stay unsharded.", ge=0, alias="stage3_model_persistence_threshold"
     )
     max_live_parameters: int = option(
         1_000_000_000, "The most gathered elements at a time.", ge=0, alias="stage3_max_live_parameters"
@@ -192,7 +192,7 @@ class ZeroConfig(Section):
     )
     module_granularity_threshold: int = option(
         0,
-        "A module with fewer parameter elements per module below it is gathered whole.",
+        "A module with fewer parameter elements per submodule is gathered as one unit.",
         ge=0,
         alias="stage3_module_granularity_threshold",
     )
@@ -202,19 +202,19 @@ class ZeroConfig(Section):
     allgather_sequential: bool = option(False, "Gather one parameter at a time.", alias="stage3_allgather_sequential")
     memory_efficient_linear: bool = option(
         True,
-        "Keep no gathered weight of a linear layer for backward.",
+        "Do not keep gathered weights of linear layers for backward.",
         without_effect="no module keeps a gathered weight for backward",
     )
-    log_trace_cache_warnings: bool = option(False, "Warn when modules run in another order than the last time.")
-    leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered whole.")
+    log_trace_cache_warnings: bool = option(False, "Warn when modules run in another order than in the last pass.")
+    leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered as one unit.")
     # -- loading and checks
     load_from_fp32_weights: bool = option(
         True, "Load master weights from stored fp32 copies; false: make them from the 16-bit weights."
     )
     enable_sanity_checks: bool = option(False, "Compare the weights of all ranks after every step.")
     # -- offload
-    offload_param: OffloadParam | None = option(None, "Where the parameters of stage 3 rest.")
-    offload_optimizer: OffloadOptimizer | None = option(None, "Where optimizer states rest.")
+    offload_param: OffloadParam | None = option(None, "Where the parameters of stage 3 are kept.")
+    offload_optimizer: OffloadOptimizer | None = option(None, "Where optimizer states are kept.")
     cpu_offload: bool | None = option(None, "Deprecated: true is read as offload_optimizer.device cpu.")
     cpu_offload_param: bool | None = option(None, "Deprecated: true is read as offload_param.device cpu.")
     cpu_offload_use_pin_memory: bool | None = option(
@@ -246,13 +246,13 @@ class ZeroConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _old_switch(cls, data: Any) -> Any:
-        """The section was once true or false: stage 1 or nothing."""
+        """true and false are old spellings of stage 1 and 0."""
         return {"stage": int(data)} if isinstance(data, bool) else data
 
     @model_validator(mode="before")
     @classmethod
     def _old_offload(cls, data: Any) -> Any:
-        """Move ``cpu_offload`` and ``cpu_offload_param``; what is not a boolean is left for its own error."""
+        """Move ``cpu_offload`` and ``cpu_offload_param``; other values than booleans are reported later."""
         if not isinstance(data, dict):
             return data
         moved = dict(data)
@@ -265,7 +265,7 @@ class ZeroConfig(Section):
         return moved
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """Old keys, and those that this stage has no use for."""
+        """Old keys, and those without effect at this stage."""
         if isinstance(given, bool):
             yield "", f'true and false are deprecated: read as {{"stage": {self.stage}}}; write that'
             return
@@ -288,7 +288,7 @@ class ZeroConfig(Section):
 
     @property
     def overlap(self) -> bool:
-        """`overlap_comm` with its default worked out."""
+        """`overlap_comm`, where null is replaced by the default of the stage."""
         return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
 
     def bucket_elements(self, world: int) -> int:
@@ -296,12 +296,12 @@ class ZeroConfig(Section):
         return max(1, min(self.reduce_bucket_size, self.allgather_bucket_size, self.sub_group_size * world))
 
     def unit_elements(self, world: int) -> int:
-        """The most elements that stage 3 gathers at once, but for larger parameters."""
+        """The most elements that stage 3 gathers at a time, except for larger parameters."""
         return 1 if self.allgather_sequential else self.bucket_elements(world)
 
 
 class AllowUntestedOptimizer(RootModel[bool]):
-    """Let ZeRO run an optimizer that nobody has declared; default false."""
+    """Allow optimizers whose class is not declared; default false."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

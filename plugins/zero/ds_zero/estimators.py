@@ -1,7 +1,7 @@
 """How much memory the model states need under ZeRO: arithmetic and the printed tables (torch-free).
 
 Model states are weights, gradients and Adam's moments; activations and temporaries come on top. "live" functions
-count a model's parameters, "cold" ones are told the counts. In the tables 1 GB is 2**30 bytes.
+count a model's parameters, "cold" ones take the counts as arguments. In the tables 1 GB is 2**30 bytes.
 
 [Note: bytes per parameter] A half-precision weight takes 2 bytes and its gradient 2; in fp32 weight, gradient and the
 two moments take 4 each, 16 together. A process that builds the model in fp32 on the host takes 4 more, so n processes
@@ -30,7 +30,7 @@ GB = 2**30
 
 
 def count_params(model: nn.Module) -> tuple[int, int]:
-    """The elements of all parameters, and of the module that has most of its own (not its children's).
+    """Number of elements of all parameters, and of the module with the most direct parameters (not its children's).
 
     Parameters that share memory count once in the first number. Works on the meta device too. Call it before
     `initialize`: the parameters of a model under stage 3 are empty between its passes.
@@ -38,7 +38,7 @@ def count_params(model: nn.Module) -> tuple[int, int]:
     elements: dict[tuple[Any, ...], int] = {}
     for param in model.parameters():
         storage = param.untyped_storage()
-        # On the meta device all pointers are 0, and only the storage object tells who shares.
+        # On the meta device all pointers are 0, and only the storage object shows what is shared.
         place = (storage.data_ptr() or storage._cdata, param.storage_offset())
         elements[place] = max(elements.get(place, 0), param.numel())
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
@@ -54,8 +54,8 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """Bytes of host memory per node, and of device memory per device, under stage 2.
 
-    total_params: elements. cpu_offload: the optimizer's states are on the host. additional_buffer_factor: by how much
-    the host's share is raised to be on the safe side. Raises ValueError when a number of devices or nodes is below 1.
+    total_params: elements. cpu_offload: the optimizer's states are on the host. additional_buffer_factor: safety
+    factor on the host memory. Raises ValueError when a number of devices or nodes is below 1.
     """
     devices = _devices(num_gpus_per_node, num_nodes)
     if cpu_offload:
@@ -78,21 +78,21 @@ def estimate_zero3_model_states_mem_needs(
     """Bytes of host memory per node, of device memory per device, and how many of these the largest layer takes.
 
     total_params, largest_layer_params: elements. cpu_offload: the optimizer's states are on the host.
-    cpu_offload_params: the weights are there too; they never are without the optimizer's states, so this plays no role
-    when `cpu_offload` is False. zero_init: the model is built in parts, never whole on the host.
-    additional_buffer_factor: by how much the host's share is raised to be on the safe side. Raises ValueError when a
+    cpu_offload_params: the weights are there too; they never are without the optimizer's states, so this has no effect
+    when `cpu_offload` is False. zero_init: the model is sharded while it is built, and never complete on the host.
+    additional_buffer_factor: safety factor on the host memory. Raises ValueError when a
     number of devices or nodes is below 1.
     """
     devices = _devices(num_gpus_per_node, num_nodes)
     layer = int(4 * largest_layer_params)  # weights and gradients of the gathered layer, in half precision
-    whole = 4 * num_gpus_per_node
+    unsharded = 4 * num_gpus_per_node
     if cpu_offload:
         device, kept = (layer, 18) if cpu_offload_params else (layer + int(2 * total_params / devices), 16)
         share = kept / num_nodes
-        host = total_params * (share if zero_init else max(whole, share))
+        host = total_params * (share if zero_init else max(unsharded, share))
     else:
         device = layer + int(18 * total_params / devices)
-        host = (largest_layer_params if zero_init else total_params) * whole
+        host = (largest_layer_params if zero_init else total_params) * unsharded
     return int(host * additional_buffer_factor), device, layer
 
 

@@ -215,7 +215,7 @@ class FlatBucket:
 
     @torch.no_grad()
     def update_shard(self) -> None:
-        """After a step, which has written `weight_targets`: write the rest of the new weights into the shard.
+        """After a step, which has written `weight_targets`: write the remaining new weights into the shard.
 
         Masters are in memory. See `Transfers.to_device`. Collective where the optimizer updates full tensors.
         """
@@ -282,8 +282,8 @@ class FlatBucket:
     def start_gather(self, group: Any, *, gather: bool, dtype: torch.dtype | None = None) -> list[Any]:
         """Start to gather all shards into `full`; returns the collectives to wait for.
 
-        gather: by one all-gather, else each rank broadcasts its shard. dtype: in which weights travel, if not their
-        own; always by an all-gather.
+        gather: by one all-gather, else each rank broadcasts its shard. dtype: in which weights are sent, if not
+        in their own; always by an all-gather.
         """
         mine = self._own()
         if self.world == 1:

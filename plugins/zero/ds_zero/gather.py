@@ -1,7 +1,7 @@
 """Stage 3's gathers: units are gathered before they are needed, and released when they are not.
 
-[Note: double backward] A backward with ``create_graph=True`` leaves a graph that refers to weights as well, and nothing
-tells when the next backward needs those. So the weights that it used stay unsharded until the end of the next backward
+[Note: double backward] A backward with ``create_graph=True`` leaves a graph that refers to weights as well, and it is
+unknown when the next backward needs them. So the weights that it used stay unsharded until the end of the next backward
 without ``create_graph``, or the step.
 
 [Note: same order] Gathers are collectives, so all ranks must ask for the same units in the same order. Everything here
@@ -29,10 +29,10 @@ log = logging.getLogger("ds_zero")
 
 
 class GatherScheduler:
-    """Decides when units are gathered, prefetched and released; hooks tell it which modules run.
+    """Decides when units are gathered, prefetched and released; hooks report which modules run.
 
     live: elements unsharded or being gathered now. peak: the maximum of `live`. dtype: a function of a unit that gives
-    the dtype in which its weights travel for running modules; None stands for their own. Callers get exact weights.
+    the dtype in which its weights are sent for running modules; None: their own. Callers get exact weights.
     """
 
     def __init__(

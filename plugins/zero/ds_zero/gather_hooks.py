@@ -1,4 +1,4 @@
-"""Module hooks of stage 3: they tell `GatherScheduler` which module runs, in forward and in backward.
+"""Module hooks of stage 3: they report to `GatherScheduler` which module runs, in forward and in backward.
 
 [Note: parameters used elsewhere] A parameter that a running module reads from another one (``self.emb.weight`` in the
 forward of a parent) is gathered at that moment. From then on the running module gathers it with its own parameters.
@@ -239,11 +239,11 @@ class GatherHooks:
     # -- backward --------------------------------------------------------------------------------------------
 
     def _expect_backward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Register the hooks that gather the units when backward comes to `module`."""
+        """Register the hooks that gather the units when backward reaches `module`."""
         units = self._units[module]
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         if not outputs:
-            if not _is_searched(output):  # it may hide tensors, so no hook tells when backward comes to this module
+            if not _is_searched(output):  # it may hide tensors, so no hook shows when backward reaches this module
                 for unit in units:
                     unit.uses.rest_of_pass |= unit.bucket.trainable
             return

@@ -38,7 +38,7 @@ class UnitState(enum.Enum):
 class Uses:
     """Reference counts of a unit by reason: while any is set, it has to be unsharded.
 
-    forward: modules whose forward runs. backward: backward has come to a module of the unit, and has not used it yet.
+    forward: modules whose forward runs. backward: backward has reached a module of the unit, and has not used it yet.
     rest_of_pass: it is needed until the pass ends. callers: how often it is pinned.
     """
 
@@ -85,7 +85,7 @@ class GatherUnit(ABC):
 
     @torch.no_grad()
     def start(self, *, by_all_reduce: bool, dtype: torch.dtype | None = None) -> None:
-        """Begin to gather. Collective over the bucket's ranks. dtype: in which weights travel, if not their own."""
+        """Begin to gather. Collective over the bucket's ranks. dtype: in which weights are sent, if not their own."""
         self._expect(UnitState.SHARDED)
         self._begin(by_all_reduce, dtype)
         self.state = UnitState.GATHERING

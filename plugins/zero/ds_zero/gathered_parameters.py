@@ -30,7 +30,7 @@ class GatheredParameters:
     `register_external_parameter`. enabled=False does nothing.
 
     Writes without a modifier_rank are lost, or an error under ``enable_sanity_checks``. After an exception nothing is
-    written back. A backward after the context through operations done by hand inside it fails.
+    written back. A backward after the context through operations that ran inside it, outside of modules, fails.
 
     Raises UsageError when contexts overlap, when a parameter has been moved to another device or shape inside, or when
     modifier_rank does not share a parameter.

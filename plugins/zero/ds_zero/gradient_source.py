@@ -23,7 +23,7 @@ class GradientSource(ABC):
     """Takes the gradients of `buckets` from backward, and gives the optimizer those of its pieces.
 
     given: between `gradients` and the end of the step, the gradient of each of what is `optimized` of all buckets.
-    local: whether gradients stay in ``param.grad``, so that nothing need be told of them in backward.
+    local: whether gradients stay in ``param.grad``, so that nothing needs to be reported in backward.
     """
 
     local = False

@@ -163,7 +163,7 @@ class Reducer(GradientSource):
 
     @property
     def _reduces(self) -> bool:
-        """Whether the running backward is to reduce gradients."""
+        """Whether the running backward reduces gradients."""
         owner = self.owner
         return not owner.hold and (owner.sync or owner.partitions_gradients)
 

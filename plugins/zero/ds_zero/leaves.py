@@ -1,6 +1,6 @@
-"""Leaf modules set by hand: everything below one is gathered with it, so that ranks may run different parts of it.
+"""Leaf modules: everything below one is gathered with it, so that ranks may run different parts of it.
 
-What is said here of a module goes before what the config's ``leaf_module`` says.
+What these functions set takes precedence over ``leaf_module`` of the config.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "z3_leaf_parameter",
 ]
 
-_FLAG = "_ds_z3_said"  # on a module: what was said of it here
+_FLAG = "_ds_z3_leaf_flag"  # on a module: what `set_z3_leaf_module` was given
 _NOW = "_ds_z3_leaf"  # on a module: whether it is a leaf
 _LEAVES = "_ds_z3_leaves"  # on a parameter: the ids of the leaves above it
 
@@ -56,7 +56,7 @@ def _change(model: nn.Module, wanted: Any, flag: bool, strict: bool) -> list[nn.
             raise TypeError(f"leaf modules are named by module classes or class names, not {entry!r}")
     found = [m for m in model.modules() if any(_matches(m, entry) for entry in wanted)]
     if not found and strict:
-        raise ValueError(f"no module of the model has the class {_told(wanted)}{_hint(wanted, model)}")
+        raise ValueError(f"no module of the model has the class {_names(wanted)}{_hint(wanted, model)}")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
@@ -101,14 +101,14 @@ def _by(
     if missing and strict:
         close = nearest(missing[0], [n for n, _ in named])
         hint = f"; did you mean {close!r}?" if close else ""
-        raise ValueError(f"no module of the model has the {what} {_told(missing)}{hint}")
+        raise ValueError(f"no module of the model has the {what} {_names(missing)}{hint}")
     for module in found:
         set_z3_leaf_module(module, True)
     return found, missing
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Say that this one module is a leaf, or that it is none. Raises UsageError after `initialize`."""
+    """Make this module a leaf, or no leaf. Raises UsageError after `initialize`."""
     for param in model.parameters():
         owner = owner_of(param)
         if owner is not None and owner[0].section.stage == 3:
@@ -118,7 +118,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def mark_leaf(module: nn.Module, flag: bool) -> None:
-    """Note on the module and on the parameters below it whether it is a leaf."""
+    """Record on the module and on the parameters below it whether it is a leaf."""
     module.__dict__[_NOW] = flag
     for param in module.parameters():
         leaves: set[int] = param.__dict__.setdefault(_LEAVES, set())
@@ -126,13 +126,13 @@ def mark_leaf(module: nn.Module, flag: bool) -> None:
 
 
 def leaf_flag(module: nn.Module) -> bool | None:
-    """What was said of `module` here; None: nothing."""
+    """What `set_z3_leaf_module` was given for `module`; None: it was not called."""
     flag: bool | None = module.__dict__.get(_FLAG)
     return flag
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module is a leaf; those that the config names are so from `initialize` on."""
+    """Whether this module is a leaf; those that the config names are leaves after `initialize`."""
     return bool(model.__dict__.get(_NOW))
 
 
@@ -146,11 +146,11 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if z3_leaf_module(m)]
 
 
-def _told(entries: Iterable[Any]) -> str:
+def _names(entries: Iterable[Any]) -> str:
     return ", ".join(e if isinstance(e, str) else e.__name__ for e in entries)
 
 
 def _hint(wanted: list[Any], model: nn.Module) -> str:
     names = {type(m).__name__ for m in model.modules()}
-    close = nearest(_told(wanted[:1]), names) if wanted else None
+    close = nearest(_names(wanted[:1]), names) if wanted else None
     return f"; did you mean {close}?" if close else ""

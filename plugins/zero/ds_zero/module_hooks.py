@@ -119,7 +119,7 @@ def _refuse_empty(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             raise UsageError(
                 f"state_dict(): parameter {prefix + name!r} is partitioned over ranks; use engine.save_checkpoint or "
                 "engine.save_16bit_model, or call it on every rank inside ds_zero.GatheredParameters(module), which "
-                "takes the memory of the whole model"
+                "takes the memory of the unsharded model"
             )
 
 

@@ -98,8 +98,8 @@ def _weights(partitioner: ZeroPartitioner) -> Iterator[Tensor]:
 def _tensors(partitioner: ZeroPartitioner, optimizer: Any, kind: OffloadStateTypeEnum) -> Iterator[Tensor]:
     """The tensors of a group that have elements, without those that offload_optimizer keeps on the host."""
     if kind is OffloadStateTypeEnum.optim_states:
-        held = optimizer.state if optimizer is not None else {}
-        states = (held.get(p.master, {}) for b in partitioner.buckets if not b.master_in_store for p in b.optimized)
+        by_param = optimizer.state if optimizer is not None else {}
+        states = (by_param.get(p.master, {}) for b in partitioner.buckets if not b.master_in_store for p in b.optimized)
         found: Iterable[Tensor | None] = (v for s in states for v in s.values() if isinstance(v, Tensor))
     elif kind is OffloadStateTypeEnum.hp_params:
         found = (p.master for b in partitioner.buckets if not b.master_in_store for p in b.optimized)

@@ -4,7 +4,7 @@ Parameters, gradients and reductions stay sharded by elements. Only the optimize
 one owner among its replicas, which has its master weight and states unsharded in the parameter's shape, and its
 gradient at the step. The other ranks have an empty tensor, so parameter groups have as many entries as the user gave.
 
-[Note: owners] A parameter that lies in one rank's shard only is owned by that rank, and never moves. Those that cross
+[Note: owners] A parameter that is within one rank's shard is owned by that rank, and never moves. Those that cross
 the border of a shard go to the rank with the least so far, largest first. So no rank has more than an equal share and
 one tensor, and only crossing tensors are sent: per bucket, their gradients to the owners before the step and their
 weights back after it, one all-to-all each.
@@ -35,7 +35,7 @@ __all__ = ["OwnedTensors", "choose_owners", "assign_owners"]
 def choose_owners(sizes: Sequence[int], holders: Sequence[int | None], world: int) -> list[int]:
     """The owner of each tensor; no rank gets more than ``sum(sizes) / world + max(sizes)``. See [Note: owners].
 
-    holders: the rank in whose shard a tensor lies; None for one that crosses a border (or is empty).
+    holders: the rank whose shard contains a tensor; None for one that crosses a border (or is empty).
     """
     room = sum(sizes) / world + max(sizes, default=0)
     owners, loads = [-1] * len(sizes), [0] * world
@@ -67,7 +67,7 @@ def assign_owners(ctx: Context, buckets: Sequence[FlatBucket]) -> None:
 
 
 def _holder(bucket: FlatBucket, index: int) -> int | None:
-    """The rank in whose shard all of a parameter lies, if there is one."""
+    """The rank whose shard contains all of a parameter, if there is one."""
     ranks = bucket.layout.ranks(index)
     return ranks[0] if len(ranks) == 1 else None
 
@@ -114,7 +114,7 @@ class OwnedTensors:
         return {i: self._in_shard(self.bucket.shard, i) for i in owned if i not in self._arriving}
 
     def _in_shard(self, shard: Tensor, index: int) -> Tensor:
-        """Parameter `index`, which lies in this rank's shard, in its shape."""
+        """Parameter `index`, which is in this rank's shard, in its shape."""
         return shard[self.bucket.pieces[index].within].view(self.bucket.shapes[index])
 
     def _piece(self, index: int, dtype: torch.dtype) -> Piece:
@@ -151,7 +151,7 @@ class OwnedTensors:
         return dict(zip(self._arriving, out.split(sizes), strict=True))
 
     def _local(self, index: int) -> bool:
-        """Whether the weight of an owned parameter lies in this rank's shard, apart from its master."""
+        """Whether the weight of an owned parameter is in this rank's shard, separate from its master."""
         return index not in self._views and index not in self._arriving
 
     def weight_targets(self) -> list[Tensor | None]:

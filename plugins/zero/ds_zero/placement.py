@@ -138,7 +138,7 @@ class Transfers:
     def to_host(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """Start to copy device tensor `source` into host tensor `target`, or with `add` to add it.
 
-        `source` may be written to by later work of the device. Done after `settle`.
+        `source` may be overwritten by later work of the device. Complete after `synchronize`.
         """
         if not add and source.dtype == target.dtype:
             self._straight(target, source)

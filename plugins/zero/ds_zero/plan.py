@@ -1,7 +1,7 @@
-"""What each rank would hold and send, per stage and offload choice: predicted from the layouts that training uses.
+"""Memory and communication of each rank, per stage and offload choice, predicted from the layouts that training uses.
 
-Model states, the flat buffers that gradients travel in, and gathered weights. Activations, and what autograd makes on
-the way, come on top. One data-parallel group is planned: all ranks hold the same parameters but for ZeRO.
+Counted are model states, gradient buckets and gathered weights; not counted are activations and temporaries of
+autograd. The plan is of one data-parallel group: without ZeRO all its ranks have the same parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Advice", "Kinds", "Need", "Offload", "PlannedRun", "lay_out", "plan"
 
 
 class Offload(enum.Enum):
-    """What rests in host memory."""
+    """What is kept in host memory."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -35,7 +35,7 @@ class Offload(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """What decides besides the model and the section.
+    """The properties of a run, besides model and section, that memory and communication depend on.
 
     states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2).
     gas: micro-batches per step. casts: whether the optimizer needs gradients in its tensors' dtype; see
@@ -54,9 +54,8 @@ class Kinds:
     """Bytes of one rank, by kind.
 
     gradients: reduced, from backward to the step. masters: what the optimizer updates, where it is a copy.
-    cast: gradients in the masters' dtype, during a step of an optimizer that needs it. buckets: what gradients fill and
-    travel in, in backward.
-    gathered: weights of stage 3 that are gathered at a time.
+    cast: gradients in the masters' dtype, during a step of an optimizer that needs it. buckets: flat buffers in which
+    gradients are reduced, in backward. gathered: unsharded weights of stage 3, the most at a time.
     """
 
     parameters: int = 0
@@ -69,20 +68,20 @@ class Kinds:
 
     @property
     def resting(self) -> int:
-        """What is there between backward and step."""
+        """Bytes between backward and step."""
         return self.parameters + self.gradients + self.masters + self.states
 
     @property
     def peak(self) -> int:
-        """The most at a time."""
+        """The most bytes at a time."""
         return self.resting + max(self.cast, self.buckets + self.gathered)  # step, backward
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one rank needs. reduced, gathered: elements that it sends per step, as gradients and as weights.
+    """The memory and communication of one rank. reduced, gathered: elements of gradients and of weights sent per step.
 
-    sent: both, in bytes. link: bytes between device and host per step.
+    sent: the sum of both, in bytes. link: bytes between device and host per step.
     """
 
     stage: int
@@ -105,20 +104,20 @@ class Laid:
     units: list[SimulatedUnit]
 
 
-def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_away: bool = False) -> Laid:
+def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_on_host: bool = False) -> Laid:
     """The buckets in which `section.stage` (1 to 3) would lay the parameters of `module` over `world` ranks.
 
-    weights_away: they rest on the host, so that even a single rank gathers.
+    weights_on_host: even a single rank then gathers.
     """
     everything = list(module.parameters())
     trained = [p for p in everything if p.requires_grad]
-    if section.stage < 3 or (world == 1 and not weights_away):
+    if section.stage < 3 or (world == 1 and not weights_on_host):
         buckets = list(_simulated(trained, section.bucket_elements(world), world, replicated=True, trained=True))
         return Laid(buckets, [p for p in everything if not p.requires_grad], [], [])
     small = persistent(everything, section)
-    parted = {p for p in everything if p not in small}
-    modules = gatherers(module, parted, section)
-    replicated = [p for p in trained if p not in parted]
+    partitioned = {p for p in everything if p not in small}
+    modules = gatherers(module, partitioned, section)
+    replicated = [p for p in trained if p not in partitioned]
     buckets = list(_simulated(replicated, section.bucket_elements(world), world, replicated=True, trained=True))
     units: list[SimulatedUnit] = []
     for gatherer, chosen, mine in members(modules, set(trained)):
@@ -138,31 +137,31 @@ def _simulated(
 def predict(
     module: nn.Module, section: ZeroConfig, run: PlannedRun, offload: Offload = Offload.NONE, rank: int = 0
 ) -> Need:
-    """What `rank` needs under ``section.stage``; no rank owns more than rank 0.
+    """The memory and communication of `rank` under ``section.stage``; no rank owns more than rank 0.
 
     module: may be on the meta device, in the dtypes of training.
     """
     if section.stage == 0:
         return _replicated(module, run)
-    away, weights_away = offload is not Offload.NONE, offload is Offload.ALL
-    laid = lay_out(module, section, run.world, weights_away)
+    offloaded, weights_on_host = offload is not Offload.NONE, offload is Offload.ALL
+    laid = lay_out(module, section, run.world, weights_on_host)
     trained = [b for b in laid.buckets if b.trained]
-    wires = _wires(module, section, run, away)
+    wires = _wires(module, section, run, offloaded)
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
     passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
     flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
     parts = sum(b.layout.shard_numel * b.dtype.itemsize for b in laid.buckets if not b.replicated)
     weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.replicated) + _bytes(laid.loose)
     device = Kinds(
-        parameters=weights + (0 if weights_away else parts),
+        parameters=weights + (0 if weights_on_host else parts),
         gradients=kept,
         buckets=flat_peak - kept,
         gathered=_gathered_bytes(laid.units, gathered),
     )
-    host = Kinds(parameters=parts if weights_away else 0)
+    host = Kinds(parameters=parts if weights_on_host else 0)
     states = _optimized(trained, run, offload, wires.wire, rank)
-    if away:
-        # Two buffers that copies between device and host go through in turn, and the weights that a step has written.
+    if offloaded:
+        # Two staging buffers for copies between device and host, and the weights that a step has written.
         through = 2 * max(
             (b.layout.shard_numel * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0
         )
@@ -190,9 +189,9 @@ def _optimized(
     masters = states = cast = 0
     for bucket in trained:
         size, own = bucket.layout.shard_numel, _master(run.precision, bucket)
-        # On the host, masters are copies but of weights that rest there too in the masters' dtype.
-        beside = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
-        masters += size * own.itemsize if beside or own != bucket.dtype else 0
+        # On the host masters are copies, except of weights that are kept there too, in the masters' dtype.
+        copied = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
+        masters += size * own.itemsize if copied or own != bucket.dtype else 0
         states += run.states * _owned(bucket.layout, rank) * own.itemsize
         grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run, bucket, wire)
         cast += size * own.itemsize if run.casts and grad != own else 0
@@ -200,7 +199,7 @@ def _optimized(
 
 
 def _host_grad(run: PlannedRun, bucket: SimulatedBucket, wire: Callable[[SimulatedBucket], torch.dtype]) -> torch.dtype:
-    """The dtype of gradients on the host: that of masters, in which they are added, or that in which they come."""
+    """The dtype of gradients on the host: the masters', in which they are summed, or that of the reduction."""
     return run.precision.accumulate or (wire(bucket) if run.gas == 1 else _master(run.precision, bucket))
 
 
@@ -244,18 +243,18 @@ def _wire(precision: Precision, special: Mapping[nn.Parameter, torch.dtype], buc
 
 
 def _special(module: nn.Module, precision: Precision) -> Mapping[nn.Parameter, torch.dtype]:
-    """Parameters whose gradients travel in the dtype of autocast."""
+    """Parameters whose gradients are sent in the dtype of autocast."""
     return wire_dtypes(module, precision.autocast, precision.autocast_modules) if precision.autocast else {}
 
 
-def _wires(module: nn.Module, section: ZeroConfig, run: PlannedRun, away: bool) -> Wires:
+def _wires(module: nn.Module, section: ZeroConfig, run: PlannedRun, offloaded: bool) -> Wires:
     return Wires(
         world=run.world,
         keeps=section.stage == 1,
         overlap=section.overlap,
         eager=section.contiguous_gradients or run.precision.accumulate is not None,
         scatter=section.reduce_scatter,
-        to_host=away,
+        to_host=offloaded,
         grad=partial(_grad, run.precision),
         wire=partial(_wire, run.precision, _special(module, run.precision)),
     )
@@ -305,8 +304,8 @@ def _traffic(
     for unit in laid.units:
         part, count = unit.bucket.layout.shard_numel, unit.gathers
         gathered += part * others * count * factor
-        travels = narrower_dtype(unit.bucket.params, unit.bucket.dtype, special) or unit.bucket.dtype
-        sent += part * others * count * factor * travels.itemsize
+        dtype = narrower_dtype(unit.bucket.params, unit.bucket.dtype, special) or unit.bucket.dtype
+        sent += part * others * count * factor * dtype.itemsize
         if offload is Offload.ALL:
             link += part * count * run.gas * unit.bucket.dtype.itemsize
     return reduced, gathered, sent, link
@@ -322,12 +321,12 @@ def _replicated(module: nn.Module, run: PlannedRun) -> Need:
         master = precision.master if precision.master and floating else own
         grad = precision.accumulate if precision.accumulate and floating else own
         wire = special.get(param) or precision.wire or own
-        travelling = (size + 1) * wire.itemsize if run.world > 1 else 0  # a flag travels with each gradient
-        if travelling and grad == own == wire:
-            gradients += travelling  # once reduced, gradients stay in the buffer they travelled in
+        reduction = (size + 1) * wire.itemsize if run.world > 1 else 0  # a flag is sent with each gradient
+        if reduction and grad == own == wire:
+            gradients += reduction  # reduced gradients stay in the buffer of the reduction
             fresh += size * own.itemsize
         else:
-            gradients += travelling + size * grad.itemsize
+            gradients += reduction + size * grad.itemsize
         if master != own:
             masters += size * master.itemsize
             gradients += size * master.itemsize if run.casts else 0

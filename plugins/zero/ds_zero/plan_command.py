@@ -1,4 +1,4 @@
-"""``dscore plan``: which stage and offload a model needs; the words around `ds_zero.plan`."""
+"""``dscore plan``: which stage and offload a model needs; the command line of `ds_zero.plan`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 LAYERS = 32
-"""Layers that a model of --params is taken to have when --largest-layer does not tell."""
+"""The assumed number of layers of a model of --params without --largest-layer."""
 
 
 def plan(
     world: Annotated[int, typer.Option("--world", min=1, help="Data-parallel ranks.")],
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 7B.")] = None,
     largest_layer: Annotated[
-        str | None, typer.Option(help="With --params: of its largest layer, such as 200M. Default: 1/32.")
+        str | None, typer.Option(help="With --params: parameters of the largest layer, such as 200M. Default: 1/32.")
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="module:function that builds the model, or the path of a Hugging Face config.json."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A config, whose keys are taken into account.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The config of the run.")] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: the config's; bf16 without one.")
     ] = None,
@@ -43,14 +43,16 @@ def plan(
         typer.Option(min=0, help="Elements that the optimizer keeps per parameter. Default: the config's; 2 (Adam)."),
     ] = None,
     gas: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Of one device, such as 80GB: recommend what fits.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of one device, such as 80GB: recommend what fits.")
+    ] = None,
     reserve: Annotated[str, typer.Option(help="Device memory to leave for activations, such as 20GB.")] = "0",
     host_memory: Annotated[str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")] = None,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks that share a machine's memory.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="A folder for drawings of what plugins plan of the config.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="A folder for drawings by plugins, such as timelines.")] = None,
 ) -> None:
-    """Predict what each rank holds and sends under every stage and offload, and recommend one."""
+    """Predict memory and communication of each rank under every stage and offload, and recommend one."""
     from ds_cli.show import say_error
 
     from ds_core.precision import cast_module, make_precision
@@ -69,7 +71,10 @@ def plan(
     needs = planning.plan(module, section, run)
     grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
     if grain != "element":
-        say_error(f"the config's optimizer needs each {grain} whole; what that holds and sends besides is not counted")
+        say_error(
+            f"the config's optimizer needs unsharded {'matrices' if grain == 'matrix' else 'tensors'}; the memory and "
+            "communication for them are not counted"
+        )
     advice = None
     if device_memory is not None:
         room = parse_amount(device_memory, "--device-memory")
@@ -77,7 +82,7 @@ def plan(
         host = None if host_memory is None else parse_amount(host_memory, "--host-memory")
         advice = planning.recommend(needs, left, host, min(ranks_per_host, world))
     elif host_memory is not None or reserve != "0":
-        raise UsageError("--host-memory and --reserve serve the recommendation; give --device-memory too")
+        raise UsageError("--host-memory and --reserve are options of the recommendation; give --device-memory too")
     charts = [chart for answer in chosen.plugins.ask("ds_charts", config=chosen.config) for chart in answer.value]
     _show(module, run, needs, advice, charts, as_json)
     _draw(charts, svg)
@@ -90,7 +95,7 @@ def _model(params: str | None, largest_layer: str | None, model: str | None) -> 
         raise UsageError("give the model: either --params, such as 7B, or --model, such as mine.model:build")
     if params is None:
         if largest_layer is not None:
-            raise UsageError("--largest-layer goes with --params; a --model says by itself how large its layers are")
+            raise UsageError("--largest-layer is an option of --params; with --model the sizes of layers are known")
         assert model is not None
         return find_model(model)
     count = parse_amount(params, "--params")
@@ -99,7 +104,7 @@ def _model(params: str | None, largest_layer: str | None, model: str | None) -> 
 
 
 def _config(path: Path | None, dtype: str | None, gas: int | None) -> Composition:
-    """The config with what the command line says in its place; batch sizes play no role."""
+    """The config, in which options of the command line take precedence; batch sizes have no effect."""
     from ds_core.compose import compose
     from ds_core.config import read_config
 
@@ -111,13 +116,13 @@ def _config(path: Path | None, dtype: str | None, gas: int | None) -> Compositio
     if gas is not None:
         raw["gradient_accumulation_steps"] = gas
     given = raw.get("zero_optimization")
-    given = given if isinstance(given, dict) else {}  # it was once true or false; all stages are planned anyway
+    given = given if isinstance(given, dict) else {}  # true and false are old spellings; all stages are planned anyway
     zero = {k: v for k, v in given.items() if k not in ("offload_optimizer", "offload_param")}
     return compose({**raw, "zero_optimization": zero})
 
 
 def _optimizer(chosen: Composition) -> tuple[int, bool]:
-    """How many elements the config's optimizer keeps per element, seen in a step over a few; and `PlannedRun.casts`."""
+    """The optimizer's state elements per parameter element, measured in a small step; and `PlannedRun.casts`."""
     import torch
 
     if chosen.optimizer is None:
@@ -173,7 +178,7 @@ def _show(
 
 
 def _draw(charts: list[Chart], folder: Path | None) -> None:
-    """Write the drawings; where they are goes to stderr, so that JSON stays JSON."""
+    """Write the drawings, and their paths to stderr: stdout may be JSON."""
     if folder is None:
         return
     drawn = [chart for chart in charts if chart.svg is not None]

@@ -1,4 +1,4 @@
-"""The model that `dscore plan` is asked about, as a module on the meta device: it has shapes and takes no memory."""
+"""The model of `dscore plan`, as a module on the meta device: it has shapes and takes no memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def of_size(params: int, largest: int) -> nn.Module:
 def find_model(source: str) -> nn.Module:
     """The model of ``module:function`` (called without arguments) or of a Hugging Face ``config.json``.
 
-    Raises UsageError when there is none such, or when it gives something else than a module.
+    Raises UsageError when it cannot be found, or does not return a module.
     """
     path = Path(source)
     if path.is_dir() or path.suffix == ".json":
@@ -61,7 +61,7 @@ def find_model(source: str) -> nn.Module:
     except Exception as error:  # the user's code
         raise UsageError(f"--model {source}: building it failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {source}: gives a {type(model).__name__}; it must give a torch.nn.Module")
+        raise UsageError(f"--model {source}: returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model
 
 
@@ -70,7 +70,7 @@ def _find_function(source: str) -> Callable[[], Any]:
     if not attribute:
         raise UsageError(f"--model is {source!r}; write module:function, or the path of a Hugging Face config.json")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules beside the user, as for python -m
+        sys.path.insert(0, "")  # modules in the working directory, as for python -m
     try:
         found: Any = importlib.import_module(name)
         for part in attribute.split("."):
@@ -95,7 +95,7 @@ def _from_hugging_face(path: Path) -> nn.Module:
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {path}: {error}") from error
     if not isinstance(raw, dict) or "model_type" not in raw:
-        raise UsageError(f"--model {path}: has no model_type, so it is no Hugging Face config.json")
+        raise UsageError(f"--model {path}: has no model_type, so it is not a Hugging Face config.json")
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:

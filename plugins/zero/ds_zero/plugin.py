@@ -33,7 +33,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """Offload that the stage does not have, stores that nobody offers, and optimizers that reduce by themselves."""
+    """Offload that the stage does not support, unknown stores, and optimizers that reduce gradients themselves."""
     from ds_zero.config import ZeroConfig
     from ds_zero.rules import offload_problems, optimizer_problems
 
@@ -44,7 +44,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """What moves the states of stage 3 between device and host; in stages 1 and 2 it says that it needs stage 3."""
+    """What moves the states of stage 3 between device and host; in stages 1 and 2 an error names stage 3."""
     from ds_zero.config import ZeroConfig
 
     section = ctx.config.section("zero_optimization")

@@ -1,4 +1,4 @@
-"""Rules over ``zero_optimization`` that need other keys or other plugins (torch-free)."""
+"""Checks of ``zero_optimization`` that depend on other keys or other plugins (torch-free)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SELF_REDUCED = "this optimizer reduces gradients by itself, and so does ZeRO"
 
 
 def optimizer_problems(section: ZeroConfig, optimizer: OptimizerConfig | None, plugins: Plugins) -> Iterator[Problem]:
-    """An optimizer of the config's that leaves nothing for ZeRO to reduce."""
+    """An optimizer that reduces gradients itself."""
     if section.stage == 0 or optimizer is None:
         return
     answer = plugins.named("ds_optimizers", "optimizer").get(optimizer.type.lower())
@@ -32,7 +32,7 @@ def optimizer_problems(section: ZeroConfig, optimizer: OptimizerConfig | None, p
 
 
 def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]:
-    """What is wrong with the offload that the section asks for."""
+    """Problems of the offload sections."""
     stage = section.stage
     if (weights := section.offload_param) is not None and weights.on:
         if stage != 3:
@@ -55,7 +55,7 @@ def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]
 
 
 def _store_problems(place: OffloadParam | OffloadOptimizer, path: str, plugins: Plugins) -> Iterator[Problem]:
-    """A store that nobody offers, and NVMe without its folder."""
+    """An unknown store, and NVMe without its folder."""
     if (problem := check_store(plugins, place.device, f"{path}.device")) is not None:
         yield problem
     if place.device.lower() == "nvme" and place.nvme_path is None:

@@ -1,14 +1,14 @@
 """Parameters that `Init` has sharded before there is an engine.
 
-Such a parameter is an empty tensor. Its weight lies in equal shards on the ranks of one group. The engine's partitioner
-later gathers them into its flat buffers, one bucket at a time.
+Such a parameter is an empty tensor. Its weight is divided into equal shards over the ranks of one group. The engine's
+partitioner later gathers them into its flat buffers, one bucket at a time.
 
 [Note: bits] Plain code builds a model in fp32 and casts it at the end, and constructors may change a weight several
 times. So a weight is sharded in the dtype in which it was built, and cast when construction is over.
 
 [Note: aliases] A tensor that was made of an empty parameter without a call that a function mode sees
 (``nn.Parameter(linear.weight)``) gets its values by a gather, so all ranks must agree on which tensors these are. An
-address cannot tell: the memory of a freed tensor is reused, on one rank and not on the next. So the mark is an
+address is not enough: the memory of a freed tensor is reused, on one rank and not on the next. So the mark is an
 attribute of the storage itself, which torch keeps for as long as the storage lives. The storage also keeps the sharded
 weight alive, so that no garbage collector decides whether a gather takes place.
 """
@@ -170,7 +170,7 @@ def fill_alias(tensor: Tensor) -> None:
 def shard_param(param: nn.Parameter, spec: ShardSpec, source: int | None = None) -> None:
     """Keep only this rank's shard of the weight in `param`, as global rank `source` has it. Collective.
 
-    source: None stands for the group's first rank. A parameter on the meta device has no value yet.
+    source: None: the group's first rank. A parameter on the meta device has no value yet.
     """
     old = sharded_param_of(param)
     sharded = ShardedParam(spec, param.shape, param.dtype, next(_SERIAL)) if old is None else old
@@ -276,7 +276,7 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
             if hasattr(param, "ds_id"):
                 raise UsageError(
                     f"parameter {info.name!r} is partitioned by another engine; call that engine's destroy() first, or "
-                    "initialize the whole model once"
+                    "initialize the complete model once"
                 )
             continue
         check_not_assigned(param, sharded, info.name)

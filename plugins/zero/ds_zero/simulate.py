@@ -141,7 +141,7 @@ class Wires:
     """What decides the buffers of a reducer.
 
     keeps: buffers are kept between steps. eager: gradients go into buckets at once. to_host: reduced gradients are on
-    the host. grad, wire: the dtypes in which a bucket's gradients accumulate and travel.
+    the host. grad, wire: the dtypes in which a bucket's gradients accumulate and are sent.
     """
 
     world: int
@@ -271,7 +271,7 @@ class _SimulatedReducer:
         wires, memory, part = self.wires, self.memory, bucket.layout.shard_numel
         total, grad = bucket.layout.total, wires.grad(bucket)
         wire = wires.wire(bucket) if wires.world > 1 else grad
-        own = wires.scatter and not wires.keeps and wires.world > 1  # the part came in a buffer of its own
+        own = wires.scatter and not wires.keeps and wires.world > 1  # the shard is in a separate buffer
         first = bucket not in self._parts and not wires.to_host
         self._parts.add(bucket)
         if first and wire == grad and (own or wires.keeps or wires.world == 1):

@@ -20,7 +20,7 @@ class Stage12(ZeroPartitioner):
         return make_buckets(params, self.ctx, self.section.bucket_elements, placement=placement, frees_gradients=stage2)
 
     def publish(self) -> None:
-        """See `Partitioner.publish`; buckets that nobody used have not changed."""
+        """See `Partitioner.publish`; unused buckets have not changed."""
         changed = [b for b in self.buckets if self.reducer.used(b)]
         self._update_shards(changed)
         self._gather_weights(changed)

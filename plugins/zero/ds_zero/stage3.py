@@ -115,7 +115,7 @@ class Stage3(ZeroPartitioner):
         return out
 
     def _autocast_dtype(self, unit: BucketUnit) -> torch.dtype | None:
-        """The dtype in which the weights of `unit` travel: the one to which autocast casts them anyway, if any."""
+        """The dtype in which the weights of `unit` are sent: the one to which autocast casts them anyway, if any."""
         listed = self.ctx.stash.get(WIRE_DTYPES)
         return narrower_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
 

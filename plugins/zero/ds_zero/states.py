@@ -1,4 +1,4 @@
-"""Partitioned states for checkpoints: every piece with its parameter's name and its range of the whole."""
+"""Partitioned states for checkpoints: every piece with its parameter's name and its range of the unsharded state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["adopt", "load", "states"]
 def states(
     ctx: Context, module: nn.Module, buckets: Sequence[FlatBucket], optimizer: Optimizer | None
 ) -> Iterator[StateTensor]:
-    """This rank's states: whole weights and buffers, then pieces of partitioned weights, masters and moments."""
+    """This rank's states: unsharded weights and buffers, then pieces of partitioned weights, masters and moments."""
 
     def first(*but: str) -> bool:
         """Whether this rank is the first along all axes but these."""
@@ -42,9 +42,9 @@ def states(
         """The axes along which ranks hold the same as this one, so that they can share the writing."""
         return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
-    parted = {p for b in buckets if b.sharded for p in b.params}
+    partitioned = {p for b in buckets if b.sharded for p in b.params}
     for name, param in module.named_parameters():
-        if param not in parted:
+        if param not in partitioned:
             info, shape = ctx.params.get(param), tuple(param.shape)  # None: one that came after initialize
             held, counted = (info.held, info.counted) if info is not None else ((), True)
             yield StateTensor(f"module/{name}", param.data, shape, 0, param.numel(), held, counted, others(*held))
@@ -81,7 +81,7 @@ def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, stor
             raise UsageError(
                 f"optimizer state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, its "
                 f"piece on this rank has {piece.master.numel()} elements; ZeRO can save states of one "
-                "value per element, or of one value alone"
+                "value per element, or one value in all"
             )
 
 
@@ -105,9 +105,11 @@ def load(
     from_fp32: take master weights from the checkpoint's (when it has them), else from its module weights.
     """
     known = set(source.names())
-    parted = {p for b in buckets if b.sharded for p in b.params}
-    whole = [(n, p.data) for n, p in module.named_parameters() if p not in parted] + list(_persistent_buffers(module))
-    for name, tensor in whole:
+    partitioned = {p for b in buckets if b.sharded for p in b.params}
+    unsharded = [(n, p.data) for n, p in module.named_parameters() if p not in partitioned] + list(
+        _persistent_buffers(module)
+    )
+    for name, tensor in unsharded:
         if strict or f"module/{name}" in known:
             check_shape(source, f"module/{name}", tuple(tensor.shape))
             tensor.copy_(read_state(source, f"module/{name}", tensor))
@@ -123,12 +125,12 @@ def load(
 
 
 def _load_masters(bucket: FlatBucket, source: StateSource, known: set[str], *, from_fp32: bool) -> None:
-    """From stored ones or, without them, from the weights. Without a collective: another rank may fail to read."""
-    apart = bucket.owned is not None and bucket.sharded  # a whole master of a weight that is not
-    if not apart:
+    """From saved masters or, without them, from the weights. No collectives: another rank may fail to read."""
+    owned = bucket.owned is not None and bucket.sharded  # an unsharded master of a sharded weight
+    if not owned:
         bucket.refresh()
     for piece in bucket.optimized:
-        if apart and f"module/{piece.name}" in known:
+        if owned and f"module/{piece.name}" in known:
             weight = _range(source, f"module/{piece.name}", piece).to(bucket.dtype)
             piece.master.data.copy_(weight.view(piece.master.shape))
         if piece.master.dtype != bucket.dtype and from_fp32 and f"master/{piece.name}" in known:
@@ -155,14 +157,14 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
                     values[key] = _range(source, name, piece, old)
             if store is not None:
                 store.discard([v for k, v in replaced.items() if isinstance(v, Tensor) and (k in values or not values)])
-                values = {k: v.clone() for k, v in values.items()}  # storages of their own, to be emptied
+                values = {k: v.clone() for k, v in values.items()}  # own storages, which the store can free
             set_optimizer_state(optimizer, piece.master, values)
             if store is not None:
                 store.evict([v for k, v in values.items() if v.dim()])
 
 
-def adopt(piece: Piece, state: Mapping[str, Any], *, whole: bool) -> dict[str, Any]:
-    """What of the `state` of a parameter, kept by an optimizer outside, belongs to this rank's piece of it."""
+def adopt(piece: Piece, state: Mapping[str, Any], *, full: bool) -> dict[str, Any]:
+    """This rank's piece of the `state` that the user's optimizer already has for a parameter. full: all of it."""
     if piece.stop == piece.start:
         return {}
     kept = dict(state)
@@ -170,25 +172,25 @@ def adopt(piece: Piece, state: Mapping[str, Any], *, whole: bool) -> dict[str, A
         if not isinstance(value, Tensor):
             continue
         if value.dim() == 0 and (piece.shape or key == "step"):
-            if piece.master.device.type == "cpu":  # the step is the host's
+            if piece.master.device.type == "cpu":  # the step runs on the host
                 kept[key] = value.cpu()
             continue
-        if whole:
+        if full:
             kept[key] = value.to(piece.master.device)
         elif tuple(value.shape) == piece.shape:
             kept[key] = value.reshape(-1)[piece.start : piece.stop].to(piece.master.device, copy=True)
         else:
             raise UsageError(
                 f"the optimizer's state {key!r} of parameter {piece.name!r} has shape {tuple(value.shape)}, the "
-                f"parameter {piece.shape}; ZeRO can take over states of one value per element, or of one value alone"
+                f"parameter {piece.shape}; ZeRO can take over states of one value per element, or one value in all"
             )
     return kept
 
 
 def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) -> set[str]:
-    """The keys that hold one value per parameter, such as step.
+    """The keys of states with one value per parameter, such as step.
 
-    For a parameter without dimensions shapes cannot tell; then what the others say counts, and "step" by itself.
+    The shapes of a parameter without dimensions do not show it; the other parameters decide, and "step" is known.
     """
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for entries in by_param.values():

@@ -1,4 +1,4 @@
-"""Where the weight of a partitioned parameter is now, as ``param.ds_status`` tells (torch-free)."""
+"""The values of ``param.ds_status``: where the weight of a partitioned parameter is now (torch-free)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ZeroParamStatus"]
 
 
 class ZeroParamStatus(enum.Enum):
-    """AVAILABLE: the parameter is whole. NOT_AVAILABLE: it is empty, each rank has a part. INFLIGHT: being gathered."""
+    """AVAILABLE: unsharded. NOT_AVAILABLE: the parameter is empty, each rank has a shard. INFLIGHT: being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

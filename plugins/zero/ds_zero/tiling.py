@@ -1,7 +1,7 @@
 """A large linear layer as a grid of small ones that run one after the other.
 
-Under stage 3 each tile is gathered and released by itself, so the memory for gathered weights (and for their
-gradients) falls by the number of tiles, while the result stays that of the whole layer.
+Under stage 3 each tile is gathered and released separately, so the memory for gathered weights (and for their
+gradients) falls by the number of tiles, while the result stays that of the full layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["TiledLinear", "TiledLinearReturnBias"]
 class _Tiles(nn.Module):
     """The grid ``linears[row][column]``: rows cut the outputs, columns cut the inputs.
 
-    Cuts are near-equal, the first ones longer by 1 where it does not come out even. The last tile of a row has its
+    Cuts are near-equal, the first ones longer by 1 where the sizes are not divisible. The last tile of a row has its
     share of the bias.
 
     nn_linear: the class that makes the tiles when `linear_cls` is ``nn.Linear``.
@@ -62,7 +62,7 @@ class _Tiles(nn.Module):
             self.copy_params_from(init_linear)
 
     def extra_repr(self) -> str:
-        """What of the layer its tiles do not tell."""
+        """Sizes of the layer, which its tiles do not show."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
             f"in_splits={self.in_splits}, out_splits={self.out_splits}"
@@ -70,7 +70,7 @@ class _Tiles(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, linear: nn.Module) -> None:
-        """Give the tiles the values of `linear`, a whole layer.
+        """Give the tiles the values of `linear`, a full layer.
 
         linear: has ``weight`` of (out_features, in_features), and ``bias`` of (out_features,) where this layer has one
         and None or none where it has not; any device, any dtype. Weights that are partitioned are gathered, one tile
@@ -78,7 +78,7 @@ class _Tiles(nn.Module):
         no value is changed then.
         """
         weight = _param(linear, "weight", (self.out_features, self.in_features))
-        whole = [weight]
+        full = [weight]
         for rows, tiles in zip(self.out_sizes, self._rows(), strict=True):
             for columns, tile in zip(self.in_sizes, tiles, strict=True):
                 _param(tile, "weight", (rows, columns))
@@ -89,16 +89,16 @@ class _Tiles(nn.Module):
                 f"tiled one with bias={not self.use_bias}"
             )
         if self.use_bias:
-            whole.append(_param(linear, "bias", (self.out_features,)))
+            full.append(_param(linear, "bias", (self.out_features,)))
             for rows, tiles in zip(self.out_sizes, self._rows(), strict=True):
                 _param(tiles[-1], "bias", (rows,))
-        with GatheredParameters(whole):
-            for target, part in self._pairs(*whole):
+        with GatheredParameters(full):
+            for target, part in self._pairs(*full):
                 with GatheredParameters(target, modifier_rank=0):
                     target.copy_(part)
 
     def _pairs(self, weight: Tensor, bias: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter of the tiles, and what of a whole layer belongs in it."""
+        """Each parameter of the tiles, and the part of the full layer that belongs in it."""
         for rows, tiles in zip(weight.split(self.out_sizes), self._rows(), strict=True):
             for part, tile in zip(rows.split(self.in_sizes, dim=1), tiles, strict=True):
                 yield _param(tile, "weight", part.shape), part
@@ -110,7 +110,7 @@ class _Tiles(nn.Module):
         return [list(row.children()) for row in self.linears]
 
     def _run(self, input_: Tensor | Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """One output per row, summed over its tiles, and the bias that its last tile returned beside its output."""
+        """One output per row, summed over its tiles, and the bias that its last tile returned with its output."""
         parts = self._split(input_)
         outputs, biases = [], []
         for tiles in self._rows():
@@ -127,12 +127,12 @@ class _Tiles(nn.Module):
         """The input of each column."""
         if not self.input_is_already_split:
             if not isinstance(input_, Tensor) or _width(input_) != self.in_features:
-                raise UsageError(f"the input must be a tensor of (..., {self.in_features}), not {_told(input_)}")
+                raise UsageError(f"the input must be a tensor of (..., {self.in_features}), not {_described(input_)}")
             return list(input_.split(self.in_sizes, dim=-1))
         if not isinstance(input_, (list, tuple)) or [_width(t) for t in input_] != self.in_sizes:
             raise UsageError(
                 f"the input is split already, so it must be a list of {self.in_splits} tensors with last dimensions "
-                f"{self.in_sizes}, not {_told(input_)}"
+                f"{self.in_sizes}, not {_described(input_)}"
             )
         return list(input_)
 
@@ -140,13 +140,13 @@ class _Tiles(nn.Module):
 class TiledLinear(_Tiles):
     """``nn.Linear`` cut into a grid of `out_splits` x `in_splits` tiles, which run in sequence.
 
-    in_features, out_features, bias: as of the whole layer.
+    in_features, out_features, bias: of the full layer.
     in_splits, out_splits: into how many near-equal parts inputs and outputs are cut, 1 to the number of features.
     input_is_already_split: forward takes a list of `in_splits` tensors instead of one.
     combine_out_splits: forward returns one tensor; False: the list of the `out_splits` tensors.
     linear_cls: makes a tile, as ``linear_cls(in, out, bias=..., **kwargs)``.
-    init_linear: a whole layer to copy the values from. Without it each tile is initialised by its class, for its own
-    number of inputs and not that of the whole layer.
+    init_linear: a full layer to copy the values from. Without it each tile is initialised by its class, for its own
+    number of inputs not that of the full layer.
 
     Raises UsageError (a RuntimeError) for splits out of range and, in forward, for an input of another shape.
     """
@@ -158,22 +158,22 @@ class TiledLinear(_Tiles):
         """
         outputs, biases = self._run(input_)
         if any(b is not None for b in biases):
-            raise UsageError("the tiles return their bias beside their output; use TiledLinearReturnBias")
+            raise UsageError("the tiles return (output, bias); use TiledLinearReturnBias")
         return _join(outputs) if self.combine_out_splits else outputs
 
 
 class _LinearReturnBias(nn.Linear):
-    """A linear layer that leaves it to the caller to add the bias."""
+    """A linear layer whose caller adds the bias."""
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        # A copy: under stage 3 a returned parameter would keep the whole tile gathered for as long as it is in use.
+        # A copy: under stage 3 a returned parameter would keep the tile gathered while it is in use.
         return F.linear(input, self.weight), None if self.bias is None else self.bias.clone()
 
 
 class TiledLinearReturnBias(_Tiles):
     """`TiledLinear`, but forward returns ``(output, bias)`` and does not add the bias.
 
-    linear_cls: its tiles return ``(output, bias)`` too, without the bias added; ``nn.Linear`` stands for one that does.
+    linear_cls: its tiles return ``(output, bias)`` too, without the bias added; for ``nn.Linear`` such a class is used.
     """
 
     nn_linear = _LinearReturnBias
@@ -206,7 +206,7 @@ def _cut(side: str, features: int, splits: int) -> list[int]:
 
 
 def _call(tile: nn.Module, part: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A tile's output, and its bias if it returns one beside it."""
+    """A tile's output, and its bias if it returns one too."""
     result = tile(part)
     return result if isinstance(result, tuple) else (result, None)
 
@@ -227,13 +227,14 @@ def _param(module: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     found = handle.shape if handle is not None else param.shape if isinstance(param, Tensor) else None
     if not isinstance(param, Tensor) or found != tuple(shape):
         raise UsageError(
-            f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, not {_told(param)}"
+            f"copy_params_from: {name} of {type(module).__name__} must have shape {tuple(shape)}, not "
+            f"{_described(param)}"
         )
     return param
 
 
-def _told(value: object) -> str:
-    """What `value` is, in an error."""
+def _described(value: object) -> str:
+    """`value` in an error message."""
     if isinstance(value, Tensor):
         return f"one of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):

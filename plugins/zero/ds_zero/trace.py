@@ -1,4 +1,4 @@
-"""The order in which units were needed the last time, and what follows from it: arithmetic only, no tensors."""
+"""The order in which units were needed in the last pass, and predictions from it: arithmetic only, no tensors."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ __all__ = ["Trace"]
 class Trace:
     """One pass over the model, compared with the pass before.
 
-    Units are numbers. A pass that leaves the remembered order predicts nothing more until it ends; then its own
-    order is what is remembered.
+    Units are numbers. A pass that departs from the recorded order predicts nothing more; when it ends, its own order
+    is recorded.
     """
 
     def __init__(self) -> None:
         self._expected: list[int] = []
         self._seen: list[int] = []
-        self._lost = False
+        self._diverged = False
 
     def visit(self, unit: int, *, opening: bool = False) -> bool:
-        """A unit is needed. False when that is not what was expected.
+        """A unit is needed. Returns False when another one was expected.
 
         opening: a new forward begins with it; if the expected one is not `unit`, and the pass began with it, then the
-        last forward had no backward, and the pass starts afresh.
+        last forward had no backward, and a new pass begins.
         """
         if opening and self._seen and self._seen[0] == unit and self.ahead()[:1] != [unit]:
-            self._seen, self._lost = [], False
+            self._seen, self._diverged = [], False
         here = len(self._seen)
         self._seen.append(unit)
-        if self._lost or not self._expected:
+        if self._diverged or not self._expected:
             return True
-        self._lost = here >= len(self._expected) or self._expected[here] != unit
-        return not self._lost
+        self._diverged = here >= len(self._expected) or self._expected[here] != unit
+        return not self._diverged
 
     def seen(self) -> list[int]:
-        """What this pass has needed so far."""
+        """The units that this pass has needed so far."""
         return list(self._seen)
 
     def ahead(self) -> list[int]:
-        """What is expected to be needed from here on."""
-        return [] if self._lost else self._expected[len(self._seen) :]
+        """The units that are expected next, in order."""
+        return [] if self._diverged else self._expected[len(self._seen) :]
 
     def distance(self, unit: int, sizes: Sequence[int]) -> int | None:
         """Elements of other units that are needed before `unit` is needed again; None: not again, or not known."""
         between = 0
-        for index in range(len(self._seen), 0 if self._lost else len(self._expected)):
+        for index in range(len(self._seen), 0 if self._diverged else len(self._expected)):
             if self._expected[index] == unit:
                 return between
             between += sizes[self._expected[index]]
@@ -55,4 +55,4 @@ class Trace:
         """The pass is over."""
         if self._seen:
             self._expected = self._seen
-        self._seen, self._lost = [], False
+        self._seen, self._diverged = [], False

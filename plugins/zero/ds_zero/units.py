@@ -1,4 +1,4 @@
-"""Which parameters of stage 3 stay whole, and which modules gather what: pure decisions over a module tree."""
+"""Which parameters of stage 3 stay unsharded, and which module gathers which: decisions from the module tree alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gatherer:
 
 
 def persistent(params: Sequence[nn.Parameter], section: ZeroConfig) -> set[nn.Parameter]:
-    """The parameters that stay whole on every rank: the small ones, in order, while they fit the total."""
+    """The parameters that stay unsharded: small ones, in order, up to ``model_persistence_threshold`` elements."""
     chosen: set[nn.Parameter] = set()
     total = 0
     for param in params:
@@ -43,7 +43,7 @@ def persistent(params: Sequence[nn.Parameter], section: ZeroConfig) -> set[nn.Pa
 
 
 def gatherers(root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConfig) -> list[Gatherer]:
-    """The modules to watch, in the order of the tree; none below a leaf, none without partitioned parameters."""
+    """The modules to hook, in the order of the tree; none below a leaf, none without partitioned parameters."""
     leaves = find_leaves(root, section.leaf_module)
     return list(_walk("", root, partitioned, leaves, section.module_granularity_threshold, set()))
 
@@ -51,7 +51,7 @@ def gatherers(root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConf
 def members(
     modules: Sequence[Gatherer], trained: set[nn.Parameter]
 ) -> Iterator[tuple[Gatherer, list[nn.Parameter], bool]]:
-    """What each module's own units hold: its parameters that no earlier module has; True: those of the optimizer."""
+    """The parameters of each module's units: those that no earlier module has. True: the optimizer updates them."""
     taken: set[nn.Parameter] = set()
     for gatherer in modules:
         own = [p for p in gatherer.params if p not in taken]
@@ -85,15 +85,15 @@ def _walk(
 
 
 def _fine(module: nn.Module, threshold: int) -> bool:
-    """Whether the module is made of parts so small that it is gathered as one."""
+    """Whether the module has so few elements per submodule that it is gathered as one unit."""
     descendants = sum(1 for _ in module.modules()) - 1
     return descendants > 0 and sum(p.numel() for p in module.parameters()) / (1 + descendants) < threshold
 
 
 def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
-    """The modules that are leaves by what was said of them, or by the config.
+    """The modules that are leaves, by `set_z3_leaf_module` or by the config.
 
-    Entries of the config that match nothing are warned of (but the defaults).
+    Warns of entries of the config, other than the defaults, that match no module.
     """
     found: set[nn.Module] = set()
     matched: set[tuple[str, str]] = set()
@@ -103,8 +103,8 @@ def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
         hits += [("names", n) for n in wanted.names if n == name]
         hits += [("name_suffixes", s) for s in wanted.name_suffixes if name.endswith(s)]
         matched.update(hits)
-        said = leaf_flag(module)
-        if bool(hits) if said is None else said:
+        flag = leaf_flag(module)
+        if bool(hits) if flag is None else flag:
             found.add(module)
     entries = [("classes", c) for c in wanted.classes if c not in LEAF_CLASSES]
     entries += [("names", n) for n in wanted.names] + [("name_suffixes", s) for s in wanted.name_suffixes]

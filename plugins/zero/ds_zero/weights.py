@@ -87,7 +87,7 @@ class WeightHandle(ABC):
     @property
     @abstractmethod
     def sharded_at_rest(self) -> bool:
-        """Whether the weight is sharded while nobody uses it."""
+        """Whether the weight is sharded while it is not in use."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class WeightHandle(ABC):
         self.reshard()
 
     def source(self, modifier: int) -> int:
-        """The global rank that `modifier` stands for. Raises UsageError when it does not share this parameter."""
+        """The global rank that `modifier` means. Raises UsageError when it does not share this parameter."""
         if modifier in self.ranks:
             return modifier
         if modifier in (FIRST, 0):

@@ -389,12 +389,12 @@ def test_json_holds_bytes_and_the_config_counts() -> None:
     assert next(r for r in fp32["choices"] if r["stage"] == 2)["device"]["masters"] == 0
 
 
-def test_optimizers_that_need_more_than_pieces_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_that_need_unsharded_tensors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = OptimizerEntry("torch.optim:AdamW", grain="tensor")
     monkeypatch.setattr("ds_core.compose.choose", lambda kind, *_: (Choice(kind, {}, entry), []))
     done = dscore("--world", "8", "--params", "1M")
     assert done.exit_code == 0
-    assert "needs each tensor whole" in done.output + done.stderr
+    assert "needs unsharded tensors" in done.output + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -405,11 +405,11 @@ def test_optimizers_that_need_more_than_pieces_are_told_of(monkeypatch: pytest.M
         (["--params", "7X"], "--params is '7X'; write a number with a unit"),
         (["--params", "0"], "--params is '0'"),
         (["--params", "1M", "--largest-layer", "2M"], "--largest-layer is 2000000; it must be from 1 to the 1000000"),
-        (["--model", "mine_to_plan:build", "--largest-layer", "2M"], "--largest-layer goes with --params"),
+        (["--model", "mine_to_plan:build", "--largest-layer", "2M"], "--largest-layer is an option of --params"),
         (["--model", "mine_to_plan"], "write module:function"),
         (["--model", "mine_to_plan:missing"], "has no attribute 'missing'"),
         (["--model", "no_such_module_here:build"], "No module named 'no_such_module_here'"),
-        (["--model", "mine_to_plan:build_nothing"], "gives a NoneType; it must give a torch.nn.Module"),
+        (["--model", "mine_to_plan:build_nothing"], "returned a NoneType; it must return a torch.nn.Module"),
         (["--model", "mine_to_plan:broken"], "building it failed: ZeroDivisionError"),
         (["--model", "mine_to_plan:greedy"], "needs arguments (size)"),
         (["--model", "missing.json"], "No such file"),

@@ -67,7 +67,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def settled(engine: Any) -> None:
+def unused_are_sharded(engine: Any) -> None:
     """Nothing is gathered or kept."""
     for unit in getattr(engine.partitioner, "units", ()):
         assert not unit.is_unsharded and not unit.uses, unit.bucket.names
@@ -89,7 +89,7 @@ def check_writes(stage: int, dtype: str, optimizer: str, section: dict[str, Any]
             for param in module.parameters():
                 param.fill_(10.0 * comm.rank() + rank)
             module.a.bias.data = torch.full((D,), 7.0 + comm.rank(), dtype=module.a.bias.dtype)
-        settled(engine)
+        unused_are_sharded(engine)
         for name, value in weights(engine).items():
             assert bool((value == (7.0 + rank if name == "a.bias" else 11.0 * rank)).all()), (name, rank)
         for group in engine.optimizer.param_groups:
@@ -101,7 +101,7 @@ def check_writes(stage: int, dtype: str, optimizer: str, section: dict[str, Any]
     step(engine)
     found = weights(engine)
     assert all(torch.equal(found[n], v) for n, v in before.items())
-    settled(engine)
+    unused_are_sharded(engine)
     engine.destroy()
 
 
@@ -164,11 +164,11 @@ def check_reads() -> None:
         assert torch.equal(module.a.weight.double(), weights(engine)["a.weight"])
         ds_zero.empty_partition_cache(engine)
         whole(module.a.weight)
-    settled(engine)
+    unused_are_sharded(engine)
     with gathered(module, enabled=False), gathered(nn.Linear(2, 2)), gathered([]), gathered(iter([module.a.bias])):
         assert module.b[0].weight.numel() == 0
         whole(module.a.bias)
-    settled(engine)
+    unused_are_sharded(engine)
 
     # Inside a forward, and with weights that are kept between forward and backward.
     seen = []
@@ -181,7 +181,7 @@ def check_reads() -> None:
     with gathered(module.a, modifier_rank=0), torch.no_grad():
         module.a.bias.add_(comm.rank() + 1.0)
     engine.backward(loss)
-    settled(engine)
+    unused_are_sharded(engine)
     engine.step()
     handle.remove()
     assert seen
@@ -207,7 +207,7 @@ def check_reads() -> None:
         gathered(module.a.weight, modifier_rank=0),
     ):
         module.a.weight.data = torch.ones(3)
-    settled(engine)
+    unused_are_sharded(engine)
     with gathered(module.a.weight):
         assert torch.equal(module.a.weight.double(), truth["a.weight"])
     with pytest.raises(UsageError, match="modifier_rank 2 is not a rank; this run has 0 to 1"):
@@ -265,9 +265,9 @@ def check_several_engines() -> None:
     joint = first(torch.ones(4, D)).sum() + third(torch.ones(4, D)).sum()
     joint.backward()
     for engine in (first, third):
-        settled(engine)
+        unused_are_sharded(engine)
         engine.step()
-        settled(engine)
+        unused_are_sharded(engine)
     for engine in (first, second, third):
         engine.destroy()
 
@@ -360,7 +360,7 @@ def check_apply() -> None:
 
     engine = start(3)
     assert engine.module.apply(start_linear) is engine.module
-    settled(engine)
+    unused_are_sharded(engine)
     assert set(seen.values()) == {(D, D)}
     found = weights(engine)
     assert bool((found["a.weight"] == 3).all()) and bool((found["b.0.bias"] == 4).all())
@@ -456,7 +456,7 @@ def check_external(early: bool, by_context: bool) -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for seed in range(2):
         step(engine, seed)
-        settled(engine)
+        unused_are_sharded(engine)
         for rank in range(comm.world_size()):
             x = torch.randn(4, D, generator=torch.Generator().manual_seed(10 * seed + rank))
             (plain(x).square().mean() / comm.world_size()).backward()
@@ -507,7 +507,7 @@ def check_late() -> None:
     before = weights(engine)
     for _ in range(2):
         step(engine, 1)
-        settled(engine)
+        unused_are_sharded(engine)
     after = weights(engine)
     assert not torch.equal(before["a.weight"], after["a.weight"])
     assert torch.equal(module.a.extra, torch.ones(D))
@@ -537,12 +537,12 @@ def check_generation(stage: int) -> None:
             assert not module.a._forward_pre_hooks and not torch.is_grad_enabled()
             for _ in range(3):
                 assert torch.equal(unwrapped(torch.ones(4, D)), truth)
-        settled(engine)
+        unused_are_sharded(engine)
         assert len(module.a._forward_pre_hooks) == hooks
     module.train()
     before = weights(engine)
     step(engine)
-    settled(engine)
+    unused_are_sharded(engine)
     assert not torch.equal(before["a.weight"], weights(engine)["a.weight"])
     engine.destroy()
 
