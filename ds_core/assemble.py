@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_core import comm
+from ds_core import __version__, comm
 from ds_core.accelerator import get_accelerator
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, check_rules, compose
@@ -244,8 +244,6 @@ def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, wo
 
 def _fingerprint(ctx: Context) -> dict[str, str]:
     """What must be the same on every rank, key by key."""
-    from ds_core import __version__
-
     items = {f"config.{k}": v for k, v in ctx.config.fingerprint_items().items()}
     items |= {f"plugin {k}": v for k, v in ctx.plugins.loaded_versions().items()}
     items |= {

@@ -189,32 +189,13 @@ class RepeatingLoader:
         return len(self.loader)
 
 
-def make_loader(
-    ctx: Context,
-    dataset: Any,
-    batch_size: int | None = None,
-    *,
-    route: str = "train",
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    sampler: Any = None,
-) -> Loader:
+def make_loader(ctx: Context, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
     """A loader of this rank's share of `dataset`: a plugin's (hook `ds_loader`), else `DistributedLoader`.
 
-    batch_size: samples per micro-batch; None: the config's. The rest: `LoaderRequest`.
+    batch_size: samples per micro-batch; None: the config's. options: other fields of `LoaderRequest`.
     """
-    request = LoaderRequest(
-        dataset,
-        batch_size or ctx.batch.micro,
-        replicas=ctx.mesh.size("dp"),
-        index=ctx.mesh.index("dp"),
-        route=route,
-        drop_last=ctx.config.core.dataloader_drop_last,
-        collate_fn=collate_fn or ctx.collate_fn,
-        num_workers=num_workers,
-        pin_memory=pin_memory and ctx.accelerator.device_type != "cpu",
-        sampler=sampler,
-    )
+    options = {"drop_last": ctx.config.core.dataloader_drop_last, "collate_fn": ctx.collate_fn} | options
+    replicas, index = ctx.mesh.size("dp"), ctx.mesh.index("dp")
+    request = LoaderRequest(dataset, batch_size or ctx.batch.micro, replicas, index, **options)
     answer = ctx.plugins.driver("ds_loader", ctx=ctx, request=request)
     return DistributedLoader(request) if answer is None else cast("Loader", answer.value)

@@ -355,7 +355,7 @@ class Engine(RunningEngine):
     def destroy(self) -> None:
         """Close monitors, remove hooks and free buffers; the module stays usable on its own.
 
-        A checkpoint that is being saved is waited for. Any later use of the engine is an error, see `ds_core.ended`.
+        A checkpoint that is being saved is waited for. Any later use of the engine is an error, but for its counters.
         """
         if self.serial in STATE.members:
             self.telemetry.exception(sys.exc_info()[1])  # destroyed by a ``finally`` while an exception ends training?
@@ -364,6 +364,22 @@ class Engine(RunningEngine):
             self.telemetry.close()
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)
-            from ds_core.ended import end
+            self.__class__ = DestroyedEngine
 
-            end(self)
+
+class DestroyedEngine(Engine):
+    """What an engine is after `destroy`. Its hooks are gone, so it would train each rank for itself.
+
+    The class of the object is changed rather than asked for at each call, which would cost every forward.
+    """
+
+    _left = frozenset({"module", "destroy", "config", "ctx", "serial", "global_rank", "world_size", "should_stop"})
+    _left |= {"micro_steps", "global_steps", "global_samples", "skipped_steps"}  # programs that end report them
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name in DestroyedEngine._left:
+            return object.__getattribute__(self, name)
+        raise UsageError(
+            f"engine.{name}: this engine was destroyed (by destroy(), or by a second initialize on its model); use the "
+            "engine that initialize made last, or the plain engine.module"
+        )

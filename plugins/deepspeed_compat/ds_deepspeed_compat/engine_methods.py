@@ -37,14 +37,15 @@ def deepspeed_io(
     """A loader of this rank's share of `dataset`; shuffled for route "train", in order for any other."""
     from ds_core.data import make_loader
 
+    ctx = engine.ctx
     return make_loader(
-        engine.ctx,
+        ctx,
         dataset,
         batch_size,
         route=route,
-        collate_fn=collate_fn,
+        collate_fn=collate_fn or ctx.collate_fn,
         num_workers=num_local_io_workers or 0,
-        pin_memory=pin_memory,
+        pin_memory=pin_memory and ctx.accelerator.device_type != "cpu",
         sampler=data_sampler,
     )
 
@@ -70,9 +71,14 @@ def get_type(engine: Engine) -> list[str | None]:
     return [g.get("type") for g in engine.param_groups()]
 
 
-def save_fp16_model(engine: Engine, save_dir: str, save_filename: str = "model.safetensors") -> bool:
+def save_fp16_model(
+    engine: Engine,
+    save_dir: str,
+    save_filename: str = "model.safetensors",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
     """The old name of `Engine.save_16bit_model`."""
-    return engine.save_16bit_model(save_dir, save_filename)
+    return engine.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
 
 def set_dataloader(engine: Engine, loader: Iterable[Any]) -> None:
