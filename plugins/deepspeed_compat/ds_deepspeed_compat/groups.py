@@ -43,8 +43,9 @@ def mesh() -> Mesh:
     return engines[-1].ctx.mesh
 
 
-def _group(axes: tuple[str, ...]) -> ProcessGroup:
-    group = mesh().group(*axes)
+def group_of(mesh: Mesh, *axes: str) -> ProcessGroup:
+    """The group along `axes` as one of torch's, also where it would hold this rank alone."""
+    group = mesh.group(*axes)
     if group is not ALONE:
         return group
     world = dist.group.WORLD
@@ -58,7 +59,7 @@ def _group(axes: tuple[str, ...]) -> ProcessGroup:
 
 
 _QUESTIONS: dict[str, Callable[[tuple[str, ...]], Any]] = {
-    "group": _group,
+    "group": lambda axes: group_of(mesh(), *axes),
     "world_size": lambda axes: mesh().size(*axes),
     "rank": lambda axes: mesh().index(*axes),
     "src_rank": lambda axes: mesh().ranks(*axes)[0],
@@ -88,7 +89,7 @@ def _get_max_expert_size_name() -> str:
 
 def _clone_world_group() -> ProcessGroup:
     """The group of all ranks."""
-    return _group(mesh().names)
+    return group_of(mesh(), *mesh().names)
 
 
 def _ask(kind: str, question: str) -> Any:

@@ -15,10 +15,11 @@ __all__ = ["ds_engine_methods", "ds_mesh", "ds_param_axes"]
 
 
 def ds_engine_methods() -> Mapping[str, Callable[..., Any]]:
-    """All of `ds_deepspeed_compat.engine_methods`."""
+    """All of `ds_deepspeed_compat.engine_methods`, and the getters of `ds_deepspeed_compat.engine_getters`."""
     from ds_deepspeed_compat import engine_methods
+    from ds_deepspeed_compat.engine_getters import GETTERS
 
-    return {name: getattr(engine_methods, name) for name in engine_methods.__all__}
+    return {**GETTERS, **{name: getattr(engine_methods, name) for name in engine_methods.__all__}}
 
 
 def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:

@@ -46,11 +46,8 @@ def test_names_are_the_real_objects(deepspeed: object) -> None:
     from ds_lr_schedules.schedules import WarmupLR as Ours
     from ds_zero import Init
 
-    import ds_core
-
     assert deepspeed.zero.Init is Init  # type: ignore[attr-defined]
     assert WarmupLR is Ours
-    assert deepspeed.DeepSpeedEngine is ds_core.Engine  # type: ignore[attr-defined]
     assert pickle.loads(pickle.dumps(WarmupLR)) is Ours  # noqa: S301  our own bytes
     assert list(inspect.signature(deepspeed.initialize).parameters)[:4] == [  # type: ignore[attr-defined]
         *("args", "model", "optimizer", "model_parameters"),

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_deepspeed_compat.names.entry import Rows, differs
-
-_ENGINE = differs(
-    "ds_deepspeed_compat.engines", "an engine whose model is a pipeline is an instance; there is one class"
-)
+from ds_deepspeed_compat.names.entry import Rows
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.pipe": {"PipelineModule LayerSpec TiedLayerSpec ProcessTopology": "ds_pipeline"},
@@ -17,7 +13,7 @@ NAMES: Mapping[str, Rows] = {
         "PipelineModule LayerSpec TiedLayerSpec": "ds_pipeline",
         "PipelineError": "ds_core.errors:UsageError",
     },
-    "deepspeed.runtime.pipe.engine": {"PipelineEngine": _ENGINE},
+    "deepspeed.runtime.pipe.engine": {"PipelineEngine": "ds_deepspeed_compat.engine"},
     "deepspeed.runtime.pipe.topology": {
         "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid": "ds_pipeline",
     },

@@ -12,8 +12,7 @@ _DATA = "data efficiency is not built; give initialize a dataset or a loader of 
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.engine": {
-        "DeepSpeedEngine": "ds_core:Engine",
-        "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable": "ds_deepspeed_compat.engines",
+        "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable": "ds_deepspeed_compat.engine",
         "MEMORY_OPT_ALLREDUCE_SIZE": "ds_deepspeed_compat.constants",
     },
     "deepspeed.runtime.hybrid_engine": {

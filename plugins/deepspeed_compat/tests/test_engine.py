@@ -1,0 +1,153 @@
+"""`deepspeed.initialize`: ds_core's engine under DeepSpeed's names, which is a module too."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ds_deepspeed_compat.engine import DeepSpeedEngine, PipelineEngine, initialize
+from ds_pipeline import LayerSpec, PipelineModule
+from ds_testing import run_ranks
+from torch import nn
+
+import ds_core
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def start(model: nn.Module | None = None, **config: Any) -> Any:
+    given = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}} | config
+    return initialize(model=model or net(), config=given)[0]
+
+
+def test_the_engine_is_a_module_with_one_child() -> None:
+    engine = start()
+    assert isinstance(engine, nn.Module)
+    assert isinstance(engine, ds_core.Engine)
+    assert type(engine) is DeepSpeedEngine
+    assert [name for name, _ in engine.named_parameters()][:2] == ["module.0.weight", "module.0.bias"]
+    assert list(engine.parameters()) == list(engine.module.parameters())
+    assert engine.state_dict().keys() == {f"module.{name}" for name in engine.module.state_dict()}
+    assert list(engine.children()) == [engine.module]
+    engine.load_state_dict(engine.state_dict())
+    assert engine.eval() is engine
+    assert not engine.training
+    assert not engine.module.training
+    seen: list[Any] = []
+    engine.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    output = engine(torch.ones(4, 4))
+    assert seen[0] is output
+    assert engine.get_submodule("module.0") is engine.module[0]
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        engine(torch.ones(4, 4))
+
+
+def test_it_trains_as_ds_cores_engine_does() -> None:
+    def train(make: Any) -> list[float]:
+        engine, *_ = make(model=net(), config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}})
+        losses = []
+        for _ in range(3):
+            loss = engine(torch.linspace(0, 1, 16).view(4, 4)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    assert train(initialize) == train(ds_core.initialize)
+    shown = (list(inspect.signature(function).parameters) for function in (initialize, ds_core.initialize))
+    assert next(shown) == next(shown)
+
+
+def test_getters_read_the_config() -> None:
+    engine = start(
+        bf16={"enabled": True},
+        gradient_clipping=0.5,
+        zero_optimization={
+            "stage": 3,
+            "stage3_param_persistence_threshold": 7,
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    )
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
+    assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (3, True)
+    assert engine.zero_param_persistence_threshold() == 7
+    assert (engine.zero_cpu_offload(), engine.zero_nvme_offload_optimizer()) == (True, False)
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    assert engine.gradient_clipping() == 0.5
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", "WarmupLR")
+    assert engine.scheduler_params() == {"warmup_num_steps": 5}
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
+    plain = start()
+    assert (plain.zero_optimization_stage(), plain.zero_optimization_partition_weights()) == (0, False)
+    assert plain.zero_reduce_bucket_size() == 500_000_000
+    assert (plain.local_rank, plain.dp_world_size, plain.mp_world_size) == (0, 1, 1)
+    assert plain.basic_optimizer is plain.optimizer
+
+
+def test_what_a_checkpoint_was(tmp_path: Path) -> None:
+    engine = start()
+    engine.save_checkpoint(str(tmp_path), client_state={"a": 1})
+    assert engine.loaded_checkpoint_tag is None
+    assert engine.load_checkpoint(str(tmp_path))[1] == {"a": 1}
+    assert engine.loaded_checkpoint_tag == "global_step0"
+    assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+    assert "load_module_strict" in inspect.signature(engine.load_checkpoint).parameters
+
+
+def test_weights_of_the_module() -> None:
+    engine = start()
+    engine.module[0].weight.requires_grad_(False)
+    assert "0.weight" not in engine.module_state_dict(exclude_frozen_parameters=True)
+    new = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": new})
+    assert not engine.module[2].bias.detach().any()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        engine.load_module_state_dict({})
+
+
+def test_a_pipelines_engine() -> None:
+    module = PipelineModule(
+        [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 1)], num_stages=1, loss_fn=nn.MSELoss()
+    )
+    engine = start(module, train_batch_size=2, train_micro_batch_size_per_gpu=1)
+    assert isinstance(engine, PipelineEngine)
+    assert isinstance(engine, DeepSpeedEngine)
+    assert (engine.num_stages, engine.stage_id, engine.micro_batches) == (1, 0, 2)
+    assert not isinstance(start(), PipelineEngine)
+    batch = torch.ones(1, 4), torch.ones(1, 1)
+    assert engine.train_batch(iter([batch, batch])).item() > 0
+
+
+def consolidated() -> tuple[Any, list[float]]:
+    engine = start(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    rank = ds_core.comm.rank()
+    state = engine._zero3_consolidated_16bit_state_dict()
+    assert (state is None) == (rank != 0)
+    engine.module[0].bias.requires_grad_(False)
+    fewer = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    groups = __import__("ds_deepspeed_compat.groups", fromlist=["x"])
+    alone = groups._get_sequence_parallel_group()
+    assert (alone.size(), groups._get_data_parallel_rank(), groups._get_expert_data_parallel_world_size()) == (
+        1,
+        rank,
+        2,
+    )
+    if state is None:
+        return None, []
+    assert state.keys() - fewer.keys() == {"0.bias"}
+    return {k: tuple(v.shape) for k, v in state.items()}, state["0.weight"].flatten().tolist()
+
+
+def test_stage_3_is_gathered_on_the_first_rank() -> None:
+    (shapes, weight), _ = run_ranks(2, consolidated)
+    assert shapes == {name: tuple(value.shape) for name, value in net().state_dict().items()}
+    assert weight == net()[0].weight.flatten().tolist()  # type: ignore[index, union-attr, operator]
