@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from ds_core import __version__, comm
 from ds_core.accelerator import get_accelerator
 from ds_core.comm.start import add_interceptors_of
-from ds_core.compose import Composition, check_rules, compose
+from ds_core.compose import Composition, compose
+from ds_core.config import check_rules
 from ds_core.config.core import resolve_batch
 from ds_core.context import Context
 from ds_core.engine import Engine

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
+from ds_core.config import check_rules, load_config, read_config
 from ds_core.errors import ConfigError, Problem, did_you_mean
 from ds_core.kernels import Kernels
 from ds_core.optim import Choice, choose
-from ds_core.plugins import Plugins
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from torch import nn
 
     from ds_core.config import ConfigSource, RunConfig
+    from ds_core.plugins import Plugins
 
-__all__ = ["Composition", "check_rules", "compose", "section_models"]
+__all__ = ["Composition", "compose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +57,13 @@ def compose(source: Any, model: nn.Module | None = None) -> Composition:
     read = read_config(source)
     if model is not None:
         read = _with_sections_of(model, read)
-    plugins = Plugins(plugin_settings(read))
-    wanted = [key for key in read.raw if key not in CORE_KEYS]
-    models = section_models(plugins, wanted)
-    config = build_config(read, models, plugins.sections(), plugins.disabled())
+    plugins, config = load_config(read)
     # Choosing by name brings in the plugins that offer names, which may have rules of their own.
     optimizer, unknown = choose("optimizer", config, plugins)
     scheduler, found = choose("scheduler", config, plugins)
     Kernels(plugins, config.core.kernels).check_forced()
     check_rules(config, plugins, more=unknown + found)
     return Composition(config, plugins, optimizer, scheduler)
-
-
-def check_rules(
-    config: RunConfig, plugins: Plugins, *, newer_than: frozenset[str] = frozenset(), more: Iterable[Problem] = ()
-) -> None:
-    """Ask `ds_check` of all that take part, until nobody new does: a rule may itself choose what a plugin offers.
-
-    newer_than: who has been asked already. more: problems that were found before. Raises ConfigError with them all.
-    """
-    problems: list[Problem] = []
-    while new := plugins.members() - newer_than:
-        for answer in plugins.ask("ds_check", newer_than=newer_than, config=config, plugins=plugins):
-            problems += answer.value
-        newer_than |= new
-    if problems := [*problems, *more]:
-        raise ConfigError(problems, config.origin)
 
 
 def _with_sections_of(model: nn.Module, read: ConfigSource) -> ConfigSource:
@@ -103,9 +83,3 @@ def _with_sections_of(model: nn.Module, read: ConfigSource) -> ConfigSource:
     if problems:
         raise ConfigError(problems, read.origin)
     return dataclasses.replace(read, raw=raw)
-
-
-def section_models(plugins: Plugins, names: list[str]) -> dict[str, tuple[type[BaseModel], str]]:
-    """Load the owners of the sections `names`; per owned section its model and its owner's name and version."""
-    owners = plugins.load_sections(names)
-    return {name: (plugins.model(found), f"{found.dist} {found.version}") for name, found in owners.items()}

@@ -349,6 +349,10 @@ class Plugins:
             raise PluginError(f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to describe it")
         return found
 
+    def models(self, names: Iterable[str]) -> dict[str, tuple[type[BaseModel], str]]:
+        """Load the owners of the sections `names`; per owned section its model, and its owner's name and version."""
+        return {name: (self.model(f), f"{f.dist} {f.version}") for name, f in self.load_sections(names).items()}
+
     def driver(self, hook: str, *, installed: bool = False, **arguments: Any) -> Answer | None:
         """The one answer to a driver hook, or None. Two answers are an error that names both.
 

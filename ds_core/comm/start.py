@@ -117,7 +117,12 @@ def init_distributed(
 
     Raises CommError, naming each variable that is missing or wrong, or who was expected where, within `timeout`.
     """
-    plugins, run = _load_sections(config) if config is not None else (None, None)
+    plugins, run = None, None
+    if config is not None:
+        from ds_core.config import check_rules, load_config
+
+        plugins, run = load_config(config)
+        check_rules(run, plugins)
     if is_initialized():
         log.debug("process group already runs; init_distributed leaves it as it is")
     elif dist_init_required is False:
@@ -281,21 +286,6 @@ def _accelerator_backend() -> str:
     from ds_core.accelerator import get_accelerator
 
     return str(get_accelerator().communication_backend)
-
-
-def _load_sections(given: Any) -> tuple[Plugins, RunConfig]:
-    """The plugins whose sections a config (or what one is read from) has, and the checked config."""
-    from ds_core.config import CORE_KEYS, build_config, plugin_settings, read_config
-    from ds_core.plugins import Plugins
-
-    source = read_config(given)
-    plugins = Plugins(plugin_settings(source))
-    owners = plugins.load_sections(key for key in source.raw if key not in CORE_KEYS)
-    models = {name: (plugins.model(found), f"{found.dist} {found.version}") for name, found in owners.items()}
-    config = build_config(source, models, list(plugins.sections()))
-    if problems := [p for a in plugins.ask("ds_check", config=config, plugins=plugins) for p in a.value]:
-        raise ConfigError(problems, source.origin)
-    return plugins, config
 
 
 def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: int, world_size: int) -> None:

@@ -14,7 +14,8 @@ from ds_core import names_on_first_use
 if TYPE_CHECKING:
     from ds_core.config.build import RunConfig as RunConfig
     from ds_core.config.build import build_config as build_config
-    from ds_core.config.build import plugin_settings as plugin_settings
+    from ds_core.config.build import check_rules as check_rules
+    from ds_core.config.build import load_config as load_config
     from ds_core.config.core import CORE_KEYS as CORE_KEYS
     from ds_core.config.core import Batch as Batch
     from ds_core.config.core import CoreConfig as CoreConfig
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
-        "build": "RunConfig build_config plugin_settings",
+        "build": "RunConfig build_config check_rules load_config",
         "core": "CORE_KEYS Batch CoreConfig resolve_batch",
         "section": "Section not_built option",
         "source": "ConfigSource Pairs Unreadable read_config to_pairs",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ from ds_core.config.source import ConfigSource, read_config
 from ds_core.errors import ConfigError, Problem, join
 
 if TYPE_CHECKING:
-    from ds_core.plugins import PluginSettings
+    from ds_core.plugins import Plugins, PluginSettings
 
-__all__ = ["build_config", "Models", "notes_on", "plugin_settings", "RunConfig"]
+__all__ = ["build_config", "check_rules", "load_config", "Models", "notes_on", "plugin_settings", "RunConfig"]
 
 Models = Mapping[str, tuple[type[BaseModel], str]]
 """Section name -> its model and its owner ("ds-zero 0.1.0")."""
@@ -80,6 +80,35 @@ def _digest(value: Any) -> str:
 
     text = json.dumps(dict(_flat(value, "")), sort_keys=True)
     return f"hidden:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def load_config(source: Any) -> tuple[Plugins, RunConfig]:
+    """Load the plugins that a config names, and check it. source: see `read_config`.
+
+    Raises ConfigError with every problem, or PluginError when a named plugin is missing or broken.
+    """
+    from ds_core.plugins import Plugins
+
+    source = read_config(source)
+    plugins = Plugins(plugin_settings(source))
+    models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
+    return plugins, build_config(source, models, plugins.sections(), plugins.disabled())
+
+
+def check_rules(
+    config: RunConfig, plugins: Plugins, *, newer_than: frozenset[str] = frozenset(), more: Iterable[Problem] = ()
+) -> None:
+    """Ask `ds_check` of all that take part, until nobody new does: a rule may itself choose what a plugin offers.
+
+    newer_than: who has been asked already. more: problems that were found before. Raises ConfigError with them all.
+    """
+    problems: list[Problem] = []
+    while new := plugins.members() - newer_than:
+        for answer in plugins.ask("ds_check", newer_than=newer_than, config=config, plugins=plugins):
+            problems += answer.value
+        newer_than |= new
+    if problems := [*problems, *more]:
+        raise ConfigError(problems, config.origin)
 
 
 def plugin_settings(source: ConfigSource) -> PluginSettings:

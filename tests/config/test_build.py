@@ -18,9 +18,9 @@ from ds_core.config import (
     Section,
     build_config,
     option,
-    plugin_settings,
     read_config,
 )
+from ds_core.config.build import plugin_settings
 from ds_core.config.redaction import is_secret_name, redact
 from ds_core.errors import ConfigError
 

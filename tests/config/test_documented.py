@@ -62,10 +62,9 @@ def test_every_documented_key_is_accepted_while_the_section_is_off(section: str)
 
 @pytest.mark.parametrize("section", sorted(n for n in known("sections") if offered_by("sections", n)))
 def test_the_file_has_every_key_of_our_own_plugins(section: str) -> None:
-    from ds_core.compose import section_models
     from ds_core.plugins import Plugins
 
-    model, _ = section_models(Plugins(), [section])[section]
+    model, _ = Plugins().models([section])[section]
     for key in iter_keys(model):
         keys: Any = documented()[section]["keys"]
         for name in key.path.split("."):

@@ -286,7 +286,7 @@ def test_a_state_store_that_a_rule_chooses_brings_in_its_plugin(write: Write) ->
     )
     plugins = Plugins()
     plugins.load_sections(["chooser"])
-    from ds_core.compose import check_rules
+    from ds_core.config import check_rules
 
     with pytest.raises(ConfigError, match=r"a\.path: attic needs one"):
         check_rules(compose(PLAIN).config, plugins)

@@ -92,7 +92,6 @@ def explain(
 
 def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
     """The model of every installed section; a broken one is named on stderr and left out."""
-    from ds_core.compose import section_models
     from ds_core.errors import PluginError
     from ds_core.plugins import Plugins
 
@@ -101,7 +100,7 @@ def _installed_models() -> dict[str, tuple[type[BaseModel], str]]:
         plugins = Plugins()
         for name in plugins.sections():
             try:
-                models.update(section_models(plugins, [name]))
+                models.update(plugins.models([name]))
             except PluginError as error:
                 say_error(f"left out: {error}")
     return models
