@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ds_core.entries import KernelEntry, ask, resolve
@@ -47,14 +48,23 @@ class Candidate:
         """The distribution that offers it."""
         return self.plugin.dist
 
+    @property
+    def claim(self) -> tuple[object, ...]:
+        """What tells entries of one operation apart."""
+        return self.entry.provider, self.entry.devices, self.entry.dtypes
+
     def __str__(self) -> str:
         return f"{self.entry.provider} ({self.dist})" + (f": {self.reason}" if self.reason else "")
 
 
-class _Key(NamedTuple):
-    op: str
-    device: str
-    dtype: str
+class _Served(NamedTuple):
+    """What serves one (op, device, dtype). better: why providers of a higher priority do not."""
+
+    by: str
+    better: tuple[str, ...] = ()
+
+
+_Key = tuple[str, str, str]  # operation, device type, dtype
 
 
 @runtime_checkable
@@ -71,28 +81,34 @@ class Kernels:
     def __init__(self, plugins: Plugins, forced: Mapping[str, str] | None = None) -> None:
         self._plugins = plugins
         self._forced = dict(forced or {})
-        self._table: dict[str, list[tuple[KernelEntry, Found]]] | None = None
         self._broken: dict[KernelEntry, str] = {}
         self._functions: dict[_Key, Function] = {}
-        self._providers: dict[_Key, str] = {}
-        self._passed_over: dict[_Key, list[str]] = {}
+        self._served: dict[_Key, _Served] = {}
+
+    @cached_property
+    def _entries(self) -> dict[str, list[tuple[KernelEntry, Found]]]:
+        """Those of each operation, best first."""
+        offered = [(entry, a.plugin) for a in self._plugins.offers("ds_kernels") for entry in a.value]
+        table: dict[str, list[tuple[KernelEntry, Found]]] = {}
+        for entry, plugin in sorted(offered, key=lambda r: (-r[0].priority, r[0].provider)):
+            table.setdefault(entry.op, []).append((entry, plugin))
+        return table
 
     def ops(self) -> list[str]:
         """Every operation that an installed plugin offers."""
-        return sorted(self._entries())
+        return sorted(self._entries)
 
     def candidates(self, op: str, device: str, dtype: str) -> list[Candidate]:
         """The providers of `op`, best first, each with the reason why it cannot serve, if it cannot.
 
         Raises KernelError when nobody offers `op`.
         """
-        rows = self._entries().get(op)
+        rows = self._entries.get(op)
         if rows is None:
             from ds_core.catalogue import missing
 
             raise KernelError(str(missing("kernels", op, self.ops(), more=self._plugins.quarantined())))
-        ranked = sorted(rows, key=lambda r: (-r[0].priority, r[0].provider))
-        return [self._candidate(entry, plugin, device, dtype) for entry, plugin in ranked]
+        return [self._candidate(entry, plugin, device, dtype) for entry, plugin in rows]
 
     def _candidate(self, entry: KernelEntry, plugin: Found, device: str, dtype: str) -> Candidate:
         for served, wanted in ((entry.devices, device), (entry.dtypes, dtype)):
@@ -106,7 +122,7 @@ class Kernels:
         default: what to use when no installed provider can serve. Without one, and when the config forces a provider
         that cannot serve, raises KernelError with the reason of each provider.
         """
-        key = _Key(op, device, dtype)
+        key = (op, device, dtype)
         if key not in self._functions:
             self._functions[key] = self._resolve(key, default)
         return self._functions[key]
@@ -132,20 +148,17 @@ class Kernels:
                 if op in self._forced:
                     raise
                 log.debug("%s", error)
-                self._providers[_Key(op, device, dtype)] = "nobody"
+                self._served[op, device, dtype] = _Served("nobody")
 
     def resolved(self) -> dict[str, str]:
         """``op/device/dtype`` -> provider for what was resolved so far: part of the cross-rank fingerprint."""
-        return {"/".join(key): name for key, name in self._providers.items()}
+        return {"/".join(key): served.by for key, served in self._served.items()}
 
     def summary(self) -> tuple[str, list[str]]:
         """For the log: which provider serves which operations, and why a better one that is installed does not."""
-        serving = _by_text((name, key.op) for key, name in sorted(self._providers.items()))
-        passed_over = _by_text((why, key.op) for key, reasons in sorted(self._passed_over.items()) for why in reasons)
-        return (
-            "; ".join(f"{ops} by {name}" for name, ops in serving.items()),
-            [f"{ops} not by {why}" for why, ops in passed_over.items()],
-        )
+        rows = sorted(self._served.items())
+        serving = _joined("by", ((served.by, op) for (op, *_), served in rows))
+        return "; ".join(serving), _joined("not by", ((why, op) for (op, *_), served in rows for why in served.better))
 
     def check_forced(self) -> None:
         """Raise KernelError now for a ``kernels`` entry of an unknown op or provider; a known one takes part."""
@@ -158,24 +171,25 @@ class Kernels:
             self._plugins.join(offered[provider])
 
     def _resolve(self, key: _Key, default: Function | None) -> Function:
-        op, forced = key.op, self._forced.get(key.op)
-        if default is not None and forced is None and op not in self._entries():
+        op, device, dtype = key
+        forced = self._forced.get(op)
+        default = default if forced is None else None
+        if default is not None and op not in self._entries:
             return default
         asked = [c for c in self.candidates(*key) if forced in (None, c.entry.provider)]
-        usable = [c for c in asked if c.reason is None]
-        if not usable:
-            if default is not None and forced is None:
+        best = next((c for c in asked if c.reason is None), None)
+        if best is None:
+            if default is not None:
                 return default
             head = f"kernels.{op} forces {forced!r}, but" if forced else f"no provider can serve {op!r}:"
             why = "; ".join(map(str, asked)) or "nobody offers it"
-            raise KernelError(f"{head} {why} on {key.device} {key.dtype}")
-        best = usable[0]
-        for other in usable[1:]:
-            if _claim(other.entry) == _claim(best.entry):
-                raise KernelError(
-                    f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and {other.dist}; "
-                    "disable one with plugins.disable"
-                )
+            raise KernelError(f"{head} {why} on {device} {dtype}")
+        better, rest = asked[: asked.index(best)], asked[asked.index(best) + 1 :]
+        if twin := next((c for c in rest if c.reason is None and c.claim == best.claim), None):
+            raise KernelError(
+                f"kernel {op!r} provider {best.entry.provider!r} is offered by {best.dist} and {twin.dist}; "
+                "disable one with plugins.disable"
+            )
         try:
             function: Function = resolve(best.entry.load)
             if not callable(function):
@@ -186,19 +200,9 @@ class Kernels:
                 raise KernelError(f"kernels.{op} forces {forced!r}, but {why}") from error
             self._broken[best.entry] = why  # the next one serves; ranks compare providers at start
             return self._resolve(key, default)
-        self._providers[key] = str(best)
-        better = asked[: asked.index(best)]
-        self._passed_over[key] = [] if forced else [str(c) for c in better if c.meant]
+        self._served[key] = _Served(str(best), () if forced else tuple(str(c) for c in better if c.meant))
         log.debug("kernel %s on %s %s is served by %s", *key, best)
         return function
-
-    def _entries(self) -> dict[str, list[tuple[KernelEntry, Found]]]:
-        if self._table is None:
-            self._table = {}
-            for answer in self._plugins.offers("ds_kernels"):
-                for entry in answer.value:
-                    self._table.setdefault(entry.op, []).append((entry, answer.plugin))
-        return self._table
 
 
 def _accumulate(into: list[Tensor], added: list[Tensor]) -> None:
@@ -207,14 +211,9 @@ def _accumulate(into: list[Tensor], added: list[Tensor]) -> None:
         total.add_(more)
 
 
-def _claim(entry: KernelEntry) -> tuple[object, ...]:
-    """What tells entries of one operation apart."""
-    return entry.provider, entry.devices, entry.dtypes
-
-
-def _by_text(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """(text, operation) pairs -> text -> "op, op"."""
+def _joined(word: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """(text, operation) pairs -> one "operation, operation WORD text" for each text."""
     found: dict[str, dict[str, None]] = {}
     for text, op in pairs:
         found.setdefault(text, {})[op] = None
-    return {text: ", ".join(ops) for text, ops in found.items()}
+    return [f"{', '.join(ops)} {word} {text}" for text, ops in found.items()]
