@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from ds_core.engine import Engine as Engine
     from ds_core.hookspecs import hookimpl as hookimpl
     from ds_core.partition import Partitioner as Partitioner
-    from ds_core.precision import (
-        get_default_autocast_lower_precision_modules as get_default_autocast_lower_precision_modules,
-    )
-    from ds_core.precision import (
-        init_autocast_params as init_autocast_params,
-    )
-    from ds_core.precision import (
-        is_autocast_initialized as is_autocast_initialized,
-    )
     from ds_core.process import reset as reset
     from ds_core.replicated import Replicated as Replicated
     from ds_core.runner import Runner as Runner
@@ -65,7 +56,6 @@ __getattr__, __dir__ = names_on_first_use(
         "engine": "Engine",
         "hookspecs": "hookimpl hookspecs",
         "partition": "Partitioner",
-        "precision": "get_default_autocast_lower_precision_modules init_autocast_params is_autocast_initialized",
         "process": "reset",
         "replicated": "Replicated",
         "runner": "Runner Sequential",

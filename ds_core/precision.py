@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from ds_core.context import StashKey
 from ds_core.errors import LossScaleError
-from ds_core.process import STATE, log_once
+from ds_core.process import log_once
 
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
     from ds_core.config.core import FP16
     from ds_core.plugins import Found, Plugins
-    from ds_core.running import RunningEngine
 
 __all__ = [
+    "AUTOCAST_MODULES",
     "DTYPES",
     "WIRE_DTYPES",
     "LossScaler",
@@ -35,9 +35,6 @@ __all__ = [
     "cast_floats",
     "cast_module",
     "forward_context",
-    "get_default_autocast_lower_precision_modules",
-    "init_autocast_params",
-    "is_autocast_initialized",
     "make_precision",
     "wire_dtypes",
 ]
@@ -45,6 +42,8 @@ __all__ = [
 log = logging.getLogger("ds_core.precision")
 
 DTYPES: Mapping[str | None, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+AUTOCAST_MODULES = tuple(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
+"""Module classes whose gradients travel in the autocast dtype where the config names none."""
 WIRE_DTYPES: StashKey[dict[nn.Parameter, torch.dtype]] = StashKey("gradient wire dtypes")
 """Parameters whose gradients travel in another dtype than `Precision.wire` says."""
 
@@ -163,6 +162,7 @@ def make_precision(config: RunConfig, plugins: Plugins | None = None) -> Precisi
 
 def _of_the_core(config: RunConfig) -> Precision:
     core, types, auto = config.core, config.core.data_types, config.core.torch_autocast
+    listed = auto.lower_precision_safe_modules
     mode = "fp16" if core.fp16.enabled else "bf16" if core.bf16.enabled else None
     accumulate = "fp32" if mode == "bf16" and core.bf16.immediate_grad_update else types.grad_accum_dtype
     autocast: torch.dtype | None = getattr(torch, auto.dtype or "bfloat16") if auto.enabled else None
@@ -174,7 +174,7 @@ def _of_the_core(config: RunConfig) -> Precision:
         accumulate=DTYPES.get(accumulate),
         wire=DTYPES.get(core.communication_data_type),
         autocast=autocast,
-        autocast_modules=_autocast_modules(auto.lower_precision_safe_modules) if auto.enabled else (),
+        autocast_modules=() if not auto.enabled else tuple(listed) if listed is not None else AUTOCAST_MODULES,
         cast_inputs=torch.float16 if core.fp16.enabled and core.fp16.auto_cast else None,
         skip_nonfinite=not core.bf16.enabled or core.bf16.check_grad_overflow,
         scaler=_scaler(core.fp16, autocast),
@@ -228,32 +228,6 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------
-
-
-def get_default_autocast_lower_precision_modules() -> list[str]:
-    """Dotted names of the module classes whose gradients may travel in the autocast dtype."""
-    return ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
-
-
-def _autocast_modules(names: Iterable[str] | None) -> tuple[str, ...]:
-    return tuple(names) if names is not None else tuple(get_default_autocast_lower_precision_modules())
-
-
-def init_autocast_params(
-    engine: RunningEngine, dtype: torch.dtype, torch_autocast_lower_precision_safe_modules: list[str] | None = None
-) -> None:
-    """Let the gradients of the named module classes travel in `dtype`; call it before the first backward.
-
-    torch_autocast_lower_precision_safe_modules: dotted class names; None means the default list.
-    """
-    engine.ctx.stash[WIRE_DTYPES] = wire_dtypes(
-        engine.module, dtype, _autocast_modules(torch_autocast_lower_precision_safe_modules)
-    )
-
-
-def is_autocast_initialized() -> bool:
-    """Whether gradients of an engine of this process travel as `torch_autocast` or `init_autocast_params` says."""
-    return any(e.ctx.stash.get(WIRE_DTYPES) is not None for e in STATE.engines)
 
 
 def wire_dtypes(module: nn.Module, dtype: torch.dtype, class_names: Iterable[str]) -> dict[nn.Parameter, torch.dtype]:

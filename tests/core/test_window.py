@@ -289,12 +289,10 @@ def test_a_memory_breakdown_is_shown_from_the_first_step_on(caplog: pytest.LogCa
     assert caplog.text.count("memory after step") == 1
 
 
-def test_names_that_are_documented_for_every_engine() -> None:
+def test_alone_gradients_need_not_be_averaged() -> None:
     engine = start()
     engine.backward(engine(data(1)[0]).sum(), allreduce_gradients=False)  # nobody to average with
-    assert not ds_core.is_autocast_initialized()
-    ds_core.init_autocast_params(engine, torch.bfloat16)
-    assert ds_core.is_autocast_initialized()
+    assert engine.module[0].weight.grad is not None
 
 
 def drift() -> str:

@@ -43,7 +43,8 @@ NAMES: Mapping[str, Rows] = {
         "DeepSpeedDataLoader": differs("ds_core:DistributedLoader", "initialize(training_data=...) makes it"),
     },
     "deepspeed.runtime.torch_autocast": {
-        "init_autocast_params is_autocast_initialized get_default_autocast_lower_precision_modules": "ds_core",
+        "init_autocast_params is_autocast_initialized "
+        "get_default_autocast_lower_precision_modules": "ds_deepspeed_compat.autocast",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing deepspeed.checkpointing": {
         "configure is_configured checkpoint non_reentrant_checkpoint reset CheckpointFunction get_cuda_rng_tracker "
