@@ -187,12 +187,7 @@ def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
         raise ConfigError(
             f"{inside} must divide dp {dp} (world {world_size}{' / ' + shown if outer else ''}); use {good}", "mesh"
         )
-    if not folded:
-        return Mesh([*(a.name for a in outer), "dp"], [*(a.size for a in outer), dp], rank, {})
-    parts = ("edp", *(a.name for a in folded))
-    return Mesh(
-        [*(a.name for a in outer), *parts],
-        [*(a.size for a in outer), dp // inner, *(a.size for a in folded)],
-        rank,
-        {"dp": parts},
-    )
+    parts = ("edp", *(a.name for a in folded)) if folded else ("dp",)
+    sizes = (dp // inner, *(a.size for a in folded))
+    alias = {"dp": parts} if folded else {}
+    return Mesh([*(a.name for a in outer), *parts], [*(a.size for a in outer), *sizes], rank, alias)

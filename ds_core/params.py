@@ -1,7 +1,7 @@
 """Param axes: for each parameter, the mesh axes along which ranks have different ones, and what follows from them.
 
-[Note: the enabling rule] Plugins answer `ds_param_axes`; answers merge by union, because pipeline and expert
-parallelism may both be right about one parameter. From the union alone follow the group that gradients are
+[Note: the enabling rule] Plugins answer `ds_param_axes`; answers merge by union, because two plugins may both be right
+about one parameter. From the union alone follow the group that gradients are
 reduced over (the dp axes not in it), the divisor (all of dp), and the global norm (each element counted once).
 """
 
@@ -127,7 +127,7 @@ class GradNorm:
     """The global L2 norm of gradients that are distributed over the mesh in any way.
 
     Sums of squares are added over each group's axes, so each element of the model counts once. Which sets of axes
-    occur is agreed once, when it is built (a stage without experts still takes part in the experts' sum).
+    occur is agreed once, when it is built: a rank without parameters on some axes takes part in their sum.
     kernel_for: device type, dtype -> kernel ``squared_norm``. like: tensors on the devices and of the dtypes that
     gradients will mostly have, so that the kernels are found at once.
     """
