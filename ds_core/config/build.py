@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["build_config", "check_rules", "load_config", "Models", "notes_on", "plugin_settings", "RunConfig"]
 
 Models = Mapping[str, tuple[type[BaseModel], str]]
-"""Section name -> its model and its owner ("ds-zero 0.1.0")."""
+"""Section name -> its model and its owner ("acme-ds 0.1.0")."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
