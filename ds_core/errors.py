@@ -1,4 +1,4 @@
-"""Every error a user can meet, each saying what is wrong, where, and the mend.
+"""Every error a user can meet, each saying what is wrong, where, and the fix.
 
 `ValueError`-family classes are for mistakes the user can correct; an `assert` elsewhere in the core marks
 an invariant that only we can break.
@@ -40,16 +40,16 @@ class Problem:
 
     path: full dotted path of the key (``"fp16.loss_scale"``); ``""`` for the file as a whole.
     message: what is wrong, with the offending value and what was expected.
-    mend: what to do about it; may be empty when the message says it all.
+    fix: what to do about it; may be empty when the message says it all.
     """
 
     path: str
     message: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         head = f"{self.path}: {self.message}" if self.path else self.message
-        return f"{head}; {self.mend}" if self.mend else head
+        return f"{head}; {self.fix}" if self.fix else head
 
 
 class ConfigError(DSError, ValueError):

@@ -151,8 +151,8 @@ def build_config(
     if core is not None:
         problems += cross_problems(core, source.raw)
     if autos := _leftover_autos(source.raw, models):
-        mend = "write a value, or leave the key out for its default"
-        problems = [Problem(", ".join(autos), _AUTO, mend), *(p for p in problems if p.path not in autos)]
+        fix = "write a value, or leave the key out for its default"
+        problems = [Problem(", ".join(autos), _AUTO, fix), *(p for p in problems if p.path not in autos)]
     if problems:
         first: dict[str, Problem] = {}
         for problem in problems:  # the first word on a key is the most exact one

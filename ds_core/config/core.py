@@ -216,9 +216,9 @@ def cross_problems(core: CoreConfig, raw: dict[str, Any]) -> Iterator[Problem]:
         why = f"fp16 and {bf16} are switched on together, and exclude each other"
         yield Problem(f"{bf16}.enabled", why, "keep one of them")
     elif (given := core.data_types.param_dtype) not in (None, mode):
-        mend = f"set it to {mode!r} or leave it out"
-        mend += "" if given == "fp32" else f', or set "{given}": {{"enabled": true}}'
-        yield Problem("data_types.param_dtype", f"{given!r} does not match the mode of the run, which is {mode}", mend)
+        fix = f"set it to {mode!r} or leave it out"
+        fix += "" if given == "fp32" else f', or set "{given}": {{"enabled": true}}'
+        yield Problem("data_types.param_dtype", f"{given!r} does not match the mode of the run, which is {mode}", fix)
     if core.prescale_gradients and core.gradient_predivide_factor != 1:
         why = "has no effect when prescale_gradients divides by all ranks beforehand"
         yield Problem("gradient_predivide_factor", why, "leave one of the two out")
@@ -249,8 +249,8 @@ def complete(train: int | None, micro: int | None, gas: int | None, dp_world: in
     if micro is not None:
         return micro * steps * dp_world, micro, steps
     had = "nothing" if gas is None else f"only gradient_accumulation_steps {gas}"
-    mend = "set train_batch_size (samples per update over all ranks) or train_micro_batch_size_per_gpu"
-    raise ConfigError([Problem("train_batch_size", f"a batch size is needed, and {had} is given", mend)])
+    fix = "set train_batch_size (samples per update over all ranks) or train_micro_batch_size_per_gpu"
+    raise ConfigError([Problem("train_batch_size", f"a batch size is needed, and {had} is given", fix)])
 
 
 def resolve_batch(core: CoreConfig, dp_world: int) -> Batch:
@@ -266,12 +266,12 @@ def resolve_batch(core: CoreConfig, dp_world: int) -> Batch:
         "train_batch_size",
         f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {gas}"
         f" x {dp_world} data-parallel ranks (= {micro * gas * dp_world})",
-        _mend(*given, dp_world),
+        _fix(*given, dp_world),
     )
     raise ConfigError([problem])
 
 
-def _mend(train: int | None, micro: int | None, gas: int | None, dp_world: int) -> str:
+def _fix(train: int | None, micro: int | None, gas: int | None, dp_world: int) -> str:
     if train is None:  # cannot be wrong: it is computed
         return ""
     unit = (micro or 1) * (gas or 1) * dp_world

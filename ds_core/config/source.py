@@ -152,8 +152,8 @@ class _Copier:
         copied = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                mend = f'write it in quotes: "{key}"' if isinstance(key, (int, float, bool)) or key is None else ""
-                self._wrong(join(path, repr(key)[:60]), f"a key must be text, not {_kind(key)}", mend)
+                fix = f'write it in quotes: "{key}"' if isinstance(key, (int, float, bool)) or key is None else ""
+                self._wrong(join(path, repr(key)[:60]), f"a key must be text, not {_kind(key)}", fix)
                 continue
             copied[str.__str__(key)] = self.copy(item, join(path, key), depth + 1)
         return copied
@@ -179,12 +179,12 @@ class _Copier:
             self._wrong(path, f"{shown} is not a number that a config can hold", "write a finite number")
             return None
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        mend = "use text, numbers, true/false, lists and dicts"
-        self._wrong(path, f"a value of type {kind} cannot stand in a config", mend)
+        fix = "use text, numbers, true/false, lists and dicts"
+        self._wrong(path, f"a value of type {kind} cannot stand in a config", fix)
         return None
 
-    def _wrong(self, path: str, message: str, mend: str) -> None:
-        self.problems.append(Problem(path, message, mend))
+    def _wrong(self, path: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(path, message, fix))
 
 
 def _kind(value: Any) -> str:

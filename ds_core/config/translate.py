@@ -50,7 +50,7 @@ def translate_errors(
             kind, loc = "too_short", loc[:-1]
         place = locate(model, loc, data)
         problem = _problem(kind, item, place, path, owner, elsewhere or {})
-        rows.append((Problem(problem.path, scrub(problem.message, hidden), scrub(problem.mend, hidden)), place))
+        rows.append((Problem(problem.path, scrub(problem.message, hidden), scrub(problem.fix, hidden)), place))
     # One problem per key; where a member of a union was entered, only what is wrong inside it.
     found: dict[str, Problem] = {}
     entered = {tuple(p.keys[: p.union]) for _, p in rows if p.union is not None and len(p.keys) > p.union}
@@ -85,7 +85,7 @@ def _problem(
     if not expected:
         text = re.sub(r"^(Input should be|Value should be) ", "must be ", str(item["msg"]))
         return Problem(where, f"{text[:1].lower()}{text[1:]} (the value is {shown})")
-    return Problem(where, f"must be {expected}, not {shown}", _mend(place.hint, value, place.secret))
+    return Problem(where, f"must be {expected}, not {shown}", _fix(place.hint, value, place.secret))
 
 
 def _standard(kind: str) -> bool:
@@ -95,7 +95,7 @@ def _standard(kind: str) -> bool:
     return kind.endswith(ends) or kind.startswith(starts)
 
 
-def _mend(hint: Any, value: Any, hidden: bool) -> str:
+def _fix(hint: Any, value: Any, hidden: bool) -> str:
     kinds = {bare(m) for m in union_members(bare(hint)) if not get_origin(m)}
     numeric = bool({int, float} & kinds)
     if isinstance(value, bool) and numeric:

@@ -384,11 +384,11 @@ def test_infinitely_many_steps_per_print_mean_never(text: str) -> None:
 @pytest.mark.parametrize(("path", "meant"), MISSPELT.items())
 def test_the_nearest_key_and_its_owner_are_named(path: str, meant: str) -> None:
     (problem,) = (p for p in refused(nest(path, 1)).problems if p.path == path)
-    assert repr(meant) in problem.mend
+    assert repr(meant) in problem.fix
     owners = {"fake": "ds-fake 1.2.0", "plain": "ds-plain 0.1.0", "zero_optimization": "ds-zero"}
     owners |= {"csv_monitor": "ds-monitor-csv", "tensorboard": "ds-monitor-tensorboard"}
     owners |= {"activation_checkpointing": "ds-activation-checkpointing"}
-    assert owners.get(meant.split(".")[0], "ds-core") in problem.mend
+    assert owners.get(meant.split(".")[0], "ds-core") in problem.fix
 
 
 @pytest.mark.parametrize(("path", "value"), NOT_BUILT.items())
@@ -507,7 +507,7 @@ def test_batch_sizes_that_do_not_multiply_out(given: tuple[int | None, ...], wor
     assert all(str(v) in str(problem) for v in given if v is not None)
     if given[:2] != (None, None):
         assert f"{world} data-parallel ranks" in problem.message
-        assert problem.mend
+        assert problem.fix
 
 
 def test_auto_is_a_value_where_the_field_says_so() -> None:

@@ -60,13 +60,13 @@ def test_the_result_multiplies_out_or_is_refused(
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 16))
-def test_the_mend_works(train: int, micro: int, gas: int, world: int) -> None:
+def test_the_fix_works(train: int, micro: int, gas: int, world: int) -> None:
     if train == micro * gas * world:
         assert resolve_batch(core(train, micro, gas), world).train == train
         return
     with pytest.raises(ConfigError) as caught:
         resolve_batch(core(train, micro, gas), world)
-    proposed = int("".join(c for c in caught.value.problems[0].mend.split(",")[0] if c.isdigit()))
+    proposed = int("".join(c for c in caught.value.problems[0].fix.split(",")[0] if c.isdigit()))
     assert resolve_batch(core(proposed, micro, gas), world) == Batch(proposed, micro, gas)
 
 

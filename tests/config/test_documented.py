@@ -34,8 +34,8 @@ def test_a_misspelt_key_of_a_section_that_is_off_is_named(config: dict[str, Any]
         build_config(config, {})
     (problem,) = caught.value.problems
     assert problem.path == path
-    assert meant in problem.mend
-    assert documented()[next(iter(config))]["owner"] in problem.mend
+    assert meant in problem.fix
+    assert documented()[next(iter(config))]["owner"] in problem.fix
 
 
 def test_a_misspelt_secret_is_not_shown() -> None:

@@ -212,7 +212,7 @@ def _compile(extension: Extension, key: str, room: Path) -> Path:
         said = "\n".join(done.stdout.strip().splitlines()[-60:])
         raise KernelError(
             f"{extension.name} does not compile here ({'; '.join(_compilers(extension))}):\n{said}\n"
-            f"mend the compiler, or do without: uninstall {extension.name}, or disable it "
+            f"fix the compiler, or do without: uninstall {extension.name}, or disable it "
             f'("plugins": {{"disable": ["{extension.name}"]}})'
         )
     log.warning("built %s in %.1f s", extension.name, time.perf_counter() - start)

@@ -120,8 +120,8 @@ def _is_private(gid: int) -> bool:
 
 def _refused(folder: Path, which: Path, found: os.stat_result, why: str) -> KernelError:
     kind = "a link" if stat.S_ISLNK(found.st_mode) else f"mode {stat.S_IMODE(found.st_mode):04o}"
-    mend = "remove it (it is only a cache, and may hold files of others)" if which == folder else "move the cache"
+    fix = "remove it (it is only a cache, and may hold files of others)" if which == folder else "move the cache"
     return KernelError(
         f"kernels are not built in {folder}, or loaded from there, because of {which} (owner {found.st_uid}, {kind}): "
-        f"{why}; {mend}, or set DS_CORE_CACHE to a folder that only you can write to"
+        f"{why}; {fix}, or set DS_CORE_CACHE to a folder that only you can write to"
     )

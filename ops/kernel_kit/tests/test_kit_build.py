@@ -195,15 +195,15 @@ def test_the_compilers_own_words(tiny: Extension, cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "mend"),
+    ("absent", "fix"),
     [("g++", "apt install g++"), ("ninja", "pip install ninja"), ("pybind11", "pip install pybind11")],
 )
-def test_a_missing_tool_is_named(tiny: Extension, monkeypatch: pytest.MonkeyPatch, absent: str, mend: str) -> None:
+def test_a_missing_tool_is_named(tiny: Extension, monkeypatch: pytest.MonkeyPatch, absent: str, fix: str) -> None:
     tool, spec = build._tool, build.importlib.util.find_spec
     monkeypatch.setattr(build, "_tool", lambda name: None if name == absent else tool(name))
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None if name == absent else spec(name))
     why = build.why_not(tiny)
-    assert why is not None and f"{absent} not found" in why and mend in why
+    assert why is not None and f"{absent} not found" in why and fix in why
     with pytest.raises(KernelError, match="ds-tiny cannot be built"):
         build.load(tiny)
 

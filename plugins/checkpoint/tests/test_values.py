@@ -110,13 +110,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("value, what, mend", BAD, ids=[w for _, w, _ in BAD])
-def test_what_cannot_be_kept_is_named_with_the_mend(value: Any, what: str, mend: str) -> None:
+@pytest.mark.parametrize("value, what, fix", BAD, ids=[w for _, w, _ in BAD])
+def test_what_cannot_be_kept_is_named_with_the_fix(value: Any, what: str, fix: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         encode({"a": [0, value]}, "client_state", {})
     assert "client_state['a'][1]" in str(caught.value)
     assert what in str(caught.value)
-    assert mend in str(caught.value)
+    assert fix in str(caught.value)
 
 
 @pytest.mark.parametrize(

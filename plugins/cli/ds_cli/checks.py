@@ -35,12 +35,12 @@ BY_NAME = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. found: what is there. mend: what to do, "" when nothing is to be done."""
+    """One line of the report. found: what is there. fix: what to do, "" when nothing is to be done."""
 
     part: str
     level: Literal["ok", "note", "fault"]
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def examine() -> list[Finding]:
@@ -122,24 +122,24 @@ def _kernel_cache(plugins: Plugins) -> Iterator[Finding]:
     try:
         yield Finding("kernel cache", "ok", str(folder(make=False)))
     except DSError as error:
-        found, _, mend = str(error).rpartition("; ")
-        yield Finding("kernel cache", "fault", found, mend)
+        found, _, fix = str(error).rpartition("; ")
+        yield Finding("kernel cache", "fault", found, fix)
 
 
 def _compilers(plugins: Plugins) -> Iterator[Finding]:
-    for tool, argument, mend in (
+    for tool, argument, fix in (
         ("g++", "--version", "install g++ (Debian: apt install g++)"),
         ("nvcc", "--version", "install the CUDA toolkit of torch's CUDA version, if there is an NVIDIA GPU"),
         ("ninja", "--version", "pip install ninja"),
     ):
         path = shutil.which(tool) or shutil.which(tool, path=os.path.dirname(sys.executable))
         if path is None:
-            yield Finding(tool, "note", "not found: compiled kernels that need it are not served", mend)
+            yield Finding(tool, "note", "not found: compiled kernels that need it are not served", fix)
             continue
         done = subprocess.run([path, argument], capture_output=True, text=True, timeout=20, check=False)
         lines = done.stdout.strip().splitlines()
         if done.returncode or not lines:
-            yield Finding(tool, "note", f"{path} does not run (exit code {done.returncode})", mend)
+            yield Finding(tool, "note", f"{path} does not run (exit code {done.returncode})", fix)
         else:  # nvcc says its version in the last line but one
             said = next((line for line in lines if "release" in line), lines[0])
             yield Finding(tool, "ok", f"{said} at {path}")
@@ -171,8 +171,8 @@ def _plugins(plugins: Plugins) -> Iterator[Finding]:
     reports = plugins.examine()
     for report in reports:
         if report.state is PluginState.QUARANTINED:
-            mend = f"repair or uninstall {report.found.dist} (pip install --force-reinstall {report.found.dist})"
-            yield Finding(f"plugin {report.found.name}", "fault", f"quarantined: {report.why}", mend)
+            fix = f"repair or uninstall {report.found.dist} (pip install --force-reinstall {report.found.dist})"
+            yield Finding(f"plugin {report.found.name}", "fault", f"quarantined: {report.why}", fix)
         elif report.state is PluginState.DISABLED:
             yield Finding(f"plugin {report.found.name}", "note", f"disabled: {report.why}")
     loaded = [r for r in reports if r.state is PluginState.LOADED]
@@ -228,8 +228,8 @@ def _shared_memory(plugins: Plugins) -> Iterator[Finding]:
     if usage.free >= MIN_SHM:
         yield Finding("/dev/shm", "ok", found)
     else:
-        mend = "data loader workers may die with a bus error; give more (docker run --shm-size=8g) or num_workers 0"
-        yield Finding("/dev/shm", "note", found, mend)
+        fix = "data loader workers may die with a bus error; give more (docker run --shm-size=8g) or num_workers 0"
+        yield Finding("/dev/shm", "note", found, fix)
 
 
 def _loopback(plugins: Plugins) -> Iterator[Finding]:
@@ -240,7 +240,7 @@ def _loopback(plugins: Plugins) -> Iterator[Finding]:
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 pass
     except OSError as error:
-        mend = "allow connections to 127.0.0.1 (firewall, sandbox)"
-        yield Finding("loopback", "fault", f"no process can reach another on this machine: {error}", mend)
+        fix = "allow connections to 127.0.0.1 (firewall, sandbox)"
+        yield Finding("loopback", "fault", f"no process can reach another on this machine: {error}", fix)
         return
     yield Finding("loopback", "ok", "ports can be opened and reached on 127.0.0.1")

@@ -1,4 +1,4 @@
-"""``dscore doctor``: looks at everything a run needs and says, for each fault, what mends it."""
+"""``dscore doctor``: looks at everything a run needs and says, for each fault, what fixes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of
     else:
         order = ("fault", "note", "ok")
         ranked = sorted(findings, key=lambda f: order.index(f.level))
-        show_list([(f.level, f"{f.part}: {f.found}", f"-> {f.mend}" if f.mend else "") for f in ranked])
+        show_list([(f.level, f"{f.part}: {f.found}", f"-> {f.fix}" if f.fix else "") for f in ranked])
         typer.echo(f"{len(broken)} fault{'' if len(broken) == 1 else 's'}" if broken else "nothing is broken")
     if broken:
         raise typer.Exit(1)

@@ -95,8 +95,8 @@ def _explain_param(key: str, param: str, models: Models) -> Explanation:
         known = {n for model, _ in models.values() for n in model.model_fields}
         close = nearest(param, known)
         head = key.removesuffix(param)
-        mend = f"did you mean {head + close!r}?" if close else ""
-        raise ConfigError([Problem(key, "no installed name takes this parameter", mend)], "explain")
+        fix = f"did you mean {head + close!r}?" if close else ""
+        raise ConfigError([Problem(key, "no installed name takes this parameter", fix)], "explain")
     (kind, default), _ = next(iter(rows.items()))
     taken = tuple((", ".join(names), f"{kind}, default {default}") for (kind, default), names in rows.items())
     one = len(rows) == 1
@@ -167,8 +167,8 @@ def _documented(key: str) -> Explanation:
     for at, part in enumerate(parts[1:], 1):
         if not keys or (part not in keys and "*" not in keys):
             close = nearest(part, keys or ())
-            mend = f"did you mean {'.'.join((*parts[:at], close))!r}?" if close else f"{name} is a section"
-            raise ConfigError([Problem(key, "the documents have no such key", mend)], "explain")
+            fix = f"did you mean {'.'.join((*parts[:at], close))!r}?" if close else f"{name} is a section"
+            raise ConfigError([Problem(key, "the documents have no such key", fix)], "explain")
         keys = keys.get(part, keys.get("*"))
     kind = "any value" if keys is None else "an object {...}"
     about = f"The section {name!r} is not installed here: {say}."
@@ -181,8 +181,8 @@ def _miss(key: str, ends: list[str], table: Mapping[str, Owned], models: Mapping
     same = ends or sorted(n for n in table if n.rpartition(".")[2] == leaf)
     close = same or [c for c in [nearest(key, names)] if c]
     shown = " or ".join(repr(c) for c in close[:4]) + (" or ..." if len(close) > 4 else "")
-    mend = f"did you mean {shown}?" if close else "`dscore config schema` lists every key"
-    return Problem(key, "no such key in the core, an installed plugin or the documents", mend)
+    fix = f"did you mean {shown}?" if close else "`dscore config schema` lists every key"
+    return Problem(key, "no such key in the core, an installed plugin or the documents", fix)
 
 
 def _about(model: type[BaseModel]) -> str:

@@ -106,9 +106,9 @@ def find_launcher(name: str) -> Launcher:
     offers = plugins.named("ds_launchers", "launcher")
     if name.lower() not in offers:
         hint = nearest(name, offers)
-        mend = f"; did you mean {hint!r}?" if hint else ""
+        fix = f"; did you mean {hint!r}?" if hint else ""
         names = ", ".join(sorted(offers))
-        raise CommandError(f"no launcher is called {name!r}{mend} Installed: {names}{plugins.quarantined()}")
+        raise CommandError(f"no launcher is called {name!r}{fix} Installed: {names}{plugins.quarantined()}")
     chosen = offers[name.lower()]
     function = chosen.resolve(chosen.value.load, f"launcher {name!r}, which it offers by ds_launchers")
     if not callable(function):

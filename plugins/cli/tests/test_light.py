@@ -233,10 +233,10 @@ def test_doctor_finds_a_sound_installation_sound(install: Any) -> None:
         assert any(line.split(maxsplit=1)[-1].startswith(part) for line in lines), part
     rows = json.loads(dscore("doctor", "--json").output)
     assert {row["level"] for row in rows} <= {"ok", "note"}
-    assert all(row["mend"] for row in rows if row["level"] != "ok")
+    assert all(row["fix"] for row in rows if row["level"] != "ok")
 
 
-def test_doctor_names_faults_with_a_mend(install: Any, monkeypatch: Any) -> None:
+def test_doctor_names_faults_with_a_fix(install: Any, monkeypatch: Any) -> None:
     install("one", "ds-one", ds_commands=lambda: {"same": CommandEntry("a:b"), "run": CommandEntry("a:b")})
     install("two", "ds-two", ds_commands=lambda: {"same": CommandEntry("a:b")})
     install("cross", "ds-three", ds_commands=lambda: 1 / 0)
@@ -254,7 +254,7 @@ def test_doctor_names_faults_with_a_mend(install: Any, monkeypatch: Any) -> None
     assert "quarantined" in faults["plugin bad"]["found"]
     assert "ds-one 1.0 and ds-two 1.0" in faults["section twice"]["found"]
     assert "abacus" in faults["accelerator"]["found"]
-    assert [part for part, row in faults.items() if not row["mend"]] == []
+    assert [part for part, row in faults.items() if not row["fix"]] == []
 
 
 def test_doctor_comes_to_its_end_whatever_fails(install: Any, monkeypatch: Any) -> None:

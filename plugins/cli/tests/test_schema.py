@@ -171,4 +171,4 @@ def test_a_miss_names_the_nearest(key: str, meant: str) -> None:
         explain(key, MODELS, NAMED)
     (problem,) = caught.value.problems
     assert problem.path == key
-    assert repr(meant) in problem.mend
+    assert repr(meant) in problem.fix

@@ -38,8 +38,8 @@ class Config:
     def __setattr__(self, name: str, value: Any) -> None:
         if self.fields is not None and name not in self.fields:
             hint = nearest(name, self.fields)
-            mend = f"did you mean {hint!r}?" if hint else f"known: {', '.join(self.fields)}"
-            raise ConfigError([Problem(name, f"{type(self).__name__} has no field {name!r}", mend)])
+            fix = f"did you mean {hint!r}?" if hint else f"known: {', '.join(self.fields)}"
+            raise ConfigError([Problem(name, f"{type(self).__name__} has no field {name!r}", fix)])
         kind = self.nested.get(name)
         super().__setattr__(name, kind.from_dict(value) if kind and isinstance(value, Mapping) else value)
 

@@ -72,7 +72,7 @@ def test_defaults_are_those_of_the_documents() -> None:
         ({"autoep": 2}, "autoep"),
     ],
 )
-def test_wrong_keys_are_refused_with_the_mend(keys: dict[str, Any], told: str) -> None:
+def test_wrong_keys_are_refused_with_the_fix(keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s)expert_parallel.*{told}"):
         ds_core.initialize(model=torch.nn.Linear(1, 1), config=settings(1, 0, **keys))
     assert issubclass(ConfigError, ValueError)
@@ -135,7 +135,7 @@ MODEL_ERRORS: list[tuple[bool, dict[str, Any], dict[str, Any], bool, str]] = [
 ]
 
 
-def test_models_that_do_not_fit_are_refused_with_the_mend() -> None:
+def test_models_that_do_not_fit_are_refused_with_the_fix() -> None:
     cases = [(listed, keys, how, named) for listed, keys, how, named, _ in MODEL_ERRORS]
     for (*case, told), said in zip(MODEL_ERRORS, run_ranks(1, several, [list(c) for c in cases])[0], strict=True):
         assert told in said, f"{case}: {said}"
