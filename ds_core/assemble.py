@@ -132,7 +132,7 @@ def initialize(
         mesh.build_groups(own=bool(STATE.present()))
 
     # The model.
-    accelerator.set_device(accelerator.local_index())
+    accelerator.set_device(accelerator.local_index(comm.local_rank()))
     model = _transformed(ctx, model)
     cast_module(model, precision)
     model.to(accelerator.current_device())

@@ -108,12 +108,9 @@ class Accelerator(ABC):
         """torch's device string: ``"cuda"``, or with an index ``"cuda:1"``."""
         return self.device_type if index is None else str(self.device(index))
 
-    def local_index(self) -> int:
-        """The device index for this process: LOCAL_RANK modulo `device_count`, so that processes can share devices."""
-        text = os.environ.get("LOCAL_RANK", "0")
-        if not text.isdecimal():
-            raise AcceleratorError(f"LOCAL_RANK is {text!r}; it must be an integer >= 0, as launchers set it")
-        return int(text) % max(1, self.device_count())
+    def local_index(self, local_rank: int) -> int:
+        """The device index for a process: its local rank modulo `device_count`, so that processes can share devices."""
+        return local_rank % max(1, self.device_count())
 
     def on_device(self, tensor: Tensor) -> bool:
         """Whether `tensor` is on a device of this type."""

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from ds_core.comm.agreement import *  # noqa: F403
     from ds_core.comm.collectives import *  # noqa: F403
-    from ds_core.comm.contract import *  # noqa: F403
     from ds_core.comm.interceptor import *  # noqa: F403
     from ds_core.comm.providers import *  # noqa: F403
     from ds_core.comm.start import *  # noqa: F403
@@ -36,9 +35,8 @@ __getattr__, __dir__ = names_on_first_use(
             "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast irecv isend open_transport rank "
             "recv reduce reduce_scatter_tensor send use_providers world_size"
         ),
-        "contract": "AfterWork GroupCollectives Work",
-        "interceptor": ("Collective Interceptor Order add_interceptor interceptors label remove_interceptor tag"),
-        "providers": "choose_providers",
+        "interceptor": "Collective Interceptor Order add_interceptor interceptors label remove_interceptor tag",
+        "providers": "AfterWork GroupCollectives Work choose_providers",
         "start": "Job Rendezvous find_rendezvous init_distributed is_initialized local_rank",
     },
 )

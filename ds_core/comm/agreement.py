@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ __all__ = ["SHOWN", "all_gather_json", "check_ranks_agree"]
 
 SHOWN = 5  # differences spelled out; the rest are counted
 _WIDTH = 200  # characters of one value in the message
+_RANKS = 8  # ranks named for one value
 
 
 def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -75,10 +75,7 @@ def _short(value: str) -> str:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
-    gaps = [i for i, (a, b) in enumerate(pairwise(ranks), 1) if b > a + 1]
-    runs = [ranks[begin:end] for begin, end in pairwise([0, *gaps, len(ranks)])]
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    shown = ", ".join(map(str, ranks[:_RANKS])) + (f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_core.comm import ALONE, interceptor
-from ds_core.comm.contract import AfterWork, GroupCollectives, Work, backends_of
+from ds_core.comm.providers import AfterWork, GroupCollectives, Work
 from ds_core.errors import CommError
 
 __all__ = [
@@ -54,8 +54,9 @@ class _Group:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.backends = backends_of(group)
-        self.made: dict[Maker, GroupCollectives] = {}
+        plain = GroupCollectives(group, False)
+        self.backends = plain.backends
+        self.made: dict[Maker, GroupCollectives] = {GroupCollectives: plain}
         self.serving: dict[str, GroupCollectives] = {}
         self.carriers: dict[str, GroupCollectives] = {}
 
@@ -105,21 +106,18 @@ def members(group: ProcessGroup | None) -> int:
 
 def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
     """Let the installed interceptors see each call of `function` among several ranks; one `if` when there are none."""
-    op, signature = function.__name__, inspect.signature(function).parameters
-    parameters = {p.name: (i, None if p.default is p.empty else p.default) for i, p in enumerate(signature.values())}
-    at = parameters["group"][0]
+    op, names = function.__name__, tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not interceptor.installed:
             return function(*args, **kwargs)
-        group = args[at] if len(args) > at else kwargs.get("group")
-        if group is None:
-            group = dist.group.WORLD
+        arguments = {**dict(zip(names, args)), **kwargs}  # noqa: B905 (the rest are defaults)
+        group = arguments.get("group") or dist.group.WORLD
         if not isinstance(group, ProcessGroup) or group.size() == 1:
             interceptor.label("")
             return function(*args, **kwargs)
-        made = interceptor.Collective(op, group, parameters, args, kwargs)
+        made = interceptor.Collective(op, group, arguments)
         return cast(R, interceptor.intercept(made, functools.partial(function, *args, **kwargs)))
 
     return call

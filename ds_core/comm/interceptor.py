@@ -1,12 +1,9 @@
 """Interceptors: objects called around every collective of this process, to time, count or check it (torch-free).
 
 `ds_core.comm` calls them for each collective on a group of at least two ranks; those of the lowest order are outermost:
-they see the call first and its result last. An interceptor belongs to the process, as collectives do: it stays until
-`remove_interceptor`, also when the engine that brought it is destroyed. With none installed a collective costs one
-``if`` more than a plain function.
-
-Code that makes collectives says what they are for (`label`), for whoever shows that to people; with no interceptor
-installed a label is not kept.
+they see the call first and its result last. An interceptor belongs to the process: it stays until `remove_interceptor`,
+also when the engine that brought it is destroyed. With none installed a collective costs one ``if`` more, and what it
+is for (`label`) is not kept.
 """
 
 from __future__ import annotations
@@ -55,40 +52,25 @@ class Order(IntEnum):
     CHECK = 20
 
 
-Parameters = Mapping[str, tuple[int, Any]]
-"""A function's parameters: name -> (position, default)."""
-
-
 class Collective:
     """A collective that this thread is starting.
 
-    op: the function of `ds_core.comm`, one of `OPERATIONS` or "open_transport". group: never None.
-    label: what the caller said of it, or "". tag: None, or a number below ``2 ** TAG_BITS`` that an interceptor sets:
-    equal on all ranks for the same collective, different for others. Transports send it along where they can, so that
-    data of two collectives is never mixed up.
+    op: the function of `ds_core.comm`, one of `OPERATIONS` or "open_transport". group: never None. arguments: what the
+    function was called with, by name. label: what the caller said of it, or "". tag: None, or a number below
+    ``2 ** TAG_BITS`` that an interceptor sets: equal on all ranks for the same collective, different for others.
+    Transports send it along where they can, so that data of two collectives is never mixed up.
     """
 
-    __slots__ = ("_args", "_kwargs", "_parameters", "group", "label", "op", "tag")
+    __slots__ = ("arguments", "group", "label", "op", "tag")
 
-    def __init__(
-        self, op: str, group: ProcessGroup, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        self.op, self.group, self.label = op, group, _local.label
+    def __init__(self, op: str, group: ProcessGroup, arguments: Mapping[str, Any]) -> None:
+        self.op, self.group, self.arguments, self.label = op, group, arguments, _local.label
         self.tag: int | None = None
-        self._parameters, self._args, self._kwargs = parameters, args, kwargs
-
-    def argument(self, name: str) -> Any:
-        """What the function was called with, or the default; None if it has no such parameter."""
-        if name in self._kwargs:
-            return self._kwargs[name]
-        position, default = self._parameters.get(name, (len(self._args), None))
-        return self._args[position] if position < len(self._args) else default
 
     @property
     def message(self) -> Tensor | None:
         """The message, of all ranks together where one argument has that (``output`` of a gather); None: none."""
-        found: Tensor | None = self.argument(OPERATIONS.get(self.op, ""))
-        return found
+        return self.arguments.get(OPERATIONS.get(self.op, ""))
 
 
 class Interceptor(ABC):

@@ -7,7 +7,6 @@ belong together, is the installed `ds_rendezvous` answer's. The environment itse
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -42,7 +41,7 @@ __all__ = [
 log = logging.getLogger("ds_core.comm")
 
 DEFAULT_PORT = 29500
-MEND = "start the script with `dscore run train.py`, which sets them all"
+_FIX = "start the script with `dscore run train.py`, which sets them all"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _choice: tuple[Answer | None] | None = None  # the `ds_rendezvous` answer of this process
@@ -50,10 +49,7 @@ _choice: tuple[Answer | None] | None = None  # the `ds_rendezvous` answer of thi
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where this process stands and where all of them meet.
-
-    address, port: of rank 0's store. source: whose variables said so, for logs and errors.
-    """
+    """Where this process stands, and the address of rank 0's store. source: whose variables said so, for errors."""
 
     rank: int
     world_size: int
@@ -106,16 +102,14 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch's default process group, unless one runs already. Collective: every rank calls it.
+    """Start torch's default process group, unless one runs already; of one, if no launcher started this process.
 
-    dist_backend: None takes the accelerator's. auto_mpi_discovery: ask `ds_rendezvous` (MPI,
-    Slurm, ...) when torchrun's variables are missing. distributed_port: of rank 0, where no MASTER_PORT says otherwise.
-    timeout: of collectives; None means DEEPSPEED_TIMEOUT minutes, or 30. init_method: torch's, with `rank` and
-    `world_size`; None finds them. dist_init_required: False means that a process group must be running already.
-    config: the run's; the interceptors of its sections (`ds_interceptors`) are put into effect. A process that no
-    launcher started becomes a group of one, without any address.
-
-    Raises CommError, naming each variable that is missing or wrong, or who was expected where, within `timeout`.
+    dist_backend: None takes the accelerator's. auto_mpi_discovery: ask `ds_rendezvous` (MPI, Slurm, ...) when
+    torchrun's variables are missing. distributed_port: of rank 0, where no MASTER_PORT says otherwise. timeout: of
+    collectives; None means DEEPSPEED_TIMEOUT minutes, or 30. init_method: torch's, with `rank` and `world_size`.
+    dist_init_required: False means that a process group must be running already. config: its interceptors
+    (`ds_interceptors`) are installed. Collective. Raises CommError, which names each variable that is missing or wrong,
+    or who was expected where.
     """
     plugins, run = None, None
     if config is not None:
@@ -133,9 +127,11 @@ def init_distributed(
     else:
         import torch.distributed as dist
 
+        from ds_core.accelerator import get_accelerator
+
         if not dist.is_available():
             raise CommError("this torch was built without torch.distributed; install one that has it")
-        backend = dist_backend or _accelerator_backend()
+        backend = dist_backend or get_accelerator().communication_backend
         limit = timeout if timeout is not None else _default_timeout(os.environ)
         if init_method in (None, "env://"):
             where = find_rendezvous(os.environ, auto_mpi_discovery, distributed_port, rank, world_size, True, plugins)
@@ -150,13 +146,12 @@ def init_distributed(
 
 
 def reset() -> None:
-    """Destroy a process group of one that no launcher asked for, and choose again who answers `ds_rendezvous`."""
+    """Destroy a process group of one, and choose again who answers `ds_rendezvous`."""
     global _choice
-    if is_initialized() and find_rendezvous(os.environ) is None:
+    if is_initialized() and comm.world_size() == 1:
         import torch.distributed as dist
 
-        if dist.get_world_size() == 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     _choice = None
 
 
@@ -200,7 +195,7 @@ def find_rendezvous(
             hint += ", which do not tell where rank 0 is; set MASTER_ADDR to rank 0's host on all of them"
             hint += f", or {job.hint}" if job is not None and job.hint else ""
         raise CommError(
-            f"{', '.join(missing)} missing from the environment, which has {told} from {source}{hint}; {MEND}"
+            f"{', '.join(missing)} missing from the environment, which has {told} from {source}{hint}; {_FIX}"
         )
     here = Rendezvous(
         _integer(facts, "RANK"),
@@ -229,10 +224,7 @@ def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
 
 
 def _provider(plugins: Plugins | None = None) -> Answer | None:
-    """The `ds_rendezvous` answer of this process: chosen earlier, else now. plugins: choose again from these.
-
-    Raises PluginError when two have the same, highest priority.
-    """
+    """The `ds_rendezvous` answer of this process: chosen earlier, else now. plugins: choose again from these."""
     global _choice
     if _choice is None or plugins is not None:
         from ds_core.plugins import Plugins
@@ -249,10 +241,7 @@ def _provider(plugins: Plugins | None = None) -> Answer | None:
 
 
 def _find_job(env: Mapping[str, str]) -> Job | None:
-    """The job that the installed `ds_rendezvous` answer finds; nothing of it is imported for a process alone.
-
-    Raises CommError where a variable says that this is not rank 0, and the package that reads it is not installed.
-    """
+    """The job that the installed `ds_rendezvous` answer finds; nothing of it is imported for a process alone."""
     chosen = _provider()
     if chosen is not None and chosen.value.find is not None:
         if not any(env.get(name) for name in chosen.value.variables):
@@ -268,10 +257,9 @@ def _find_job(env: Mapping[str, str]) -> Job | None:
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(env[name])
-    except ValueError:
-        raise CommError(f"{name} is {env[name]!r}, which is no integer; {MEND}") from None
+    if not env[name].isdecimal():
+        raise CommError(f"{name} is {env[name]!r}; it must be an integer >= 0; {_FIX}")
+    return int(env[name])
 
 
 def _default_timeout(env: Mapping[str, str]) -> timedelta:
@@ -280,12 +268,6 @@ def _default_timeout(env: Mapping[str, str]) -> timedelta:
         if 0 < float(text) < 1e7:
             return timedelta(minutes=float(text))
     raise CommError(f"DEEPSPEED_TIMEOUT is {text!r}; it must be a positive number of minutes, as 30")
-
-
-def _accelerator_backend() -> str:
-    from ds_core.accelerator import get_accelerator
-
-    return str(get_accelerator().communication_backend)
 
 
 def _start_by_method(init_method: str, backend: str, timeout: timedelta, rank: int, world_size: int) -> None:
@@ -332,7 +314,7 @@ def _open_store(where: Rendezvous, timeout: timedelta) -> Store:
 
     hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener: dict[str, Any] = {}
-    if hosts and _is_loopback(where.address):
+    if hosts and where.address in ("localhost", "127.0.0.1", "::1"):
         with contextlib.suppress(OSError):  # a port in use: by our own store, which torch shares, or it raises
             host = "127.0.0.1" if where.address == "localhost" else where.address
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -341,10 +323,3 @@ def _open_store(where: Rendezvous, timeout: timedelta) -> Store:
         where.address, where.port, where.world_size, is_master=hosts, timeout=timeout, multi_tenant=True, **listener
     )
     return PrefixStore(f"ds_core/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"

@@ -34,7 +34,7 @@ WRONG: tuple[tuple[str, str, Any], ...] = (
     ("every_device_can_be_made_current", "on_device", lambda self, tensor: False),
     ("devices_that_are_not_there", "set_device", lambda self, index: None),
     ("tensors_of_other_devices", "on_device", lambda self, tensor: True),
-    ("local_rank_chooses_the_device", "local_index", lambda self: 1),
+    ("local_rank_chooses_the_device", "local_index", lambda self, local_rank: 1),
     ("streams_are_all_there_or_none", "new_stream", lambda self: object()),
     ("events_can_be_waited_for", "new_event", lambda self: StuckEvent(self.synchronize)),
     ("memory_counters", "memory_allocated", lambda self: 1.5),

@@ -38,7 +38,7 @@ def test_long_lists_and_values_are_shortened() -> None:
     left = {f"key{i}": "x" * 1000 for i in range(SHOWN + 3)}
     right = dict.fromkeys(left, "y")
     message = describe_mismatch([left, right, right])
-    assert "ranks 1-2: y" in message
+    assert "ranks 1, 2: y" in message
     assert "and 3 more: key5, key6, key7" in message
     assert "(1000 characters)" in message and "x" * 300 not in message
 

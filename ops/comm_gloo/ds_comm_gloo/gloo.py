@@ -21,7 +21,7 @@ from torch.distributed import ReduceOp
 
 from ds_comm_gloo.group_queue import GroupQueue, Messages, QueueWork
 from ds_core.comm import AfterWork
-from ds_core.comm.contract import average
+from ds_core.comm.providers import average
 
 __all__ = ["FOLDS", "all_gather", "all_reduce", "reduce_parts", "reduce_scatter"]
 

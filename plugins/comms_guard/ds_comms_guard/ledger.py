@@ -76,7 +76,7 @@ class Ledger:
         group = self._groups.get(collective.group) or self._group(collective.group)
         op, numel, dtype = collective.op, -1, None
         if op not in _UNEVEN:
-            message = collective.argument("output" if op in _BY_OUTPUT else "tensor")
+            message = collective.arguments["output" if op in _BY_OUTPUT else "tensor"]
             numel, dtype = message.numel(), message.dtype
         key = (op, collective.label, numel, dtype)
         mark = self._marks.get(key)

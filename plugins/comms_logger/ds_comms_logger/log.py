@@ -87,7 +87,7 @@ class CommsLog(Interceptor):
         result = call()
         if op in ("isend", "irecv"):  # waiting here could block both ends; its own wait ends the time
             return _TimedWork(result, lambda: self.record(op, site, size, ranks, time.perf_counter() - begin))
-        if collective.argument("async_op"):
+        if collective.arguments.get("async_op"):
             result.wait()
             result = _Finished()
         _synchronize(device)

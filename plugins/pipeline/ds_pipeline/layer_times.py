@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_core import comm
 from ds_core.accelerator import get_accelerator
 from ds_core.nested import map_leaves, tensors_of
 from ds_pipeline.micro_batches import to_device
@@ -27,7 +28,7 @@ def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
     to the device one at a time. example: the first layer's input.
     """
     accelerator = get_accelerator()
-    device = accelerator.device(accelerator.local_index())
+    device = accelerator.device(accelerator.local_index(comm.local_rank()))
     value, times = to_device(example, device), []
     with torch.random.fork_rng(), torch.enable_grad():
         for make in makers:

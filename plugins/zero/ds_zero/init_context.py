@@ -310,7 +310,7 @@ def _shard_spec(
     """Start torch.distributed if it is not running, and choose the ranks and the device of shards."""
     accelerator = get_accelerator()
     comm.init_distributed(accelerator.communication_backend)
-    accelerator.set_device(accelerator.local_index())
+    accelerator.set_device(accelerator.local_index(comm.local_rank()))
     if dtype is torch.float16 and not accelerator.supports(torch.float16):
         raise AcceleratorError(f"ds_zero.Init: {accelerator.name} cannot compute in float16; use torch.bfloat16")
     ranks = list(range(comm.world_size()))
