@@ -27,7 +27,7 @@ from ds_core.context import Context
 from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
-from ds_core.kernels import Kernels
+from ds_core.kernels import Kernels, UsesKernels
 from ds_core.mesh import Mesh, plan_mesh
 from ds_core.optim import torch_grain
 from ds_core.params import collect_buffers, collect_params
@@ -146,7 +146,9 @@ def initialize(
     runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
     built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
     if built is not None:
-        partitioner.bind(built, kernels)
+        if isinstance(built, UsesKernels):
+            built.use_kernels(kernels)
+        partitioner.bind(built)
     scheduler = _make_scheduler(lr_scheduler, built, chosen)
     loader = None
     if training_data is not None:
@@ -333,7 +335,7 @@ def _attach(
     """Let the partitioner take the model and give the optimizer the tensors it is to update."""
     if isinstance(optimizer, Optimizer):
         old = optimizer.param_groups
-        ctx.trained = [p for group in old for p in group["params"]]
+        _note_trained(ctx, old)
         for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
                 if before is not after and before in optimizer.state:
@@ -342,7 +344,7 @@ def _attach(
             group["params"] = new["params"]
         return optimizer
     wanted = _param_groups(model, model_parameters)
-    ctx.trained = [p for group in wanted for p in group["params"]]
+    _note_trained(ctx, wanted)
     if optimizer is None and chosen.optimizer is not None:
         wanted = chosen.optimizer.groups(wanted, {p: info.name for p, info in ctx.params.items()})
     groups = partitioner.attach(model, wanted)
@@ -365,6 +367,17 @@ def _attach(
             "which may hold fp32 masters or partitions of the parameters"
         )
     return built
+
+
+def _note_trained(ctx: Context, groups: ParamGroups) -> None:
+    """Note the optimizer's parameters. Raises UsageError for a tensor that is none of the model's."""
+    ctx.trained = [p for group in groups for p in group["params"]]
+    for param in ctx.trained:
+        if param not in ctx.params:
+            raise UsageError(
+                f"model_parameters holds a tensor of shape {tuple(param.shape)} that is not a parameter of the model; "
+                "pass parameters of the model given to initialize (after any transform they must still be in it)"
+            )
 
 
 def _param_groups(model: nn.Module, given: Iterable[Any] | None) -> ParamGroups:

@@ -50,7 +50,7 @@ class GradientHooks:
         self._changed = True
         self.joint: JointBackwards | None = None
         engine.partitioner.gradient_hooks = self
-        self.serial = STATE.enter(self, torch.distributed.group.WORLD)
+        self.serial = STATE.enter(self)
         if len(STATE.present()) > 1:
             from ds_core.multi_engine import JOINT
 

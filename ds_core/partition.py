@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.kernels import UsesKernels
 from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
     from ds_core.gradients import GradientShard
-    from ds_core.kernels import Kernels
-    from ds_core.mesh import Mesh
 
-__all__ = ["GradState", "Partitioner", "broadcast_from_first"]
+__all__ = ["GradState", "Partitioner", "broadcast_module"]
 
 ParamGroups = list[dict[str, Any]]
 
@@ -85,13 +83,8 @@ class Partitioner(ABC):
         """
         return dict(state)
 
-    def bind(self, optimizer: Optimizer, kernels: Kernels) -> None:
-        """Called once, when the optimizer has been made of what `attach` returned.
-
-        Gives the optimizer the run's kernels, where it asks for them (`UsesKernels`). An override calls this too.
-        """
-        if isinstance(optimizer, UsesKernels):
-            optimizer.use_kernels(kernels)
+    def bind(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """Called once, when the optimizer has been made of what `attach` returned."""
 
     def begin(self, changed: bool) -> None:  # noqa: B027
         """A backward begins, and `finish` will be called after it.
@@ -146,21 +139,20 @@ class Partitioner(ABC):
     def axes(self) -> Iterable[tuple[str, ...]]:
         """Every set of axes that a `GradGroup` of this rank can carry."""
 
-    def release_idle(self) -> None:  # noqa: B027
-        """Free weights that were gathered ahead or are kept for later. Every rank calls it."""
-
     def detach(self) -> None:  # noqa: B027
         """Remove hooks and free buffers; the module keeps its weights."""
 
 
-def broadcast_from_first(mesh: Mesh, tensors: Iterable[tuple[tuple[str, ...], Tensor]]) -> None:
-    """Give each of `tensors`, in place, the values of the first rank along its axes. Collective; one call per kind."""
+def broadcast_module(ctx: Context, module: nn.Module, but: Collection[nn.Parameter] = ()) -> None:
+    """Give every rank the weights, `but` these, and the buffers of the first of its replicas. Collective."""
     batches: dict[tuple[Any, ...], list[Tensor]] = {}
+    tensors = [(ctx.params[p].replicas, p.data) for p in module.parameters() if p not in but]
+    tensors += [(ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
     for axes, tensor in tensors:
         if axes and tensor.numel():
             batches.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor)
-    for (axes, _, _), members in batches.items():
+    for (axes, _, _), members in batches.items():  # one call for all of a kind
         flat = torch.cat([t.reshape(-1) for t in members])
-        comm.broadcast(flat, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
+        comm.broadcast(flat, src=ctx.mesh.ranks(*axes)[0], group=ctx.mesh.group(*axes))
         for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
             tensor.copy_(piece.view_as(tensor))

@@ -38,9 +38,8 @@ class ProcessState:
         members = (ref() for ref in self.members.values())
         return [engine for m in members if m is not None and (engine := m.engine()) is not None]
 
-    def enter(self, hooks: GradientHooks, world: Any) -> int:
+    def enter(self, hooks: GradientHooks) -> int:
         """The serial number of a new engine, by which all ranks walk through engines in one order."""
-        self.follow(world)
         self.made += 1
         self.members[self.made] = weakref.ref(hooks)
         return self.made

@@ -8,16 +8,15 @@ already averaged is the same on all ranks, so averaging it again together with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_core.errors import UsageError
 from ds_core.params import GradGroup
-from ds_core.partition import GradState, ParamGroups, Partitioner, broadcast_from_first
+from ds_core.partition import GradState, ParamGroups, Partitioner, broadcast_module
 from ds_core.stepping import Stepper
 
 if TYPE_CHECKING:
@@ -73,16 +72,12 @@ class Replicated(Partitioner):
         """Whether gradients are averaged over replicas; if not, each rank keeps its own."""
         return True
 
-    def masters(self) -> Iterator[tuple[ParamInfo, nn.Parameter]]:
-        """Each trainable parameter's place on the mesh, and what the optimizer updates for it; ordered as `given`."""
-        return ((slot.info, slot.master) for slot in self.slots.values())
-
     # -- set-up ----------------------------------------------------------------------------------------------
 
     def attach(self, module: nn.Module, groups: ParamGroups) -> ParamGroups:
         """See `Partitioner.attach`."""
         self.module = module
-        self._broadcast(module)
+        broadcast_module(self.ctx, module)
         self.slots = {p: self._slot(p) for group in groups for p in group["params"]}
         slots = self.slots.values()
         self._plain = all(s.master is s.param for s in slots)
@@ -101,27 +96,15 @@ class Replicated(Partitioner):
                 slot.master.copy_(slot.param)
 
     def _slot(self, param: nn.Parameter) -> Slot:
-        info = self.ctx.params.get(param)
-        if info is None:
-            raise UsageError(
-                f"model_parameters holds a tensor of shape {tuple(param.shape)} that is not a parameter of the model; "
-                "pass parameters of the model given to initialize (after any transform they must still be in it)"
-            )
         dtype, master = self.ctx.precision.master, param
         if dtype is not None and param.is_floating_point() and param.dtype != dtype:
             master = nn.Parameter(param.detach().to(dtype, copy=True), requires_grad=param.requires_grad)
-        return Slot(param, info, master)
+        return Slot(param, self.ctx.params[param], master)
 
     def _accumulates(self, param: nn.Parameter) -> bool:
         """Whether gradients of `param` accumulate in another dtype than its own."""
         wanted = self.ctx.precision.accumulate
         return wanted is not None and param.is_floating_point() and wanted != param.dtype
-
-    def _broadcast(self, module: nn.Module) -> None:
-        """Give every rank the weights and buffers of the first of its replicas."""
-        tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
-        tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
-        broadcast_from_first(self.ctx.mesh, tensors)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -224,11 +207,10 @@ class Replicated(Partitioner):
         """See `Partitioner.gradient_shards`: every gradient is unsharded."""
         from ds_core.gradients import GradientShard
 
-        for (param, slot), grad in zip(self.slots.items(), self.given, strict=True):
+        for slot, grad in zip(self.slots.values(), self.given, strict=True):
             if grad is not None:
-                info = slot.info
-                shape, held = tuple(param.shape), info.held
-                yield GradientShard(info.name, grad, shape, 0, grad.numel(), held, held, info.counted)
+                shape, info = tuple(slot.param.shape), slot.info
+                yield GradientShard(info.name, grad, shape, 0, grad.numel(), info.held, info.held, info.counted)
 
     def weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
         """The gradient times `weight`: a new tensor where 16 bits would round the product."""

@@ -16,7 +16,7 @@ from ds_core import comm
 from ds_core.config import Section
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
-from ds_core.partition import Partitioner, broadcast_from_first
+from ds_core.partition import Partitioner, broadcast_module
 from ds_core.stepping import Stepper
 
 
@@ -34,9 +34,8 @@ class PlainPartitioner(Partitioner):
 
     def attach(self, module: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Ranks agree on the weights; the optimizer gets the parameters, or copies in the dtype of masters."""
-        self.module, mesh = module, self.ctx.mesh
-        weights = [(self.ctx.params[p].replicas, p.data) for p in module.parameters()]
-        broadcast_from_first(mesh, weights + [(mesh.replicas(()), b) for b in module.buffers()])
+        self.module = module
+        broadcast_module(self.ctx, module)
         self.masters = {p: self._master(p) for group in groups for p in group["params"]}
         weights_of = [None if p is m else p for p, m in self.masters.items()]
         self.stepper = Stepper(list(self.masters.values()), weights_of)

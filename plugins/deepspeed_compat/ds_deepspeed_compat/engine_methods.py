@@ -90,7 +90,8 @@ def deepspeed_io(
 
 def empty_partition_cache(engine: Engine) -> None:
     """Free weights that the partitioner has gathered ahead or keeps for later. Every rank calls it."""
-    engine.partitioner.release_idle()
+    if (release := getattr(engine.partitioner, "release_idle", None)) is not None:
+        release()
 
 
 def get_batch_info(engine: Engine) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
-from ds_core.partition import broadcast_from_first
+from ds_core.partition import broadcast_module
 from ds_core.stepping import Stepper
 from ds_zero import states
 from ds_zero.config import switch
@@ -74,13 +74,6 @@ class ZeroPartitioner(WeightOwner):
         self.offload = OffloadStores(self.ctx, self.section, full_tensors=needs_full_tensors(self.ctx))
         self._module = module
         mine = [p for group in groups for p in group["params"]]
-        for param in mine:
-            if param not in self.ctx.params:
-                raise UsageError(
-                    f"model_parameters holds a tensor of shape {tuple(param.shape)} that is not a parameter of the "
-                    "model; pass parameters of the model given to initialize (after any transform they must still be "
-                    "in it)"
-                )
         prepare_module(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
         if needs_full_tensors(self.ctx):
@@ -90,7 +83,7 @@ class ZeroPartitioner(WeightOwner):
         self.bucket_of = {p: b for b in self.buckets for p in b.params}
         self.param_index = {p: i for i, p in enumerate(self.ctx.params)}
         unshard_module(module)
-        self._broadcast_rest(module)
+        broadcast_module(self.ctx, module, but=self.pieces)
         self._reducer = self._make_reducer()
         self.takes_gradients = not self._reducer.local
         self._install_hooks(module)
@@ -147,13 +140,6 @@ class ZeroPartitioner(WeightOwner):
     ) -> GradientSource:
         """What takes the gradients of `buckets`; see `Reducer` for the arguments."""
         return LocalGradients(self, buckets) if serves(self, buckets) else Reducer(self, buckets, groups, order)
-
-    def _broadcast_rest(self, module: nn.Module) -> None:
-        """Broadcast parameters that are in no bucket, and buffers, from the first of their replicas."""
-        mesh = self.ctx.mesh
-        tensors = [(self.ctx.params[p].replicas, p.data) for p in module.parameters() if p not in self.pieces]
-        tensors += [(self.ctx.buffers[n].replicas, b.data) for n, b in module.named_buffers()]
-        broadcast_from_first(mesh, tensors)
 
     @property
     def module(self) -> nn.Module:

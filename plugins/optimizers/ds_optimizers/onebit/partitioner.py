@@ -7,7 +7,7 @@ norm is then the root mean square of theirs, and all ranks still skip a step or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ds_run_state.states import ReplicatedStates, StateSource, StateTensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_core.context import Context
-    from ds_core.kernels import Kernels
+    from ds_core.params import ParamInfo
 
 __all__ = ["OptimizerReduced", "ReducingOptimizer"]
 
@@ -54,17 +54,19 @@ class OptimizerReduced(Replicated):
         super().__init__(ctx)
         self._optimizer: ReducingOptimizer | None = None
 
-    def bind(self, optimizer: Any, kernels: Kernels) -> None:
+    def bind(self, optimizer: Any) -> None:
         """See `Partitioner.bind`. Raises UsageError for an optimizer that is no `ReducingOptimizer`."""
-        super().bind(optimizer, kernels)
         if not isinstance(optimizer, ReducingOptimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} is declared to reduce gradients by itself, but lacks one of "
                 "takes_averages, connect, synchronize and loaded (ds_optimizers.onebit.partitioner.ReducingOptimizer)"
             )
-        groups = {master: self.ctx.mesh.group(*info.replicas) for info, master in self.masters()}
-        optimizer.connect(lambda tensor: groups.get(tensor, ALONE))  # type: ignore[call-overload]
+        groups = {master: self.ctx.mesh.group(*info.replicas) for info, master in self._masters()}
+        optimizer.connect(lambda tensor: groups.get(tensor, ALONE))
         self._optimizer = optimizer
+
+    def _masters(self) -> Iterator[tuple[ParamInfo, Tensor]]:
+        return ((slot.info, slot.master) for slot in self.slots.values())
 
     gradient_shards = Partitioner.gradient_shards  # what a rank has may be its own gradients, not reduced ones
 
@@ -80,7 +82,7 @@ class OptimizerReduced(Replicated):
         if self.averages or world == 1:
             return groups
         by_layout: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
-        for place, (info, master) in enumerate(self.masters()):
+        for place, (info, master) in enumerate(self._masters()):
             if (grad := self.given[place]) is None:
                 continue
             replicas = len(self.ctx.mesh.ranks(*info.replicas))
@@ -91,7 +93,7 @@ class OptimizerReduced(Replicated):
 
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
-        return {*super().axes(), *(self.ctx.mesh.expand((*i.held, *i.replicas)) for i, _ in self.masters())}
+        return {*super().axes(), *(self.ctx.mesh.expand((*i.held, *i.replicas)) for i, _ in self._masters())}
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:
         """See `HasStates.states`; ranks whose weights and states differ are made equal first."""
