@@ -33,7 +33,7 @@ def biases_apart(groups: Any, names: Mapping[nn.Parameter, str], *, lr: float) -
 
 
 class Bound(Replicated):
-    def bind(self, optimizer: Any, kernels: Any) -> None:
+    def bind(self, optimizer: Any) -> None:
         self.bound = type(optimizer)
 
 
