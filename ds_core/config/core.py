@@ -1,7 +1,6 @@
-"""The core's own keys: batch, precision, reduction, logging, plugins (config.md sections 1-3, 15, 16).
+"""The core's own keys, the rules between them, and the sizes that the three batch keys stand for.
 
-Every key has an effect in the core; one that is documented but not built yet is refused when switched on. Then the
-rules between keys, and the sizes that the three batch keys stand for.
+Every key has an effect in the core; one that is documented but not built yet is refused when switched on.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ def cross_problems(core: CoreConfig, raw: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("gradient_predivide_factor", why, "leave one of the two out")
 
 
-# -- the batch triple: train = micro x accumulation x data-parallel ranks (api.md 2.1, exactly) ----------------------
+# -- the batch triple: train = micro x accumulation x data-parallel ranks --------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -514,6 +514,16 @@ def test_auto_is_a_value_where_the_field_says_so() -> None:
     config = build_config(
         {"fake": {"strategy": "auto", "sub": {"mode": "auto"}, "groups": {"a": {"mode": "auto"}}}}, MODELS
     )
+
+    class Pace(RootModel[Literal["auto"] | int]):
+        """A section that is one value."""
+
+    class Paces(Section):
+        by_name: dict[str, Literal["auto"] | int] = option({}, "Named.")
+
+    models: dict[str, tuple[type[BaseModel], str]] = {"pace": (Pace, "ds-pace 1"), "paces": (Paces, "ds-paces 1")}
+    paces = build_config({"pace": "auto", "paces": {"by_name": {"a": "auto", "b": 1}}}, models)
+    assert paces.section("pace") == Pace("auto") and paces.section("paces") == Paces(by_name={"a": "auto", "b": 1})
     assert config.section("fake") == Fake(strategy="auto", sub=Rule(mode="auto"), groups={"a": Rule(mode="auto")})
 
 
