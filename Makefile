@@ -6,6 +6,7 @@
 #   make lint         ruff, mypy --strict, import-linter
 #   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "ds-core[standard]"
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
+#   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
 #   make catalogue    ds_core/catalogue.json, from the packages' entry points
@@ -41,7 +42,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all test-wheels lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test test-all test-wheels test-frontends lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -71,16 +72,28 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 test: lint
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not integration" $(ARGS)
 
 test-all: lint
-	$(PYTEST) -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" $(ARGS)
+	$(PYTEST) -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")')not integration" $(ARGS)
 
 pytest: $(STAMP)
 	$(PYTEST) $(ARGS)
 
 test-wheels: $(STAMP)
 	$(PYTEST) tests/wheels $(ARGS)
+
+# The front-ends, and DeepSpeed to compare with, lie in an environment of their own, on top of .venv.
+FRONTENDS := plugins/deepspeed_compat/tests/frontends
+FRONT := .venv-frontends
+
+test-frontends: $(STAMP)
+	@$(PY) -m venv $(FRONT)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(FRONT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ds_core_venv.pth
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(FRONT)/bin/python -m pip install -qq -c constraints.txt -r $(FRONTENDS)/requirements.txt
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRONT)/bin/python -m pip install -qq --no-build-isolation deepspeed==0.19.8
+	$(FRONT)/bin/python -m pytest -m integration plugins/deepspeed_compat/tests $(ARGS)
 
 wheels: $(STAMP)
 	@rm -rf dist && mkdir -p dist
@@ -97,7 +110,7 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) dist site runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-frontends dist site runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:

@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers that the suites of ds_core and of its plugins use."""
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "gpu: needs a GPU; leave out with -m 'not gpu'")
+    config.addinivalue_line("markers", "integration: released programs of others, run on ds_core; make test-frontends")
 
 
 @pytest.fixture(scope="session")

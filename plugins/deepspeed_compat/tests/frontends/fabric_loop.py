@@ -1,0 +1,45 @@
+"""Lightning Fabric with DeepSpeedStrategy, or its DDP."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from common import Tokens, arguments, tiny_llama, write
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
+from torch.utils.data import DataLoader
+
+
+def main() -> None:
+    """Eight steps, saved after four and loaded again."""
+    args = arguments(devices=1)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    if args.deepspeed:
+        with open(args.deepspeed) as file:
+            strategy = DeepSpeedStrategy(config=json.load(file), process_group_backend="gloo")
+    fabric = Fabric(accelerator="cpu", devices=args.devices, strategy=strategy)
+    fabric.launch()
+    module = tiny_llama()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=5e-3)
+    model, optimizer = fabric.setup(module, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(Tokens(64), batch_size=2, shuffle=False))
+    losses = []
+    for index, batch in enumerate(loader):
+        if index == 8:
+            break
+        loss = model(**batch).loss
+        fabric.backward(loss)
+        optimizer.step()
+        if not args.deepspeed:
+            optimizer.zero_grad()
+        losses.append(float(fabric.all_reduce(loss.detach(), reduce_op="mean")))
+        if index == 3 and args.work:
+            state = {"model": model, "optimizer": optimizer, "step": index}
+            fabric.save(str(args.work / "fabric.ckpt"), state)
+            fabric.load(str(args.work / "fabric.ckpt"), state)
+    write(args.out, losses=losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Lightning: Trainer.fit with DeepSpeedStrategy, or its DDP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import lightning
+import torch
+from common import Tokens, arguments, tiny_llama, write
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch.utils.data import DataLoader
+
+
+class Module(lightning.LightningModule):
+    """The small model and its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.losses = tiny_llama(), []  # type: ignore[var-annotated]
+
+    def training_step(self, batch: dict[str, Any], _: int) -> torch.Tensor:
+        """The loss, and its mean over ranks written down."""
+        loss = self.model(**batch).loss
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")))
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: dict[str, Any], _: int) -> None:
+        """Log the loss."""
+        self.log("val", self.model(**batch).loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with a decaying schedule."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=5e-3)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+def main() -> None:
+    """Fit six steps; with ``--work`` save, and fit on from the checkpoint in a new trainer."""
+    args = arguments(devices=1, gas=1)
+
+    def trainer(steps: int) -> Any:
+        strategy = DDPStrategy(process_group_backend="gloo")
+        if args.deepspeed:
+            with open(args.deepspeed) as file:
+                strategy = DeepSpeedStrategy(config=json.load(file), process_group_backend="gloo")
+        return lightning.Trainer(
+            accelerator="cpu",
+            devices=args.devices,
+            strategy=strategy,
+            max_steps=steps,
+            accumulate_grad_batches=args.gas,
+            gradient_clip_val=0.5,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            use_distributed_sampler=True,
+            val_check_interval=2 * args.gas,
+            default_root_dir=str(args.work),
+        )
+
+    train = DataLoader(Tokens(64), batch_size=2, shuffle=False)
+    check = DataLoader(Tokens(8, seed=1), batch_size=2)
+    module, first = Module(), trainer(4)
+    first.fit(module, train, check)
+    evals = [float(first.callback_metrics["val"])]
+    first.save_checkpoint(str(args.work / "state.ckpt"))
+    again, second = Module(), trainer(6)
+    second.fit(again, train, check, ckpt_path=str(args.work / "state.ckpt"))
+    evals.append(float(second.callback_metrics["val"]))
+    write(args.out, losses=module.losses + again.losses, evals=evals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The released front-ends, unchanged, on ds_core: their loss curves equal those of their own plain data parallelism.
+
+Needs what requirements.txt lists: ``make test-frontends``. Each case runs a program of this folder as its users would.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": "inf",
+    "wall_clock_breakdown": False,
+}
+BUCKETS = {
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True},
+    "3": {"stage": 3, **BUCKETS},
+    "3-offload": {
+        "stage": 3,
+        **BUCKETS,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    },
+}
+ADAM = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+LINEAR = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
+}
+
+pytestmark = pytest.mark.integration
+
+
+def run(program: str, ranks: int, *arguments: str, work: Path | None = None) -> dict[str, Any]:
+    """What `program` wrote, run by torchrun on `ranks` processes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "out.json")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if program.startswith(("lightning", "fabric")):  # these start their own processes
+            launcher, arguments = [sys.executable], (*arguments, "--devices", str(ranks))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("DS_CORE_AS")}
+        if "--deepspeed" in arguments or "--stage" in arguments:
+            environment["DS_CORE_AS_DEEPSPEED"] = "1"
+        command = [*launcher, str(HERE / program), "--out", str(out), "--work", str(work or Path(scratch, "work"))]
+        done = subprocess.run(
+            [*command, *arguments],
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+@functools.cache
+def plain(program: str, ranks: int, *arguments: str) -> dict[str, Any]:
+    """The same program without DeepSpeed."""
+    return run(program, ranks, *arguments)
+
+
+def config(folder: Path, stage: str, **more: Any) -> str:
+    file = folder / "ds_config.json"
+    file.write_text(json.dumps({**AUTO, "zero_optimization": STAGES[stage], **more}))
+    return str(file)
+
+
+def assert_same(got: dict[str, Any], wanted: dict[str, Any], *names: str) -> None:
+    for name in names:
+        assert got[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
+
+
+stages = pytest.mark.parametrize("stage", list(STAGES))
+worlds = pytest.mark.parametrize("ranks", [1, 2])
+
+
+@worlds
+@stages
+def test_trainer(stage: str, ranks: int, tmp_path: Path) -> None:
+    got = run("trainer.py", ranks, "--deepspeed", config(tmp_path, stage))
+    assert_same(got, plain("trainer.py", ranks), "losses", "norms", "evals", "lrs")
+
+
+@stages
+def test_trainer_accumulates_resumes_and_loads_the_best_model(stage: str, tmp_path: Path) -> None:
+    file, more = config(tmp_path, stage), ["--gas", "2", "--best", "1"]
+    whole = run("trainer.py", 2, "--deepspeed", file, *more, work=tmp_path / "work")
+    assert_same(whole, plain("trainer.py", 2, *more), "losses", "norms", "evals", "lrs")
+    resumed = run("trainer.py", 2, "--deepspeed", file, *more, "--resume", "3", work=tmp_path / "work")
+    assert_same(resumed, whole, "losses", "evals")
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_trainer_with_the_configs_optimizer_and_schedule(stage: str, tmp_path: Path) -> None:
+    own = config(tmp_path, stage, optimizer=ADAM)
+    assert_same(run("trainer.py", 2, "--deepspeed", own), plain("trainer.py", 2), "losses", "norms", "evals")
+    both = config(tmp_path, stage, optimizer=ADAM, scheduler=LINEAR)
+    assert len(run("trainer.py", 2, "--deepspeed", both)["losses"]) == 6
+
+
+@worlds
+@stages
+def test_accelerate(stage: str, ranks: int, tmp_path: Path) -> None:
+    got = run("accelerate_loop.py", ranks, "--deepspeed", config(tmp_path, stage, gradient_clipping=0.5))
+    assert_same(got, plain("accelerate_loop.py", ranks), "losses", "lrs", "total")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_accelerate_by_arguments(stage: int) -> None:
+    got = run("accelerate_loop.py", 2, "--stage", str(stage), "--gas", "2")
+    assert_same(got, plain("accelerate_loop.py", 2, "--gas", "2"), "losses", "total")
+
+
+LIGHTNING = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "zero_allow_untested_optimizer": True}
+
+
+@worlds
+@stages
+@pytest.mark.parametrize("program", ["lightning_fit.py", "fabric_loop.py"])
+def test_lightning(program: str, stage: str, ranks: int, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    zero = {k: v for k, v in STAGES[stage].items() if v != "auto"}
+    more = {} if program == "lightning_fit.py" else {"gradient_clipping": 0.0}
+    file.write_text(json.dumps({**LIGHTNING, **more, "zero_optimization": zero}))
+    names = ("losses", "evals") if program == "lightning_fit.py" else ("losses",)
+    assert_same(run(program, ranks, "--deepspeed", str(file)), plain(program, ranks), *names)
+
+
+@stages
+def test_peft_lora(stage: str, tmp_path: Path) -> None:
+    got = run("peft_lora.py", 2, "--deepspeed", config(tmp_path, stage))
+    assert_same(got, plain("peft_lora.py", 2), "losses", "loaded")
+
+
+@stages
+@pytest.mark.parametrize("what", ["sft", "dpo"])
+def test_trl(what: str, stage: str, tmp_path: Path) -> None:
+    got = run("trl_train.py", 2, "--what", what, "--deepspeed", config(tmp_path, stage))
+    assert_same(got, plain("trl_train.py", 2, "--what", what), "losses")
