@@ -10,14 +10,6 @@ from ds_core.entries import AcceleratorEntry, OptimizerEntry, SchedulerEntry
 __all__ = ["ds_accelerators", "ds_optimizers", "ds_schedulers"]
 
 
-def ds_accelerators() -> Iterable[AcceleratorEntry]:
-    """cpu, and one generic backend for cuda, xpu, mps and PrivateUse1 devices."""
-    where = "ds_core.accelerator"
-    for name, priority in (("cuda", 40), ("xpu", 30), ("mps", 20), ("privateuse1", 10)):
-        yield AcceleratorEntry(name, name, f"{where}.generic:{name}", partial(_missing, name), priority)
-    yield AcceleratorEntry("cpu", "cpu", f"{where}.cpu:CpuAccelerator")
-
-
 def _missing(name: str) -> str | None:
     """Why torch has no device of this name to use; None if it has one. Counts devices only: none is initialized."""
     import torch
@@ -29,6 +21,20 @@ def _missing(name: str) -> str | None:
     if module.device_count() > 0:
         return None
     return f"torch {torch.__version__} sees no {device_type} device: its build, the driver or the environment lacks it"
+
+
+_ACCELERATORS = (
+    *(
+        AcceleratorEntry(name, name, f"ds_core.accelerator.generic:{name}", partial(_missing, name), priority)
+        for name, priority in (("cuda", 40), ("xpu", 30), ("mps", 20), ("privateuse1", 10))
+    ),
+    AcceleratorEntry("cpu", "cpu", "ds_core.accelerator.cpu:CpuAccelerator"),
+)
+
+
+def ds_accelerators() -> Iterable[AcceleratorEntry]:
+    """cpu, and one generic backend for cuda, xpu, mps and PrivateUse1 devices."""
+    return _ACCELERATORS
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

@@ -40,14 +40,7 @@ __all__ = [
     "SchedulerEntry",
     "StateStoreEntry",
     "Transform",
-    "WrongAnswer",
     "ask",
-    "gives",
-    "many",
-    "model_class",
-    "named",
-    "nothing",
-    "one_or_none",
     "resolve",
 ]
 
@@ -96,25 +89,21 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value) is not None
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
-
-
-_A_REF = "a reference 'package.module:attribute'"
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "Ref": (_is_reference, _A_REF),
-    "Ref | None": (lambda v: v is None or _is_reference(v), f"{_A_REF} or None"),
-    "Probe | None": (lambda v: v is None or _is_reference(v) or callable(v), f"{_A_REF}, a function or None"),
-    "Grain | None": (lambda v: v in (None, "element", "tensor", "matrix"), "'element', 'tensor', 'matrix' or None"),
+    "Ref": (_is_reference, "a reference 'package.module:attribute'"),
+    "Probe": (lambda v: _is_reference(v) or callable(v), "a reference 'package.module:attribute', a function"),
+    "Grain": (lambda v: v in ("element", "tensor", "matrix"), "'element', 'tensor', 'matrix'"),
     "Phase": (lambda v: isinstance(v, Phase), "a ds_core.entries.Phase"),
     "Callable[[nn.Module], nn.Module]": (callable, "a function of a module"),
-    "tuple[str, ...]": (_is_texts, "a tuple of strings"),
+    "tuple[str, ...]": (
+        lambda v: isinstance(v, (tuple, list)) and all(isinstance(text, str) for text in v),
+        "a tuple of strings",
+    ),
     "str": (lambda v: isinstance(v, str), "a string"),
-    "str | None": (lambda v: v is None or isinstance(v, str), "a string or None"),
     "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "an integer"),
     "bool": (lambda v: type(v) is bool, "True or False"),
 }
-"""By a field's annotation: what its value must be, and how to say so."""
+"""By a field's annotation, without ``| None``: what its value must be, and how to say so."""
 
 
 class _Record:
@@ -124,11 +113,14 @@ class _Record:
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            fits, wanted = _RULES.get(str(field.type), (lambda v: True, ""))  # a subclass may have fields of its own
+            value, (kind, or_none, _) = getattr(self, field.name), str(field.type).partition(" | None")
+            if kind not in _RULES or (or_none and value is None):  # a subclass may have fields of its own
+                continue
+            fits, wanted = _RULES[kind]
             if not fits(value):
-                raise ValueError(f"{type(self).__name__}.{field.name} is {value!r}; it must be {wanted}")
-            if field.type == "str" and not value and field.default is MISSING:
+                none = " or None" if or_none else ""
+                raise ValueError(f"{type(self).__name__}.{field.name} is {value!r}; it must be {wanted}{none}")
+            if not (value or or_none) and kind == "str" and field.default is MISSING:
                 raise ValueError(f"{type(self).__name__}.{field.name} is empty")
 
 

@@ -6,7 +6,7 @@ because file order differs between hosts and every rank must call hooks in one o
 
 [Note: who takes part] Being installed is not enough to change a run. A plugin *takes part* when the config names it
 (its section, ``plugins.load``, ``plugins.require``) or when something that it offers was chosen. Hooks with arguments
-are called only of those; what a plugin offers (hooks without arguments) is asked of all that are loaded.
+are called only of those; hooks without arguments, which say what a plugin offers, of all that are loaded.
 
 [Note: three tiers of failure] A broken plugin that does not take part is quarantined and shown by ``dscore doctor``.
 One that takes part is fatal. At run time an observer or monitor that fails is switched off after one warning; anything
@@ -164,14 +164,10 @@ class Plugins:
             self.join(chosen[name])
         return chosen
 
-    def load_backends(self) -> None:
-        """Import every backend, once. A broken one is quarantined: nobody has asked for it by name yet."""
-        self._try_all(BACKENDS)
-
     def probe_all(self) -> list[Report]:
         """Import everything installed, quarantining what breaks."""
         self._try_all(SECTIONS)
-        self.load_backends()
+        self._try_all(BACKENDS)
         return self.reports()
 
     def examine(self) -> list[Report]:
@@ -203,6 +199,7 @@ class Plugins:
         return [f for f in rows if f.dist == LOADED or f.name not in by_hand]
 
     def _try_all(self, group: str) -> None:
+        """Import a group, once. A broken plugin is quarantined: nobody has asked for it by name yet."""
         for report in reversed(self.reports()):
             if report.found.group == group and report.state is PluginState.AVAILABLE:
                 try:
@@ -280,7 +277,7 @@ class Plugins:
         if found.module in self._by_module:  # one module may stand in both groups
             report.state, report.hooks = PluginState.LOADED, self._reports[self._by_module[found.module]].hooks
             return
-        if (lacking := unmet(found.dist)) != "":
+        if lacking := unmet(found.dist):
             raise PluginError(f"plugin {found} cannot be used: {lacking}")
         if ":" in found.module:
             raise PluginError(f"plugin {found} names an attribute; the value of its entry point must be a module alone")
@@ -319,7 +316,7 @@ class Plugins:
         """
         among: Container[str] = self._members - newer_than
         if installed:
-            self.load_backends()
+            self._try_all(BACKENDS)
             among = {found.module for found in self._reports if found.group == BACKENDS}
         answers = [Answer(i.plugin, i.answer(arguments)) for i in self._implementations(hook, among)]
         return [a for a in answers if a.value is not None]
@@ -329,7 +326,7 @@ class Plugins:
 
         One whose answer fails is quarantined, or fatal when it takes part.
         """
-        self.load_backends()
+        self._try_all(BACKENDS)
         answers = []
         for implementation in self._implementations(hook, self._by_module):
             try:

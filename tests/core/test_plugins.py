@@ -203,5 +203,5 @@ def test_one_module_in_both_groups_is_registered_once(module):
     name = module("both_groups", ds_check=lambda: [ONE])
     plugins = Plugins(found=[section("s", name), backend("b", name)])
     plugins.load_sections(["s"])
-    plugins.load_backends()
+    plugins.probe_all()
     assert len(plugins.ask("ds_check", config=None)) == 1
