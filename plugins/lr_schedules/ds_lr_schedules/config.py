@@ -26,7 +26,7 @@ class _ScheduleParams(Section):
 
     last_batch_iteration: int = option(
         -1,
-        "Index of the last step that was taken; -1 starts from the beginning. A checkpoint restores it by itself.",
+        "Index of the last step that was taken; -1 starts from the beginning. Loading a checkpoint restores it.",
         ge=-1,
     )
 
@@ -84,7 +84,7 @@ class WarmupLRParams(_WarmupParams):
 class WarmupDecayLRParams(_WarmupParams):
     """``scheduler.params`` of WarmupDecayLR."""
 
-    total_num_steps: int = option(..., "Steps of the whole schedule, warm-up included.", gt=0)
+    total_num_steps: int = option(..., "Steps of the schedule, warm-up included.", gt=0)
     warmup_min_lr: PerGroup = option(
         0.0, "Learning rate at the start and at the end; one number, or one per parameter group."
     )
@@ -96,7 +96,7 @@ class WarmupDecayLRParams(_WarmupParams):
 class WarmupCosineLRParams(_WarmupParams):
     """``scheduler.params`` of WarmupCosineLR."""
 
-    total_num_steps: int = option(..., "Steps of the whole schedule, warm-up included.", gt=0)
+    total_num_steps: int = option(..., "Steps of the schedule, warm-up included.", gt=0)
     warmup_min_ratio: PerGroup = option(
         0.0,
         "Share of each group's own learning rate at the start of the warm-up; one number, or one per parameter group.",

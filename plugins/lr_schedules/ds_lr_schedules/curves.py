@@ -1,7 +1,7 @@
 """The schedules as arithmetic: plain functions of the step index, without an optimizer and without torch.
 
-``t`` is the index of the last step taken: -1 before the first, 0 after it. What depends on whole numbers only
-(the place in a cycle, the stair) is computed in whole numbers, so that a stair never moves by a rounding error.
+``t`` is the index of the last step taken: -1 before the first, 0 after it. What depends on integers only
+(the place in a cycle, the stair) is computed with integers, so that rounding errors never move a stair.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class OneCycle(Schedule):
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
         log.warning(
-            "OneCycle: cycle_momentum is off, since %s has no betas; set cycle_momentum to false to say so yourself",
+            "OneCycle: cycle_momentum is off, since %s has no betas; set cycle_momentum to false",
             type(self.optimizer).__name__,
         )
         return False
@@ -283,7 +283,7 @@ class WarmupLR(_Warmup):
 class WarmupDecayLR(_Warmup):
     """Raises the learning rate as `WarmupLR` does, then lowers it linearly to the minimum at `total_num_steps`.
 
-    total_num_steps: steps of the whole schedule, warm-up included. The other arguments are those of `WarmupLR`.
+    total_num_steps: steps of the schedule, warm-up included. The other arguments are those of `WarmupLR`.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class WarmupDecayLR(_Warmup):
 class WarmupCosineLR(_Warmup):
     """Scales each group's own learning rate: up from a ratio to 1, then down half a cosine to another ratio.
 
-    total_num_steps: steps of the whole schedule, warm-up included. warmup_min_ratio: where the warm-up starts, one
+    total_num_steps: steps of the schedule, warm-up included. warmup_min_ratio: where the warm-up starts, one
     number or one per group. warmup_num_steps, warmup_type: as for `WarmupLR`. cos_min_ratio: where the cosine ends.
     Before the first step the learning rate is 0. Raises ValueError for wrong lengths and step counts.
     """

@@ -2,7 +2,7 @@
 
 [Note: what is replaced] Where a block hands tokens, chosen experts and scores to a child that holds all experts (as
 the transformers library's do), only that child is replaced; the model's own router and block go on running. Where the
-config routes otherwise, or experts are a list that the block runs by hand, the block is replaced as well, by one with
+config routes otherwise, or the block loops over a list of experts, the block is replaced as well, by one with
 the same children. Either way names stay, and stacked experts keep their very `nn.Parameter` objects, cut to this rank's
 rows.
 
@@ -103,7 +103,7 @@ def _preset(section: ExpertParallelConfig, model: nn.Module, ctx: Context) -> Pr
 
 
 def _with_overrides(preset: Preset, section: ExpertParallelConfig) -> Preset:
-    """The preset with what the config says otherwise."""
+    """The preset, changed by the keys of the config."""
     given: dict[str, Any] = {
         "layers": section.moe_layer_pattern,
         "router": section.router_pattern,

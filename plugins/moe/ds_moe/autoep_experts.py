@@ -48,7 +48,7 @@ class ExpertShare:
     check: bool = False
 
     def __deepcopy__(self, memo: Any) -> ExpertShare:
-        return self  # a copy of a model has the same ranks beside it
+        return self  # a copy of a model has the same peers
 
     @property
     def rows(self) -> int:
@@ -108,7 +108,7 @@ class _Experts(nn.Module):
         return torch.bmm(scores.to(done.dtype).unsqueeze(1), done.view(count, k, -1)).squeeze(1)
 
     def compute(self, rows: Tensor, groups: Groups) -> Tensor:
-        """rows: [rows, hidden], those of one local expert together, as `groups` says."""
+        """rows: [rows, hidden], sorted by local expert, as in `groups`."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

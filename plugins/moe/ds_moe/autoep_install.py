@@ -53,22 +53,22 @@ def install(plan: BlockPlan, model: nn.Module) -> None:
 def _give_out(plan: BlockPlan) -> None:
     """Experts of a list belong to one rank along ep each, under names that the others do not have."""
     before = plan.ctx.stash.get(EXPERT_PARALLEL)
-    held = set(before) if before is not None else set()
+    names = set(before) if before is not None else set()
     for number, expert in enumerate(plan.listed):
         for param in expert.parameters():
             _send(param, plan.ctx)
         if plan.share.first <= number < plan.share.first + plan.share.rows:
             named = (*expert.named_parameters(), *expert.named_buffers())
-            held |= {f"{plan.prefix}.{number}.{name}" for name, _ in named}
-    plan.ctx.stash[EXPERT_PARALLEL] = held
+            names |= {f"{plan.prefix}.{number}.{name}" for name, _ in named}
+    plan.ctx.stash[EXPERT_PARALLEL] = names
 
 
 @torch.no_grad()
 def _cut(param: nn.Parameter, plan: BlockPlan) -> None:
     """Leave this rank's rows of `param`, which stays the object it is."""
-    whole, share = _send(param, plan.ctx), plan.share
+    full, share = _send(param, plan.ctx), plan.share
     param.grad = None
-    param.data = whole[share.first : share.first + share.rows].clone()
+    param.data = full[share.first : share.first + share.rows].clone()
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def _send(param: nn.Parameter, ctx: Context) -> Tensor:
     """The first rank's values of `param`, which it takes over too."""
     if ctx.mesh.size("dp") == 1 or param.is_meta:
         return param.data
-    whole = param.data.to(ctx.accelerator.current_device()).contiguous()
-    comm.broadcast(whole, src=ctx.mesh.ranks("dp")[0], group=ctx.mesh.group("dp"))
-    param.data = whole
-    return whole
+    full = param.data.to(ctx.accelerator.current_device()).contiguous()
+    comm.broadcast(full, src=ctx.mesh.ranks("dp")[0], group=ctx.mesh.group("dp"))
+    param.data = full
+    return full

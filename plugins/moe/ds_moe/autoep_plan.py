@@ -36,7 +36,7 @@ def config_error(ctx: Context, key: str, message: str, fix: str = "") -> ConfigE
 
 
 class BlockPlan:
-    """One MoE block and what is to become of it.
+    """One MoE block and how it is changed.
 
     name, block, experts, prefix: the block, its child that holds experts, and the names of both. count: experts of the
     layer. listed: the experts, where they are modules; else params are their stacked weights, by name. how: how the
@@ -94,10 +94,10 @@ class BlockPlan:
                 )
 
     def _count(self) -> int:
-        """How many experts there are; what the model's config says must agree."""
+        """The number of experts, which must agree with the model's config."""
         attribute = self.preset.num_experts
-        said = getattr(self.config, attribute, None)
-        if said is None and self.section.num_experts_attr is not None:
+        configured = getattr(self.config, attribute, None)
+        if configured is None and self.section.num_experts_attr is not None:
             raise self.error("num_experts_attr", f"the model's config has no {attribute!r}")
         count = len(self.listed)
         if not self.listed:
@@ -108,14 +108,16 @@ class BlockPlan:
                     "expert_w1", f"there is no weight {self.preset.w1!r}", f"name one of its parameters: {have}"
                 )
             count = weight.shape[0]
-        if said is not None and said != count:
-            raise self.error("num_experts_attr", f"{count} experts, but {attribute} of the model's config is {said}")
+        if configured is not None and configured != count:
+            raise self.error(
+                "num_experts_attr", f"{count} experts, but {attribute} of the model's config is {configured}"
+            )
         size = self.section.autoep_size
         if count % size:
             good = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
             what = "is more than" if size > count else "does not divide"
-            told = f"{size} {what} the {count} experts of {self.name}"
-            raise config_error(self.ctx, "autoep_size", told, f"use {good}")
+            problem = f"{size} {what} the {count} experts of {self.name}"
+            raise config_error(self.ctx, "autoep_size", problem, f"use {good}")
         return count
 
     def _share(self) -> ExpertShare:
@@ -167,8 +169,10 @@ class BlockPlan:
         wide = inner if "w3" in weights else 2 * inner
         wanted = {"w1": (self.count, wide, hidden), "w3": (self.count, inner, hidden)}
         odd = [f"{role} {tuple(w.shape)}" for role, w in weights.items() if role != "w2" and w.shape != wanted[role]]
-        told = {"is_transposed": False, "is_concatenated": True, "has_gate": True, "has_bias": False}
-        odd += [f"{key} {getattr(self.experts, key)}" for key, v in told.items() if getattr(self.experts, key, v) != v]
+        expected = {"is_transposed": False, "is_concatenated": True, "has_gate": True, "has_bias": False}
+        odd += [
+            f"{key} {getattr(self.experts, key)}" for key, v in expected.items() if getattr(self.experts, key, v) != v
+        ]
         odd += [f"parameter {name!r}" for name in sorted(others)]
         if odd or w1.dim() != 3 or w2.dim() != 3:
             raise self.error(
@@ -217,7 +221,7 @@ class BlockPlan:
     # -- routing ---------------------------------------------------------------------------------------------
 
     def _routes_otherwise(self) -> bool:
-        """Whether the config says otherwise than the model how tokens find their experts."""
+        """Whether keys of the config change the model's routing."""
         router = getattr(self.block, self.preset.router)
         if self.section.top_k_attr is not None:
             theirs = next((v for v in (getattr(m, "top_k", None) for m in (router, self.block)) if v is not None), None)
@@ -283,7 +287,7 @@ class BlockPlan:
     # -- the block's other children --------------------------------------------------------------------------
 
     def _shared(self) -> tuple[str | None, str | None]:
-        """The children that all tokens pass, and that weigh what those give; what the config says must be so."""
+        """The shared experts and their gate; they must agree with the config."""
         section, found = self.section, []
         asked = (
             ("shared_experts_pattern", self.preset.shared, section.has_shared_experts),

@@ -1,7 +1,7 @@
 """Trying out whether AutoEP computes what the model's own block does, before anything is changed.
 
 A name or a preset that is a little wrong would train a model that is a little wrong. So random tokens go through the
-model's block, and through what is to replace it, with all experts on this rank.
+model's block, and through its replacement, with all experts on this rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TOKENS = 16
 
 
 def try_out(plan: BlockPlan) -> None:
-    """ConfigError when the numbers are others and no key of the config says that they shall be.
+    """ConfigError when results differ and no key of the config changes the routing.
 
-    A block that cannot be run here and now (its kernels are for another device, say) is taken as it is, with a warning.
+    A block that cannot be run here and now (its kernels are for another device, say) is not compared, with a warning.
     """
     tensor = next(plan.experts.parameters())
     if tensor.is_meta:
@@ -43,24 +43,24 @@ def try_out(plan: BlockPlan) -> None:
             theirs, ours = _pair(plan, share, tokens)
             if not bool(torch.isfinite(theirs).all()):
                 raise ValueError("with these weights it gives numbers that are not finite")
-        except Exception as error:  # whatever the model's code says
+        except Exception as error:  # any error of the model's code
             log.warning("AutoEP could not try %s out: %s: %s", plan.name, type(error).__name__, error)
             return
     off, size = float((theirs - ours).abs().max()), float(theirs.abs().max())
     if off <= _within(tensor.dtype) * max(size, 1e-30):
         return
-    told = f"on random tokens AutoEP gives other numbers than the model (they differ by {off:.2g} of {size:.2g})"
+    problem = f"on random tokens AutoEP gives other numbers than the model (they differ by {off:.2g} of {size:.2g})"
     keys = [*plan.section.reroutes, *(("score_apply",) if plan.section.score_apply != "auto" else ())]
     keys += ["top_k_attr"] if plan.hands_over and plan.section.top_k_attr is not None else []
     if plan.how is None or not keys:
         raise plan.error(
             "preset_model" if plan.section.moe_layer_pattern is None else "moe_layer_pattern",
-            told,
+            problem,
             "say what the block does: expert_w1, expert_w2 and expert_w3, score_func, score_apply, route_norm, "
             "route_scale, num_expert_groups; or use a preset with an arithmetic of its own",
         )
     if plan.ctx.rank == 0:
-        log.warning("%s: %s, as %s may say", plan.prefix, told, ", ".join(keys))
+        log.warning("%s: %s, as %s may say", plan.prefix, problem, ", ".join(keys))
 
 
 def _pair(plan: BlockPlan, share: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:

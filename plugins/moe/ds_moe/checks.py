@@ -29,8 +29,8 @@ def expert_ffn(function: Callable[..., Tensor], device: str, dtypes: tuple[str, 
     for dtype, act, gated in itertools.product(dtypes or ("float32",), ACTIVATIONS, (False, True)):
         what = FFN("up", "down", act, "gate" if gated else None)
         for case, bias in itertools.product(SIZES, (True, False)):
-            told = f"{dtype}, {act}{', gated' if gated else ''}, {case}{', bias' if bias else ''}"
-            yield told, functools.partial(_compare_ffn, function, device, dtype, what, case, bias)
+            case_name = f"{dtype}, {act}{', gated' if gated else ''}, {case}{', bias' if bias else ''}"
+            yield case_name, functools.partial(_compare_ffn, function, device, dtype, what, case, bias)
 
 
 def _compare_ffn(function: Callable[..., Tensor], device: str, dtype: str, what: FFN, case: str, bias: bool) -> None:
@@ -60,8 +60,8 @@ def expert_weigh_back(
 ) -> Iterator[Case]:
     """`ds_moe.dispatch.weigh_back`, against fp64."""
     for dtype, tokens, k, dropped in itertools.product(dtypes or ("float32",), (0, 1, 7, 300), (1, 2), (False, True)):
-        told = f"{dtype}, {tokens} tokens, top-{k}{', some dropped' if dropped else ''}"
-        yield told, functools.partial(_compare_weigh_back, function, device, dtype, tokens, k, dropped)
+        case_name = f"{dtype}, {tokens} tokens, top-{k}{', some dropped' if dropped else ''}"
+        yield case_name, functools.partial(_compare_weigh_back, function, device, dtype, tokens, k, dropped)
 
 
 def _compare_weigh_back(
@@ -81,8 +81,8 @@ def expert_sums(function: Callable[..., Tensor], device: str, dtypes: tuple[str,
     """`ds_moe.dispatch.sums`, against fp64."""
     cases = itertools.product(dtypes or ("float32",), (0, 1, 7, 300), (1, 2), (False, True), (False, True))
     for dtype, tokens, k, dropped, weighted in cases:
-        told = f"{dtype}, {tokens} tokens, top-{k}{', some dropped' * dropped}{', weighted' * weighted}"
-        yield told, functools.partial(_compare_sums, function, device, dtype, tokens, k, dropped, weighted)
+        case_name = f"{dtype}, {tokens} tokens, top-{k}{', some dropped' * dropped}{', weighted' * weighted}"
+        yield case_name, functools.partial(_compare_sums, function, device, dtype, tokens, k, dropped, weighted)
 
 
 def _compare_sums(
@@ -100,8 +100,8 @@ def _compare_sums(
 def expert_plan(function: Callable[..., DispatchPlan], device: str, dtypes: tuple[str, ...]) -> Iterator[Case]:
     """`ds_moe.dispatch.plan`, to the last number."""
     for tokens, k, num, dropped in itertools.product((0, 1, 7, 300), (1, 2, 4), (1, 5, 64), ("none", "some", "all")):
-        told = f"{tokens} tokens, top-{k} of {num}, {dropped} dropped"
-        yield told, functools.partial(_compare_plan, function, device, tokens, k, num, dropped)
+        case_name = f"{tokens} tokens, top-{k} of {num}, {dropped} dropped"
+        yield case_name, functools.partial(_compare_plan, function, device, tokens, k, num, dropped)
 
 
 def _compare_plan(

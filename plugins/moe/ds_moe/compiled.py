@@ -102,8 +102,8 @@ def plan(experts: Tensor, num_experts: int) -> DispatchPlan:
     experts = experts.to(torch.int64).contiguous()
     counts = experts.new_empty(num_experts + 1)
     if not _module().count(experts.data_ptr(), tokens * k, num_experts, counts.data_ptr()):
-        told = f"{int(experts.min())} to {int(experts.max())}"
-        raise ValueError(f"experts are 0 to {num_experts - 1}, or -1 for none, but here they are {told}")
+        found = f"{int(experts.min())} to {int(experts.max())}"
+        raise ValueError(f"experts are 0 to {num_experts - 1}, or -1 for none, but here they are {found}")
     dropped = int(counts[0])
     order, rows, places = experts.new_empty(3, tokens * k - dropped)
     choices = torch.empty_like(order) if dropped else None
@@ -127,7 +127,7 @@ def _given(weight: Tensor | None, bias: Tensor | None, grads: tuple[Tensor | Non
 
 
 class _FFN(torch.autograd.Function):
-    """first: the gate, or the only layer into the inner width; second: the other one beside a gate."""
+    """first: the gate, or the only layer into the inner width; second: the other one where there is a gate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, act: int, groups: Groups, *weights: Tensor | None) -> Tensor:
@@ -141,13 +141,13 @@ class _FFN(torch.autograd.Function):
         addresses = [0 if t is None else t.data_ptr() for t in (x, y, h, u)]
         _module().forward(*addresses, *given, groups.sizes, shape, act, ROWS, torch.get_num_threads())
         ctx.save_for_backward(x, h, u, *weights)
-        ctx.rest = act, groups, shape
+        ctx.options = act, groups, shape
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, h, u, *weights = ctx.saved_tensors
-        act, groups, shape = ctx.rest
+        act, groups, shape = ctx.options
         grad = grad.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grads = [

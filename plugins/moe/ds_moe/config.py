@@ -15,7 +15,7 @@ from ds_core.errors import PluginError, nearest
 __all__ = ["ExpertParallelConfig"]
 
 ROUTING = ("score_func", "route_norm", "route_scale", "routed_scaling_factor", "top_k", "num_expert_groups")
-"""The keys that say otherwise than the model how tokens find their experts."""
+"""The keys that change the model's routing."""
 
 
 class ExpertParallelConfig(Section):
@@ -36,7 +36,7 @@ class ExpertParallelConfig(Section):
     disable_triton_grouped_mm: bool = option(
         False, "Never a Triton kernel.", without_effect="ds-moe has no Triton kernel, so none is ever taken"
     )
-    moe_layer_pattern: str | None = option(None, "Regular expression that matches the whole name of a MoE block.")
+    moe_layer_pattern: str | None = option(None, "Regular expression that matches the full name of a MoE block.")
     router_pattern: str | None = option(None, "Name of the block's child that is the router.")
     expert_pattern: str | None = option(None, "Name of the block's child that holds the experts.")
     shared_experts_pattern: str | None = option(None, "Name of the block's child that every token passes.")
@@ -48,9 +48,7 @@ class ExpertParallelConfig(Section):
     )
     num_experts_attr: str | None = option(None, "Attribute of the model's config with the number of experts.")
     top_k_attr: str | None = option(None, "Attribute of the model's config with the experts per token.")
-    has_shared_experts: bool | None = option(
-        None, "Whether blocks have shared experts; goes with shared_experts_pattern."
-    )
+    has_shared_experts: bool | None = option(None, "Whether blocks have shared experts; needs shared_experts_pattern.")
     score_func: Literal["auto", "softmax", "sigmoid"] = option("auto", "How router logits become scores.")
     score_apply: Literal["auto", "pre", "post"] = option("auto", "Multiply the experts' input or output by the scores.")
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = option(
@@ -58,18 +56,20 @@ class ExpertParallelConfig(Section):
     )
     route_norm: bool | None = option(None, "Divide the chosen scores of a token by their sum. Default: as the model.")
     route_scale: float = option(1.0, "The scores are multiplied by this, on top of routed_scaling_factor.")
-    routed_scaling_factor: float | Literal["auto"] = option("auto", "The same; 'auto': what the model's config says.")
+    routed_scaling_factor: float | Literal["auto"] = option(
+        "auto", "The same; 'auto': the value in the model's config."
+    )
     top_k: int | Literal["auto"] = option("auto", "Experts per token, instead of what top_k_attr names.")
     num_expert_groups: int | None = option(None, "Group-limited routing: groups of experts.", ge=1)
     num_limited_groups: int | None = option(None, "Group-limited routing: groups a token may use.", ge=1)
     load_balance_coeff: float | None = option(None, "Reserved: only null.")
     validate_folding_routing: bool = option(
-        False, "Check in every forward that routing is whole and each row sent has come to its expert. Slow."
+        False, "Check in every forward that routing is complete and each row has reached its expert. Slow."
     )
 
     @property
     def reroutes(self) -> tuple[str, ...]:
-        """The keys that are set to something else than what the model does by itself."""
+        """The keys that are set to other values than the model's."""
         fields = type(self).model_fields
         return tuple(key for key in ROUTING if getattr(self, key) != fields[key].get_default())
 

@@ -85,7 +85,7 @@ def _stacked(param: nn.Parameter, count: int, known: dict[nn.Parameter, nn.Param
 def partition_dim(tensor: Tensor) -> int | None:
     """The dimension along which tensor-parallel ranks have cut a parameter, under the name that Megatron-LM gave it.
 
-    -1: it is the same on all of them; None: it does not say, or is cut in stripes (``partition_stride``).
+    -1: it is the same on all of them; None: unknown, or sharded in stripes (``partition_stride``).
     """
     dim, stride = getattr(tensor, "partition_dim", None), getattr(tensor, "partition_stride", 1)
     return dim if isinstance(dim, int) and stride == 1 else None

@@ -69,7 +69,7 @@ class MoE(nn.Module):
             good = ", ".join(str(d) for d in range(1, num_experts + 1) if num_experts % d == 0)
             raise UsageError(f"ep_size {ep_size} does not divide num_experts {num_experts}; use {good}")
         if use_tutel and comm.rank() == 0:
-            warnings.warn("MoE: use_tutel has no effect: the layer dispatches tokens by itself", stacklevel=2)
+            warnings.warn("MoE: use_tutel has no effect: the layer dispatches tokens itself", stacklevel=2)
         self.hidden_size, self.num_experts, self.ep_size = hidden_size, num_experts, ep_size
         self.num_local_experts = num_experts // ep_size
         self.use_residual, self.expert_tensor_parallel = use_residual, enable_expert_tensor_parallelism
@@ -97,7 +97,7 @@ class MoE(nn.Module):
 
     @property
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the config must say, so that the plugin is loaded and its axis has the right size."""
+        """The section that loads the plugin and sets the size of its axis."""
         return {"expert_parallel": {"autoep_size": self.ep_size} if self.ep_size > 1 else {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
@@ -147,15 +147,15 @@ class MoE(nn.Module):
             kernels=self.experts.kernels,
             meanwhile=meanwhile,
         )
-        for rest, mixing in dense:
-            out = out * mixing[:, :1] + rest * mixing[:, 1:]
+        for residual, mixing in dense:
+            out = out * mixing[:, :1] + residual * mixing[:, 1:]
         return out.view(hidden_states.shape), routing.l_aux, routing.counts
 
     def _dense(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Residual MoE: what the expert that all tokens go through gives, and how much of each counts."""
         mixing = torch.softmax(self.coefficient(tokens), dim=-1)
-        rest = self.mlp(tokens)
-        return rest[0] if isinstance(rest, tuple) else rest, mixing
+        residual = self.mlp(tokens)
+        return residual[0] if isinstance(residual, tuple) else residual, mixing
 
 
 def mark_expert(param: nn.Parameter, ep_size: int) -> None:

@@ -44,7 +44,7 @@ def ds_kernels() -> Iterable[KernelEntry]:
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
-    """``ep``, folded inside dp: each rank still has tokens of its own."""
+    """``ep``, folded inside dp: each rank has different tokens."""
     from ds_moe.config import ExpertParallelConfig
 
     section = config.section("expert_parallel")

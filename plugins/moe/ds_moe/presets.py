@@ -33,7 +33,7 @@ GROUP = "ds_moe.presets"
 class Preset:
     """A family of models whose MoE blocks look alike.
 
-    model_types: ``model_type`` of the model configs it is for. layers: a regular expression that matches the whole name
+    model_types: ``model_type`` of the model configs it is for. layers: a regular expression that matches the full name
     of a MoE block (layers without router and experts are passed over). router, experts, shared, shared_gate: names of
     the block's children; the last two count where the block has them.
 
@@ -49,7 +49,7 @@ class Preset:
     apply: whether scores multiply the experts' output ("post") or input ("pre"). activation: attribute of the experts.
     bias: attribute of the router, or the block, that is added to scores for the choice alone, where there is one.
     returns_logits: the block returns (output, router logits) and not just the output. These two, score, normalise,
-    scale and groups matter where AutoEP replaces the whole block, see `ds_moe.autoep`.
+    scale and groups matter where AutoEP replaces the block, see `ds_moe.autoep`.
     """
 
     name: str

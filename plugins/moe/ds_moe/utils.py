@@ -1,4 +1,4 @@
-"""Telling experts' parameters from the rest: helpers that scripts written for DeepSpeed call.
+"""Separating experts' parameters from the others: helpers that scripts written for DeepSpeed call.
 
 Nothing here is needed: which ranks hold which experts follows from param axes.
 """
@@ -59,8 +59,8 @@ def split_params_into_different_moe_groups_for_optimizer(
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     shared, experts = [], []
     for group in groups:
-        rest, theirs = split_params_into_shared_and_expert_params(group["params"])
-        shared.append({**group, "params": rest})
+        others, theirs = split_params_into_shared_and_expert_params(group["params"])
+        shared.append({**group, "params": others})
         by_name: dict[str, list[Tensor]] = {}
         for param in theirs:
             by_name.setdefault(str(getattr(param, "group_name", "")), []).append(param)

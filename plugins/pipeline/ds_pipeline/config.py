@@ -13,14 +13,10 @@ __all__ = ["PipelineConfig"]
 
 
 class PipelineConfig(Section):
-    """Pipeline parallelism. A `ds_pipeline.PipelineModule` asks for the section by itself, with its stages."""
+    """Pipeline parallelism. A `ds_pipeline.PipelineModule` adds the section, with its stages."""
 
-    stages: int | Literal["auto"] = option(
-        "auto", "Pipeline stages; the PipelineModule says how many. A number must agree."
-    )
-    chunks: int = option(
-        1, "Parts of the model per stage; the PipelineModule says how many. A number must agree.", ge=1
-    )
+    stages: int | Literal["auto"] = option("auto", "Pipeline stages. A number must agree with the PipelineModule.")
+    chunks: int = option(1, "Parts of the model per stage. A number must agree with the PipelineModule.", ge=1)
     partition: str = option(
         "best",
         "How layers are divided, for the reader.",
@@ -46,7 +42,7 @@ class PipelineConfig(Section):
     )
     reduce: Literal["batch", "micro_batch"] = option(
         "batch",
-        "With ZeRO-2 and 3: 'batch' reduces gradients once per batch and keeps the whole gradients of the stage until "
+        "With ZeRO-2 and 3: 'batch' reduces gradients once per batch and keeps unsharded gradients of the stage until "
         "then; 'micro_batch' reduces after each micro-batch, so that only this rank's part is kept.",
     )
 

@@ -67,7 +67,7 @@ class TiedLayerSpec(LayerSpec):
 
     forward_fn: ``(module, inputs) -> outputs`` instead of the module's own call (an embedding reused as projection).
     tied_weight_attr: the parameters that the layers must have. All others of the module are kept equal too, since the
-    layers of one key are one module; the log says so once.
+    layers of one key are one module, which is logged once.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PipelineModule(nn.Module):
 
     @property
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the config must say, so that the plugin is loaded and its axis has the right size."""
+        """The section that loads the plugin and sets the size of its axis."""
         return {"pipeline": {"stages": self.num_stages, "chunks": self.chunks}}
 
     def __getattr__(self, name: str) -> Any:

@@ -129,7 +129,7 @@ class InterleavedSchedule(_PlannedSchedule):
 
     def ops(self) -> Sequence[Op]:
         """Forwards until the first gradient can be there, then one of each in turn."""
-        # Planned for a multiple of the stages; leaving out the work of whole micro-batches cannot block the others.
+        # Planned for a multiple of the stages; leaving out all work of a micro-batch cannot block the others.
         padded = -(-self.micro_batches // self.stages) * self.stages
         forwards = [Op("F", m, c) for m, c in self._order(padded, range(self.chunks))]
         backwards = [Op("B", m, c) for m, c in self._order(padded, range(self.chunks - 1, -1, -1))]

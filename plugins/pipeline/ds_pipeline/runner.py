@@ -173,7 +173,7 @@ class PipelineRunner(Runner):
         for kind in type(what).__mro__:
             if kind in self._handlers:
                 return self._handlers[kind]
-        raise UsageError(f"the schedule has an instruction {what!r}, which nobody here knows how to carry out")
+        raise UsageError(f"the schedule has an instruction {what!r}, which this runner does not support")
 
     @property
     def _has_last(self) -> bool:
@@ -208,7 +208,7 @@ class PipelineRunner(Runner):
         if trouble is not None:
             raise trouble
         if word[3]:
-            raise UsageError("lost this batch: a peer failed while it took its micro-batches, and says why itself")
+            raise UsageError("lost this batch: a peer failed while it read its micro-batches; see its error")
         if word[0]:
             raise StopIteration
         headers = "each" if word[1] else "first" if word[2] else "none"
@@ -217,14 +217,14 @@ class PipelineRunner(Runner):
     def _shared_loss(self) -> Tensor | None:
         """The last stage's mean loss, on every stage."""
         device = self.ctx.accelerator.current_device()
-        told = torch.zeros(2, dtype=torch.float64, device=device)
+        loss = torch.zeros(2, dtype=torch.float64, device=device)
         if self._has_last:
             assert self._loss is not None
-            told[0], told[1] = self._loss.double() / self._count, float(DTYPES.index(self._loss.dtype))
+            loss[0], loss[1] = self._loss.double() / self._count, float(DTYPES.index(self._loss.dtype))
         if self.stages > 1:
             mesh = self.ctx.mesh
-            comm.broadcast(told, src=mesh.ranks("pp")[-1], group=mesh.group("pp"))
-        return told[0].to(DTYPES[int(told[1].item())])
+            comm.broadcast(loss, src=mesh.ranks("pp")[-1], group=mesh.group("pp"))
+        return loss[0].to(DTYPES[int(loss[1].item())])
 
     # -- plans -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Ties", "copies_elsewhere"]
 
 log = logging.getLogger("ds_pipeline")
-WHOLE = "layers of one key are one module, so that results do not depend on the stages that they fall on"
+ONE_MODULE = "layers of one key are one module, so that results do not depend on the stages that they fall on"
 
 
 def copies_elsewhere(module: PipelineModule) -> set[str]:
@@ -58,7 +58,7 @@ class Ties:
                 param.register_hook(lambda grad, p=param: self._divert(p, grad))
             more = [n for n, _ in module.tied[key].named_parameters() if n not in module.tied_attrs[key]]
             if more and module.stage_id == stages[0] and ctx.mesh.index("dp") == 0:
-                log_once(log, logging.INFO, f"TiedLayerSpec {key!r}: {', '.join(more)} are tied too; {WHOLE}")
+                log_once(log, logging.INFO, f"TiedLayerSpec {key!r}: {', '.join(more)} are tied too; {ONE_MODULE}")
 
     def __contains__(self, param: object) -> bool:
         return param in self._shapes

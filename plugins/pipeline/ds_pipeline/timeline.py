@@ -22,13 +22,13 @@ ROW, LEFT, TOP = 26, 64, 30
 
 
 def timeline(config: RunConfig) -> list[Chart]:
-    """What ``dscore plan`` shows: the schedule of the section ``pipeline``, once it says how many stages there are."""
+    """What ``dscore plan`` shows: the schedule of the section ``pipeline``, where it has a number of stages."""
     section, count = config.section("pipeline"), config.core.gradient_accumulation_steps
     if not isinstance(section, PipelineConfig):
         return []
     stages, chunks, count = section.stages, section.chunks, count if isinstance(count, int) else 1
     if not isinstance(stages, int):
-        hint = 'the PipelineModule says how many stages there are; with "stages" in the config, they are drawn here'
+        hint = 'the PipelineModule decides the number of stages; with "stages" in the config, they are drawn here'
         return [Chart("pipeline", "pipeline", hint)]
     try:
         proof = check(lambda stage: make_schedule(section.schedule, count, stages, stage, chunks))

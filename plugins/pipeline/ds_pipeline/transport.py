@@ -1,6 +1,6 @@
 """Sends activations and gradients between stages, asynchronously; shapes are sent only when they are new.
 
-[Note: channels] Messages travel over several groups along pp, so chosen that on each of them a rank only sends to one
+[Note: channels] Messages are sent over several groups along pp, chosen so that on each of them a rank only sends to one
 peer or only receives from one. So messages are received in the order in which they were sent, whatever else is under
 way, and no backend can block one behind another (NCCL carries out what is asked of a group one after the other).
 

@@ -33,7 +33,7 @@ __all__ = ["ScheduleProof", "ScheduleError", "Busy", "check"]
 
 
 class ScheduleError(ValueError):
-    """A schedule that would deadlock, leave work out, or mix micro-batches up; says which stage and instruction."""
+    """A schedule that would deadlock, leave work out, or mix up micro-batches; names stage and instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class _Simulation:
             raise self._wrong(number, what, "there is nothing to send")
         target = part + 1 if forward else part - 1
         if not 0 <= target < self.parts:
-            raise self._wrong(number, what, "there is nobody to send to")
+            raise self._wrong(number, what, "there is no stage to send to")
         kind = "act" if forward else "grad"
         wire = self.wires.setdefault((number, target % self.count, kind), deque())
         if self.waiting:
@@ -223,7 +223,7 @@ class _Simulation:
         forward = isinstance(what, RecvActivation)
         source = part - 1 if forward else part + 1
         if not 0 <= source < self.parts:
-            raise self._wrong(number, what, "there is nobody to receive from")
+            raise self._wrong(number, what, "there is no stage to receive from")
         wire = self.wires.get((source % self.count, number, "act" if forward else "grad"))
         if not wire:
             return False
