@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from ds_deepspeed_compat.autocast import (
     get_default_autocast_lower_precision_modules,
@@ -14,6 +15,8 @@ import ds_core
 from ds_core.precision import WIRE_DTYPES
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+pytestmark = pytest.mark.usefixtures("clean_ds")
 
 
 def test_an_engine_is_told_which_gradients_travel_in_16_bits() -> None:

@@ -126,6 +126,7 @@ def test_an_mpu_given_to_initialize() -> None:
     assert answers[0][1] == pytest.approx(math.sqrt(total), rel=1e-12)
 
 
+@pytest.mark.usefixtures("clean_ds")
 def test_a_unit_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Megatron's getters do not tell, an object without them, and no package that knows them."""
 
