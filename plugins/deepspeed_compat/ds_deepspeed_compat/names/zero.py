@@ -40,8 +40,9 @@ NAMES: Mapping[str, Rows] = {
         "ZeroStageEnum": "ds_deepspeed_compat.enums",
         "get_zero_config": missing("engine.config.section('zero_optimization')"),
     },
-    "deepspeed.runtime.zero.offload_config": {
-        "OffloadDeviceEnum OffloadStateTypeEnum": "ds_zero",
+    "deepspeed.runtime.zero.offload_config": {"OffloadStateTypeEnum": "ds_zero"},
+    "deepspeed.runtime.zero.config deepspeed.runtime.zero.offload_config": {
+        "OffloadDeviceEnum": "ds_zero",
         "DeepSpeedZeroOffloadParamConfig": differs("ds_zero.config:OffloadParam", _CONFIG),
         "DeepSpeedZeroOffloadOptimizerConfig": differs("ds_zero.config:OffloadOptimizer", _CONFIG),
     },
