@@ -1,14 +1,16 @@
 """``deepspeed.initialize`` and the classes of its engines.
 
-The engine is ds_core's own, made by `ds_core.initialize`; its class is then one that is a ``torch.nn.Module`` too and
-has DeepSpeed's names. Nothing of how it trains changes.
+`DeepSpeedEngine` is a module around ds_core's engine, which does all the work: it has DeepSpeed's names, and no state
+or behaviour of its own.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +21,8 @@ from torch.optim import Optimizer
 import ds_core
 from ds_core.engine import Engine
 from ds_deepspeed_compat import engine_methods
-from ds_deepspeed_compat.engine_getters import GETTERS
+from ds_deepspeed_compat.engine_getters import GETTERS, read
+from ds_deepspeed_compat.optimizer import wrapped
 
 __all__ = [
     "DeepSpeedEngine",
@@ -32,31 +35,65 @@ __all__ = [
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
+_SETTABLE = {"lr_scheduler", "training_dataloader", "micro_steps", "global_steps", "global_samples", "skipped_steps"}
+"""Attributes that are set on ds_core's engine."""
 
-class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # train and eval are the engine's
-    """ds_core's engine under DeepSpeed's names, and a module whose one child is ``module``.
 
-    So ``state_dict`` and ``named_parameters`` have names such as ``module.0.weight``, as with DeepSpeed.
+class DeepSpeedEngine(nn.Module):
+    """ds_core's engine under DeepSpeed's names, as a module whose one child is ``module``.
+
+    So ``state_dict`` and ``named_parameters`` have names such as ``module.0.weight``, as with DeepSpeed. An attribute
+    that is not its own is that of ds_core's engine, ``engine.core``, and then the model's.
     """
 
+    core: Engine
     loaded_checkpoint_tag: str | None = None
     loaded_checkpoint_dp_world_size: int | None = None
     loaded_checkpoint_mp_world_size: int | None = None
     pipeline_parallelism = False
     gradient_average = True
 
-    __call__ = nn.Module.__call__  # runs the hooks that are registered on the engine
-    __setattr__ = object.__setattr__  # type: ignore[assignment]  # modules and tensors are plain attributes
+    def __init__(self, core: Engine, groups: list[list[nn.Parameter]]) -> None:
+        super().__init__()
+        self.core = core
+        self.module = core.module
+        self.config = copy.deepcopy(core.config.raw)
+        self.optimizer = wrapped(core, groups)
+        self.training = core.module.training
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__["_modules"]:
+            return self._modules[name]
+        if name == "core":
+            raise AttributeError(name)
+        return getattr(self.core, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTABLE:
+            setattr(self.core, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self._modules, *dir(self.core)})
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.core.forward(*inputs, **kwargs)
 
     @functools.wraps(Engine.load_checkpoint)
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """As ds_core's engine does; `loaded_checkpoint_tag` tells what was loaded."""
-        path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        path, client_state = self.core.load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is not None:
             self.loaded_checkpoint_tag = tag or os.path.basename(os.path.normpath(path))
             self.loaded_checkpoint_dp_world_size = self.dp_world_size
             self.loaded_checkpoint_mp_world_size = self.mp_world_size
         return path, client_state
+
+    def loss_scale(self) -> float:
+        """``fp16.loss_scale`` of the config, 0 for a dynamic one; the scale now is ``optimizer.loss_scale``."""
+        return float(read(self.core, "fp16.loss_scale", 0))
 
     # -- attributes of DeepSpeed's engine ----------------------------------------------------------------------
 
@@ -73,55 +110,59 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # train and eva
     @property
     def dp_world_size(self) -> int:
         """Ranks that divide the batch."""
-        return self.ctx.mesh.size("dp")
+        return self.core.ctx.mesh.size("dp")
 
     seq_dp_world_size = dp_world_size
 
     @property
     def mp_world_size(self) -> int:
         """Ranks that divide the layers."""
-        return self.ctx.mesh.size("tp") if self.ctx.mesh.has("tp") else 1
+        return self._size("tp")
 
     @property
     def sequence_parallel_size(self) -> int:
         """Ranks that divide the sequence."""
-        return self.ctx.mesh.size("sp") if self.ctx.mesh.has("sp") else 1
+        return self._size("sp")
+
+    def _size(self, axis: str) -> int:
+        mesh = self.core.ctx.mesh
+        return mesh.size(axis) if mesh.has(axis) else 1
 
     @property
     def data_parallel_group(self) -> ProcessGroup:
         """The group of `dp_world_size`."""
         from ds_deepspeed_compat.groups import group_of
 
-        return group_of(self.ctx.mesh, "dp")
+        return group_of(self.core.ctx.mesh, "dp")
 
     seq_data_parallel_group = data_parallel_group
 
     @property
     def mpu(self) -> Any:
         """The unit that initialize was given; None without one."""
-        return getattr(self.ctx.mesh, "mpu", None)
+        return getattr(self.core.ctx.mesh, "mpu", None)
 
     @property
     def basic_optimizer(self) -> Optimizer | None:
-        """The optimizer."""
-        return self.optimizer
+        """torch's optimizer."""
+        return self.core.optimizer
 
     client_optimizer = basic_optimizer
 
     @property
     def client_lr_scheduler(self) -> Any:
         """The schedule."""
-        return self.lr_scheduler
+        return self.core.lr_scheduler
 
     @property
     def communication_data_type(self) -> Any:
         """The dtype in which gradients travel, by its name in the config; None: the model's."""
-        return self.config.core.communication_data_type
+        return self.core.config.core.communication_data_type
 
     @property
     def collate_fn(self) -> Any:
         """What initialize was given."""
-        return self.ctx.collate_fn
+        return self.core.ctx.collate_fn
 
     @property
     def has_moe_layers(self) -> bool:
@@ -145,8 +186,21 @@ class DeepSpeedEngine(Engine, nn.Module):  # type: ignore[misc]  # train and eva
         return self.module._compiled_call_impl is not None
 
 
-for _name, _function in {**GETTERS, **{n: getattr(engine_methods, n) for n in engine_methods.__all__}}.items():
-    setattr(DeepSpeedEngine, _name, _function)
+def _of_core(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls `function` with ds_core's engine."""
+
+    @functools.wraps(function)
+    def method(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        return function(self.core, *args, **kwargs)
+
+    return method
+
+
+_GIVEN = {**GETTERS, **{name: getattr(engine_methods, name) for name in engine_methods.__all__}}
+_OWN = {*vars(DeepSpeedEngine), "train", "eval", "param_groups"}  # a module's own train and eval do as well
+for _name, _function in {**dict(inspect.getmembers(Engine, inspect.isfunction)), **_GIVEN}.items():
+    if _name not in _OWN and (not _name.startswith("_") or _name in _GIVEN):
+        setattr(DeepSpeedEngine, _name, _of_core(_function))
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -157,35 +211,50 @@ class PipelineEngine(DeepSpeedEngine):
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
-        return self.ctx.mesh.size("pp")
+        return self.core.ctx.mesh.size("pp")
 
     @property
     def stage_id(self) -> int:
         """This rank's stage."""
-        return self.ctx.mesh.index("pp")
+        return self.core.ctx.mesh.index("pp")
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per optimizer update."""
-        return self.ctx.batch.gas
+        return self.core.ctx.batch.gas
 
     @property
     def micro_batch_size(self) -> int:
         """Samples per micro-batch."""
-        return self.ctx.batch.micro
+        return self.core.ctx.batch.micro
 
 
 @functools.wraps(ds_core.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """`ds_core.initialize`, whose engine is a `DeepSpeedEngine`, or for a pipeline a `PipelineEngine`."""
-    engine, optimizer, loader, scheduler = ds_core.initialize(*args, **kwargs)
-    return _as_deepspeeds(engine), optimizer, loader, scheduler
+    """`ds_core.initialize`, whose engine is in a `DeepSpeedEngine`, or for a pipeline in a `PipelineEngine`."""
+    given = inspect.signature(ds_core.initialize).bind(*args, **kwargs).arguments
+    rows = given.get("model_parameters")
+    if isinstance(rows, Iterable):  # generators are read once, and twice here
+        rows = given["model_parameters"] = [_listed(row) for row in rows]
+    groups = _groups(given.get("model"), given.get("optimizer"), rows)
+    core, _, loader, scheduler = ds_core.initialize(**given)
+    engine = (DeepSpeedEngine if core.runner.manual else PipelineEngine)(core, groups)
+    return engine, engine.optimizer, loader, scheduler
 
 
-def _as_deepspeeds(engine: Any) -> DeepSpeedEngine:
-    """`engine`, of DeepSpeed's class from here on."""
-    engine.__class__ = DeepSpeedEngine if engine.runner.manual else PipelineEngine
-    nn.Module.__init__(engine)
-    del engine.__dict__["training"]  # the module's counts
-    engine._modules["module"] = engine.module
-    return engine  # type: ignore[no-any-return]
+def _listed(row: Any) -> Any:
+    """A parameter, or a group whose parameters are a list."""
+    if not isinstance(row, dict) or not isinstance(params := row.get("params"), Iterable):
+        return row
+    return {**row, "params": [params] if isinstance(params, nn.Parameter) else list(params)}
+
+
+def _groups(model: Any, optimizer: Any, rows: list[Any] | None) -> list[list[nn.Parameter]]:
+    """The parameters that initialize is given to train, group by group."""
+    if isinstance(optimizer, Optimizer):
+        rows = optimizer.param_groups
+    if rows and isinstance(rows[0], dict):
+        return [list(row["params"]) for row in rows]
+    if rows is None and isinstance(model, nn.Module):
+        rows = [p for p in model.parameters() if p.requires_grad]
+    return [list(rows or [])]

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from ds_deepspeed_compat import optimizer
 from ds_deepspeed_compat.engine import DeepSpeedEngine, PipelineEngine, initialize
 from ds_pipeline import LayerSpec, PipelineModule
 from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
+from ds_core.errors import UsageError
 
 
 def net() -> nn.Module:
@@ -29,7 +31,7 @@ def start(model: nn.Module | None = None, **config: Any) -> Any:
 def test_the_engine_is_a_module_with_one_child() -> None:
     engine = start()
     assert isinstance(engine, nn.Module)
-    assert isinstance(engine, ds_core.Engine)
+    assert isinstance(engine.core, ds_core.Engine)
     assert type(engine) is DeepSpeedEngine
     assert [name for name, _ in engine.named_parameters()][:2] == ["module.0.weight", "module.0.bias"]
     assert list(engine.parameters()) == list(engine.module.parameters())
@@ -90,7 +92,13 @@ def test_getters_read_the_config() -> None:
     assert (plain.zero_optimization_stage(), plain.zero_optimization_partition_weights()) == (0, False)
     assert plain.zero_reduce_bucket_size() == 500_000_000
     assert (plain.local_rank, plain.dp_world_size, plain.mp_world_size) == (0, 1, 1)
-    assert plain.basic_optimizer is plain.optimizer
+    assert plain.basic_optimizer is plain.optimizer  # as with DeepSpeed: fp32 at stage 0 has no wrapper
+    plain.config["optimizer"]["type"] = "SGD"
+    assert plain.optimizer_name() == "adamw"
+    plain.lr_scheduler = schedule = torch.optim.lr_scheduler.LambdaLR(plain.optimizer, lambda _: 1.0)
+    assert plain.core.lr_scheduler is schedule
+    plain.mine = 4
+    assert (plain.mine, hasattr(plain.core, "mine")) == (4, False)
 
 
 def test_what_a_checkpoint_was(tmp_path: Path) -> None:
@@ -112,6 +120,73 @@ def test_weights_of_the_module() -> None:
     assert not engine.module[2].bias.detach().any()
     with pytest.raises(RuntimeError, match="Missing key"):
         engine.load_module_state_dict({})
+
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (optimizer.FP16_Optimizer, FP16),
+        (optimizer.BF16_Optimizer, {"bf16": {"enabled": True}}),
+        (optimizer.DeepSpeedZeroOptimizer, {"zero_optimization": {"stage": 2}}),
+        (optimizer.DeepSpeedZeroOptimizer_Stage3, {"zero_optimization": {"stage": 3}} | FP16),
+    ],
+)
+def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(kind: type, config: dict[str, Any]) -> None:
+    engine, made, _, _ = initialize(
+        model=net(),
+        config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}} | config,
+    )
+    assert type(made) is kind
+    assert made is engine.optimizer
+    assert isinstance(made, torch.optim.Optimizer)
+    assert isinstance(made, optimizer.DeepSpeedOptimizer)
+    assert isinstance(made, optimizer.ZeROOptimizer) == (kind is not optimizer.FP16_Optimizer)
+    inner = engine.core.optimizer
+    assert made.optimizer is inner
+    assert made.param_groups is inner.param_groups
+    assert made.state is inner.state
+    assert made.defaults == inner.defaults
+    assert made.bit16_groups == [list(engine.module.parameters())]
+    assert made.clip_grad == 1.0
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
+    half = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    for huge, scale in ((1.0, 16.0), (1e30, 8.0)):
+        loss = engine(torch.ones(4, 4, dtype=half)).float().square().mean() * huge
+        engine.backward(loss)
+        engine.step()
+        schedule.step()
+        if engine.fp16_enabled():
+            assert (made.overflow, made.cur_scale, engine.loss_scale()) == (huge > 1, scale, 0.0)
+            assert isinstance(made.loss_scaler, optimizer.DynamicLossScaler)
+            assert made.loss_scaler.loss_scale == scale
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.025)
+    with pytest.raises(UsageError, match=r"call engine\.step"):
+        optimizer.DeepSpeedOptimizer.step(made)
+    made.load_state_dict(made.state_dict())
+    made.zero_grad()
+
+
+def test_groups_and_what_lists_hooks() -> None:
+    model: Any = net()
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": list(model[2].parameters())}]
+    engine: Any = initialize(
+        model=model,
+        model_parameters=groups,
+        config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}},
+    )[0]
+    assert [len(group) for group in engine.optimizer.bit16_groups] == [2, 2]
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.5, 1e-3]
+    offload = engine.optimizer.parameter_offload
+    names = [name for name, _ in offload.module.named_parameters(recurse=True)]
+    assert names == [name for name, _ in engine.module.named_parameters()]
+    assert (offload.forward_hooks, list(offload.module.ds_external_parameters())) == ([], [])
+    for param in [*model[0].parameters(), *model[2].parameters()]:
+        assert param.ds_shape.numel() == param.ds_numel
+        assert param.ds_status.name == "AVAILABLE"
+        assert (param.ds_persist, param.ds_active_sub_modules) == (True, set())
 
 
 def test_a_pipelines_engine() -> None:

@@ -51,7 +51,7 @@ __all__ = [
 
 log = logging.getLogger("ds_zero")
 
-_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status")
+_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "ds_active_sub_modules")
 """The documented attributes of a partitioned parameter."""
 
 P = ParamSpec("P")
@@ -192,6 +192,7 @@ def _set_attributes(param: Any, sharded: ShardedParam) -> None:
     tagged.ds_id = f"init.{sharded.serial}"
     tagged.ds_shape, tagged.ds_numel = sharded.shape, sharded.shape.numel()
     tagged.ds_tensor = sharded.shard if sharded.shard is not None else sharded.placeholder()
+    tagged.ds_persist, tagged.ds_active_sub_modules = False, set()
     set_status(param, sharded)
 
 

@@ -284,6 +284,8 @@ def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:
     param.ds_shape = torch.Size(piece.shape)
     param.ds_numel = param.ds_shape.numel()
     param.ds_tensor = bucket.shard[piece.within]
+    param.ds_persist = not bucket.sharded
+    param.ds_active_sub_modules = set()  # for code that clears it; modules that need the weight are in its unit
     if not bucket.sharded:
         param.ds_status = ZeroParamStatus.AVAILABLE
 

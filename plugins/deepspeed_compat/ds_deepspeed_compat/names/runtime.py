@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _CONFIG = "the config is engine.config; `dscore config explain FILE` shows it"
-_OPTIMIZER = "the optimizer that initialize returns is the torch optimizer itself"
 _DATA = "data efficiency is not built; give initialize a dataset or a loader of your own"
 
 NAMES: Mapping[str, Rows] = {
@@ -29,14 +28,15 @@ NAMES: Mapping[str, Rows] = {
         "DeepSpeedConfigModel": "ds_core.config:Section",
         "dict_raise_error_on_duplicate_keys": "ds_deepspeed_compat.files",
     },
-    "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer ZeROOptimizer": missing(_OPTIMIZER)},
-    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": missing(_OPTIMIZER)},
-    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": missing(_OPTIMIZER)},
-    "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": missing(_OPTIMIZER)},
+    "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer ZeROOptimizer": "ds_deepspeed_compat.optimizer"},
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "ds_deepspeed_compat.optimizer"},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "ds_deepspeed_compat.optimizer"},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": "ds_deepspeed_compat.optimizer"},
     "deepspeed.runtime.fp16.loss_scaler": {
-        "LossScaler DynamicLossScaler CreateLossScaler": missing(
-            "the loss scale is engine.scaler; section fp16 sets it"
+        "LossScalerBase LossScaler DynamicLossScaler": differs(
+            "ds_deepspeed_compat.optimizer", "views of the engine's; section fp16 sets it"
         ),
+        "CreateLossScaler": missing("section fp16 of the config makes the loss scale"),
     },
     "deepspeed.runtime.dataloader": {
         "RepeatingLoader": "ds_core",

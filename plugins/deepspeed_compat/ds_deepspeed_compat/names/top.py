@@ -19,9 +19,7 @@ NAMES: Mapping[str, Rows] = {
         "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
         "PipelineModule": "ds_pipeline",
         "DeepSpeedDataLoader": differs("ds_core:DistributedLoader", "initialize(training_data=...) makes it"),
-        "DeepSpeedOptimizer ZeROOptimizer": missing(
-            "the optimizer that initialize returns is the torch optimizer itself"
-        ),
+        "DeepSpeedOptimizer ZeROOptimizer": "ds_deepspeed_compat.optimizer",
         "DeepSpeedConfig": missing("the config is engine.config; `dscore config explain FILE` shows it"),
         "DeepSpeedConfigError": "ds_core.errors:ConfigError",
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig": "ds_ops_cuda.transformer",

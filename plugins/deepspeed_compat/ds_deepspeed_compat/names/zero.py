@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _MICS = missing("MiCS and hpZ are not built; ZeRO divides over all data-parallel ranks")
-_OPTIMIZER = missing("the optimizer that initialize returns is the torch optimizer itself")
+_OPTIMIZER = "ds_deepspeed_compat.optimizer"
 _CONFIG = "read it from engine.config; unknown keys are errors and values cannot be set"
 
 NAMES: Mapping[str, Rows] = {
