@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 import ds_core
 from ds_core.engine import Engine
+from ds_core.process import log_once
 from ds_deepspeed_compat import engine_methods
 from ds_deepspeed_compat.engine_getters import GETTERS, read
 from ds_deepspeed_compat.optimizer import wrapped
@@ -31,6 +33,8 @@ __all__ = [
     "PipelineEngine",
     "initialize",
 ]
+
+log = logging.getLogger("ds_core")
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -236,10 +240,33 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     rows = given.get("model_parameters")
     if isinstance(rows, Iterable):  # generators are read once, and twice here
         rows = given["model_parameters"] = [_listed(row) for row in rows]
+    for name in ("config", "config_params"):
+        if isinstance(given.get(name), dict):
+            given[name] = _without_auto(given[name])
     groups = _groups(given.get("model"), given.get("optimizer"), rows)
     core, _, loader, scheduler = ds_core.initialize(**given)
     engine = (DeepSpeedEngine if core.runner.manual else PipelineEngine)(core, groups)
     return engine, engine.optimizer, loader, scheduler
+
+
+def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without the values that are still ``"auto"``, whose defaults hold then, as documented; told by the log.
+
+    Front-ends leave some in the configs of models that they do not train. Where an optimizer or a schedule is named,
+    its ``"auto"`` stays, and is an error.
+    """
+    dropped: list[str] = []
+
+    def kept(values: dict[str, Any], path: str) -> dict[str, Any]:
+        dropped.extend(path + key for key, value in values.items() if value == "auto")
+        rest = {key: value for key, value in values.items() if value != "auto"}
+        return {key: kept(v, f"{path}{key}.") if isinstance(v, dict) else v for key, v in rest.items()}
+
+    built = {key: config[key] for key in ("optimizer", "scheduler") if key in config}
+    found = kept({key: value for key, value in config.items() if key not in built}, "") | built
+    if dropped:
+        log_once(log, logging.WARNING, f'config: {", ".join(dropped)}: "auto" was not filled in; the default is taken')
+    return found
 
 
 def _listed(row: Any) -> Any:

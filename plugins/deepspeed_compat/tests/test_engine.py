@@ -15,7 +15,7 @@ from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
-from ds_core.errors import UsageError
+from ds_core.errors import ConfigError, UsageError
 
 
 def net() -> nn.Module:
@@ -99,6 +99,14 @@ def test_getters_read_the_config() -> None:
     assert plain.core.lr_scheduler is schedule
     plain.mine = 4
     assert (plain.mine, hasattr(plain.core, "mine")) == (4, False)
+
+
+def test_what_is_still_auto_takes_its_default(caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(zero_optimization={"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "none"}})
+    assert engine.zero_reduce_bucket_size() == 500_000_000
+    assert 'zero_optimization.reduce_bucket_size: "auto" was not filled in; the default is taken' in caplog.text
+    with pytest.raises(ConfigError, match="optimizer.params.lr"):
+        start(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
 def test_what_a_checkpoint_was(tmp_path: Path) -> None:
