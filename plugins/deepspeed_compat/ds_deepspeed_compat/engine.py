@@ -242,18 +242,18 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
         rows = given["model_parameters"] = [_listed(row) for row in rows]
     for name in ("config", "config_params"):
         if isinstance(given.get(name), dict):
-            given[name] = _without_auto(given[name])
+            given[name] = _cleaned(given[name])
     groups = _groups(given.get("model"), given.get("optimizer"), rows)
     core, _, loader, scheduler = ds_core.initialize(**given)
     engine = (DeepSpeedEngine if core.runner.manual else PipelineEngine)(core, groups)
     return engine, engine.optimizer, loader, scheduler
 
 
-def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` without the values that are still ``"auto"``, whose defaults hold then, as documented; told by the log.
+def _cleaned(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` without what front-ends leave in it and DeepSpeed passes over; the log names it.
 
-    Front-ends leave some in the configs of models that they do not train. Where an optimizer or a schedule is named,
-    its ``"auto"`` stays, and is an error.
+    That are values which are still ``"auto"``, whose defaults hold (they stay, and are an error, where an optimizer or
+    a schedule is named), and keys of the top level with a dot (``"zero_optimization.reduce_bucket_size"``).
     """
     dropped: list[str] = []
 
@@ -263,9 +263,12 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
         return {key: kept(v, f"{path}{key}.") if isinstance(v, dict) else v for key, v in rest.items()}
 
     built = {key: config[key] for key in ("optimizer", "scheduler") if key in config}
-    found = kept({key: value for key, value in config.items() if key not in built}, "") | built
+    dotted = [key for key in config if "." in key]
+    found = kept({key: value for key, value in config.items() if key not in built and key not in dotted}, "") | built
     if dropped:
         log_once(log, logging.WARNING, f'config: {", ".join(dropped)}: "auto" was not filled in; the default is taken')
+    if dotted:
+        log_once(log, logging.WARNING, f"config: {', '.join(dotted)}: no such keys; write sections as dicts")
     return found
 
 

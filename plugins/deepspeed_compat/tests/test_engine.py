@@ -101,10 +101,12 @@ def test_getters_read_the_config() -> None:
     assert (plain.mine, hasattr(plain.core, "mine")) == (4, False)
 
 
-def test_what_is_still_auto_takes_its_default(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_front_ends_leave_in_a_config(caplog: pytest.LogCaptureFixture) -> None:
     engine = start(zero_optimization={"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "none"}})
     assert engine.zero_reduce_bucket_size() == 500_000_000
     assert 'zero_optimization.reduce_bucket_size: "auto" was not filled in; the default is taken' in caplog.text
+    start(**{"zero_optimization.reduce_bucket_size": 5.5})
+    assert "zero_optimization.reduce_bucket_size: no such keys" in caplog.text
     with pytest.raises(ConfigError, match="optimizer.params.lr"):
         start(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
