@@ -14,6 +14,7 @@ from ds_deepspeed_compat.devices import OnDevice
 from ds_deepspeed_compat.enums import DtypeEnum, ZeroStageEnum
 from ds_deepspeed_compat.files import dict_raise_error_on_duplicate_keys
 from ds_deepspeed_compat.report import cli_main
+from ds_deepspeed_compat.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
 import ds_core
 
@@ -104,6 +105,32 @@ def test_helpers(tmp_path: Path) -> None:
     helpers.see_memory_usage("here", force=True)
     assert helpers.call_to_str("f", 1, b="x") == "f(1, b='x')"
     assert helpers.instrument_w_nvtx(lambda: 3)() == 3
+
+
+def test_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("ds_deepspeed_compat.timers.time.perf_counter", lambda: float(next(clock)))
+    said: list[str] = []
+    monkeypatch.setattr("ds_deepspeed_compat.timers.log_dist", lambda text, ranks: said.append(f"{ranks} {text}"))
+    timers = SynchronizedWallClockTimer()
+    for _ in range(2):
+        timers("forward").start()
+        timers("forward").stop()
+    assert timers.get_mean(["forward", "nothing"], reset=False) == {"forward": 1000.0}
+    timers.log(["forward", "nothing"], normalizer=2)
+    assert said == ["[0] time (ms) | forward: 1000.00"]
+    assert timers("forward").elapsed() == 0.0
+    assert timers.has_timer("forward")
+    with pytest.raises(RuntimeError, match="does not run; start it first"):
+        timers("forward").stop()
+    throughput = ThroughputTimer(None, batch_size=8, start_step=1, steps_per_output=1, logging_fn=said.append)
+    assert throughput.avg_samples_per_sec() == float("-inf")
+    for _ in range(3):
+        throughput.start()
+        throughput.stop(global_step=True)
+    assert throughput.avg_samples_per_sec() == 8.0
+    assert said[-1] == "step 3: 8.00 samples/s"
+    NoopTimer()("x").start()
 
 
 def test_models_on_the_meta_device() -> None:

@@ -20,7 +20,6 @@ _LEAVES: Rows = {
 _LOGS: Rows = {
     "logger log_dist log_dist_once set_log_level_from_string": "ds_deepspeed_compat.logs",
 }
-_TIMERS = missing("wall_clock_breakdown of the config times the phases of a step")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.utils deepspeed.utils.tensor_fragment": _SAFE,
@@ -41,7 +40,7 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.utils.distributed": {"init_distributed": "ds_core"},
     "deepspeed.utils.exceptions": {"DeprecatedException": "ds_core.errors:UsageError"},
     "deepspeed.utils.torch": {"required_torch_version": "ds_deepspeed_compat.helpers"},
-    "deepspeed.utils.timer": {"SynchronizedWallClockTimer ThroughputTimer NoopTimer": _TIMERS},
+    "deepspeed.utils.timer": {"SynchronizedWallClockTimer ThroughputTimer NoopTimer": "ds_deepspeed_compat.timers"},
     "deepspeed.utils.comms_logging": {
         "CommsLogger": differs("ds_comms_logger:CommsLog", "section comms_logger makes it")
     },

@@ -1,0 +1,180 @@
+"""``deepspeed.utils.timer``: wall-clock timers that wait for the device (loads torch when a timer is made)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ds_deepspeed_compat.logs import log_dist
+
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]
+
+
+def _now() -> float:
+    """Seconds, once the device has finished."""
+    from ds_core.accelerator import get_accelerator
+
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+class SynchronizedWallClockTimer:
+    """Named timers: ``timers("forward").start()``, ``.stop()``, and `log`."""
+
+    class Timer:
+        """One timer; times of several starts and stops add up until `reset`."""
+
+        def __init__(self, name: str) -> None:
+            self.name_, self.started_ = name, False
+            self.elapsed_records: list[float] = []  # seconds
+            self._began = 0.0
+
+        def start(self) -> None:
+            """Begin; RuntimeError when it runs already."""
+            if self.started_:
+                raise RuntimeError(f"timer {self.name_!r} runs already; stop it first")
+            self._began, self.started_ = _now(), True
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """End; RuntimeError when it does not run."""
+            if not self.started_:
+                raise RuntimeError(f"timer {self.name_!r} does not run; start it first")
+            took = _now() - self._began
+            self.elapsed_records = [took] if reset else [*self.elapsed_records, took]
+            self.started_ = False
+
+        def reset(self) -> None:
+            """Forget all times."""
+            self.started_, self.elapsed_records = False, []
+
+        def elapsed(self, reset: bool = True) -> float:
+            """Milliseconds in all; a timer that runs goes on."""
+            running = self.started_
+            if running:
+                self.stop()
+            total = sum(self.elapsed_records) * 1000
+            if reset:
+                self.reset()
+            if running:
+                self.start()
+            return total
+
+        def mean(self) -> float:
+            """Milliseconds of one start and stop on average."""
+            return sum(self.elapsed_records) * 1000 / max(1, len(self.elapsed_records))
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        """The timer `name`, made when it is first asked for."""
+        return self.timers.setdefault(name, self.Timer(name))
+
+    def get_timers(self) -> dict[str, Timer]:
+        """All timers by name."""
+        return self.timers
+
+    def has_timer(self, name: str) -> bool:
+        """Whether there is a timer of this name."""
+        return name in self.timers
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Log the times of `names` in milliseconds, divided by `normalizer`; by default on rank 0."""
+        shown = (f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}" for n in names if n in self.timers)
+        log_dist(f"time (ms) | {' | '.join(shown)}", ranks=ranks or [0])
+
+    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """The mean time of each of `names` in milliseconds, divided by `normalizer`."""
+        means = {n: self.timers[n].mean() / normalizer for n in names if n in self.timers}
+        if reset:
+            for name in means:
+                self.timers[name].reset()
+        return means
+
+
+class NoopTimer:
+    """Timers that do nothing."""
+
+    class Timer:
+        """One of them."""
+
+        def start(self) -> None:
+            """Nothing."""
+
+        def stop(self, **_: Any) -> None:
+            """Nothing."""
+
+        def reset(self) -> None:
+            """Nothing."""
+
+        def elapsed(self, **_: Any) -> float:
+            """0."""
+            return 0.0
+
+        mean = elapsed
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> Timer:
+        """One that does nothing."""
+        return self.timer
+
+    def get_timers(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def log(self, names: Sequence[str], **_: Any) -> None:
+        """Nothing."""
+
+
+class ThroughputTimer:
+    """Samples per second of whole steps, the first `start_step` of which do not count."""
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Any = None,
+    ) -> None:
+        self.config, self.batch_size, self.start_step = config, max(1, batch_size), start_step
+        self.steps_per_output, self.logging = steps_per_output, logging_fn or log_dist
+        self.global_step_count = self.micro_step_count = 0
+        self.total_elapsed_time = self._began = 0.0
+        self.started = False
+
+    def start(self) -> None:
+        """A step begins."""
+        self._began, self.started = _now(), True
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-step ends, and with `global_step` a whole one."""
+        if not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        took = _now() - self._began
+        self.global_step_count += global_step
+        if self.global_step_count <= self.start_step:
+            return
+        self.total_elapsed_time += took
+        due = self.steps_per_output and self.global_step_count % self.steps_per_output == 0
+        if global_step and report_speed and due:
+            self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s")
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second since the steps that do not count; -inf before."""
+        counted = self.global_step_count - self.start_step
+        return counted * self.batch_size / self.total_elapsed_time if counted > 0 else -math.inf
