@@ -47,10 +47,13 @@ NAMES: Mapping[str, Rows] = {
         "get_default_autocast_lower_precision_modules": "ds_deepspeed_compat.autocast",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing deepspeed.checkpointing": {
-        "configure is_configured checkpoint non_reentrant_checkpoint reset CheckpointFunction get_cuda_rng_tracker "
-        "CudaRNGStatesTracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed": missing(
-            "activation checkpointing is not built; use torch.utils.checkpoint.checkpoint"
+        "is_configured checkpoint non_reentrant_checkpoint reset get_cuda_rng_tracker CudaRNGStatesTracker "
+        "model_parallel_cuda_manual_seed": "ds_deepspeed_compat.checkpointing",
+        "configure": differs(
+            "ds_deepspeed_compat.checkpointing",
+            "partitioned, contiguous and host-memory activations, and profiles of them, are errors: not built",
         ),
+        "CheckpointFunction": missing("deepspeed.checkpointing.checkpoint"),
     },
     "deepspeed.runtime.utils": {
         "see_memory_usage memory_status empty_cache set_random_seed move_to_device copy_to_device "
