@@ -48,21 +48,22 @@ class Composition:
                 yield Problem(path, why, did_you_mean(name, names))
 
 
-def compose(source: Any, model: nn.Module | None = None) -> Composition:
+def compose(source: Any, model: nn.Module | None = None, *, fill_later: bool = False) -> Composition:
     """Read, load the plugins that the config names, validate everything and choose by name.
 
     model: the attribute ``ds_sections`` (section -> keys) of its modules fills in what the config leaves out.
+    fill_later: see `ds_core.config.load_config`; `config.autos` then says what is still to be filled in.
     Raises ConfigError with every problem found, or PluginError when a named plugin is missing or broken.
     """
     read = read_config(source)
     if model is not None:
         read = _with_sections_of(model, read)
-    plugins, config = load_config(read)
+    plugins, config = load_config(read, fill_later=fill_later)
     # Choosing by name brings in the plugins that offer names, which may have rules of their own.
     optimizer, unknown = choose("optimizer", config, plugins)
     scheduler, found = choose("scheduler", config, plugins)
     Kernels(plugins, config.core.kernels).check_forced()
-    check_rules(config, plugins, more=unknown + found)
+    check_rules(config, plugins, more=[p for p in unknown + found if p.path not in config.autos])
     return Composition(config, plugins, optimizer, scheduler)
 
 

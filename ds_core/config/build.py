@@ -29,6 +29,7 @@ class RunConfig:
 
     core: the core's keys. sections: the plugins' sections that the config names. origin: where it came from.
     raw: the data as given; it may hold secrets, so show `redacted()` instead. notes: see `notes_on`.
+    autos: the path of every "auto" that is still to be filled in (only with `fill_later`, see `load_config`).
     """
 
     core: CoreConfig
@@ -36,6 +37,7 @@ class RunConfig:
     origin: str
     raw: dict[str, Any]
     notes: tuple[Problem, ...] = ()
+    autos: tuple[str, ...] = ()
 
     def section(self, name: str) -> BaseModel | None:
         """The parsed section of a plugin; None when the config does not name it."""
@@ -82,9 +84,10 @@ def _digest(value: Any) -> str:
     return f"hidden:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
-def load_config(source: Any) -> tuple[Plugins, RunConfig]:
+def load_config(source: Any, *, fill_later: bool = False) -> tuple[Plugins, RunConfig]:
     """Load the plugins that a config names, and check it. source: see `read_config`.
 
+    fill_later: keys that say "auto" count as left out, because an integration will fill them in before training.
     Raises ConfigError with every problem, or PluginError when a named plugin is missing or broken.
     """
     from ds_core.plugins import Plugins
@@ -92,7 +95,7 @@ def load_config(source: Any) -> tuple[Plugins, RunConfig]:
     source = read_config(source)
     plugins = Plugins(plugin_settings(source))
     models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
-    return plugins, build_config(source, models, plugins.sections(), plugins.disabled())
+    return plugins, build_config(source, models, plugins.sections(), plugins.disabled(), fill_later=fill_later)
 
 
 def check_rules(
@@ -126,20 +129,28 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
 
 
 def build_config(
-    source: Any, models: Models, installed: Collection[str] = (), disabled: Mapping[str, str] | None = None
+    source: Any,
+    models: Models,
+    installed: Collection[str] = (),
+    disabled: Mapping[str, str] | None = None,
+    *,
+    fill_later: bool = False,
 ) -> RunConfig:
     """Check everything and build the frozen config.
 
     source: a `ConfigSource`, or anything `read_config` takes. models: of the loaded sections.
     installed: section names that enabled plugins claim (for suggestions). disabled: section -> why it is off.
+    fill_later: see `load_config`.
     Raises ConfigError with every problem of the core and of all sections, in the order of the file.
     """
     source = read_config(source)
     problems: list[Problem] = []
-    own = {name: value for name, value in source.raw.items() if name in CORE_KEYS}
+    autos = _leftover_autos(source.raw, models)
+    given = _without(source.raw, "", autos) if fill_later else source.raw
+    own = {name: value for name, value in given.items() if name in CORE_KEYS}
     core = _parsed(CoreConfig, own, "", CORE_OWNER, models, problems)
     sections: dict[str, BaseModel] = {}
-    for name, value in source.raw.items():
+    for name, value in given.items():
         if name in CORE_KEYS:
             continue
         if name in models:
@@ -149,8 +160,8 @@ def build_config(
 
             problems += without_model(name, value, models, installed, disabled or {})
     if core is not None:
-        problems += cross_problems(core, source.raw)
-    if autos := _leftover_autos(source.raw, models):
+        problems += cross_problems(core, given)
+    if autos and not fill_later:
         fix = "write a value, or leave the key out for its default"
         problems = [Problem(", ".join(autos), _AUTO, fix), *(p for p in problems if p.path not in autos)]
     if problems:
@@ -160,8 +171,8 @@ def build_config(
         raise ConfigError(first.values(), source.origin)
     notes = [*notes_on(core, own)]
     for name, section in sections.items():
-        notes += notes_on(section, source.raw[name], name)
-    return RunConfig(core, sections, source.origin, source.raw, tuple(notes))
+        notes += notes_on(section, given[name], name)
+    return RunConfig(core, sections, source.origin, source.raw, tuple(notes), tuple(autos))
 
 
 def _parsed(model: type[BaseModel], value: Any, path: str, owner: str, models: Models, problems: list[Problem]) -> Any:
@@ -200,6 +211,21 @@ def _leftover_autos(raw: dict[str, Any], models: Models) -> list[str]:
         taking = names_taking_auto({name: model for name, (model, _) in models.items()})
         found = [path for path in found if taking.isdisjoint(path.replace("[", ".").split("."))]
     return found
+
+
+def _without(value: Any, path: str, autos: Collection[str]) -> Any:
+    """`value` without the keys that say "auto"; a list with an "auto" in it goes as a whole."""
+    if isinstance(value, list):
+        return [_without(item, join(path, index), autos) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    left = {}
+    for key, item in value.items():
+        where = join(path, key)
+        items = [join(where, index) for index in range(len(item))] if isinstance(item, list) else []
+        if not any(path in autos for path in (where, *items)):
+            left[key] = _without(item, where, autos)
+    return left
 
 
 # -- notes -----------------------------------------------------------------------------------------------------------

@@ -70,9 +70,7 @@ class FP16(Section):
     clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0)
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """The old place of gradient_clipping, and keys of the dynamic scale beside a fixed one."""
-        if self.clip is not None:
-            yield "clip", "is deprecated and was read as 'gradient_clipping'; rename it"
+        """Keys of the dynamic scale beside a fixed one."""
         fixed = self.enabled and self.loss_scale
         dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
         for key in dynamic if fixed else ():
@@ -186,7 +184,10 @@ class CoreConfig(Section):
     plugins: PluginsConfig = option(PluginsConfig(), "Which plugins take part.")
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """A size for which tensor cores are slow."""
+        """The old place of gradient_clipping, and a size for which tensor cores are slow."""
+        inner = given.get("fp16")
+        if isinstance(inner, dict) and inner.get("clip") is not None:
+            yield "fp16.clip", "is deprecated and was read as 'gradient_clipping'; rename it"
         if (size := self.vocabulary_size) is not None and size % 8:
             why = f"is not a multiple of 8; padding it to {-(-size // 8) * 8} uses tensor cores better"
             yield "vocabulary_size", why
@@ -197,10 +198,11 @@ class CoreConfig(Section):
         """Take ``fp16.clip`` as ``gradient_clipping``; a value that is not a number is left for its own error."""
         inner = data.get("fp16") if isinstance(data, dict) else None
         clip = inner.get("clip") if isinstance(inner, dict) else None
-        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip < 0:
+        if inner is None or isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip < 0:
             return data
         both = "gradient_clipping" in data
-        return {**data, "gradient_clipping": Clash("fp16.clip", "gradient_clipping") if both else clip}
+        rest = {key: value for key, value in inner.items() if key != "clip"}
+        return {**data, "fp16": rest, "gradient_clipping": Clash("fp16.clip", "gradient_clipping") if both else clip}
 
 
 CORE_KEYS: frozenset[str] = frozenset(CoreConfig.model_fields) | {"bfloat16"}

@@ -144,8 +144,8 @@ def test_deprecated_core_keys_are_moved() -> None:
     assert core.bf16.enabled
     assert core.gradient_clipping == 0.5
     assert noted(given) == [
-        "fp16.clip: is deprecated and was read as 'gradient_clipping'; rename it",
         "bfloat16: is deprecated and was read as 'bf16'; rename it",
+        "fp16.clip: is deprecated and was read as 'gradient_clipping'; rename it",
     ]
 
 

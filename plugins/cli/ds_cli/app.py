@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ds_core.entries import CommandEntry
     from ds_core.plugins import Answer
 
-__all__ = ["Group", "make_app"]
+__all__ = ["Group", "OpenGroup", "make_app"]
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of the copy which newer typers bring
 
@@ -34,16 +34,13 @@ class Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """The commands of ds-cli in their order, then the other plugins' by name."""
         own = ds_commands()
-        return [*own, *(n for n in sorted(self.offers) if n not in own)]
+        return [*own, *(n for n in sorted(self.offers) if n not in own and " " not in n)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in that carries the command's help line; `resolve_command` imports the command itself."""
         if (own := ds_commands().get(cmd_name)) is not None:
             return _stand_in(cmd_name, own.help)
-        rows = self.offers.get(cmd_name)
-        if not rows:
-            return None
-        return _stand_in(cmd_name, rows[0].value.help if len(rows) == 1 else f"offered by {_both(rows)}: disable one")
+        return _offered(cmd_name, self.offers.get(cmd_name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find what is to be run and import it now."""
@@ -63,6 +60,36 @@ class Group(TyperGroup):
         except DSError as error:
             say_error(str(error))
             raise typer.Exit(2 if isinstance(error, CommandError) else 1) from None
+
+
+class OpenGroup(TyperGroup):
+    """A group that other packages add to: ``ds_commands`` names their command "config migrate". Its own come first."""
+
+    @functools.cached_property
+    def offers(self) -> dict[str, list[Answer]]:
+        """Name inside this group -> who offers it."""
+        prefix = f"{self.name} "
+        return {n.removeprefix(prefix): rows for n, rows in _offers().items() if n.startswith(prefix)}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Those of the group, then the other plugins' by name."""
+        own = super().list_commands(ctx)
+        return [*own, *(n for n in sorted(self.offers) if n not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command; of another plugin's its help line, until it is run."""
+        own = super().get_command(ctx, cmd_name)
+        return _offered(cmd_name, self.offers.get(cmd_name)) if own is None else own
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find what is to be run and import it now."""
+        try:
+            name, command, rest = super().resolve_command(ctx, args)
+        except _UsageError as error:
+            error.message += _why_not(f"{self.name} {args[0]}")  # type: ignore[attr-defined]
+            raise
+        foreign = super().get_command(ctx, str(name)) is None
+        return name, _load(str(name), self.offers[str(name)]) if foreign else command, rest
 
 
 def make_app() -> typer.Typer:
@@ -121,6 +148,13 @@ def _why_not(name: str) -> str:
         plugins.probe_all()
         plugins.offers("ds_commands")
     return plugins.quarantined()
+
+
+def _offered(name: str, rows: list[Answer] | None) -> Any:
+    """What shows a plugin's command in a list; None without one."""
+    if not rows:
+        return None
+    return _stand_in(name, rows[0].value.help if len(rows) == 1 else f"offered by {_both(rows)}: disable one")
 
 
 def _stand_in(name: str, text: str) -> Any:

@@ -20,7 +20,9 @@ __all__ = ["app", "make_app"]
 
 def make_app() -> typer.Typer:
     """The group ``dscore config``."""
-    app = typer.Typer(help="Check and explain configs.", no_args_is_help=True)
+    from ds_cli.app import OpenGroup
+
+    app = typer.Typer(cls=OpenGroup, help="Check and explain configs.", no_args_is_help=True)
     app.command("check")(check)
     app.command("schema")(schema)
     app.command("explain")(explain)
@@ -32,14 +34,18 @@ def check(
     world: Annotated[
         int | None, typer.Option(min=1, help="Check the batch sizes too, for this number of processes.")
     ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto/--no-auto", help='Accept "auto", which a front-end such as the Trainer fills in.')
+    ] = True,
 ) -> None:
     """Check a config as training would, before any process starts; prints every problem."""
     from ds_core.compose import compose
     from ds_core.errors import ConfigError
 
     try:
-        chosen = compose(file)
-        batch = _batch(chosen, world) if world is not None else None
+        chosen = compose(file, fill_later=auto)
+        open_batch = not _BATCH.isdisjoint(chosen.config.autos)
+        batch = _batch(chosen, world) if world is not None and not open_batch else None
     except ConfigError as error:
         for problem in error.problems:
             typer.echo(f"{file}: {problem}")
@@ -56,6 +62,12 @@ def check(
         typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
     for note in chosen.notes:
         typer.echo(f"  note: {note}")
+    if autos := chosen.config.autos:
+        typer.echo(f'  "auto", filled in by the Trainer, Accelerate or another front-end: {", ".join(autos)}')
+        typer.echo("  training without one refuses it")
+
+
+_BATCH = frozenset(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
 
 
 def _batch(chosen: Composition, world: int) -> Batch:

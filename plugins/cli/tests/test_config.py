@@ -18,6 +18,27 @@ def test_check_prints_what_has_no_effect(tmp_path: Path) -> None:
     assert "  note: bfloat16: is deprecated and was read as 'bf16'; rename it\n" in done.stdout
 
 
+def test_check_accepts_what_a_front_end_fills_in(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    config = {
+        "train_batch_size": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, "auto"]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    }
+    file.write_text(json.dumps(config))
+    done = CliRunner().invoke(make_app(), ["check", str(file), "--world", "2"])
+    assert done.exit_code == 0, done.stdout
+    assert "train_batch_size, fp16.enabled, bf16.enabled, optimizer.params.lr, optimizer.params.betas[1]" in done.stdout
+    assert CliRunner().invoke(make_app(), ["check", str(file), "--no-auto"]).exit_code == 1
+    config["train_btach_size"] = "auto"
+    file.write_text(json.dumps(config))
+    done = CliRunner().invoke(make_app(), ["check", str(file)])
+    assert done.exit_code == 1
+    assert done.stdout.count("\n") == 1 and "did you mean 'train_batch_size'" in done.stdout
+
+
 def test_explain_lists_the_keys_of_a_section_and_who_takes_a_parameter() -> None:
     said = CliRunner().invoke(make_app(), ["explain", "fp16"]).stdout
     assert "  default: those of its keys\n" in said

@@ -1,9 +1,11 @@
-"""Declaration: methods of the engine under DeepSpeed's names, and a mesh over a Megatron-style `mpu` (torch-free)."""
+"""Declaration: a command, the engine's methods under DeepSpeed's names, a mesh of an `mpu` (torch-free)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
+
+from ds_core.entries import CommandEntry
 
 if TYPE_CHECKING:
     from torch import nn
@@ -11,7 +13,13 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.mesh import Mesh
 
-__all__ = ["ds_engine_methods", "ds_mesh", "ds_param_axes"]
+__all__ = ["ds_commands", "ds_engine_methods", "ds_mesh", "ds_param_axes"]
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore config migrate``."""
+    help_line = "Say what becomes of each key of a DeepSpeed config, and write the config as ds_core wants it."
+    return {"config migrate": CommandEntry("ds_deepspeed_compat.migration:migrate", help_line)}
 
 
 def ds_engine_methods() -> Mapping[str, Callable[..., Any]]:
