@@ -309,10 +309,7 @@ def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty
 
 @gives(named("ds_core.entries:CommandEntry"))
 def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-body]
-    """Hook: sub-commands for ``dscore``, by name ("config migrate": one in the group ``config``).
-
-    Two plugins with one name are an error naming both.
-    """
+    """Hook: sub-commands for ``dscore``, by name ("config migrate" in a group). One name twice is an error."""
 
 
 @gives(many("ds_core.entries:Chart"))

@@ -95,7 +95,7 @@ def load_config(source: Any, *, fill_later: bool = False) -> tuple[Plugins, RunC
     source = read_config(source)
     plugins = Plugins(plugin_settings(source))
     models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
-    return plugins, build_config(source, models, plugins.sections(), plugins.disabled(), fill_later=fill_later)
+    return plugins, build_config(source, models, plugins.sections(), plugins.disabled(), fill_later)
 
 
 def check_rules(
@@ -129,24 +129,20 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
 
 
 def build_config(
-    source: Any,
-    models: Models,
-    installed: Collection[str] = (),
-    disabled: Mapping[str, str] | None = None,
-    *,
-    fill_later: bool = False,
+    source: Any, models: Models, installed: Collection[str] = (), disabled: Mapping[str, str] = {}, later: bool = False
 ) -> RunConfig:
     """Check everything and build the frozen config.
 
     source: a `ConfigSource`, or anything `read_config` takes. models: of the loaded sections.
     installed: section names that enabled plugins claim (for suggestions). disabled: section -> why it is off.
-    fill_later: see `load_config`.
+    later: see `load_config`.
     Raises ConfigError with every problem of the core and of all sections, in the order of the file.
     """
     source = read_config(source)
     problems: list[Problem] = []
     autos = _leftover_autos(source.raw, models)
-    given = _without(source.raw, "", autos) if fill_later else source.raw
+    lists = {path.rpartition("[")[0] for path in autos if path.endswith("]")}  # an "auto" takes its list with it
+    given = _without(source.raw, "", lists.union(autos)) if later else source.raw
     own = {name: value for name, value in given.items() if name in CORE_KEYS}
     core = _parsed(CoreConfig, own, "", CORE_OWNER, models, problems)
     sections: dict[str, BaseModel] = {}
@@ -158,10 +154,10 @@ def build_config(
         else:
             from ds_core.config.unknown import without_model
 
-            problems += without_model(name, value, models, installed, disabled or {})
+            problems += without_model(name, value, models, installed, disabled)
     if core is not None:
         problems += cross_problems(core, given)
-    if autos and not fill_later:
+    if autos and not later:
         fix = "write a value, or leave the key out for its default"
         problems = [Problem(", ".join(autos), _AUTO, fix), *(p for p in problems if p.path not in autos)]
     if problems:
@@ -195,10 +191,7 @@ def _parsed(model: type[BaseModel], value: Any, path: str, owner: str, models: M
 
 # -- "auto" that nobody filled in ------------------------------------------------------------------------------------
 
-_AUTO = (
-    '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that before the '
-    "config gets here"
-)
+_AUTO = '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that beforehand'
 
 
 def _leftover_autos(raw: dict[str, Any], models: Models) -> list[str]:
@@ -214,18 +207,12 @@ def _leftover_autos(raw: dict[str, Any], models: Models) -> list[str]:
 
 
 def _without(value: Any, path: str, autos: Collection[str]) -> Any:
-    """`value` without the keys that say "auto"; a list with an "auto" in it goes as a whole."""
+    """`value` without the keys whose paths are in `autos`."""
     if isinstance(value, list):
         return [_without(item, join(path, index), autos) for index, item in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    left = {}
-    for key, item in value.items():
-        where = join(path, key)
-        items = [join(where, index) for index in range(len(item))] if isinstance(item, list) else []
-        if not any(path in autos for path in (where, *items)):
-            left[key] = _without(item, where, autos)
-    return left
+    if isinstance(value, dict):
+        return {k: _without(v, join(path, k), autos) for k, v in value.items() if join(path, k) not in autos}
+    return value
 
 
 # -- notes -----------------------------------------------------------------------------------------------------------

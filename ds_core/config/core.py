@@ -185,8 +185,7 @@ class CoreConfig(Section):
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """The old place of gradient_clipping, and a size for which tensor cores are slow."""
-        inner = given.get("fp16")
-        if isinstance(inner, dict) and inner.get("clip") is not None:
+        if isinstance(given.get("fp16"), dict) and given["fp16"].get("clip") is not None:
             yield "fp16.clip", "is deprecated and was read as 'gradient_clipping'; rename it"
         if (size := self.vocabulary_size) is not None and size % 8:
             why = f"is not a multiple of 8; padding it to {-(-size // 8) * 8} uses tensor cores better"
@@ -201,8 +200,8 @@ class CoreConfig(Section):
         if inner is None or isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip < 0:
             return data
         both = "gradient_clipping" in data
-        rest = {key: value for key, value in inner.items() if key != "clip"}
-        return {**data, "fp16": rest, "gradient_clipping": Clash("fp16.clip", "gradient_clipping") if both else clip}
+        fp16 = {key: value for key, value in inner.items() if key != "clip"}
+        return {**data, "fp16": fp16, "gradient_clipping": Clash("fp16.clip", "gradient_clipping") if both else clip}
 
 
 CORE_KEYS: frozenset[str] = frozenset(CoreConfig.model_fields) | {"bfloat16"}

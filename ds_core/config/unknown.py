@@ -49,7 +49,7 @@ def unknown_key(section: str, key: str, value: Any, names: Iterable[str], owner:
     of_owner = f" ({owner})" if owner else ""
     message = f"unknown key {key!r} (its value is {show_unknown(key, value, close)})"
     if belongs not in (None, where):
-        return Problem(where, message, f"{key!r} belongs at {belongs!r}")
+        return Problem(where, message, f"{key!r} belongs at {'the top level' if belongs == key else repr(belongs)}")
     if close:
         return Problem(where, message, f"did you mean {join(section, close)!r}{of_owner}?")
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

@@ -36,6 +36,16 @@ _BUS: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"), lambda n: (n - 1) / n),
 }
 
+# Functions whose calls are logged as another operation.
+_LOGGED_AS = {
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_coalesced": "all_gather_into_tensor",
+    "inference_all_reduce": "all_reduce",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class CommsRow:
@@ -135,7 +145,7 @@ def unknown_operations(section: CommsLogger) -> list[Problem]:
             f"known: {', '.join(sorted(OPERATIONS))}",
         )
         for name in section.prof_ops
-        if section.enabled and name not in OPERATIONS
+        if section.enabled and _LOGGED_AS.get(name, name) not in OPERATIONS
     ]
 
 
@@ -161,7 +171,7 @@ def configure(section: CommsLogger | Mapping[str, Any]) -> CommsLog | None:
         return None
     if log is None:
         add_interceptor(log := CommsLog())
-    log.ops = None if section.prof_all else frozenset(section.prof_ops)
+    log.ops = None if section.prof_all else frozenset(_LOGGED_AS.get(op, op) for op in section.prof_ops)
     log.verbose, log.debug = section.verbose, section.debug
     if log.verbose:
         show_log()

@@ -165,3 +165,11 @@ def test_configuring_again_keeps_what_was_recorded() -> None:
         assert log_summary() == []
     finally:
         reset()
+
+
+def test_prof_ops_takes_the_names_of_functions() -> None:
+    try:
+        log = configure({"enabled": True, "prof_all": False, "prof_ops": ["all_gather", "all_reduce"]})
+        assert log is not None and log.ops == {"all_gather_into_tensor", "all_reduce"}
+    finally:
+        reset()
