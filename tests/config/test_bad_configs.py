@@ -143,7 +143,6 @@ MISSPELT = {
 }
 WITHOUT_PLUGIN: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
-    "aio": {"block_size": 1},
     "activation_checkpointing": {"partition_activations": True},
     "pipeline": {"stages": 2},
     "expert_parallel": {"enabled": True},
