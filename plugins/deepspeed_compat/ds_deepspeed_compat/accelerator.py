@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -32,6 +33,17 @@ class _TimedEvent(HostEvent):
     def elapsed_time(self, end: _TimedEvent) -> float:
         """Milliseconds from this event to `end`."""
         return (end.time - self.time) * 1e3
+
+
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
 
 
 class DeepSpeedAccelerator:
@@ -267,6 +279,16 @@ class DeepSpeedAccelerator:
     def is_fp16_supported(self) -> bool:
         """Whether it computes in float16."""
         return self.inner.supports(torch.float16)
+
+    def is_fp64_supported(self) -> bool:
+        """Whether it computes in float64."""
+        return self._name != "mps"
+
+    def __getattr__(self, name: str) -> Any:
+        """``FloatTensor`` and its like: functions that make tensors of a dtype on the current device."""
+        if (dtype := _TENSORS.get(name)) is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return functools.partial(torch.tensor, dtype=dtype, device=self.current_device_name())
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes that a model may have."""

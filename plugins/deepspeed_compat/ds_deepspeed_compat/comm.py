@@ -143,11 +143,13 @@ def all_reduce(
     return comm.all_reduce(tensor, op, group, async_op)
 
 
-@_takes(3)
-def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None) -> Tensor:
-    """`all_reduce`, and the tensor."""
-    comm.all_reduce(tensor, op, group)
-    return tensor
+@_takes(4)
+def inference_all_reduce(
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """`all_reduce`; the tensor, or with `async_op` a work."""
+    work = comm.all_reduce(tensor, op, group, async_op)
+    return work if async_op else tensor
 
 
 @_takes(4)
@@ -168,10 +170,14 @@ def reduce(
 
 @_takes(5)
 def reduce_scatter_tensor(
-    output: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Reduce `tensor` over the ranks and give each its share of the result."""
-    return comm.reduce_scatter_tensor(output, tensor, op, group, async_op)
+    return comm.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 reduce_scatter_fn = reduce_scatter_tensor
@@ -213,7 +219,12 @@ def all_gather_into_tensor(
     return comm.all_gather_into_tensor(output_tensor, tensor, group, async_op)
 
 
-allgather_fn = all_gather_into_tensor
+@_takes(4)
+def allgather_fn(
+    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """`all_gather_into_tensor`."""
+    return comm.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 @_takes(4)

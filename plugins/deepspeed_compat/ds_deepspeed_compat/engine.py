@@ -36,6 +36,11 @@ __all__ = [
 
 log = logging.getLogger("ds_core")
 
+_CLIPPED = (
+    "config: gradient_clipping is not given, so gradients are clipped at 1.0, as documented; DeepSpeed's release clips "
+    'only when told: write "gradient_clipping": 0 for that'
+)
+
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
@@ -245,6 +250,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
             given[name] = _cleaned(given[name])
     groups = _groups(given.get("model"), given.get("optimizer"), rows)
     core, _, loader, scheduler = ds_core.initialize(**given)
+    told = core.optimizer is None or "gradient_clipping" in core.config.core.model_fields_set
+    if not told and core.global_rank == 0:
+        log_once(log, logging.WARNING, _CLIPPED)
     engine = (DeepSpeedEngine if core.runner.manual else PipelineEngine)(core, groups)
     return engine, engine.optimizer, loader, scheduler
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ __all__ = [
     "move_to_device",
     "noop_context",
     "noop_decorator",
+    "partition_balanced",
+    "partition_uniform",
     "required_torch_version",
     "see_memory_usage",
     "set_random_seed",
@@ -177,6 +180,19 @@ def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> f
 
 def _norm(tensors: Iterable[Tensor], norm_type: float) -> float:
     return float(nn.utils.get_total_norm([t.detach() for t in tensors], norm_type))
+
+
+# -- layers into parts ---------------------------------------------------------------------------------------------
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Boundaries of `num_parts` parts of nearly equal length (of ds-pipeline)."""
+    return importlib.import_module("ds_pipeline.balance").uniform(num_items, num_parts)  # type: ignore[no-any-return]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Boundaries of `num_parts` parts of nearly equal weight (of ds-pipeline)."""
+    return importlib.import_module("ds_pipeline.balance").balanced(weights, num_parts)  # type: ignore[no-any-return]
 
 
 # -- others ----------------------------------------------------------------------------------------------------

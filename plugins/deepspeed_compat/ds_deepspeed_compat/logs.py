@@ -55,19 +55,19 @@ class LoggerFactory:
         return made
 
 
-def get_log_level_from_string(level: str) -> int:
+def get_log_level_from_string(log_level_str: str) -> int:
     """The number of a level's name; ValueError for an unknown one."""
-    if level.lower() not in log_levels:
-        raise ValueError(f"{level!r} is not a log level; use one of {', '.join(log_levels)}")
-    return log_levels[level.lower()]
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"{log_level_str!r} is not a log level; use one of {', '.join(log_levels)}")
+    return log_levels[log_level_str.lower()]
 
 
 logger = LoggerFactory.create_logger("DeepSpeed", get_log_level_from_string(os.environ.get("DS_LOG_LEVEL", "warning")))
 
 
-def set_log_level_from_string(level: str, custom_logger: logging.Logger | None = None) -> None:
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
     """Set the logger's level by name."""
-    (custom_logger or logger).setLevel(get_log_level_from_string(level))
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
 
 
 def get_current_level() -> int:

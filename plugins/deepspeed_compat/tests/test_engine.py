@@ -111,6 +111,16 @@ def test_what_front_ends_leave_in_a_config(caplog: pytest.LogCaptureFixture) -> 
         start(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
+def test_clipping_that_nobody_asked_for_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    ds_core.reset()
+    start(gradient_clipping=0.5)
+    start(fp16={"enabled": True, "clip": 0.5})
+    assert "gradient_clipping is not given" not in caplog.text
+    for _ in range(2):
+        start()
+    assert caplog.text.count("gradient_clipping is not given, so gradients are clipped at 1.0") == 1
+
+
 def test_what_a_checkpoint_was(tmp_path: Path) -> None:
     engine = start()
     engine.save_checkpoint(str(tmp_path), client_state={"a": 1})

@@ -44,6 +44,8 @@ def test_the_accelerator_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.rand(1), drawn)
     assert device.total_memory() >= device.memory_allocated() > 0
     assert device.memory_stats()["allocated_bytes.all.peak"] >= device.max_memory_reserved() > 0
+    assert device.LongTensor([3]).dtype == torch.int64
+    assert not hasattr(device, "NothingTensor")
     tensor = torch.ones(1)
     assert device.pin_memory(tensor) is tensor
     assert device.on_accelerator(tensor)
@@ -103,6 +105,8 @@ def test_helpers(tmp_path: Path) -> None:
     assert helpers.clip_grad_norm_([param], 1.0) == 10.0
     helpers.set_random_seed(1)
     helpers.see_memory_usage("here", force=True)
+    assert helpers.partition_uniform(num_items=10, num_parts=4) == [0, 3, 6, 8, 10]
+    assert helpers.partition_balanced([1, 1, 1, 1, 10, 1], 3) == [0, 4, 5, 6]
     assert helpers.call_to_str("f", 1, b="x") == "f(1, b='x')"
     assert helpers.instrument_w_nvtx(lambda: 3)() == 3
 

@@ -8,12 +8,13 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.moe.layer": {
-        "MoE Experts TopKGate": "ds_moe",
+        "MoE": "ds_moe",
+        "Experts TopKGate": differs("ds_moe", "MoE makes them; their own arguments are ds_moe's"),
         "MOELayer": missing("ds_moe.MoE holds the gate and the experts itself"),
     },
-    "deepspeed.moe.experts": {"Experts": "ds_moe"},
+    "deepspeed.moe.experts": {"Experts": differs("ds_moe", "MoE makes them; their own arguments are ds_moe's")},
     "deepspeed.moe.sharded_moe": {
-        "TopKGate": "ds_moe",
+        "TopKGate": differs("ds_moe", "MoE makes it; its own arguments are ds_moe's"),
         "MOELayer top1gating top2gating topkgating": missing("ds_moe.MoE and ds_moe.TopKGate"),
     },
     "deepspeed.moe.utils": {

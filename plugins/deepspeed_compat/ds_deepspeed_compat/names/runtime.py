@@ -59,8 +59,7 @@ NAMES: Mapping[str, Rows] = {
         "see_memory_usage memory_status empty_cache set_random_seed move_to_device copy_to_device "
         "ensure_directory_exists noop_decorator noop_context call_to_str required_torch_version "
         "clip_grad_norm_ get_global_norm get_grad_norm get_weight_norm DummyOptim": "ds_deepspeed_compat.helpers",
-        "partition_uniform": "ds_pipeline.balance:uniform",
-        "partition_balanced": "ds_pipeline.balance:balanced",
+        "partition_uniform partition_balanced": "ds_deepspeed_compat.helpers",
         "CheckOverflow PartitionedTensor": missing("the engine agrees on overflow by itself"),
     },
     "deepspeed.runtime.eigenvalue": {"Eigenvalue": missing("eigenvalues are not built")},
