@@ -1,7 +1,7 @@
 """Gradient buckets: many small gradients reduced as one flat buffer, in the background.
 
 The flat buffer ends with one flag per parameter ("this rank has a gradient for it"), which the same reduction sums.
-So ranks agree on which parameters nobody used, and those keep ``grad=None`` as in one-process torch, at no extra
+So ranks agree on which parameters no rank used, and those keep ``grad=None`` as in one-process torch, at no extra
 collective; the flags are only looked at when this rank lacks a gradient.
 """
 

@@ -39,7 +39,7 @@ def documented() -> Mapping[str, Mapping[str, Any]]:
 
     owner: its distribution, now or later; "" where ``why`` says why there will be none. switch, off: the key that turns
     it off, and the values that do, where that is not ``enabled`` and false. infinity_is_null: Infinity, which some
-    integrations write, is read as null. keys: key -> null, or the keys below it; ``*`` stands for any name.
+    integrations write, is read as null. keys: key -> null, or the keys below it; ``*`` matches any name.
     """
     return _catalogue()["documented"]
 

@@ -26,7 +26,7 @@ Loaded = tuple[str | None, dict[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """The arguments of ``engine.save_checkpoint`` beside the folder, described there."""
+    """The arguments of ``engine.save_checkpoint`` except the folder, described there."""
 
     tag: str
     client_state: Mapping[str, Any] | None = None
@@ -36,7 +36,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The arguments of ``engine.load_checkpoint`` beside the folder.
+    """The arguments of ``engine.load_checkpoint`` except the folder.
 
     tag: None: the checkpoint that was saved last with `save_latest`. strict: weights that only the model or only the
     checkpoint has are an error. optimizer: load its states, its hyperparameters and the loss scaler. scheduler: load

@@ -83,7 +83,7 @@ def reset_discovery() -> None:
 
 @functools.cache
 def unmet(dist: str) -> str:
-    """The first requirement of a distribution that is not met, in words; "" when all are, or nobody knows any."""
+    """The first requirement of a distribution that is not met, in words; "" when all are, or none are known."""
     try:
         texts = importlib_metadata.requires(dist) or ()
     except importlib_metadata.PackageNotFoundError:
@@ -173,7 +173,7 @@ def _check_function(name: str, function: Any) -> None:
 
 
 def blame(found: Found, what: str, error: BaseException) -> PluginError:
-    """The error ``plugin <found> <what>: <cause>``. A KeyboardInterrupt is nobody's fault, and raised again."""
+    """The error ``plugin <found> <what>: <cause>``. A KeyboardInterrupt is raised again as it is."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     kind = "" if isinstance(error, (WrongAnswer, PluginError)) else f"{type(error).__name__}: "

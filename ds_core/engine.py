@@ -119,7 +119,7 @@ class Engine(RunningEngine):
 
     def _refuse_by_hand(self, what: str) -> None:
         if not self.runner.manual:
-            raise UsageError(f"{what} cannot be called by hand: {self.runner.manual_reason}")
+            raise UsageError(f"{what} cannot be called explicitly: {self.runner.manual_reason}")
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a ``loss.backward()`` of your own; unchanged without a loss scaler."""
@@ -180,7 +180,7 @@ class Engine(RunningEngine):
         return self._accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide by hand whether the next `step` updates; None goes back to counting."""
+        """Decide explicitly whether the next `step` updates; None goes back to counting."""
         self._accumulation.force_boundary(is_boundary)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 A reference is a string ``"package.module:attribute"``; it is imported only when the core has chosen it, so a
 hundred installed plugins cost nothing until one is used. A record checks its fields when it is made; what a hook
-returns is checked by what `gives` declares beside the hook's specification.
+returns is checked by what `gives` declares at the hook's specification.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class OptimizerEntry(_Record):
     """A named optimizer. `load` is called as ``load(param_groups, **params)``.
 
     params: reference to a pydantic model of the keyword arguments, which is validated before anything starts.
-    grain: what its arithmetic needs whole: single elements, tensors (norms), or matrices; None when nobody knows.
+    grain: what its arithmetic needs whole: single elements, tensors (norms), or matrices; None when unknown.
     partitioner: for one that reduces gradients by itself: reference to a function ``ctx -> Partitioner`` that
     leaves them to it, and is given the optimizer by `Partitioner.bind`. None: any partitioner will do.
     groups: for one that treats parameters differently by name or shape; called before anything is partitioned, as
@@ -203,7 +203,7 @@ class SchedulerEntry(_Record):
 class StateStoreEntry(_Record):
     """Where model states can rest. `load` is called as ``load(ctx, options)`` and gives a `ds_state_stores.StateStore`.
 
-    options: the keys that stand beside ``device`` where the config chose it.
+    options: the keys next to ``device`` where the config chose it.
     """
 
     load: Ref
@@ -406,7 +406,7 @@ def _words(item: Item, one: str = "", thing: str = "objects") -> str:
 def _shown(value: Any) -> str:
     """A value in a few words: its type, and the usual reason why it is of that type."""
     if inspect.iscoroutine(value):
-        value.close()  # or Python warns that nobody awaited it
+        value.close()  # or Python warns that it was never awaited
         return "a coroutine (hooks are plain functions, not async)"
     if value is None:
         return "None (is a return missing?)"

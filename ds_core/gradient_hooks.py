@@ -1,6 +1,6 @@
 """Hooks on the parameters of one engine, and whose backward each gradient comes from.
 
-`GradientHooks` calls `Partitioner.begin` before, `on_gradient` during and `finish` after every backward that comes to
+`GradientHooks` calls `Partitioner.begin` before, `on_gradient` during and `finish` after every backward that reaches
 the engine's parameters: its own ``backward``, a plain ``loss.backward()``, and another engine's ``backward`` of a loss
 that both contributed to. So a partitioner need not know which one runs. No hook is installed where none is needed.
 """
@@ -97,7 +97,7 @@ class GradientHooks:
     def run(self, backward: Callable[[], object], factor: float, phase: Phase | None = None) -> None:
         """Run `backward`, of a loss that this engine has scaled, and complete the reductions that are due.
 
-        factor: what the engine multiplies losses by; other engines whose parameters the loss comes through are told.
+        factor: what the engine multiplies losses by; other engines whose parameters the loss comes through receive it.
         phase: times the phases "backward", "backward_inner" and "backward_allreduce".
         """
         outer, self.origin = self.origin, Origin.ENGINE
@@ -135,7 +135,7 @@ class GradientHooks:
             self.partitioner.on_gradient(param)  # type: ignore[arg-type]
 
     def enter(self) -> None:
-        """A backward has come to the engine's modules or parameters: if the engine does not run it, begin it here.
+        """A backward has reached the engine's modules or parameters: if the engine does not run it, begin it here.
 
         For hooks on modules, which see a backward before any gradient is there. Runs inside backward.
         """

@@ -64,7 +64,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:  # type:
     """Hook: rules that span sections, checked after all sections parsed and before processes talk.
 
     Ask by capability ("is gradient_clipping set?"), not by another plugin's name. plugins: to ask for what a name in
-    the config stands for, as in ``plugins.named("ds_state_stores", "state_store")``.
+    the config means, as in ``plugins.named("ds_state_stores", "state_store")``.
     """
 
 

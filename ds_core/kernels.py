@@ -101,7 +101,7 @@ class Kernels:
     def candidates(self, op: str, device: str, dtype: str) -> list[Candidate]:
         """The providers of `op`, best first, each with the reason why it cannot serve, if it cannot.
 
-        Raises KernelError when nobody offers `op`.
+        Raises KernelError when no provider offers `op`.
         """
         rows = self._entries.get(op)
         if rows is None:
@@ -140,7 +140,7 @@ class Kernels:
             into.add_(added)
 
     def resolve_all(self, device: str, dtype: str) -> None:
-        """Resolve every operation for such tensors; one that nobody serves here is an error only when it is used."""
+        """Resolve every operation for such tensors; one without a provider is an error only when it is used."""
         for op in self.ops():
             try:
                 self.get(op, device, dtype)
@@ -182,7 +182,7 @@ class Kernels:
             if default is not None:
                 return default
             head = f"kernels.{op} forces {forced!r}, but" if forced else f"no provider can serve {op!r}:"
-            why = "; ".join(map(str, asked)) or "nobody offers it"
+            why = "; ".join(map(str, asked)) or "no provider offers it"
             raise KernelError(f"{head} {why} on {device} {dtype}")
         better, rest = asked[: asked.index(best)], asked[asked.index(best) + 1 :]
         if twin := next((c for c in rest if c.reason is None and c.claim == best.claim), None):

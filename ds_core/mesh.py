@@ -83,7 +83,7 @@ class Mesh:
     def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
         """Make every group and open its transport. Collective over the world; torch.distributed must be initialised.
 
-        own: a group of its own also where the default group would do, so that nobody else talks on it.
+        own: a group of its own also where the default group would do, which no other code uses.
         """
         import torch.distributed as dist
 
@@ -105,7 +105,7 @@ class Mesh:
         Collective over the world: all ranks give the same arguments. Messages on it meet no others; whoever needs it no
         longer destroys it with ``torch.distributed.destroy_process_group``.
 
-        only: the positions along `axes` that take part; None: all. Gives `ALONE` on ranks that nobody shares it with.
+        only: the positions along `axes` that take part; None: all. Gives `ALONE` on ranks that are alone in it.
         """
         rows = self._rows(self.expand(axes))
         own = self._new_group(rows if only is None else [[row[i] for i in only] for row in rows])

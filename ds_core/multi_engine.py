@@ -114,7 +114,7 @@ def release_model(model: nn.Module) -> None:
     """
     mine = {p: name for name, p in model.named_parameters() if p.requires_grad}
     if any(hooks.engine() is not None for hooks in _sharing(model, mine)):
-        gc.collect()  # an engine in a reference cycle lives on for a while though nobody can reach it
+        gc.collect()  # an engine in a reference cycle lives on for a while though no code can reach it
     for hooks, what in _sharing(model, mine).items():
         if (engine := hooks.engine()) is None:
             hooks.remove()

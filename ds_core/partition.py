@@ -39,7 +39,7 @@ class GradState(enum.Enum):
 class Partitioner(ABC):
     """Owns how parameters, gradients and optimizer states lie over the ranks that would hold the same ones.
 
-    The core calls `attach` once. Around every backward that comes to its parameters, whoever started it, it calls
+    The core calls `attach` once. Around every backward that reaches its parameters, from the engine or not, it calls
     `begin`, `on_gradient` for each gradient, and `finish`; for an optimizer step `finish`, `gradients`, `step`,
     `publish`, `zero_grad`. It sets `sync`, `hold` and `may_wait` beforehand.
     """
@@ -61,7 +61,7 @@ class Partitioner(ABC):
     """Set by the core: gradients must stay with this rank for now, even partitioned ones (`sync` is off then)."""
 
     may_wait = True
-    """Set by the core: whether `on_gradient` may wait for other ranks. False where a backward may come to the models of
+    """Set by the core: whether `on_gradient` may wait for other ranks. False where a backward may reach the models of
     several engines, in an order that differs between ranks."""
 
     gradient_hooks: GradientHooks
@@ -99,7 +99,7 @@ class Partitioner(ABC):
         """
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made by hand."""
+        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made in other ways."""
         torch.autograd.backward([param], [grad])
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Partitioner(ABC):
         """Let `optimizer` update its tensors from what `gradients` gave, times `factor` (unscaling and clipping).
 
         This rank's weights are written as well: `ds_core.stepping.Stepper` has all of it done in one pass where the
-        optimizer can, and does it beside the optimizer's step where not.
+        optimizer can, and does it next to the optimizer's step where not.
         """
 
     def publish(self) -> None:  # noqa: B027

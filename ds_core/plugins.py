@@ -64,7 +64,7 @@ __all__ = [
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"
-LOADED = "plugins.load"  # stands for the distribution of modules that the config loads by hand
+LOADED = "plugins.load"  # in place of a distribution, for modules that the config loads
 
 log = logging.getLogger("ds_core.plugins")
 
@@ -154,7 +154,7 @@ class Plugins:
         return {r.found.name: r.why for r in rows if r.found.group == SECTIONS}
 
     def load_sections(self, names: Iterable[str]) -> dict[str, Found]:
-        """Import the owners of `names`, which take part from now on; names that nobody claims are left out.
+        """Import the owners of `names`, which take part from now on; names that no plugin claims are left out.
 
         Raises PluginError when a named plugin is broken: the config asked for it.
         """
@@ -187,19 +187,19 @@ class Plugins:
         return [self._reports[f] for f in sorted(self._reports)]
 
     def quarantined(self) -> str:
-        """What to add to "nobody offers this": who could not be asked, and why; "" when all could."""
+        """What to add to "no plugin offers this": which could not be asked, and why; "" when all could."""
         rows = [r.why for r in self.reports() if r.state is PluginState.QUARANTINED]
         return "".join(f"; quarantined: {why}" for why in rows)
 
     def _claims(self) -> list[Found]:
-        """Who claims a section, the quarantined too, so that naming it tells why; by hand wins over installed."""
+        """Who claims a section, quarantined ones included; one that the config loads wins over an installed one."""
         rows = [f for f, r in sorted(self._reports.items()) if r.state is not PluginState.DISABLED]
         rows = [f for f in rows if f.group == SECTIONS]
         by_hand = {f.name for f in rows if f.dist == LOADED}
         return [f for f in rows if f.dist == LOADED or f.name not in by_hand]
 
     def _try_all(self, group: str) -> None:
-        """Import a group, once. A broken plugin is quarantined: nobody has asked for it by name yet."""
+        """Import a group, once. A broken plugin is quarantined: the config has not asked for it by name yet."""
         for report in reversed(self.reports()):
             if report.found.group == group and report.state is PluginState.AVAILABLE:
                 try:

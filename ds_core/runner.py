@@ -170,7 +170,7 @@ def loss_of(output: Any, required: bool = True) -> Any:
     raise UsageError(
         "train_batch needs the module to return a scalar loss (alone, as .loss, ['loss'] or the first item), "
         f"got {shown}; "
-        "compute the loss inside the module's forward, or drive the engine by hand with backward(loss) and step()"
+        "compute the loss inside the module's forward, or call the engine explicitly with backward(loss) and step()"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run reports to observers and monitors. What nobody reads is not computed."""
+"""What a run reports to observers and monitors. What has no reader is not computed."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Provider:
 def choose_providers(plugins: Plugins, wanted: str | None) -> dict[tuple[str, str], Provider]:
     """(device type, backend) -> what serves its groups: the highest priority that is available, or `wanted` alone.
 
-    Raises ConfigError when nobody offers `wanted` or it is not available, PluginError for two of one priority.
+    Raises ConfigError when no plugin offers `wanted` or it is not available, PluginError for two of one priority.
     """
     offers = plugins.named("ds_collectives", "collectives")
     if wanted is not None and wanted.lower() not in (PLAIN, *offers):

@@ -290,7 +290,7 @@ def _start(where: Rendezvous | None, backend: str, timeout: timedelta) -> None:
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    if where is None or where.world_size == 1:  # nobody to meet, so nothing listens
+    if where is None or where.world_size == 1:  # no other rank, so nothing listens
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     open_store, chosen = _open_store, _provider()

@@ -101,7 +101,7 @@ def load_config(source: Any, *, fill_later: bool = False) -> tuple[Plugins, RunC
 def check_rules(
     config: RunConfig, plugins: Plugins, *, newer_than: frozenset[str] = frozenset(), more: Iterable[Problem] = ()
 ) -> None:
-    """Ask `ds_check` of all that take part, until nobody new does: a rule may itself choose what a plugin offers.
+    """Ask `ds_check` of all that take part, until no new plugin does: a rule may itself choose what a plugin offers.
 
     newer_than: who has been asked already. more: problems that were found before. Raises ConfigError with them all.
     """
@@ -189,7 +189,7 @@ def _parsed(model: type[BaseModel], value: Any, path: str, owner: str, models: M
     return None
 
 
-# -- "auto" that nobody filled in ------------------------------------------------------------------------------------
+# -- "auto" that was not filled in ------------------------------------------------------------------------------------
 
 _AUTO = '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate does that beforehand'
 

@@ -1,4 +1,4 @@
-"""The core's own keys, the rules between them, and the sizes that the three batch keys stand for.
+"""The core's own keys, the rules between them, and the sizes that the three batch keys set.
 
 Every key has an effect in the core; one that is documented but not built yet is refused when switched on.
 """
@@ -70,7 +70,7 @@ class FP16(Section):
     clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0)
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """Keys of the dynamic scale beside a fixed one."""
+        """Keys of the dynamic scale next to a fixed one."""
         fixed = self.enabled and self.loss_scale
         dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
         for key in dynamic if fixed else ():

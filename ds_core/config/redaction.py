@@ -45,7 +45,7 @@ def is_secret_name(name: str) -> bool:
 def redact(value: Any, marked: Collection[str] = (), hide: Callable[[Any], str] = lambda _: REDACTED) -> Any:
     """A copy of plain data in which every value under a secret name is ``***``, at any depth.
 
-    marked: more names that are secret. hide: what stands for a secret. A secret key whose value is null stays null: it
+    marked: more names that are secret. hide: what is shown for a secret. A secret key whose value is null stays: it
     hides nothing. Log-ins inside URLs are hidden too.
     """
     if isinstance(value, dict):

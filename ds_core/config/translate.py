@@ -128,7 +128,7 @@ def describe(hint: Any) -> str:
         inner, *extras = get_args(hint)
         said = describe(inner)
         first, other, rest = said.partition(" or ") if len(union_members(inner)) > 1 else (said, "", "")
-        bounds = _bounds(extras, first)  # a bound is about the number or the text, not about the null beside it
+        bounds = _bounds(extras, first)  # a bound is about the number or the text, not about the null next to it
         return f"{first} {bounds}{other}{rest}" if said and bounds else said
     members = union_members(hint)
     if len(members) > 1:

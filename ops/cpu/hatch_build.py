@@ -19,7 +19,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles into ``ds_ops_cpu/prebuilt`` and adds that to the wheel."""
 
     def dependencies(self) -> list[str]:
-        """What an isolated build needs beside hatchling."""
+        """What an isolated build needs in addition to hatchling."""
         return ["pybind11>=2.12", "ninja>=1.11"] if self.wanted() else []
 
     def wanted(self) -> bool:

@@ -1,8 +1,8 @@
 """Messages between ranks on one host, through the rings of their segment.
 
-[Note: nobody need wait] A message goes into the ring when it is sent, and out of it when it is waited for, both in the
+[Note: no rank need wait] A message goes into the ring when it is sent, and out of it when it is waited for, both in the
 caller's thread. Two cases need a thread, which lives as long as they last. A full ring: the rest of what was sent
-follows as room appears. Receives of more bytes than a ring holds: whoever sends them may wait for that before it does
+follows as room appears. Receives of more bytes than a ring holds: the sender may wait for that before it does
 what this rank waits for, so they are taken before they are waited for. What is posted beyond that fits in the ring.
 
 A message belongs to the receive from its sender that was posted first.

@@ -149,7 +149,7 @@ def build(extension: Extension, *, again: bool = False) -> Path:
     """The finished library; compiles it when neither the wheel nor the cache has it, or always with `again`.
 
     Several processes that come at once make one build. The lock is the operating system's: it ends with its process,
-    so that a build that was killed makes nobody wait.
+    so that a build that was killed blocks no later one.
     """
     if not again and (found := find(extension)) is not None:
         return found
@@ -293,7 +293,7 @@ def _target(extension: Extension) -> Path:
 
 
 def _cached(extension: Extension) -> Path | None:
-    """The library in the cache, if it is this build's, whole, and nobody else's."""
+    """The library in the cache, if it is this build's, complete, and of no other user."""
     target = _target(extension)
     try:
         data = read_own(target)
@@ -324,7 +324,7 @@ def _seal(library: Path) -> None:
 def _prebuilt(extension: Extension) -> Path | None:
     """The library that the wheel brought, when it was built from these very sources for this Python.
 
-    Whoever may write there may change the Python code beside it as well, so no owner is asked for.
+    A user who may write there may change the Python code next to it as well, so no owner is asked for.
     """
     if extension.prebuilt is None or not (extension.prebuilt / RECORD).exists():
         return None

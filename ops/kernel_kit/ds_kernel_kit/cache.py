@@ -2,7 +2,7 @@
 
 [Note: who could have written it] Loading a library runs its code, so it must not be another user's. Three things
 are checked: every folder on the way can be changed by this user and root alone; ``ops`` itself is this user's with
-mode 0700; and the file, once it is open, is a regular file of this user that nobody else may write to. A folder that
+mode 0700; and the file, once it is open, is a regular file of this user that no other user may write to. A folder that
 was open to others once may hold their files, so the advice is to remove it, never to change its mode.
 """
 
@@ -51,7 +51,7 @@ def cache_folder(*, make: bool = True) -> Path:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A descriptor of a regular file that is this user's, and that nobody else may write to.
+    """A descriptor of a regular file of this user that no other user may write to.
 
     Raises KernelError for any other file, OSError when there is none.
     """
@@ -67,7 +67,7 @@ def open_own(path: Path, flags: int) -> int:
     os.close(descriptor)
     raise KernelError(
         f"{path} is {'a file' if stat.S_ISREG(found.st_mode) else 'no file'} of user {found.st_uid} with mode "
-        f"{stat.S_IMODE(found.st_mode):04o}, where only a file of user {os.geteuid()} that nobody else may write to "
+        f"{stat.S_IMODE(found.st_mode):04o}, where only a file of user {os.geteuid()} that no other user may write to "
         "is trusted; remove it"
     )
 
@@ -97,7 +97,7 @@ def _status(path: Path) -> os.stat_result:
 
 
 def _check(parent: Path, found: os.stat_result, folder: Path) -> None:
-    """KernelError unless only this user and root can change what names in `parent` stand for."""
+    """KernelError unless only this user and root can change what names in `parent` refer to."""
     if not stat.S_ISDIR(found.st_mode):
         raise _refused(folder, parent, found, "it must be a folder, and no link to one")
     if found.st_uid not in (0, os.geteuid()):

@@ -2,7 +2,7 @@
 
 "Full" functions take and give whole tensors of the parameter's shape and are **collective**: every rank that holds a
 copy or a range of the parameter must call them, in the same order, with equal values. "Local" ones are about what this
-rank holds and talk to nobody; they need a partitioner that partitions weights (ZeRO stage 3).
+rank holds, without communication; they need a partitioner that partitions weights (ZeRO stage 3).
 
 Weights and optimizer states may be read and set at any time outside forward and backward. Gradients are there from
 backward until `step`. What is read is a copy, on the accelerator. A parameter that no live engine's optimizer updates
@@ -12,7 +12,7 @@ reads as None, and setting it is an error.
 the dtype in which gradients accumulate, as the step will see it before it unscales and clips: under fp16 it is
 multiplied by the loss scale (``engine.loss_scale``). In the middle of an accumulation window, or while reduction is
 held back (``no_sync``, ``coalesce_grad_reduction``), it is the part that the backwards so far have given, and what is
-set stands for that part: later backwards add to it. It is divided by the accumulation steps, whoever divides:
+set replaces that part: later backwards add to it. It is divided by the accumulation steps in every case:
 `engine.backward` beforehand, or the step after a plain ``loss.backward()`` (``param.grad`` is still the sum then). The
 local ones see what has been reduced.
 """
@@ -73,7 +73,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient; see [Note: which gradient]. None when nobody used it, or at the wrong time. Collective."""
+    """The whole gradient; see [Note: which gradient]. None when no rank used it, or at the wrong time. Collective."""
     found = _find(param)
     grad = None if found is None else whole_grads([found[0]])[0]
     return grad if found is None or grad is None else _divided(grad, found[1])

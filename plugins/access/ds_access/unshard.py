@@ -79,7 +79,7 @@ def flags(helds: Sequence[ParamShard]) -> list[tuple[bool, bool, bool]]:
 
 
 def whole_grads(helds: Sequence[ParamShard], needed: str = "") -> list[Tensor | None]:
-    """The whole gradients; None for those that nobody has. needed: who cannot go on without any."""
+    """The whole gradients; None for those that no rank has. needed: who cannot go on without any."""
     found = flags(helds)
     if needed and not any(f[-1] for f in found):
         raise UsageError(f"{needed}: there are no gradients now; {WHEN}")
@@ -133,7 +133,7 @@ def states_of(held: ParamShard, optimizer: Any) -> dict[str, Any]:
 
 
 def agree_kind(held: ParamShard, optimizer: Any, key: str) -> Kind:
-    """What state `key` is, as the ranks that have it say. Collective. ValueError when nobody has it."""
+    """What state `key` is, as the ranks that have it say. Collective. ValueError when no rank has it."""
     said: dict[str, Any] = {}
     for name, value in states_of(held, optimizer).items():
         if not isinstance(value, Tensor):

@@ -136,7 +136,7 @@ def _finite(value: float | None) -> float | str | None:
 @app.command()
 def prune(
     folder: Annotated[Path, typer.Argument(help="The folder above the checkpoints.")],
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep, beside the latest.")],
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep, in addition to the latest.")],
 ) -> None:
     """Remove old checkpoints; never the one that `latest` names, and nothing that is not a checkpoint."""
     from ds_checkpoint import files

@@ -118,7 +118,7 @@ def discard(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    # Debris too: whoever still writes into it must find it gone, or would keep it from being removed.
+    # Debris too: a process that still writes into it must find it gone, or would keep it from being removed.
     tag = path.name.removeprefix(_ASIDE)
     if _DEBRIS.fullmatch(path.name):
         tag = path.name.removeprefix(".tmp-").rpartition("-")[0]

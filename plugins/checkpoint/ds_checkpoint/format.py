@@ -61,7 +61,7 @@ _MAX_VALUES = 1 << 24
 _MAX_LATEST = 1 << 10
 _MAX_DIMS = 64
 _MAX_COUNT = 1 << 63
-DAMAGED = "the checkpoint is damaged or was changed by hand; load another tag"
+DAMAGED = "the checkpoint is damaged or was edited; load another tag"
 
 
 _SEAL = b',\n "checksum": "'
@@ -268,7 +268,7 @@ def _manifest(data: _Fields, *, sealed: bool) -> Manifest:
     rows = data.get("states", list)
     states = tuple(_state(_Fields(s, "a state"), files) for s in rows)
     places = [(chunk.file, chunk.key) for state in states for chunk in state.chunks]
-    if len(set(places)) < len(places):  # or a small file would stand for states of any size
+    if len(set(places)) < len(places):  # or a small file would represent states of any size
         [(place, _)] = Counter(places).most_common(1)
         raise CheckpointError(f"tensor {place[1]!r} in {place[0]!r} belongs to several states")
     extra = data.mapping("module_extra", int)

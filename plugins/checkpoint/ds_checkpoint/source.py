@@ -143,7 +143,7 @@ class SavedStates:
         Files of version 1 have no checksum and are taken as they are.
         """
         marks = self.manifest.files
-        # The largest to whoever has read least, which every rank works out alike.
+        # The largest to the rank that has read least, which every rank works out alike.
         load = [0] * world_size
         for name in sorted(marks, key=lambda n: (-marks[n].size, n)):
             reader = load.index(min(load))

@@ -1,6 +1,6 @@
 """Values as JSON plus tensors, and back with the same types: what client state and run state are stored as.
 
-JSON's own types stand for themselves. An object with one key that starts with "$" stands for what JSON lacks:
+JSON's own types are stored as they are. An object with one key that starts with "$" represents what JSON lacks:
 ``{"$tuple": [...]}``, ``{"$float": "nan"}``, ``{"$tensor": key}``, and mappings that are not plain:
 ``{"$dict" | "$ordered" | "$counter": [[key, value], ...]}``.
 """

@@ -120,7 +120,7 @@ def _refuse_others(folder: Path, models: list[tuple[int, Path]], parts: list[tup
     for rows in (models, parts):
         missing = sorted(set(range(len(rows))) - {rank for rank, _ in rows})
         if missing:
-            raise CheckpointError(f"{folder} lacks the file of rank {missing[0]}, beside {rows[0][1].name}; copy all")
+            raise CheckpointError(f"{folder} lacks the file of rank {missing[0]}, next to {rows[0][1].name}; copy all")
 
 
 def _load(path: Path) -> dict[str, Any]:

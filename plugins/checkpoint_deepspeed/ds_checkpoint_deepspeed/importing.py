@@ -117,7 +117,7 @@ def _of_index(folder: Path) -> list[Path]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
         if bad := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
-            raise CheckpointError(f"{index} names {bad[0]!r}, which is not a safetensors file beside it")
+            raise CheckpointError(f"{index} names {bad[0]!r}, which is not a safetensors file next to it")
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

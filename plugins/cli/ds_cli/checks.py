@@ -61,7 +61,7 @@ def examine() -> list[Finding]:
     for part, look in parts:
         try:
             findings += look(plugins)
-        except Exception as error:  # the report must come to its end
+        except Exception as error:  # the report must be completed
             text = str(error) if isinstance(error, DSError) else f"{type(error).__name__}: {error}"
             findings.append(Finding(part, "fault", text, "repair or uninstall what the message names"))
     return findings
@@ -158,7 +158,7 @@ def _kernels(plugins: Plugins) -> Iterator[Finding]:
         rows = kernels.candidates(op, device, "float32")
         server = next((c for c in rows if c.reason is None), None)
         others = [f"{c.entry.provider} ({c.dist}): {c.reason or 'available'}" for c in rows if c is not server]
-        found = f"served by {server.entry.provider} ({server.dist})" if server else "nobody can serve it"
+        found = f"served by {server.entry.provider} ({server.dist})" if server else "no provider can serve it"
         yield Finding(
             f"kernel {op}",
             "ok" if server else "note",

@@ -50,7 +50,7 @@ def register() -> None:
 def elastic(params: RendezvousParameters) -> RendezvousHandler:
     """torch's dynamic rendezvous, whose state travels as JSON, and with one store for machines and ranks.
 
-    endpoint: ``HOST:PORT``; the machine that has this address, or is told so by ``is_host``, opens the store.
+    endpoint: ``HOST:PORT``; the machine that has this address, or is given ``is_host``, opens the store.
     """
     address, _, port = params.endpoint.rpartition(":")
     told = params.get_as_bool("is_host")

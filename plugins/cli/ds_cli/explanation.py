@@ -154,7 +154,7 @@ def _open_key(key: str, table: Mapping[str, Owned]) -> Owned | None:
 def _documented(key: str) -> Explanation:
     name = key.partition(".")[0]
     row = documented()[name]
-    owner = row["owner"] or "nobody"
+    owner = row["owner"] or "no package"
     say = (
         f"install it with {install(owner)}"
         if offered_by("sections", name) is not None

@@ -21,7 +21,7 @@ _LOST_PEER = re.compile(
 )
 _ENDED = (-signal.SIGTERM, -signal.SIGKILL)  # how the launcher ends a process
 _HINTS = {
-    "SIGKILL": "nobody but the system or a person sends this; mostly the machine ran out of memory (see dmesg)",
+    "SIGKILL": "only the system or a person sends this; mostly the machine ran out of memory (see dmesg)",
     "SIGSEGV": "a crash in compiled code; its Python stack is above",
     "SIGBUS": "mostly shared memory is full (see `dscore doctor`)",
     "SIGABRT": "compiled code gave up; its own words are above",

@@ -1,7 +1,7 @@
 """The launcher's eye on its processes: when each ended, and an end within seconds for all that they started.
 
 torch's launcher asks processes to end and waits up to 30 seconds; a rank that sits in a collective does not hear
-Ctrl-C, and what a rank started itself is nobody's child. Every rank leads a session of its own, so a session is
+Ctrl-C, and what a rank started itself has no parent to end it. Every rank leads a session of its own, so a session is
 what gets ended here.
 """
 
@@ -87,7 +87,7 @@ class Guard:
             self._handlers[number] = signal.signal(
                 number, self._child_ended if number == signal.SIGCHLD else _raise_stopped
             )
-        # torch puts its own handlers over ours; the wakeup pipe hears every signal whoever handles it.
+        # torch puts its own handlers over ours; the wakeup pipe hears every signal, however it is handled.
         self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="dscore-guard", daemon=True)
         self._thread.start()

@@ -105,7 +105,7 @@ class _Run:
             self.guard.end()
             say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number
-        except Exception as error:  # of the rendezvous: a port in use, an address that nobody answers
+        except Exception as error:  # of the rendezvous: a port in use, an address that does not answer
             raise CommError(_no_start(error)) from error
         self.failed = False
         return 0
@@ -190,7 +190,7 @@ def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
 
     rendezvous.register()
     alone = request.max_nodes == 1
-    # On one machine any free port, so that runs beside each other do not meet; no look-up of this host's name.
+    # On one machine any free port, so that runs on one machine do not meet; no look-up of this host's name.
     port = request.master_port or (0 if alone else 29500)
     return {
         "rdzv_backend": rendezvous.FIXED,

@@ -31,7 +31,7 @@ def register() -> None:
 
 
 class Fixed(RendezvousHandler):
-    """A known number of machines, each with its number; one machine meets nobody.
+    """A known number of machines, each with its number; one machine needs no rendezvous.
 
     config: ``rank``, this machine's. endpoint: of machine 0's store; port 0 on one machine: any free one.
     """

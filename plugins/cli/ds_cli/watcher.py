@@ -68,7 +68,7 @@ def main() -> None:
     if sys.stdin.buffer.read(1):
         return
     end = time.monotonic() + float(grace)
-    # The ranks were told by the system (PR_SET_PDEATHSIG) and may be saving something.
+    # The ranks were notified by the system (PR_SET_PDEATHSIG) and may be saving something.
     while time.monotonic() < end and any(note["pid"] in members(note["session"]) for _, note in starts(Path(folder))):
         time.sleep(0.05)
     for _, note in starts(Path(folder)):

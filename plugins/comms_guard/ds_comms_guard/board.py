@@ -48,7 +48,7 @@ class Board:
         return [Position.from_json(json.loads(text)) for text in texts if text]
 
     def is_judge(self) -> bool:
-        """Whether this rank is the judge; it becomes it if nobody is."""
+        """Whether this rank is the judge; it becomes it if no rank is."""
         me = str(self._rank)
         return bool(self._store.compare_set("judge", "", me).decode() == me)
 

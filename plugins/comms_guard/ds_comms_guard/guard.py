@@ -1,4 +1,4 @@
-"""Ranks that do not make the same collectives in the same order are told so, instead of waiting for the time-out.
+"""Ranks that do not make the same collectives in the same order get an error, instead of waiting for the time-out.
 
 [Note: how it is known] Every collective of a group gets a number and is folded into the group's digest: operation,
 size, dtype, and what the caller said of it (`ds_core.comm.label`). The digest is the collective's tag, which transports

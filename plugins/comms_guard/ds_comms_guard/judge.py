@@ -36,7 +36,7 @@ class Judge:
         self._suspected = {}
 
     def consider(self, call: Call) -> str | None:
-        """Compare positions if this rank is the judge; the verdict when they prove that nobody can go on.
+        """Compare positions if this rank is the judge; the verdict when they prove that no rank can go on.
 
         call: what this rank waits for.
         """

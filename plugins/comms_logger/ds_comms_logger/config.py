@@ -20,6 +20,6 @@ class CommsLogger(Section):
     prof_ops: list[str] = option([], "With prof_all false: the collectives to log, by name.")
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """A choice of collectives beside prof_all."""
+        """A choice of collectives next to prof_all."""
         if self.enabled and self.prof_all and self.prof_ops:
             yield "prof_ops", "has no effect: prof_all is true"

@@ -8,7 +8,7 @@ Three ways, the first that fits:
   a module that mixes rows is found out;
 - ``loop``: anything else runs expert by expert.
 
-[Note: lending] A partitioner may give a module its weights only while its forward runs (ZeRO-3). So whoever uses the
+[Note: lending] A partitioner may give a module its weights only while its forward runs (ZeRO-3). So code that uses the
 weights of a `Stack` does so in a function that it is called with.
 """
 

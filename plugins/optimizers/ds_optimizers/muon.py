@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised, beside AdamW for whatever is no hidden matrix.
+"""Muon: momentum whose matrices are orthogonalised, and AdamW for whatever is no hidden matrix.
 
 A parameter is a matrix for Muon when it has two dimensions or more and its name holds neither "embed" nor "lm_head"; or
 when its attribute ``use_muon`` says so. Kernels of convolutions count as (output channels, all the rest).

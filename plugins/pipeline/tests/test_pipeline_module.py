@@ -416,8 +416,6 @@ def test_names_of_deepspeed_s_module_say_what_there_is_instead() -> None:
     engine = start(model)
     with pytest.raises(AttributeError, match="^a PipelineModule has no ckpt_prefix"):
         _ = engine.ckpt_prefix
-    with pytest.raises(AttributeError, match=r"module_state_dict': use engine.module.load_state_dict"):
-        _ = engine.load_module_state_dict
 
 
 def test_other_axes() -> None:

@@ -61,7 +61,7 @@ def evaluates(chunks: int) -> None:
     assert close(engine.eval_batch(batches(2)), plain_loss(truth, 2))
     assert close(engine.eval_batch(batches(5), num_micro_batches=5, reduce_output=None), plain_loss(truth, 5))
     for block in (engine.no_sync, engine.coalesce_grad_reduction):
-        with pytest.raises(UsageError, match=r"cannot be called by hand: .* use engine\.train_batch"), block():
+        with pytest.raises(UsageError, match=r"cannot be called explicitly: .* use engine\.train_batch"), block():
             pass
     loss, logits = engine.eval_batch(batches(3), return_logits=True, num_micro_batches=3)
     assert close(loss, plain_loss(truth, 3))

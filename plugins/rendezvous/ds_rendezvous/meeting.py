@@ -1,6 +1,6 @@
 """Where ranks meet: rank 0's store, who may listen for it, and making sure that those who come belong together.
 
-torch's store takes whoever connects, and what does not fit (a job on the same port, a rank too many) shows up later
+torch's store accepts every connection, and what does not fit (a job on the same port, a rank too many) shows up later
 as a connection that is reset. So the ranks compare notes first, as JSON, and rank 0 says go or what is wrong.
 `dscore run` lets the machines of a run meet in the same way. Nothing that comes from a store is unpickled.
 """
@@ -157,7 +157,7 @@ def reach_store(place: Participant, timeout: timedelta) -> TCPStore:
 
 
 def _wait_for_listener(place: Participant, seconds: float) -> str:
-    """Return "" as soon as somebody listens at the place, or after `seconds` why nobody could be reached."""
+    """Return "" as soon as somebody listens at the place, or after `seconds` why it could not be reached."""
     end, pause = time.monotonic() + seconds, 0.01
     while True:
         try:
@@ -257,7 +257,7 @@ class _Note:
 
 
 def meet(store: Store, place: Participant, timeout: timedelta, *, kept: bool = False, job: str | None = None) -> str:
-    """Wait until all have come, and return a prefix for keys that is the same on all and that nobody used before.
+    """Wait until all have come, and return a prefix for keys that is the same on all and that was never used before.
 
     kept: the store outlives the processes that meet at it, since a launcher keeps it over restarts. job: names the run;
     None takes what the environment tells.
@@ -296,7 +296,7 @@ _START_AGAIN = "is the port free for this job alone? Start all again, with anoth
 
 
 def _job(env: Mapping[str, str]) -> str:
-    """Which run this process belongs to, in the words of whoever started it; "" when nobody says."""
+    """Which run this process belongs to, as its launcher names it; "" when unknown."""
     run = env.get("TORCHELASTIC_RUN_ID", "")
     if run not in ("", "none"):
         return run
@@ -330,7 +330,7 @@ class _Host:
                 missing = [n for n in range(1, self.place.size) if n not in self.here]
                 self._give_up(
                     f"{self.place.what} {', '.join(map(str, missing[:8]))}{' ...' if len(missing) > 8 else ''} of "
-                    f"{self.place.size} did not come to {self.place.where} within {self.seconds:g} s; see that all "
+                    f"{self.place.size} did not reach {self.place.where} within {self.seconds:g} s; see that all "
                     f"are started, with the same address and port, or wait longer (DEEPSPEED_TIMEOUT, in minutes)"
                 )
             _pause(self.stop, pause)
@@ -419,7 +419,7 @@ class _Guest:
         if not wrong:
             if not self._comes(f"{prefix}/go"):
                 raise CommError(
-                    f"{place}: others did not come to {place.where} within {self.seconds:g} s; see that all "
+                    f"{place}: others did not reach {place.where} within {self.seconds:g} s; see that all "
                     f"{place.size} are started"
                 )
             wrong = store.get(f"{prefix}/go").decode()

@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_come_is_named_on_all(store: Any) -> None:
     said.extend(come(store, (0, 4), limit=SHORT))
     waits.join()
     for each in said:
-        assert each.startswith(f"rank 1, 3 of 4 did not come to 127.0.0.1:{store.port} within 1 s")
+        assert each.startswith(f"rank 1, 3 of 4 did not reach 127.0.0.1:{store.port} within 1 s")
     assert len(said) == 2
 
 

@@ -87,7 +87,7 @@ class StateSource(Protocol):
 class HasStates(Protocol):
     """A partitioner whose states can be saved and loaded.
 
-    It may have an attribute `not_exported`: why ``save_16bit_model`` writes nothing, as the user is told.
+    It may have an attribute `not_exported`: why ``save_16bit_model`` writes nothing, as the message says.
     """
 
     def states(self, optimizer: Optimizer | None) -> Iterable[StateTensor]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratorConformance"]
 
 MIB = 2**20
-BLOCK, SLACK = 64 * MIB, 16 * MIB  # of a memory test: what it takes, and what the process may do beside it
+BLOCK, SLACK = 64 * MIB, 16 * MIB  # of a memory test: what it takes, and what else the process may do
 
 
 class AcceleratorConformance:
@@ -199,7 +199,7 @@ class AcceleratorConformance:
             assert accelerator.max_memory_allocated() <= peak - BLOCK + SLACK
 
     def test_emptying_the_cache_keeps_tensors(self, accelerator: Accelerator) -> None:
-        """Only what nobody uses is given back."""
+        """Only unused memory is given back."""
         import torch
 
         kept = torch.arange(1000, device=accelerator.current_device())

@@ -16,7 +16,7 @@ __all__ = ["ConfigFormatConformance"]
 class ConfigFormatConformance:
     """Inherit, and set the class attributes.
 
-    plugin: reference to the declaration module. samples: per suffix, a text and the data that it stands for. broken:
+    plugin: reference to the declaration module. samples: per suffix, a text and the data that it means. broken:
     per suffix, a text that is not of the format. repeated: per suffix, a text in which the top level repeats the key
     ``"a"``; leave out a format that cannot.
     """

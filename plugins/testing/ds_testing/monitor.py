@@ -157,7 +157,7 @@ class MonitorConformance:
         self.check(tmp_path, events)
 
     def test_written_below_the_given_directory(self, tmp_path: Path) -> None:
-        """A name cannot make the monitor write beside the directory it was given."""
+        """A name cannot make the monitor write outside the directory it was given."""
         inside = tmp_path / "inside"
         inside.mkdir()
         monitor = self.make_monitor(inside)

@@ -70,7 +70,7 @@ def output(process: subprocess.Popen[str], timeout: float = 300.0) -> str:
 
 
 def free_port() -> int:
-    """A port of the loopback address on which nobody listens."""
+    """A port of the loopback address on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -2,7 +2,7 @@
 
 Subclass it, set `config` (and `load`) to what switches your runner on and give `make_model` and `make_batch`. The kit
 checks `train_batch` and `eval_batch` against one process of plain torch: losses, weights, accumulation, an iterator
-that ends early, evaluation that changes nothing, and (for runners that cannot be driven by hand) the errors. All of a
+that ends early, evaluation that changes nothing, and (for runners that cannot be stepped) the errors. All of a
 world size's cases are one call of its worker pool, so that hundreds take seconds.
 """
 
@@ -209,9 +209,9 @@ def _manual(names: list[str], extra: dict[str, Any], load: list[str]) -> bool:
         answer = bool(engine.global_steps == 1)
     else:
         assert engine.runner.manual_reason, "manual is False, so manual_reason must say what to call instead"
-        with pytest.raises(UsageError, match="by hand"):
+        with pytest.raises(UsageError, match="explicitly"):
             call_with_batch(engine, batch)
-        with pytest.raises(UsageError, match="by hand"):
+        with pytest.raises(UsageError, match="explicitly"):
             engine.step()
         answer = True
     engine.destroy()

@@ -63,7 +63,7 @@ def decode(plain: Any, blobs: list[bytes]) -> Any:
 
 
 def send(sock: socket.socket, value: Any) -> None:
-    """Write one message. Raises Closed when nobody reads any more, TypeError for a value that cannot travel."""
+    """Write one message. Raises Closed when the reader is gone, TypeError for a value that cannot travel."""
     plain, blobs = encode(value)
     header = json.dumps({"v": plain, "blobs": [len(b) for b in blobs]}).encode()
     try:
