@@ -118,7 +118,7 @@ def test_dscore_plan_shows_the_configs_schedule(tmp_path: Path) -> None:
     assert str(tmp_path / "drawn" / "pipeline.svg") in where.replace("\n", "")
     charts = json.loads(plan(tmp_path, "--json", stages=2, chunks=3)[1])["charts"]
     assert [c["title"] for c in charts] == ["pipeline, auto: 2 stages, 3 chunks, 4 micro-batches"]
-    assert "the PipelineModule says how many" in plan(tmp_path)[1]
+    assert "the PipelineModule decides the number" in plan(tmp_path)[1]
     code, _, why = plan(tmp_path, "--svg", str(tmp_path / "drawn"))
     assert code == 1
     assert "no plugin draws anything" in why.replace("\n", " ")
