@@ -13,6 +13,7 @@ from ds_deepspeed_compat.accelerator import get_accelerator, set_accelerator
 from ds_deepspeed_compat.devices import OnDevice
 from ds_deepspeed_compat.enums import DtypeEnum, ZeroStageEnum
 from ds_deepspeed_compat.files import dict_raise_error_on_duplicate_keys
+from ds_deepspeed_compat.loader import DeepSpeedDataLoader
 from ds_deepspeed_compat.report import cli_main
 from ds_deepspeed_compat.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
@@ -109,6 +110,18 @@ def test_helpers(tmp_path: Path) -> None:
     assert helpers.partition_balanced([1, 1, 1, 1, 10, 1], 3) == [0, 4, 5, 6]
     assert helpers.call_to_str("f", 1, b="x") == "f(1, b='x')"
     assert helpers.instrument_w_nvtx(lambda: 3)() == 3
+
+
+def test_the_loader_takes_deepspeeds_arguments() -> None:
+    data = list(torch.arange(8))
+    loaders = [
+        DeepSpeedDataLoader(data, 2, False, -1, None, data_parallel_world_size=2, data_parallel_rank=rank)
+        for rank in range(2)
+    ]
+    epochs = [[int(i) for loader in loaders for batch in loader for i in batch] for _ in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 2
+    assert epochs[0] != epochs[1]
+    assert len(DeepSpeedDataLoader(data[:3], 2, dataloader_drop_last=True)) == 1
 
 
 def test_timers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,9 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.dataloader": {
         "RepeatingLoader": "ds_core",
-        "DeepSpeedDataLoader": differs("ds_core:DistributedLoader", "initialize(training_data=...) makes it"),
+        "DeepSpeedDataLoader": differs(
+            "ds_deepspeed_compat.loader", "shuffles anew in each epoch, and has no worker processes unless told"
+        ),
     },
     "deepspeed.runtime.torch_autocast": {
         "init_autocast_params is_autocast_initialized "

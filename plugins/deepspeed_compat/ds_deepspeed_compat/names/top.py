@@ -18,7 +18,9 @@ NAMES: Mapping[str, Rows] = {
         "tp_model_init set_autotp_mode": missing(TENSOR_PARALLEL),
         "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
         "PipelineModule": "ds_pipeline",
-        "DeepSpeedDataLoader": differs("ds_core:DistributedLoader", "initialize(training_data=...) makes it"),
+        "DeepSpeedDataLoader": differs(
+            "ds_deepspeed_compat.loader", "shuffles anew in each epoch, and has no worker processes unless told"
+        ),
         "DeepSpeedOptimizer ZeROOptimizer": "ds_deepspeed_compat.optimizer",
         "DeepSpeedConfig": missing("the config is engine.config; `dscore config explain FILE` shows it"),
         "DeepSpeedConfigError": "ds_core.errors:ConfigError",
