@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_core import Engine
 
-__all__ = ["GETTERS"]
+__all__ = ["CONFIG_KEYS", "GETTERS", "read"]
 
 _ZERO = (
     "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients elastic_checkpoint "
@@ -19,7 +19,7 @@ _ZERO = (
     "sub_group_size"
 )
 
-_KEYS: Mapping[str, tuple[str, Any]] = {
+CONFIG_KEYS: Mapping[str, tuple[str, Any]] = {
     **{f"zero_{key}": (f"zero_optimization.{key}", None) for key in _ZERO.split()},
     "zero_offload_optimizer": ("zero_optimization.offload_optimizer", None),
     "zero_offload_param": ("zero_optimization.offload_param", None),
@@ -98,4 +98,4 @@ def _getter(name: str, path: str, default: Any) -> Callable[[Engine], Any]:
     return get
 
 
-GETTERS = {name: _getter(name, path, default) for name, (path, default) in _KEYS.items()}
+GETTERS = {name: _getter(name, path, default) for name, (path, default) in CONFIG_KEYS.items()}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-_CONFIG = "the config is engine.config; `dscore config explain FILE` shows it"
+_CONFIG = "checked as a run's config is; setting an attribute changes no run"
 _DATA = "data efficiency is not built; give initialize a dataset or a loader of your own"
 
 NAMES: Mapping[str, Rows] = {
@@ -18,15 +18,36 @@ NAMES: Mapping[str, Rows] = {
         "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
     },
     "deepspeed.runtime.config": {
-        "DeepSpeedConfig": missing(_CONFIG),
+        "DeepSpeedConfig": differs("ds_deepspeed_compat.deepspeed_config", _CONFIG),
+        "DeepSpeedConfigModel get_bfloat16_config get_float16_config get_zero_config get_scalar_param": (
+            "ds_deepspeed_compat.config_models"
+        ),
+        "DeepSpeedActivationCheckpointingConfig DeepSpeedFlopsProfilerConfig DeepSpeedAutotuningConfig "
+        "DeepSpeedCommsConfig HybridEngineConfig CompileConfig get_monitor_config get_timers_config get_aio_config": (
+            "ds_deepspeed_compat.section_defaults"
+        ),
+        "ZeroStageEnum DtypeEnum": "ds_deepspeed_compat.enums",
+        "dict_raise_error_on_duplicate_keys": "ds_deepspeed_compat.files",
         "DeepSpeedConfigError": "ds_core.errors:ConfigError",
         "ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
         "ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER MUADAM_OPTIMIZER MUADAMW_OPTIMIZER "
         "MUSGD_OPTIMIZER DEEPSPEED_OPTIMIZERS": "ds_deepspeed_compat.constants",
     },
     "deepspeed.runtime.config_utils": {
-        "DeepSpeedConfigModel": "ds_core.config:Section",
+        "DeepSpeedConfigModel": "ds_deepspeed_compat.config_models",
+        "get_scalar_param get_list_param get_dict_param": "ds_deepspeed_compat.config_models:get_scalar_param",
         "dict_raise_error_on_duplicate_keys": "ds_deepspeed_compat.files",
+    },
+    "deepspeed.runtime.precision_config": {
+        "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config": (
+            "ds_deepspeed_compat.config_models"
+        ),
+    },
+    "deepspeed.runtime.activation_checkpointing.config": {
+        "DeepSpeedActivationCheckpointingConfig": "ds_deepspeed_compat.section_defaults",
+    },
+    "deepspeed.runtime.swap_tensor.aio_config": {
+        "get_aio_config AIO_DEFAULT_DICT": "ds_deepspeed_compat.section_defaults",
     },
     "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer ZeROOptimizer": "ds_deepspeed_compat.optimizer"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "ds_deepspeed_compat.optimizer"},

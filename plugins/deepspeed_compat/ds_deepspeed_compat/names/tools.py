@@ -24,7 +24,16 @@ NAMES: Mapping[str, Rows] = {
         "FlopsProfiler get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
         "duration_to_string": _PROFILER,
     },
-    "deepspeed.profiling.config": {"DeepSpeedFlopsProfilerConfig": _PROFILER},
+    "deepspeed.profiling.config": {"DeepSpeedFlopsProfilerConfig": "ds_deepspeed_compat.section_defaults"},
+    "deepspeed.comm.config": {
+        "CommsLoggerConfig": "ds_deepspeed_compat.config_models",
+        "DeepSpeedCommsConfig": "ds_deepspeed_compat.section_defaults",
+    },
+    "deepspeed.compile.config": {"CompileConfig": "ds_deepspeed_compat.section_defaults"},
+    "deepspeed.utils.config": {
+        "DeepSpeedThroughputTimerConfig get_timers_config": "ds_deepspeed_compat.section_defaults",
+    },
+    "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": "ds_deepspeed_compat.section_defaults"},
     "deepspeed.monitor.monitor": {
         "MonitorMaster": differs("ds_core.telemetry", "engine.monitor is one; made from the run's sections"),
         "Monitor": "ds_core.telemetry",
@@ -33,10 +42,8 @@ NAMES: Mapping[str, Rows] = {
         "WandbMonitor CometMonitor": _MONITOR,
     },
     "deepspeed.monitor.config": {
-        "TensorBoardConfig": "ds_monitor_tensorboard.config",
-        "CSVConfig": "ds_monitor_csv.config",
-        "WandbConfig CometConfig": _MONITOR,
-        "DeepSpeedMonitorConfig get_monitor_config": missing("engine.config.section('tensorboard'), 'csv_monitor'"),
+        "TensorBoardConfig CSVConfig": "ds_deepspeed_compat.config_models",
+        "WandbConfig CometConfig DeepSpeedMonitorConfig get_monitor_config": "ds_deepspeed_compat.section_defaults",
     },
     "deepspeed.monitor.tensorboard": {
         "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),

@@ -9,6 +9,8 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 INFERENCE = "inference is not built; train with ds_core, and serve the exported weights with another program"
 TENSOR_PARALLEL = "tensor parallelism is not built; pass initialize(mpu=...) of a framework that slices the layers"
 
+_CONFIG = "checked as a run's config is; setting an attribute changes no run"
+
 NAMES: Mapping[str, Rows] = {
     "deepspeed": {
         "initialize DeepSpeedEngine PipelineEngine": "ds_deepspeed_compat.engine",
@@ -22,7 +24,7 @@ NAMES: Mapping[str, Rows] = {
             "ds_deepspeed_compat.loader", "shuffles anew in each epoch, and has no worker processes unless told"
         ),
         "DeepSpeedOptimizer ZeROOptimizer": "ds_deepspeed_compat.optimizer",
-        "DeepSpeedConfig": missing("the config is engine.config; `dscore config explain FILE` shows it"),
+        "DeepSpeedConfig": differs("ds_deepspeed_compat.deepspeed_config", _CONFIG),
         "DeepSpeedConfigError": "ds_core.errors:ConfigError",
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig": "ds_ops_cuda.transformer",
         "replace_transformer_layer revert_transformer_layer module_inject": missing(INFERENCE),

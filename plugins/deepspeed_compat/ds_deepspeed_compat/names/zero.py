@@ -8,7 +8,6 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _MICS = missing("MiCS and hpZ are not built; ZeRO divides over all data-parallel ranks")
 _OPTIMIZER = "ds_deepspeed_compat.optimizer"
-_CONFIG = "read it from engine.config; unknown keys are errors and values cannot be set"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.zero deepspeed.runtime.zero": {
@@ -36,18 +35,17 @@ NAMES: Mapping[str, Rows] = {
         ),
     },
     "deepspeed.runtime.zero.config": {
-        "DeepSpeedZeroConfig": differs("ds_zero.config:ZeroConfig", _CONFIG),
+        "DeepSpeedZeroConfig get_zero_config": "ds_deepspeed_compat.config_models",
+        "DeepSpeedZeroLeafModuleConfig": "ds_deepspeed_compat.config_models",
         "ZeroStageEnum": "ds_deepspeed_compat.enums",
-        "get_zero_config": missing("engine.config.section('zero_optimization')"),
     },
     "deepspeed.runtime.zero.offload_config": {"OffloadStateTypeEnum": "ds_zero"},
     "deepspeed.runtime.zero.config deepspeed.runtime.zero.offload_config": {
         "OffloadDeviceEnum": "ds_zero",
-        "DeepSpeedZeroOffloadParamConfig": differs("ds_zero.config:OffloadParam", _CONFIG),
-        "DeepSpeedZeroOffloadOptimizerConfig": differs("ds_zero.config:OffloadOptimizer", _CONFIG),
+        "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig": "ds_deepspeed_compat.config_models",
     },
     "deepspeed.runtime.zero.leaf_module_config": {
-        "DeepSpeedZeroLeafModuleConfig": differs("ds_zero.config:LeafModules", _CONFIG),
+        "DeepSpeedZeroLeafModuleConfig": "ds_deepspeed_compat.config_models",
     },
     "deepspeed.runtime.zero.offload_states": {
         "get_state_devices": "ds_zero",
