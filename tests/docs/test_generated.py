@@ -62,9 +62,10 @@ def layers() -> str:
 def names() -> str:
     """The tables of DeepSpeed's names, one for each area."""
     from ds_deepspeed_compat.names import AREAS, Name, State
+    from ds_deepspeed_compat.names.members import MEMBERS
 
     lines = ["<!-- names -->"]
-    for area, modules in AREAS.items():
+    for area, modules in {**AREAS, "methods and attributes": MEMBERS}.items():
         lines += ["", f"### {area}", "", "| module | names | state | what it is, or what to use |", "|---|---|---|---|"]
         for paths, rows in modules.items():
             for words, value in rows.items():

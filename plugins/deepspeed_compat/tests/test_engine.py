@@ -10,6 +10,8 @@ import pytest
 import torch
 from ds_deepspeed_compat import optimizer
 from ds_deepspeed_compat.engine import DeepSpeedEngine, PipelineEngine, initialize
+from ds_deepspeed_compat.names import Name, State
+from ds_deepspeed_compat.names.members import MEMBERS
 from ds_pipeline import LayerSpec, PipelineModule
 from ds_testing import run_ranks
 from torch import nn
@@ -220,6 +222,24 @@ def test_a_pipelines_engine() -> None:
     assert not isinstance(start(), PipelineEngine)
     batch = torch.ones(1, 4), torch.ones(1, 1)
     assert engine.train_batch(iter([batch, batch])).item() > 0
+
+
+def test_members_are_there_as_the_table_says() -> None:
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 1)]
+    pipeline = start(PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss()))
+    plain = start(zero_optimization={"stage": 3})
+    objects = {
+        "deepspeed.DeepSpeedEngine": plain,
+        "deepspeed.PipelineEngine": pipeline,
+        "deepspeed.pipe.PipelineModule": pipeline.module,
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": plain.optimizer,
+    }
+    assert objects.keys() == MEMBERS.keys()
+    for path, rows in MEMBERS.items():
+        for names, row in rows.items():
+            assert isinstance(row, Name)
+            for name in names.split():
+                assert hasattr(objects[path], name) == (row.state is not State.MISSING), f"{path}.{name}"
 
 
 def consolidated() -> tuple[Any, list[float]]:
