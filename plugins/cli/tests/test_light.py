@@ -308,6 +308,19 @@ def test_a_plugins_command_is_resolved_when_it_is_run(install: Any, monkeypatch:
     assert dscore("grete").exit_code == 2
 
 
+def test_a_plugin_adds_to_a_group(install: Any, monkeypatch: Any) -> None:
+    impl = types.ModuleType("made_extra")
+    vars(impl).update(extra=lambda: typer.echo("more"), check=lambda: typer.echo("never"))
+    monkeypatch.setitem(sys.modules, "made_extra", impl)
+    offered = {f"config {name}": CommandEntry(f"made_extra:{name}", "Added.") for name in ("extra", "check")}
+    install("adds", ds_commands=lambda: offered)
+    assert dscore("config", "extra").output == "more\n"
+    assert "Added." in dscore("config", "--help").output
+    assert "config extra" not in dscore("--help").output
+    assert dscore("config", "check").exit_code == 2  # the group's own comes first, and wants a file
+    assert "No such command 'exta'" in dscore("config", "exta").stderr
+
+
 def test_two_plugins_with_one_command_are_named_and_the_rest_works(install: Any) -> None:
     for dist in ("ds-one", "ds-two"):
         install("same", dist, ds_commands=lambda: {"same": CommandEntry("a:b", "x"), "plugins": CommandEntry("a:b")})
