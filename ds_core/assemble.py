@@ -113,7 +113,8 @@ def initialize(
     precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     entry = _entry(optimizer, chosen)
-    ctx.grain, ctx.own_optimizer, ctx.collate_fn = entry.grain, optimizer is not None, collate_fn
+    ctx.own_optimizer = optimizer is not None and entry.load == _ANY
+    ctx.grain, ctx.collate_fn = entry.grain, collate_fn
     served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
     updated = precision.master or precision.param or torch.float32  # the dtype of the tensors that are updated
     kernels.resolve_all(accelerator.device_type, str(updated).removeprefix("torch."))
@@ -210,7 +211,7 @@ def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
 
 
 def _check_step(optimizer: Optimizer) -> None:
-    if needs := required(optimizer.step):
+    if needs := required(type(optimizer).step.__get__(optimizer)):  # torch's schedules put another into the instance
         raise UsageError(
             f"{type(optimizer).__name__}.step needs {', '.join(needs)}, and engine.step() has nothing to give: an "
             "optimizer that computes the loss again by itself (LBFGS) cannot be driven by forward, backward and step; "

@@ -68,12 +68,12 @@ class Stash:
 class Context:
     """One run, as plugins see it. Filled from top to bottom while the engine is built.
 
-    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None when
-    it is an object or function of the user's that no plugin has declared. own_optimizer: whether the optimizer is an
-    object or function, not the config's. collate_fn: what `initialize` was given. params: per parameter of the
-    transformed model, its name and axes; empty until the transforms have run. trained: the parameters that the
-    optimizer was given, frozen ones too. buffers: as params, of buffers, by name. module: the transformed model, None
-    before. stash: typed plugin state.
+    batch: the resolved batch triple. grain: what the optimizer's arithmetic needs whole (see OptimizerEntry); None
+    when it is an object or function of the user's that no plugin has declared. own_optimizer: whether it was given to
+    `initialize` and is of no installed package. collate_fn: what `initialize` was given. params: per parameter of
+    the transformed model, its name and axes; empty until the transforms have run. trained: the parameters that the
+    optimizer was given, frozen ones too. buffers: as params, of buffers, by name. module: the transformed model,
+    None before. stash: typed plugin state.
     """
 
     config: RunConfig

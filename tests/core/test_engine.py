@@ -691,6 +691,14 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused(how):
         start(config, net, optimizer=given)
 
 
+def test_an_optimizer_that_has_a_schedule_of_torchs_is_accepted():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # puts a function into optimizer.step
+    engine, *_ = start({}, net, optimizer=optimizer, lr_scheduler=schedule)
+    assert engine.lr_scheduler is schedule
+
+
 def test_vocabulary_log_level_dump_and_progress(caplog):
     with caplog.at_level(logging.INFO, "ds_core"):
         switches = dict.fromkeys(("dump_state", "memory_breakdown", "wall_clock_breakdown"), True)

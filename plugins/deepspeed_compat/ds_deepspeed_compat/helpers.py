@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,7 @@ __all__ = [
     "required_torch_version",
     "see_memory_usage",
     "set_random_seed",
+    "zero_wrapper_for_fp_tensor_constructor",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -221,3 +223,18 @@ def disable(func: F) -> F:
 def instrument_w_nvtx(func: F) -> F:
     """`func` with a range of its name in the profiler."""
     return torch.profiler.record_function(func.__qualname__)(func)
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: Any = None
+) -> Callable[..., Tensor]:
+    """`fn`, whose floating-point results have `target_fp_dtype` and are made on `target_device` unless told."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        if target_device is not None:
+            kwargs.setdefault("device", target_device)
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if made.is_floating_point() else made
+
+    return wrapped

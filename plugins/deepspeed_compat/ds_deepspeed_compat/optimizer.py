@@ -97,8 +97,10 @@ class DeepSpeedOptimizer(Optimizer):
         self.optimizer.state = state
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Not to be called: ``engine.step()`` reduces, clips, updates and publishes."""
-        raise UsageError("optimizer.step() alone would update without reducing and clipping; call engine.step()")
+        """``engine.step()``, for loops that call the optimizer's (Fabric's)."""
+        if closure is not None:
+            raise UsageError("optimizer.step(closure) is not possible: call engine.backward(loss), then engine.step()")
+        self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""

@@ -185,8 +185,11 @@ def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(kind: type, conf
             assert isinstance(made.loss_scaler, optimizer.DynamicLossScaler)
             assert made.loss_scaler.loss_scale == scale
     assert inner.param_groups[0]["lr"] == pytest.approx(0.025)
-    with pytest.raises(UsageError, match=r"call engine\.step"):
-        optimizer.DeepSpeedOptimizer.step(made)
+    engine.backward(engine(torch.ones(4, 4, dtype=half)).float().square().mean())
+    made.step()  # as Fabric does
+    assert engine.global_steps == 3
+    with pytest.raises(UsageError, match=r"then engine\.step"):
+        made.step(lambda: 0.0)
     made.load_state_dict(made.state_dict())
     made.zero_grad()
 

@@ -53,7 +53,8 @@ class Init:
     module: an existing model, which is sharded at once; no context is needed. data_parallel_group: the ranks to shard
     over, whose first rank's weights count; None: all ranks, or those of `mpu`. remote_device: "cpu" keeps the shards in
     host memory, page-locked with `pin_memory`. config_dict_or_path: the run's config, for dtype, offload_param and
-    override_module_apply; with a stage below 3 nothing is sharded. config: deprecated name of config_dict_or_path.
+    override_module_apply; with a stage below 3 nothing is sharded, and values that are still "auto" do not count.
+    config: deprecated name of config_dict_or_path.
     dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or as built.
     mem_efficient_linear: has no effect; False is noted in the log. enabled=False does nothing.
 
@@ -279,11 +280,19 @@ def _refuse_unbuilt(second_group: Any, quantised: bool, remote: str | None, dtyp
 def _read(source: Any) -> tuple[RunConfig | None, Plugins | None]:
     from ds_core.compose import compose
     from ds_core.config import RunConfig
+    from ds_core.config.source import ConfigSource, read_config
 
     if source is None or isinstance(source, RunConfig):
         return source, None
-    chosen = compose(source)
+    read = read_config(source)
+    # front-ends fill in "auto" before `initialize`; what `Init` reads is never left to them
+    chosen = compose(ConfigSource(_without_auto(read.raw), read.origin))
     return chosen.config, chosen.plugins
+
+
+def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: _without_auto(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in inner.items() if value != "auto"}
 
 
 def _section(run: RunConfig | None) -> ZeroConfig | None:

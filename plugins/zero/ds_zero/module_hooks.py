@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_core.errors import UsageError
 from ds_core.process import STATE
+from ds_zero.absent_weight import absent
 from ds_zero.gather_on_access import GatherOnAccess, gathering_on_access
 from ds_zero.gathered_parameters import GatheredParameters
 from ds_zero.sharded_param import unshard_module
@@ -38,7 +39,7 @@ def install_hooks(module: nn.Module, *, apply: bool, engine: bool) -> None:
     elif _HANDLES in module.__dict__:
         return
     handles = [
-        module.register_state_dict_pre_hook(_refuse_empty),
+        module.register_state_dict_post_hook(_mark_absent),
         module.register_load_state_dict_pre_hook(_load),
     ]
     if not engine:
@@ -109,18 +110,14 @@ def hooks_removed(module: nn.Module) -> Iterator[None]:
             install_hooks(submodule, apply=apply, engine=True)
 
 
-def _refuse_empty(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise UsageError rather than return a state dict of empty tensors."""
-    if keep_vars or gathering_on_access():
+def _mark_absent(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put an AbsentWeight in the place of each empty tensor that the module's sharded weights have given."""
+    if gathering_on_access():
         return
     for name, param in module._parameters.items():
-        handle = handle_of(param)
-        if handle is not None and handle.is_sharded:
-            raise UsageError(
-                f"state_dict(): parameter {prefix + name!r} is partitioned over ranks; use engine.save_checkpoint or "
-                "engine.save_16bit_model, or call it on every rank inside ds_zero.GatheredParameters(module), which "
-                "takes the memory of the unsharded model"
-            )
+        handle, key = handle_of(param), prefix + name
+        if handle is not None and handle.is_sharded and state_dict.get(key) is not param:  # it is, with keep_vars
+            state_dict[key] = absent(key, handle.shape, handle.param.dtype)
 
 
 def _load(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -287,8 +289,15 @@ def check_state_dicts(stage: int, folder: str, section: dict[str, Any]) -> None:
     names = list(Net().state_dict())
     assert list(module.state_dict(keep_vars=True)) == names
     if stage == 3:
-        with pytest.raises(UsageError, match=r"state_dict\(\): parameter 'a.weight' is partitioned over ranks; use"):
-            module.state_dict()
+        absent = module.state_dict()
+        assert list(absent) == names
+        assert absent["a.weight"].shape == (D, D) and absent["a.weight"].dtype == torch.bfloat16
+        refused = r"state_dict\(\): parameter 'a.weight' is partitioned over ranks, so its values are not here; use"
+        for use in (torch.clone, copy.deepcopy, lambda tensor: torch.save({"a": tensor}, io.BytesIO())):
+            with pytest.raises(UsageError, match=refused):
+                use(absent["a.weight"])
+        with pytest.raises((UsageError, RuntimeError), match=refused):
+            Net().load_state_dict(absent)
     with ds_zero.GatheredParameters(module):
         state = {n: t.clone() for n, t in module.state_dict().items()}
     assert list(state) == names and state["a.weight"].shape == (D, D)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_optimizers import DeepSpeedCPUAdam
 from ds_state_stores import StateStore
 from ds_testing import run_ranks
 from torch import Tensor, nn
@@ -80,9 +81,9 @@ def test_weights_need_a_store_that_stays_in_memory(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("clean_ds")
 @pytest.mark.parametrize("given", ["object", "function"])
 def test_an_optimizer_of_the_users_needs_permission_with_offload(given: str) -> None:
-    def run(zero: dict[str, Any], **more: Any) -> bool:
+    def run(zero: dict[str, Any], kind: Any = torch.optim.AdamW, **more: Any) -> bool:
         model = nn.Linear(3, 3)
-        made: Any = torch.optim.AdamW(model.parameters()) if given == "object" else torch.optim.AdamW
+        made: Any = kind(model.parameters()) if given == "object" else kind
         untested = {"zero_allow_untested_optimizer": True}
         engine = start({"stage": 2, **zero}, model, given=made, **untested, **more)
         engine.backward(engine(torch.ones(1, 3)).sum())
@@ -94,6 +95,7 @@ def test_an_optimizer_of_the_users_needs_permission_with_offload(given: str) -> 
     with pytest.raises(UsageError, match=r'set "zero_force_ds_cpu_optimizer": false'):
         run({"offload_optimizer": CPU})
     assert run({"offload_optimizer": CPU}, zero_force_ds_cpu_optimizer=False)
+    assert run({"offload_optimizer": CPU}, DeepSpeedCPUAdam)  # what accelerate puts in its place
     assert run({})
     assert run({"offload_optimizer": {"device": "none", "pin_memory": True}})
 

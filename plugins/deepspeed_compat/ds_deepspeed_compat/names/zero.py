@@ -8,6 +8,7 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _MICS = missing("MiCS and hpZ are not built; ZeRO divides over all data-parallel ranks")
 _OPTIMIZER = "ds_deepspeed_compat.optimizer"
+_CONSTRUCTORS = "tensor empty zeros ones full arange eye randn"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.zero deepspeed.runtime.zero": {
@@ -20,6 +21,11 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.zero.partition_parameters": {
         "Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus": "ds_zero",
         "ZeroParamType": "ds_deepspeed_compat.enums",
+        "zero_wrapper_for_fp_tensor_constructor": differs(
+            "ds_deepspeed_compat.helpers", "Init leaves torch's constructors alone: one put in its place is not called"
+        ),
+        **{f"_orig_torch_{name}": f"torch:{name}" for name in _CONSTRUCTORS.split()},
+        "get_accelerator": "ds_deepspeed_compat.accelerator",
     },
     "deepspeed.runtime.zero.mics": {"MiCS_Init MiCS_Optimizer MiCS_Offload": _MICS},
     "deepspeed.runtime.zero.tiling": {"TiledLinear TiledLinearReturnBias": "ds_zero"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from common import Tokens, arguments, tiny_llama, write
 from torch.utils.data import DataLoader
 
@@ -16,7 +16,12 @@ def main() -> None:
         plugin = DeepSpeedPlugin(hf_ds_config=args.deepspeed)
     elif args.stage >= 0:
         plugin = DeepSpeedPlugin(zero_stage=args.stage, gradient_accumulation_steps=args.gas, gradient_clipping=0.5)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=args.gas)
+    accelerator = Accelerator(
+        cpu=plugin is None,  # with cpu=True accelerate does not use DeepSpeed
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=args.gas,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # without a GPU accelerate chooses none
+    )
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -38,11 +43,12 @@ def main() -> None:
         lrs.append(schedule.get_last_lr()[0])
     if args.work:
         accelerator.save_state(str(args.work / "state"))
+        accelerator.wait_for_everyone()
         accelerator.load_state(str(args.work / "state"))
         accelerator.save_model(model, str(args.work / "weights"))
     weights = accelerator.get_state_dict(model)
     total = sum(float(value.double().abs().sum()) for value in weights.values()) if weights else 0.0
-    write(args.out, losses=losses, lrs=lrs, total=total)
+    write(args.out, model, losses=losses, lrs=lrs, total=total)
     accelerator.end_training()
 
 

@@ -50,6 +50,34 @@ def tiny_llama() -> Any:
     )
 
 
+def cuda_on_cpu(accelerator: Any) -> Any:
+    """An instance of Lightning's class `accelerator` (its DeepSpeedStrategy takes CUDA ones only) that uses the CPU."""
+
+    class OnCPU(accelerator):  # type: ignore[misc]
+        def setup_device(self, device: torch.device) -> None:
+            pass
+
+        def setup(self, trainer: Any) -> None:
+            pass
+
+        def teardown(self) -> None:
+            pass
+
+        @staticmethod
+        def parse_devices(devices: int) -> list[int]:
+            return list(range(devices))
+
+        @staticmethod
+        def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+            return [torch.device("cpu", index) for index in devices]
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+    return OnCPU()
+
+
 def arguments(**extra: Any) -> argparse.Namespace:
     """The command line of every program: where the curve goes, and the DeepSpeed config, if any."""
     parser = argparse.ArgumentParser()
@@ -62,7 +90,12 @@ def arguments(**extra: Any) -> argparse.Namespace:
     return found
 
 
-def write(path: Path, **values: Any) -> None:
-    """Write `values` from rank 0."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        path.write_text(json.dumps(values))
+def first_rank() -> bool:
+    """Whether this is rank 0."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def write(path: Path, engine: Any, **values: Any) -> None:
+    """Write `values` from rank 0, and the class of the model as the front-end wrapped it."""
+    if first_rank():
+        path.write_text(json.dumps({"engine": f"{type(engine).__module__}.{type(engine).__name__}", **values}))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import lightning
 import torch
-from common import Tokens, arguments, tiny_llama, write
+from common import Tokens, arguments, cuda_on_cpu, tiny_llama, write
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.utils.data import DataLoader
 
@@ -37,7 +39,7 @@ class Module(lightning.LightningModule):
 
 def main() -> None:
     """Fit six steps; with ``--work`` save, and fit on from the checkpoint in a new trainer."""
-    args = arguments(devices=1, gas=1)
+    args = arguments(gas=1)
 
     def trainer(steps: int) -> Any:
         strategy = DDPStrategy(process_group_backend="gloo")
@@ -45,8 +47,8 @@ def main() -> None:
             with open(args.deepspeed) as file:
                 strategy = DeepSpeedStrategy(config=json.load(file), process_group_backend="gloo")
         return lightning.Trainer(
-            accelerator="cpu",
-            devices=args.devices,
+            accelerator=cuda_on_cpu(CUDAAccelerator) if args.deepspeed else "cpu",
+            devices=int(os.environ["WORLD_SIZE"]),
             strategy=strategy,
             max_steps=steps,
             accumulate_grad_batches=args.gas,
@@ -69,7 +71,7 @@ def main() -> None:
     again, second = Module(), trainer(6)
     second.fit(again, train, check, ckpt_path=str(args.work / "state.ckpt"))
     evals.append(float(second.callback_metrics["val"]))
-    write(args.out, losses=module.losses + again.losses, evals=evals)
+    write(args.out, second.strategy.model, losses=module.losses + again.losses, evals=evals)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,15 @@ def main() -> None:
     torch.manual_seed(5)
     trainer = Trainer(model=get_peft_model(base, lora), args=settings, train_dataset=Tokens(64))
     trainer.train()
+    engine = trainer.model_wrapped
     trainer.save_model(str(args.work / "adapter"))
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    settings.distributed_state.wait_for_everyone()
     hf.unset_hf_deepspeed_config()  # what follows is an ordinary load, on each rank by itself
     rows = torch.stack([Tokens(4, seed=2)[i]["input_ids"] for i in range(4)])
     loaded = PeftModel.from_pretrained(tiny_llama(), str(args.work / "adapter"))
     with torch.no_grad():
-        write(args.out, losses=losses, loaded=float(loaded(input_ids=rows, labels=rows).loss))
+        write(args.out, engine, losses=losses, loaded=float(loaded(input_ids=rows, labels=rows).loss))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Needs what requirements.txt lists: ``make test-frontends``. Each case runs a pro
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -49,29 +50,46 @@ LINEAR = {
     "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
 }
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
 pytestmark = pytest.mark.integration
 
 
+PACKAGES = ("torch", "transformers", "accelerate", "lightning", "peft", "trl", "datasets")
+
+
+@functools.cache
+def server(deepspeed: bool) -> subprocess.Popen[str]:
+    """A process that has imported the front-ends and runs programs: warm.py."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DS_CORE_AS")} | ENVIRONMENT
+    if deepspeed:
+        environment["DS_CORE_AS_DEEPSPEED"] = "1"
+    started = subprocess.Popen(
+        [sys.executable, str(HERE / "warm.py"), *PACKAGES],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(started.kill)
+    return started
+
+
 def run(program: str, ranks: int, *arguments: str, work: Path | None = None) -> dict[str, Any]:
-    """What `program` wrote, run by torchrun on `ranks` processes."""
+    """What `program` wrote, run on `ranks` processes as torchrun would."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "out.json")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        if program.startswith(("lightning", "fabric")):  # these start their own processes
-            launcher, arguments = [sys.executable], (*arguments, "--devices", str(ranks))
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("DS_CORE_AS")}
-        if "--deepspeed" in arguments or "--stage" in arguments:
-            environment["DS_CORE_AS_DEEPSPEED"] = "1"
-        command = [*launcher, str(HERE / program), "--out", str(out), "--work", str(work or Path(scratch, "work"))]
-        done = subprocess.run(
-            [*command, *arguments],
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        return json.loads(out.read_text())  # type: ignore[no-any-return]
+        argv = [str(HERE / program), "--out", str(out), "--work", str(work or Path(scratch, "work")), *arguments]
+        deepspeed = "--deepspeed" in arguments or "--stage" in arguments
+        warm = server(deepspeed)
+        assert warm.stdin and warm.stdout
+        warm.stdin.write(json.dumps({"argv": argv, "ranks": ranks}) + "\n")
+        warm.stdin.flush()
+        done = json.loads(warm.stdout.readline())
+        assert done["code"] == 0, done["output"][-9000:]
+        found: dict[str, Any] = json.loads(out.read_text())
+        assert ("ds_deepspeed_compat" in found.pop("engine")) == deepspeed
+        return found
 
 
 @functools.cache
@@ -99,16 +117,23 @@ worlds = pytest.mark.parametrize("ranks", [1, 2])
 @stages
 def test_trainer(stage: str, ranks: int, tmp_path: Path) -> None:
     got = run("trainer.py", ranks, "--deepspeed", config(tmp_path, stage))
-    assert_same(got, plain("trainer.py", ranks), "losses", "norms", "evals", "lrs")
+    assert_same(got, plain("trainer.py", ranks), "losses", "norms", "evals", "lrs", "final")
+
+
+@pytest.mark.parametrize("stage", ["2", "3", "3-offload"])
+def test_trainer_with_a_pretrained_model(stage: str, tmp_path: Path) -> None:
+    got = run("trainer.py", 2, "--deepspeed", config(tmp_path, stage), "--pretrained", "1")
+    assert got["sharded"] == stage.startswith("3")
+    assert_same(got, plain("trainer.py", 2, "--pretrained", "1"), "losses", "norms", "evals", "lrs", "final")
 
 
 @stages
 def test_trainer_accumulates_resumes_and_loads_the_best_model(stage: str, tmp_path: Path) -> None:
     file, more = config(tmp_path, stage), ["--gas", "2", "--best", "1"]
     whole = run("trainer.py", 2, "--deepspeed", file, *more, work=tmp_path / "work")
-    assert_same(whole, plain("trainer.py", 2, *more), "losses", "norms", "evals", "lrs")
+    assert_same(whole, plain("trainer.py", 2, *more), "losses", "norms", "evals", "lrs", "final")
     resumed = run("trainer.py", 2, "--deepspeed", file, *more, "--resume", "3", work=tmp_path / "work")
-    assert_same(resumed, whole, "losses", "evals")
+    assert_same(resumed, whole, "losses", "evals", "final")
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from common import Tokens, arguments, tiny_llama, write
-from transformers import Trainer, TrainingArguments
+import torch
+from common import Tokens, arguments, first_rank, tiny_llama, write
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.integrations import deepspeed as hf
 
 
 def main() -> None:
     """Train six steps; with ``--resume 3`` go on from the checkpoint of step 3."""
-    args = arguments(resume=0, best=0, gas=1)
+    args = arguments(resume=0, best=0, gas=1, pretrained=0)
+    if args.pretrained and first_rank():
+        tiny_llama().save_pretrained(args.work / "base")
     settings = TrainingArguments(
         output_dir=str(args.work),
         deepspeed=args.deepspeed,
@@ -35,12 +39,25 @@ def main() -> None:
         ddp_backend="gloo",
         dataloader_pin_memory=False,
     )
-    trainer = Trainer(model=tiny_llama(), args=settings, train_dataset=Tokens(64), eval_dataset=Tokens(8, seed=1))
+    settings.distributed_state.wait_for_everyone()
+    # under stage 3 transformers shards what it loads, as it loads it
+    model = LlamaForCausalLM.from_pretrained(args.work / "base") if args.pretrained else tiny_llama()
+    sharded = hasattr(model.lm_head.weight, "ds_id")
+    trainer = Trainer(model=model, args=settings, train_dataset=Tokens(64), eval_dataset=Tokens(8, seed=1))
     trainer.train(resume_from_checkpoint=str(args.work / f"checkpoint-{args.resume}") if args.resume else None)
     history = trainer.state.log_history
+    engine = trainer.model_wrapped
     trainer.save_model(str(args.work / "final"))
+    settings.distributed_state.wait_for_everyone()
+    hf.unset_hf_deepspeed_config()  # what follows is an ordinary load, on each rank by itself
+    rows = torch.stack([Tokens(4, seed=2)[i]["input_ids"] for i in range(4)])
+    with torch.no_grad():
+        final = LlamaForCausalLM.from_pretrained(args.work / "final")(input_ids=rows, labels=rows).loss
     write(
         args.out,
+        engine,
+        sharded=sharded,
+        final=float(final),
         losses=[row["loss"] for row in history if "loss" in row],
         norms=[row["grad_norm"] for row in history if "grad_norm" in row],
         evals=[row["eval_loss"] for row in history if "eval_loss" in row],

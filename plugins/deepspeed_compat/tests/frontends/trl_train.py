@@ -71,7 +71,7 @@ def main() -> None:
             processing_class=tokenizer(),
         )
     trainer.train()
-    write(args.out, losses=[row["loss"] for row in trainer.state.log_history if "loss" in row])
+    write(args.out, trainer.model_wrapped, losses=[row["loss"] for row in trainer.state.log_history if "loss" in row])
 
 
 if __name__ == "__main__":
