@@ -104,6 +104,13 @@ class DeepSpeedEngine(nn.Module):
         """``fp16.loss_scale`` of the config, 0 for a dynamic one; the scale now is ``optimizer.loss_scale``."""
         return float(read(self.core, "fp16.loss_scale", 0))
 
+    @functools.cached_property
+    def _config(self) -> Any:
+        """The config as one flat `DeepSpeedConfig`; setting its attributes changes no run."""
+        from ds_deepspeed_compat.deepspeed_config import DeepSpeedConfig
+
+        return DeepSpeedConfig(self.core.config.raw, self.mpu)
+
     # -- attributes of DeepSpeed's engine ----------------------------------------------------------------------
 
     @property

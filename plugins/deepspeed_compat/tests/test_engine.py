@@ -88,6 +88,8 @@ def test_getters_read_the_config() -> None:
     assert engine.zero_gather_16bit_weights_on_model_save()
     assert engine.gradient_clipping() == 0.5
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", "WarmupLR")
+    assert (engine._config.zero_optimization_stage, engine._config.train_batch_size) == (3, 4)
+    assert engine._config is engine._config
     assert engine.scheduler_params() == {"warmup_num_steps": 5}
     assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
     plain = start()
