@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from ds_cli.app import OpenGroup
 from ds_cli.show import show_json, show_table
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ Tag = Annotated[str | None, typer.Option("--tag", help="The checkpoint below FOL
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
-app = typer.Typer(help="Inspect, verify, compare, export and prune checkpoints.", no_args_is_help=True)
+app = typer.Typer(cls=OpenGroup, help="Inspect, verify, compare, export and prune checkpoints.", no_args_is_help=True)
 
 
 @app.command()

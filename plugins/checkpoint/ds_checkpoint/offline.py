@@ -6,11 +6,13 @@ Everything streams: one state, or a piece of it, is in memory at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,18 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "differences",
     "export_weights",
+    "fp32_state_dict",
+    "fp32_weight",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "load_weights",
     "open_saved",
     "parse_size",
     "verify",
+    "warn_of_safetensors",
 ]
+
+log = logging.getLogger("ds_checkpoint")
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
 _BLOCK = 1 << 24
@@ -260,20 +268,39 @@ def parse_size(size: int | str) -> int:
 class LazyTensor:
     """Stands for a weight that is still on the disk; `contiguous` reads it. dtype, shape: as it will have."""
 
-    path: Path
-    name: str
+    read: Callable[[], Tensor]
     dtype: torch.dtype
     shape: torch.Size
 
     def contiguous(self) -> Tensor:
         """The weight, in fp32 if it is floating-point."""
-        with open_saved(self.path) as saved:
-            return _fp32(saved, self.name)
+        return self.read()
 
 
-def _fp32(saved: Saved, name: str) -> Tensor:
+def fp32_weight(saved: Saved, name: str) -> Tensor:
+    """A weight or buffer, in fp32 if it is floating-point."""
     value = saved.source.whole(saved.best(name))
     return value.float() if value.is_floating_point() else value
+
+
+def fp32_state_dict(
+    saved: Saved, exclude_frozen_parameters: bool, lazy: Callable[[str], Tensor] | None = None
+) -> dict[str, Any]:
+    """All weights and buffers, under all their names. lazy: reads one, when its `LazyTensor` is asked for it."""
+    _refuse_split(saved)
+    left_out = set(saved.manifest.frozen) if exclude_frozen_parameters else set()
+    found: dict[str, Any] = {}
+    for name in saved.weights():
+        if name in left_out:
+            continue
+        if lazy is not None:
+            kind = DTYPES[saved.source.dtype(saved.best(name))]
+            target = torch.float32 if kind.is_floating_point else kind
+            shape = torch.Size(saved.source.shape(f"module/{name}"))
+            found[name] = LazyTensor(functools.partial(lazy, name), target, shape)
+        else:
+            found[name] = fp32_weight(saved, name)
+    return found | {alias: found[name] for alias, name in saved.manifest.shared.items() if name in found}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -288,19 +315,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     their names. lazy_mode: values are `LazyTensor`, read one by one by their ``contiguous()``.
     """
     with open_saved(checkpoint_dir, tag) as saved:
-        _refuse_split(saved)
-        left_out = set(saved.manifest.frozen) if exclude_frozen_parameters else set()
-        found: dict[str, Any] = {}
-        for name in saved.weights():
-            if name in left_out:
-                continue
-            if lazy_mode:
-                kind = DTYPES[saved.source.dtype(saved.best(name))]
-                target = torch.float32 if kind.is_floating_point else kind
-                found[name] = LazyTensor(saved.path, name, target, torch.Size(saved.source.shape(f"module/{name}")))
-            else:
-                found[name] = _fp32(saved, name)
-        return found | {alias: found[name] for alias, name in saved.manifest.shared.items() if name in found}
+        return fp32_state_dict(
+            saved, exclude_frozen_parameters, functools.partial(_read, saved.path) if lazy_mode else None
+        )
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with open_saved(path) as saved:
+        return fp32_weight(saved, name)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -310,11 +332,15 @@ def load_state_dict_from_zero_checkpoint(
 
     CheckpointError when the names do not fit; weights that ``exclude_frozen_parameters`` left out stay as they are.
     """
-    model = model.cpu()
     with open_saved(checkpoint_dir, tag) as saved:
-        excluded = {n.removeprefix("module/") for n in saved.manifest.excluded}
-    state: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    wrong = model.load_state_dict(state, strict=False)
+        return load_weights(model, saved)
+
+
+def load_weights(model: nn.Module, saved: Saved) -> nn.Module:
+    """See `load_state_dict_from_zero_checkpoint`."""
+    model = model.cpu()
+    excluded = {n.removeprefix("module/") for n in saved.manifest.excluded}
+    wrong = model.load_state_dict(fp32_state_dict(saved, False), strict=False)
     missing = [n for n in wrong.missing_keys if n not in excluded and not n.endswith("_extra_state")]
     if missing or wrong.unexpected_keys:
         lacks = f"lacks {', '.join(missing[:5])}" if missing else f"has {', '.join(wrong.unexpected_keys[:5])} besides"
@@ -332,13 +358,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> list[Path]:
     """Write a checkpoint's fp32 weights to safetensors files, with an index when there are several; the files.
 
-    Weights that are in `output_dir` are replaced.
-    safe_serialization=False, which would pickle, is an error.
+    Weights that are in `output_dir` are replaced. safe_serialization: False, which asks for pickles, is answered with
+    safetensors too, and a warning.
     """
-    if not safe_serialization:
-        raise CheckpointError(
-            "safe_serialization=False would write pickle, which runs code when it is read; leave it out"
-        )
+    warn_of_safetensors(safe_serialization)
     with open_saved(checkpoint_dir, tag) as saved:
         return export_weights(
             saved,
@@ -347,3 +370,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             exclude_frozen_parameters=exclude_frozen_parameters,
             overwrite=True,
         )
+
+
+def warn_of_safetensors(safe_serialization: bool) -> None:
+    """Say that files are not pickled, whatever was asked for."""
+    if not safe_serialization:
+        log.warning("safe_serialization=False asks for pickled files; safetensors files are written instead")

@@ -1,4 +1,5 @@
-"""``dscore import``: make a checkpoint out of other programs' files. torch is loaded when it runs."""
+"""``dscore checkpoint import`` and ``export-deepspeed``: make a checkpoint out of other programs' files, and files for
+DeepSpeed out of a checkpoint. torch is loaded when one runs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Annotated
 import typer
 from ds_cli.show import say_error
 
-__all__ = ["import_checkpoint"]
+__all__ = ["export_deepspeed", "import_checkpoint"]
 
 
 def import_checkpoint(
@@ -23,3 +24,23 @@ def import_checkpoint(
     typer.echo(str(path))
     for text in missing:
         say_error(text)
+
+
+def export_deepspeed(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint, or the folder above it (then its `latest` counts).")],
+    output: Annotated[Path, typer.Argument(help="Folder to write it below, under its tag; `latest` will name it.")],
+    tag: Annotated[str | None, typer.Option("--tag", help="The checkpoint below FOLDER.")] = None,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="The ZeRO stage that will load it.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="The number of data-parallel ranks that will load it.")] = 1,
+    universal: Annotated[
+        bool, typer.Option("--universal", help="A universal checkpoint, OUTPUT itself: for stages 1 to 3, any ranks.")
+    ] = False,
+) -> None:
+    """Write a checkpoint in DeepSpeed's form, for its engine, zero_to_fp32 and ds_to_universal."""
+    from ds_checkpoint_deepspeed.exporting import export_deepspeed as export
+    from ds_checkpoint_deepspeed.exporting import export_universal
+
+    if universal:
+        typer.echo(str(export_universal(folder, output, tag=tag)))
+    else:
+        typer.echo(str(export(folder, output, tag=tag, stage=stage, world_size=ranks)))

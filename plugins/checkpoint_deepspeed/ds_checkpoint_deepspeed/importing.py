@@ -21,7 +21,10 @@ from ds_run_state.states import StateTensor
 from torch import Tensor
 
 import ds_core
-from ds_checkpoint_deepspeed.deepspeed import Foreign, find_deepspeed, read_deepspeed
+from ds_checkpoint_deepspeed.deepspeed import read_deepspeed
+from ds_checkpoint_deepspeed.folder import find_deepspeed
+from ds_checkpoint_deepspeed.foreign import Foreign
+from ds_checkpoint_deepspeed.renaming import in_our_names
 from ds_core.errors import CheckpointError
 
 __all__ = ["import_checkpoint"]
@@ -32,6 +35,7 @@ NEW_RUN: dict[str, Any] = {
     **dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0),
     "scaler": None,
     "optimizer_groups": [],
+    "optimizer_params": [],
     "lr_scheduler": None,
     "data": None,
 }
@@ -47,17 +51,48 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
     """
     path = Path(source)
     folder = find_deepspeed(path, None)
-    found = read_deepspeed(folder) if folder is not None else _weights(path)
+    found = in_our_names(read_deepspeed(folder) if folder is not None else _weights(path))
     tag = check_tag(tag if tag is not None else found.tag)
-    for piece in found.pieces:
+    for piece in (*found.pieces, *(p for pieces in found.cut for p in pieces)):
         check_tensor(piece.tensor, f"{path}: {piece.name!r}")
+    client, left = _encodable(found.client)
     common: dict[str, Tensor] = {}
+    ranks = max(len(found.cut), 1)
+    head = {
+        "step": found.run["global_steps"],
+        "world_size": ranks,
+        "mesh": {"tp": ranks} if found.cut else {},
+        "versions": {"ds_core": ds_core.__version__, "torch": torch.__version__},
+        "plugins": {},
+        "config": None,
+        "optimizer": found.optimizer,
+        "run": encode(found.run, "run_state", common, own=True),
+        "client": encode(client, "client_state", common),
+    }
+    prepared = [_prepared(found, rank, tag, common if rank == 0 else {}, head) for rank in range(ranks)]
+    root = Path(output_dir)
+    files.make_root(root)
+    with contextlib.closing(FolderLock()) as lock:
+        lock.take(root)
+        temporary = files.make_temporary(root, tag)
+        job = SaveJob(root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None)
+        try:
+            commit(prepared[0], job, [write(p, job) for p in prepared])
+        except BaseException:
+            files.discard(job.temporary)
+            raise
+        publish(job)
+    return root / tag, [*found.missing, *left]
+
+
+def _prepared(found: Foreign, rank: int, tag: str, common: dict[str, Tensor], head: dict[str, Any]) -> Prepared:
+    """What one rank writes: the first one all that is the same for all, each its part of what is cut."""
     own: dict[str, Any] = {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
-    prepared = Prepared(
+    return Prepared(
         tag=tag,
-        rank=0,
-        pieces=found.pieces,
-        coord={},
+        rank=rank,
+        pieces=[*(found.pieces if rank == 0 else ()), *(found.cut[rank] if found.cut else ())],
+        coord={"tp": rank} if found.cut else {},
         excluded=[],
         frozen=found.frozen,
         shared=found.shared,
@@ -66,31 +101,21 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
         local_tensors={},
         buffers={},
         common_tensors=common,
-        head={
-            "step": found.run["global_steps"],
-            "world_size": 1,
-            "mesh": {},
-            "versions": {"ds_core": ds_core.__version__, "torch": torch.__version__},
-            "plugins": {},
-            "config": None,
-            "optimizer": found.optimizer,
-            "run": encode(found.run, "run_state", common, own=True),
-            "client": encode(found.client, "client_state", common),
-        },
+        head=head,
     )
-    root = Path(output_dir)
-    files.make_root(root)
-    with contextlib.closing(FolderLock()) as lock:
-        lock.take(root)
-        temporary = files.make_temporary(root, tag)
-        job = SaveJob(root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None)
+
+
+def _encodable(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What of a client state a checkpoint can hold; and what not, which the user is told."""
+    kept, left = {}, []
+    for key, value in client.items():
         try:
-            commit(prepared, job, [write(prepared, job)])
-        except BaseException:
-            files.discard(job.temporary)
-            raise
-        publish(job)
-    return root / tag, found.missing
+            encode({key: value}, "client_state", {})
+        except CheckpointError as error:
+            left.append(f"left out: {error}")
+        else:
+            kept[key] = value
+    return kept, left
 
 
 def _weights(path: Path) -> Foreign:

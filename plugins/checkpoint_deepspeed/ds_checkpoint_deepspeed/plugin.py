@@ -1,4 +1,4 @@
-"""What ds-checkpoint-deepspeed declares: the command ``dscore import`` (torch-free)."""
+"""What ds-checkpoint-deepspeed declares: commands of ``dscore`` (torch-free)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ __all__ = ["ds_commands"]
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:
-    """``dscore import``."""
-    help_line = "Make a checkpoint out of DeepSpeed's files, safetensors or a torch state dict."
-    return {"import": CommandEntry("ds_checkpoint_deepspeed.command:import_checkpoint", help_line)}
+    """``dscore import``, which is ``dscore checkpoint import`` too, and ``dscore checkpoint export-deepspeed``."""
+    take = CommandEntry(
+        "ds_checkpoint_deepspeed.command:import_checkpoint",
+        "Make a checkpoint out of DeepSpeed's files, safetensors or a torch state dict.",
+    )
+    give = CommandEntry("ds_checkpoint_deepspeed.command:export_deepspeed", "Write a checkpoint in DeepSpeed's form.")
+    return {"import": take, "checkpoint import": take, "checkpoint export-deepspeed": give}

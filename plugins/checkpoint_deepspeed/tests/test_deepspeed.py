@@ -148,8 +148,9 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     [
         (lambda d: (d / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(), "lacks the file of rank 0"),
         (lambda d: [p.unlink() for p in d.glob("*optim_states.pt")], "has no .*_optim_states"),
-        (lambda d: (d / "layer_00-model_states.pt").touch(), "pipeline stages"),
-        (lambda d: (d / "mp_rank_01_model_states.pt").touch(), "tensor-parallel"),
+        (lambda d: (d / "mp_rank_01_model_states.pt").touch(), "files of different ranks"),
+        (lambda d: (d / "mp_rank_02_model_states.pt").touch(), r"lacks the file of rank 0 \(mp_rank 1\)"),
+        (lambda d: (d / "offloaded_tensors").mkdir(), "NVMe"),
     ],
 )
 def test_what_is_not_whole_or_not_served(tmp_path: Path, change: Any, words: str) -> None:

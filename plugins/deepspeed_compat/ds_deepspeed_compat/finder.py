@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 __all__ = ["FINDER", "VARIABLE", "ServedModule", "displaced", "install", "spec_of_ds_core_compat"]
@@ -47,8 +47,11 @@ class Finder:
         """The spec of a module of the table; None for every other."""
         if name != _ROOT and not name.startswith(_ROOT + "."):
             return None
-        from ds_deepspeed_compat.names import modules
+        from ds_deepspeed_compat.names import modules, names_of
 
+        parent, _, last = name.rpartition(".")
+        if last == "__main__" and parent in modules() and "main" in names_of(parent):
+            return importlib.machinery.ModuleSpec(name, self, origin="ds-deepspeed-compat")  # type: ignore[arg-type]
         if name not in modules():
             return None
         return importlib.machinery.ModuleSpec(name, self, origin="ds-deepspeed-compat", is_package=True)  # type: ignore[arg-type]
@@ -65,6 +68,10 @@ class Finder:
             logging.getLogger("ds_core").warning(
                 "`import deepspeed` gives ds_core, as asked; the DeepSpeed installed in %s is not used", real
             )
+
+    def get_code(self, name: str) -> CodeType:
+        """What ``python -m deepspeed.x.y`` runs: the function `main` of that module."""
+        return compile(f"from {name.removesuffix('.__main__')} import main\nmain()\n", f"<{name}>", "exec")
 
     def find_distributions(self, context: Any = None) -> Iterable[Any]:
         """A distribution ``deepspeed``, for `importlib.metadata`; none when certain folders are searched."""

@@ -151,6 +151,14 @@ class MoE(nn.Module):
             out = out * mixing[:, :1] + residual * mixing[:, 1:]
         return out.view(hidden_states.shape), routing.l_aux, routing.counts
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Weights may have the names that DeepSpeed's layer gives them; the layers below find ours."""
+        index = 0 if self.group is None else comm.rank(self.group)
+        take_deepspeed_names(
+            state_dict, prefix, self.num_experts, index * self.num_local_experts, self.num_local_experts
+        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _dense(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Residual MoE: what the expert that all tokens go through gives, and how much of each counts."""
         mixing = torch.softmax(self.coefficient(tokens), dim=-1)
@@ -162,3 +170,25 @@ def mark_expert(param: nn.Parameter, ep_size: int) -> None:
     """Set the attributes by which other code recognizes expert parameters."""
     param.allreduce = False  # type: ignore[attr-defined]
     param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
+
+
+def take_deepspeed_names(state_dict: dict[str, Any], prefix: str, experts: int, first: int, count: int) -> None:
+    """Give what is named ``deepspeed_moe.*`` below `prefix` the names that it has here.
+
+    experts: of all ranks; first, count: those of this rank. ``deepspeed_experts.N`` counts either all of them, or this
+    rank's.
+    """
+    begin = f"{prefix}deepspeed_moe."
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for key in [k for k in state_dict if k.startswith(begin)]:
+        rest, value = key.removeprefix(begin), state_dict.pop(key)
+        number, _, name = rest.removeprefix("experts.deepspeed_experts.").partition(".")
+        if rest.startswith("experts.deepspeed_experts.") and number.isdigit():
+            stacks.setdefault(name, {})[int(number)] = value
+        else:
+            state_dict[prefix + rest] = value
+    for name, rows in stacks.items():
+        begin_at = first if len(rows) == experts else 0
+        wanted = range(begin_at, begin_at + count)
+        if all(row in rows for row in wanted):  # else it stays missing, which load_state_dict tells
+            state_dict[f"{prefix}experts.stacked.{name}"] = torch.stack([rows[row] for row in wanted])

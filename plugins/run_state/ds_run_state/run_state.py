@@ -6,6 +6,7 @@ ranks; everything else is plain values that may hold small tensors.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,9 +124,15 @@ class RunState:
             "micro_steps": engine.micro_steps - engine.partitioner.gradient_hooks.window.micros,
             "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
             "optimizer_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.param_groups()],
+            "optimizer_params": self._optimizer_params(),
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
             "data": loader.state_dict() if loader is not None else None,
         }
+
+    def _optimizer_params(self) -> list[list[str]]:
+        """The names of the parameters of each group, in order: other programs store optimizer states by place."""
+        names = (self.ctx.params[param].name for param in self.ctx.trained)
+        return [list(itertools.islice(names, len(group["params"]))) for group in self._engine.param_groups()]
 
     def local(self) -> dict[str, Any]:
         """This rank's own: random states, states of plugins and of modules, buffers, the optimizer's plain values.

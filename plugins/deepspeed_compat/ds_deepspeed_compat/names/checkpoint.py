@@ -7,30 +7,34 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _FILES = missing("a checkpoint is a manifest and safetensors files (docs/checkpoint-format.md); ds_checkpoint reads it")
-_FP32 = differs("ds_checkpoint", "reads checkpoints of ds_core; writes safetensors, never a pickle")
-_UNIVERSAL = missing("every checkpoint loads at any layout; `dscore import` reads DeepSpeed's")
+_FP32 = "ds_checkpoint_deepspeed.zero_to_fp32"
+_CONVERTED = differs(_FP32, "writes safetensors, never a pickle; a warning says so where safe_serialization=False")
+_UNIVERSAL = missing("every checkpoint loads at any layout; `dscore checkpoint import` reads DeepSpeed's")
+_NAMES = "ds_checkpoint_deepspeed.folder"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.utils.zero_to_fp32": {
-        "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
-        "convert_zero_checkpoint_to_fp32_state_dict": _FP32,
+        "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main": _FP32,
+        "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict": _CONVERTED,
         "get_model_state_file get_optim_files get_model_state_files parse_model_states parse_optim_states": _FILES,
     },
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "ds_checkpoint",
-        "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank get_layer_ckpt_name_for_rank": _FILES,
+        "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank get_layer_ckpt_name_for_rank": _NAMES,
     },
     "deepspeed.checkpoint": {
-        "DeepSpeedCheckpoint ZeROCheckpoint get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank "
-        "get_layer_ckpt_name_for_rank reshape_meg_2d_parallel model_3d_desc get_model_3d_descriptor": _FILES,
+        "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank get_layer_ckpt_name_for_rank": _NAMES,
+        "DeepSpeedCheckpoint ZeROCheckpoint reshape_meg_2d_parallel model_3d_desc get_model_3d_descriptor": _FILES,
         "enable_universal_checkpoint SubparamShape": _UNIVERSAL,
     },
     "deepspeed.checkpoint.deepspeed_checkpoint": {"DeepSpeedCheckpoint": _FILES},
     "deepspeed.checkpoint.universal_checkpoint": {"enable_universal_checkpoint SubparamShape": _UNIVERSAL},
-    "deepspeed.checkpoint.ds_to_universal": {"main": _UNIVERSAL},
+    "deepspeed.checkpoint.ds_to_universal": {
+        "main": differs("ds_checkpoint_deepspeed.ds_to_universal", "takes the command line; converts ds_core's too")
+    },
     "deepspeed.runtime.checkpoint_engine.checkpoint_engine": {"CheckpointEngine": missing("the hook ds_checkpointer")},
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
         "TorchCheckpointEngine": missing("the hook ds_checkpointer"),
     },
-    "deepspeed.runtime.state_dict_factory": {"SDLoaderFactory": missing("`dscore import` reads such files")},
+    "deepspeed.runtime.state_dict_factory": {"SDLoaderFactory": missing("`dscore checkpoint import` reads such files")},
 }

@@ -1,0 +1,136 @@
+"""fp32 weights out of a checkpoint, of ds_core or of DeepSpeed: the documented functions, and ``zero_to_fp32``.
+
+DeepSpeed's weights have DeepSpeed's names, except where they are loaded into a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from ds_checkpoint.offline import export_weights, fp32_state_dict, fp32_weight, load_weights, warn_of_safetensors
+from torch import Tensor, nn
+
+from ds_checkpoint_deepspeed.opened import open_any
+from ds_core.errors import CheckpointError, DSError
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "main",
+]
+
+_DTYPES = {"float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """The whole model's weights and buffers as one CPU state dict in fp32, of a checkpoint of any stage and world size.
+
+    checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared tensors appear under all
+    their names. lazy_mode: values are `ds_checkpoint.offline.LazyTensor`, read one by one by their ``contiguous()``.
+    """
+    with open_any(checkpoint_dir, tag) as saved:
+
+        def read(name: str) -> Tensor:
+            with open_any(saved.path) as again:
+                return fp32_weight(again, name)
+
+        return fp32_state_dict(saved, exclude_frozen_parameters, read if lazy_mode else None)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Move `model` to the CPU and load the fp32 weights of a checkpoint into it; the model.
+
+    CheckpointError when the names do not fit.
+    """
+    with open_any(checkpoint_dir, tag, our_names=True) as saved:
+        return load_weights(model, saved)
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> list[Path]:
+    """Write a checkpoint's weights to safetensors files, with an index when there are several; the files.
+
+    Weights that are in `output_dir` are replaced. dtype: of floating-point tensors: float32, float16 or bfloat16.
+    safe_serialization: False, which asks for pickles, is answered with safetensors too, and a warning.
+    """
+    name = _DTYPES.get(str(dtype).removeprefix("torch.").lower())
+    if name is None:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    warn_of_safetensors(safe_serialization)
+    with open_any(checkpoint_dir, tag) as saved:
+        return export_weights(
+            saved,
+            output_dir,
+            dtype=name,
+            max_shard_size=max_shard_size,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            overwrite=True,
+        )
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> list[Path]:
+    """`convert_zero_checkpoint_to_state_dict` to fp32."""
+    return convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command ``zero_to_fp32``; ends the process with an error message where it fails."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Write a checkpoint's weights to safetensors.")
+    parser.add_argument("checkpoint_dir", help="the folder above the checkpoint's")
+    parser.add_argument("output_dir", help="where to write the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="most bytes per file (5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="without effect: files are safetensors")
+    parser.add_argument("-t", "--tag", help="the checkpoint; default: the one that `latest` names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16")
+    parser.add_argument("-d", "--debug", action="store_true", help="a failure shows where it happened")
+    given = parser.parse_args(argv)
+    try:
+        paths = convert_zero_checkpoint_to_state_dict(
+            given.checkpoint_dir,
+            given.output_dir,
+            dtype=given.dtype,
+            max_shard_size=given.max_shard_size,
+            tag=given.tag,
+            exclude_frozen_parameters=given.exclude_frozen_parameters,
+        )
+    except DSError as error:
+        if given.debug:
+            raise
+        sys.exit(f"zero_to_fp32: {error}")
+    for path in paths:
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
