@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from ds_checkpoint import files
 from ds_checkpoint.offline import get_fp32_state_dict_from_zero_checkpoint, open_saved
-from ds_checkpoint_deepspeed.importing import import_checkpoint
+from ds_checkpoint_deepspeed import export_deepspeed, export_universal, import_checkpoint
 from ds_cli.app import make_app
 from ds_testing import run_ranks
 from torch import nn
@@ -230,18 +230,8 @@ def test_fresh_checkpoints_of_the_installed_deepspeed(tmp_path: Path) -> None:
     subprocess.run([*pip, "--no-build-isolation", "--no-deps", *wanted], check=True, env=environment)
     for name in SAVED:
         mode, _, stage = name.partition("-")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        shared = environment | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         (tmp_path / name).mkdir()
-        command = [python, HERE / "generate.py", tmp_path / name, stage, mode]
-        ranks = [subprocess.Popen(command, env=shared | {"RANK": r, "LOCAL_RANK": r}) for r in "01"]
-        try:
-            assert [p.wait(200) for p in ranks] == [0, 0]
-        finally:
-            for left in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
-                left.unlink()  # it never removes them itself
+        on_two_ranks([python, HERE / "generate.py", tmp_path / name, stage, mode], environment)
         _, missing = import_checkpoint(tmp_path / name, tmp_path / "to" / name)
         if missing:
             assert name == "fp32-0"
@@ -249,6 +239,46 @@ def test_fresh_checkpoints_of_the_installed_deepspeed(tmp_path: Path) -> None:
         truth = json.loads((tmp_path / name / "losses.json").read_text())[3:]
         for losses, _ in run_ranks(2, go_on, str(tmp_path / "to" / name), 2, mode):
             assert losses == pytest.approx(truth, rel=2e-2 if mode == "bf16" else 2e-6)
+    it_loads_what_we_export(python, environment, tmp_path)
+
+
+def on_two_ranks(command: list[Any], environment: dict[str, str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = environment | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [subprocess.Popen(command, env=shared | {"RANK": r, "LOCAL_RANK": r}) for r in "01"]
+    try:
+        assert [p.wait(200) for p in ranks] == [0, 0]
+    finally:
+        for left in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
+            left.unlink()  # it never removes them itself
+
+
+def it_loads_what_we_export(python: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    """Its engine goes on at every stage; its zero_to_fp32 finds our weights. See load.py."""
+    root = tmp_path / "exported"
+    for mode in ("fp32", "bf16"):
+        source = tmp_path / "to" / f"{mode}-2"
+        for stage in range(mode == "bf16", 4):
+            export_deepspeed(source, root / f"{mode}-{stage}", stage=stage, world_size=2)
+        export_universal(source, root / f"{mode}-universal" / "three")
+        weights = get_fp32_state_dict_from_zero_checkpoint(source)
+        torch.save(weights["frozen.weight"], root / f"{mode}-universal" / "frozen.pt")
+    import_checkpoint(HERE / "parallel" / "moe-0", tmp_path / "to" / "moe")
+    for stage in range(3):
+        export_deepspeed(tmp_path / "to" / "moe", root / f"moe-{stage}", stage=stage, world_size=2)
+    on_two_ranks([python, HERE / "load.py", root], environment)
+    for name, found in json.loads((root / "loaded.json").read_text()).items():
+        mode = name.partition("-")[0]
+        if name.endswith("fp32"):
+            weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "to" / f"{mode}-2")
+            assert found == pytest.approx({n: t.double().sum().item() for n, t in weights.items()})
+            continue
+        folder = HERE / "parallel" / "moe-0" if mode == "moe" else tmp_path / f"{mode}-2"
+        # Of a universal checkpoint at stage 3 it gives the first group's weight decay to all groups.
+        rel = 2e-2 if mode == "bf16" else 5e-4 if name == "fp32-universal/3" else 2e-6
+        assert found == pytest.approx(json.loads((folder / "losses.json").read_text())[3:], rel=rel), name
 
 
 def test_a_state_dict_of_an_old_torch(tmp_path: Path) -> None:
