@@ -205,7 +205,7 @@ def test_a_source_that_is_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         import_checkpoint(tmp_path / "empty", tmp_path / "to")
     (tmp_path / "empty" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
-    with pytest.raises(CheckpointError, match="not a safetensors file beside it"):
+    with pytest.raises(CheckpointError, match="not a safetensors file next to it"):
         import_checkpoint(tmp_path / "empty", tmp_path / "to")
 
 
