@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from common import Tokens, arguments, tiny_llama, write
@@ -15,9 +17,14 @@ def main() -> None:
     if args.deepspeed:
         plugin = DeepSpeedPlugin(hf_ds_config=args.deepspeed)
     elif args.stage >= 0:
-        plugin = DeepSpeedPlugin(zero_stage=args.stage, gradient_accumulation_steps=args.gas, gradient_clipping=0.5)
+        plugin = DeepSpeedPlugin(
+            zero_stage=args.stage,
+            gradient_accumulation_steps=args.gas,
+            gradient_clipping=0.5,
+            zero3_save_16bit_model=True,
+        )
     accelerator = Accelerator(
-        cpu=plugin is None,  # with cpu=True accelerate does not use DeepSpeed
+        cpu=plugin is None and "ACCELERATE_USE_DEEPSPEED" not in os.environ,  # cpu=True rules out DeepSpeed
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=args.gas,
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # without a GPU accelerate chooses none

@@ -157,6 +157,45 @@ def test_accelerate_by_arguments(stage: int) -> None:
     assert_same(got, plain("accelerate_loop.py", 2, "--gas", "2"), "losses", "total")
 
 
+LAUNCH = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 1
+  gradient_clipping: 0.5
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+machine_rank: 0
+main_process_port: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+use_cpu: false
+"""
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    answers, out = tmp_path / "accelerate.yaml", tmp_path / "out.json"  # as accelerate config writes it
+    answers.write_text(LAUNCH)
+    program = [str(HERE / "accelerate_loop.py"), "--out", str(out), "--work", str(tmp_path / "work")]
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(answers), *program],
+        env=os.environ | ENVIRONMENT | {"DS_CORE_AS_DEEPSPEED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    got = json.loads(out.read_text())
+    assert "ds_deepspeed_compat" in got["engine"]
+    assert_same(got, plain("accelerate_loop.py", 2), "losses", "lrs", "total")
+
+
 LIGHTNING = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "zero_allow_untested_optimizer": True}
 
 
