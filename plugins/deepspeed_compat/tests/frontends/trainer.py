@@ -10,7 +10,7 @@ from transformers.integrations import deepspeed as hf
 
 def main() -> None:
     """Train six steps; with ``--resume 3`` go on from the checkpoint of step 3."""
-    args = arguments(resume=0, best=0, gas=1, pretrained=0)
+    args = arguments(resume=0, best=0, gas=1, pretrained=0, decay=0.01)
     if args.pretrained and first_rank():
         tiny_llama().save_pretrained(args.work / "base")
     settings = TrainingArguments(
@@ -22,7 +22,7 @@ def main() -> None:
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=args.gas,
         learning_rate=5e-3,
-        weight_decay=0.01,
+        weight_decay=args.decay,
         max_grad_norm=0.5,
         warmup_steps=2,
         lr_scheduler_type="linear",
