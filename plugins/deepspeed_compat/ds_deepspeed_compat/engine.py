@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 import ds_core
+from ds_core.config.source import ConfigSource, read_config
 from ds_core.engine import Engine
 from ds_core.process import log_once
 from ds_deepspeed_compat import engine_methods
@@ -36,9 +37,9 @@ __all__ = [
 
 log = logging.getLogger("ds_core")
 
-_CLIPPED = (
-    "config: gradient_clipping is not given, so gradients are clipped at 1.0, as documented; DeepSpeed's release clips "
-    'only when told: write "gradient_clipping": 0 for that'
+_NOT_CLIPPED = (
+    "config: gradient_clipping is not given, so gradients are not clipped, as in DeepSpeed's release; the documented "
+    "default, which ds_core.initialize has, is 1.0"
 )
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
@@ -252,16 +253,35 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     rows = given.get("model_parameters")
     if isinstance(rows, Iterable):  # generators are read once, and twice here
         rows = given["model_parameters"] = [_listed(row) for row in rows]
-    for name in ("config", "config_params"):
-        if isinstance(given.get(name), dict):
-            given[name] = _cleaned(given[name])
+    _read_config(given)
     groups = _groups(given.get("model"), given.get("optimizer"), rows)
     core, _, loader, scheduler = ds_core.initialize(**given)
-    told = core.optimizer is None or "gradient_clipping" in core.config.core.model_fields_set
-    if not told and core.global_rank == 0:
-        log_once(log, logging.WARNING, _CLIPPED)
     engine = (DeepSpeedEngine if core.runner.manual else PipelineEngine)(core, groups)
     return engine, engine.optimizer, loader, scheduler
+
+
+def _read_config(given: dict[str, Any]) -> None:
+    """Replace the config among `given`, wherever it was given, by what DeepSpeed's release makes of it.
+
+    More than one, and none, are left to `ds_core.initialize`, which says so.
+    """
+    args = given.get("args")
+    names = args if isinstance(args, dict) else vars(args) if hasattr(args, "__dict__") else {}
+    in_args = {name: names[name] for name in ("deepspeed_config", "deepscale_config") if names.get(name) is not None}
+    sources = [given[name] for name in ("config", "config_params") if given.get(name) is not None]
+    sources += [*in_args.values()][:1]
+    if len(sources) != 1:
+        return
+    source = read_config(sources[0])
+    raw = _cleaned(source.raw)
+    fp16 = raw.get("fp16")
+    if "gradient_clipping" not in raw and not (isinstance(fp16, dict) and "clip" in fp16):
+        raw["gradient_clipping"] = 0.0
+        log_once(log, logging.INFO, _NOT_CLIPPED)
+    if in_args:
+        given["args"] = {name: value for name, value in names.items() if name not in in_args}
+    given.pop("config_params", None)
+    given["config"] = ConfigSource(raw, source.origin)
 
 
 def _cleaned(config: dict[str, Any]) -> dict[str, Any]:

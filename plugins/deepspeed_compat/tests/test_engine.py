@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,8 @@ def test_the_engine_is_a_module_with_one_child() -> None:
 
 def test_it_trains_as_ds_cores_engine_does() -> None:
     def train(make: Any) -> list[float]:
-        engine, *_ = make(model=net(), config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}})
+        config = {"train_batch_size": 4, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
+        engine, *_ = make(model=net(), config=config)
         losses = []
         for _ in range(3):
             loss = engine(torch.linspace(0, 1, 16).view(4, 4)).square().mean()
@@ -115,14 +117,19 @@ def test_what_front_ends_leave_in_a_config(caplog: pytest.LogCaptureFixture) -> 
         start(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
-def test_clipping_that_nobody_asked_for_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    ds_core.reset()
-    start(gradient_clipping=0.5)
-    start(fp16={"enabled": True, "clip": 0.5})
-    assert "gradient_clipping is not given" not in caplog.text
-    for _ in range(2):
-        start()
-    assert caplog.text.count("gradient_clipping is not given, so gradients are clipped at 1.0") == 1
+def test_gradients_are_clipped_only_when_the_config_says_so(tmp_path: Path) -> None:
+    assert start(gradient_clipping=0.5).gradient_clipping() == 0.5
+    assert start(fp16={"enabled": True, "clip": 0.5}).gradient_clipping() == 0.5
+    assert start().gradient_clipping() == 0.0
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_batch_size": 4, "optimizer": {"type": "AdamW"}}')
+    for args in (SimpleNamespace(deepspeed_config=str(file), local_rank=-1), {"deepspeed_config": str(file)}):
+        engine, *_ = initialize(args=args, model=torch.nn.Linear(2, 1))
+        assert engine.gradient_clipping() == 0.0 and engine.train_batch_size() == 4
+    with pytest.raises(ConfigError, match="both given"):
+        initialize(args=args, model=torch.nn.Linear(2, 1), config=str(file))
+    with pytest.raises(ConfigError, match="no config was given"):
+        initialize(model=torch.nn.Linear(2, 1))
 
 
 def test_what_a_checkpoint_was(tmp_path: Path) -> None:
@@ -174,7 +181,7 @@ def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(kind: type, conf
     assert made.state is inner.state
     assert made.defaults == inner.defaults
     assert made.bit16_groups == [list(engine.module.parameters())]
-    assert made.clip_grad == 1.0
+    assert made.clip_grad == 0.0
     schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
     half = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     for huge, scale in ((1.0, 16.0), (1e30, 8.0)):
