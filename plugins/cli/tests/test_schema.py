@@ -105,7 +105,7 @@ def test_every_core_key_is_described() -> None:
         ("bfloat16.enabled", "ds-core", "true or false", "false", "bfloat16"),
         ("bfloat16", "ds-core", "an object {...}", None, "Deprecated spelling"),
         ("optimizer.params.lr", "ds-core", "an object {...}", "{}", "Keyword arguments"),
-        ("amp.enabled", "nobody", "any value", "absent", "documented but not offered: Apex AMP is legacy"),
+        ("amp.enabled", "no package", "any value", "absent", "documented but not offered: Apex AMP is legacy"),
         ("fake", "ds-fake 1.0", "an object {...}", "absent", "A section of a plugin."),
         ("fake.stage3_bucket_size", "ds-fake 1.0", "a whole number > 0", "500", "Other spellings: bucket_size."),
         ("fake.mode", "ds-fake 1.0", 'one of "a", "b" or null', "null", "Mode."),

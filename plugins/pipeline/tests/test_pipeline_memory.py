@@ -29,6 +29,7 @@ def page_faults(**more: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise() -> None:
     assert page_faults() < 10_000  # of 51,200 pages
