@@ -36,12 +36,11 @@ BASE: dict[str, Any] = {
     "steps_per_print": 1000,
 }
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 CONFIGS: dict[str, dict[str, Any]] = {
     **{f"stage{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
     "stage3-offload": {"zero_optimization": {"stage": 3, **OFFLOAD}, "zero_force_ds_cpu_optimizer": False},
     "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    "fp16": {**FP16, "zero_optimization": {"stage": 2}},
+    # no fp16: DeepSpeed refuses it on the CPU
 }
 EXACT, ROUNDED = 2e-5, 2e-2  # relative; 16-bit weights round in an order of each framework's own
 
