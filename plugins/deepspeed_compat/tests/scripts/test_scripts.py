@@ -73,7 +73,8 @@ def compare(script: str, arguments: tuple[str, ...], config: dict[str, Any], tol
     theirs, ours = (run(script, arguments, text, mine) for mine in (False, True))
     assert theirs.keys() == ours.keys()
     for name, values in theirs.items():
-        if values is None or isinstance(values, (int, bool)) or (values and isinstance(values[0], bool)):
+        exact = (bool, int, type(None))
+        if isinstance(values, exact) or (isinstance(values, list) and all(isinstance(v, exact) for v in values)):
             assert ours[name] == values, name
         else:
             assert ours[name] == pytest.approx(values, rel=tolerance, abs=tolerance / 10), name
