@@ -64,7 +64,9 @@ def run(script: str, arguments: tuple[str, ...], config: str, mine: bool, ranks:
         )
         for left in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):  # which DeepSpeed never unlinks
             left.unlink()
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        # DeepSpeed's processes may abort when they exit, after all was written: it leaves its process group open
+        ended = done.returncode == 0 if mine else out.exists()
+        assert ended, done.stdout[-3000:] + done.stderr[-6000:]
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
