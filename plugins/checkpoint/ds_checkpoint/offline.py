@@ -29,16 +29,14 @@ from ds_core.errors import CheckpointError
 __all__ = [
     "Difference",
     "LazyTensor",
+    "Opener",
     "Saved",
     "check_output",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "differences",
     "export_weights",
-    "fp32_state_dict",
-    "fp32_weight",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
-    "load_weights",
     "open_saved",
     "parse_size",
     "verify",
@@ -263,6 +261,9 @@ def parse_size(size: int | str) -> int:
 
 # -- state dicts, under their documented names ---------------------------------------------------------------------
 
+Opener = Callable[[str | Path, str | None], contextlib.AbstractContextManager[Saved]]
+"""Opens a checkpoint: (the folder, the tag or None) -> what is in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
@@ -277,13 +278,46 @@ class LazyTensor:
         return self.read()
 
 
-def fp32_weight(saved: Saved, name: str) -> Tensor:
-    """A weight or buffer, in fp32 if it is floating-point."""
-    value = saved.source.whole(saved.best(name))
-    return value.float() if value.is_floating_point() else value
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+    *,
+    opened: Opener = open_saved,
+) -> dict[str, Any]:
+    """The whole model's weights and buffers as one CPU state dict in fp32, of a checkpoint of any stage and world size.
+
+    checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared tensors appear under all
+    their names. lazy_mode: values are `LazyTensor`, read one by one by their ``contiguous()``. opened: what opens
+    checkpoints, for those of another form.
+    """
+    with opened(checkpoint_dir, tag) as saved:
+        lazy = functools.partial(_read, opened, saved.path) if lazy_mode else None
+        return _fp32_state_dict(saved, exclude_frozen_parameters, lazy)
 
 
-def fp32_state_dict(
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None, *, opened: Opener = open_saved
+) -> nn.Module:
+    """Move `model` to the CPU and load the fp32 weights of a checkpoint into it; the model.
+
+    CheckpointError when the names do not fit; weights that ``exclude_frozen_parameters`` left out stay as they are.
+    opened: as in `get_fp32_state_dict_from_zero_checkpoint`.
+    """
+    with opened(checkpoint_dir, tag) as saved:
+        model = model.cpu()
+        excluded = {n.removeprefix("module/") for n in saved.manifest.excluded}
+        wrong = model.load_state_dict(_fp32_state_dict(saved, False), strict=False)
+        missing = [n for n in wrong.missing_keys if n not in excluded and not n.endswith("_extra_state")]
+        if missing or wrong.unexpected_keys:
+            extra = ", ".join(wrong.unexpected_keys[:5])
+            lacks = f"lacks {', '.join(missing[:5])}" if missing else f"has {extra} besides"
+            raise CheckpointError(f"{saved.path} {lacks}; give the model that was saved")
+        return model
+
+
+def _fp32_state_dict(
     saved: Saved, exclude_frozen_parameters: bool, lazy: Callable[[str], Tensor] | None = None
 ) -> dict[str, Any]:
     """All weights and buffers, under all their names. lazy: reads one, when its `LazyTensor` is asked for it."""
@@ -299,53 +333,19 @@ def fp32_state_dict(
             shape = torch.Size(saved.source.shape(f"module/{name}"))
             found[name] = LazyTensor(functools.partial(lazy, name), target, shape)
         else:
-            found[name] = fp32_weight(saved, name)
+            found[name] = _fp32_weight(saved, name)
     return found | {alias: found[name] for alias, name in saved.manifest.shared.items() if name in found}
 
 
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
-) -> dict[str, Any]:
-    """The whole model's weights and buffers as one CPU state dict in fp32, of a checkpoint of any stage and world size.
-
-    checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared tensors appear under all
-    their names. lazy_mode: values are `LazyTensor`, read one by one by their ``contiguous()``.
-    """
-    with open_saved(checkpoint_dir, tag) as saved:
-        return fp32_state_dict(
-            saved, exclude_frozen_parameters, functools.partial(_read, saved.path) if lazy_mode else None
-        )
+def _fp32_weight(saved: Saved, name: str) -> Tensor:
+    """A weight or buffer, in fp32 if it is floating-point."""
+    value = saved.source.whole(saved.best(name))
+    return value.float() if value.is_floating_point() else value
 
 
-def _read(path: Path, name: str) -> Tensor:
-    with open_saved(path) as saved:
-        return fp32_weight(saved, name)
-
-
-def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
-) -> nn.Module:
-    """Move `model` to the CPU and load the fp32 weights of a checkpoint into it; the model.
-
-    CheckpointError when the names do not fit; weights that ``exclude_frozen_parameters`` left out stay as they are.
-    """
-    with open_saved(checkpoint_dir, tag) as saved:
-        return load_weights(model, saved)
-
-
-def load_weights(model: nn.Module, saved: Saved) -> nn.Module:
-    """See `load_state_dict_from_zero_checkpoint`."""
-    model = model.cpu()
-    excluded = {n.removeprefix("module/") for n in saved.manifest.excluded}
-    wrong = model.load_state_dict(fp32_state_dict(saved, False), strict=False)
-    missing = [n for n in wrong.missing_keys if n not in excluded and not n.endswith("_extra_state")]
-    if missing or wrong.unexpected_keys:
-        lacks = f"lacks {', '.join(missing[:5])}" if missing else f"has {', '.join(wrong.unexpected_keys[:5])} besides"
-        raise CheckpointError(f"{saved.path} {lacks}; give the model that was saved")
-    return model
+def _read(opened: Opener, path: Path, name: str) -> Tensor:
+    with opened(path, None) as saved:
+        return _fp32_weight(saved, name)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from ds_checkpoint.boxes import moves
 from ds_checkpoint.tensorfile import carry
-from ds_run_state.slices import Box, param_of
+from ds_run_state.slices import Box
 from ds_run_state.states import StateTensor
 from torch import Tensor
 
@@ -141,8 +141,3 @@ def optimizer_of(model: Mapping[str, Any]) -> str:
     """The optimizer's name in the config."""
     named = ((model.get("ds_config") or {}).get("optimizer") or {}).get("type")
     return f"deepspeed:{named or 'unknown'}"
-
-
-def params_of(pieces: Iterable[StateTensor]) -> dict[str, None]:
-    """The parameters whose states these are, in order."""
-    return dict.fromkeys(param_of(p.name) for p in pieces)

@@ -6,14 +6,16 @@ DeepSpeed's weights have DeepSpeed's names, except where they are loaded into a 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from ds_checkpoint.offline import export_weights, fp32_state_dict, fp32_weight, load_weights, warn_of_safetensors
-from torch import Tensor, nn
+from ds_checkpoint import offline
+from ds_checkpoint.offline import export_weights, warn_of_safetensors
+from torch import nn
 
 from ds_checkpoint_deepspeed.opened import open_any
 from ds_core.errors import CheckpointError, DSError
@@ -35,29 +37,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The whole model's weights and buffers as one CPU state dict in fp32, of a checkpoint of any stage and world size.
-
-    checkpoint_dir: the folder above the tag's; tag None: the one that ``latest`` names. Shared tensors appear under all
-    their names. lazy_mode: values are `ds_checkpoint.offline.LazyTensor`, read one by one by their ``contiguous()``.
-    """
-    with open_any(checkpoint_dir, tag) as saved:
-
-        def read(name: str) -> Tensor:
-            with open_any(saved.path) as again:
-                return fp32_weight(again, name)
-
-        return fp32_state_dict(saved, exclude_frozen_parameters, read if lazy_mode else None)
+    """`ds_checkpoint.get_fp32_state_dict_from_zero_checkpoint`, also of DeepSpeed's checkpoints."""
+    return offline.get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode, opened=open_any
+    )
 
 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Move `model` to the CPU and load the fp32 weights of a checkpoint into it; the model.
-
-    CheckpointError when the names do not fit.
-    """
-    with open_any(checkpoint_dir, tag, our_names=True) as saved:
-        return load_weights(model, saved)
+    """`ds_checkpoint.load_state_dict_from_zero_checkpoint`, also of DeepSpeed's checkpoints."""
+    opened = functools.partial(open_any, our_names=True)
+    return offline.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag, opened=opened)
 
 
 def convert_zero_checkpoint_to_state_dict(

@@ -152,17 +152,21 @@ def zero_optimization_partition_weights(engine: Engine) -> bool:
 
 def zero_cpu_offload(engine: Engine) -> bool:
     """Whether optimizer states rest on the host."""
-    return str(read(engine, "zero_optimization.offload_optimizer.device", "none")).lower() == "cpu"
+    return _offload_device(engine) == "cpu"
 
 
 def zero_use_cpu_optimizer(engine: Engine) -> bool:
     """Whether the optimizer's arithmetic runs on the host."""
-    return str(read(engine, "zero_optimization.offload_optimizer.device", "none")).lower() in ("cpu", "nvme")
+    return _offload_device(engine) in ("cpu", "nvme")
 
 
 def zero_nvme_offload_optimizer(engine: Engine) -> bool:
     """Whether optimizer states rest on NVMe."""
-    return str(read(engine, "zero_optimization.offload_optimizer.device", "none")).lower() == "nvme"
+    return _offload_device(engine) == "nvme"
+
+
+def _offload_device(engine: Engine) -> str:
+    return str(read(engine, "zero_optimization.offload_optimizer.device", "none")).lower()
 
 
 def zero_partial_offload(engine: Engine) -> float:

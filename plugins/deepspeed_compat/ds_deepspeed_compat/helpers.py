@@ -80,24 +80,22 @@ def set_random_seed(seed: int) -> None:
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """`item` with its tensors (those of `criterion_func`, if given) on `device`; lists, tuples and dicts are walked."""
-    wanted = criterion_func or (lambda value: hasattr(value, "to"))
-    if wanted(item):
-        return item.to(device)
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    if isinstance(item, dict):
-        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
-    return item
+    return _mapped(item, criterion_func or (lambda value: hasattr(value, "to")), lambda value: value.to(device))
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
     """`move_to_device`, and what is there already is copied."""
-    if criterion_func(item):
-        return item.to(device, copy=True)
+    return _mapped(item, criterion_func, lambda value: value.to(device, copy=True))
+
+
+def _mapped(item: Any, wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    """`item` with what is `wanted` of it changed, in lists, tuples and dicts too."""
+    if wanted(item):
+        return change(item)
     if isinstance(item, (list, tuple)):
-        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+        return type(item)(_mapped(value, wanted, change) for value in item)
     if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+        return {key: _mapped(value, wanted, change) for key, value in item.items()}
     return item
 
 
