@@ -114,7 +114,7 @@ class Engine(RunningEngine):
         if (dtype := self.ctx.precision.cast_inputs) is not None:
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
         context = forward_context(self.ctx.precision, self.ctx.accelerator)
-        with self.telemetry.phase("forward"), context or contextlib.nullcontext():
+        with self.telemetry.phase("forward", (inputs, kwargs)), context or contextlib.nullcontext():
             return self.module(*inputs, **kwargs)
 
     def _refuse_by_hand(self, what: str) -> None:

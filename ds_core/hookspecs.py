@@ -240,12 +240,13 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> entries
 
 
 @gives(nothing, observer=True)
-def ds_phase_begin(ctx: Context, phase: str) -> None:
+def ds_phase_begin(ctx: Context, phase: str, inputs: Any) -> None:
     """Hook (observer): a phase begins. Every rank, once per micro-batch; in a pipeline per micro-batch and stage.
 
-    phase: ``"forward"``; ``"backward"``, and in it, where the engine runs it, ``"backward_inner"`` (autograd) and
-    ``"backward_allreduce"`` (waiting for reductions); ``"step"``, once per optimizer step. A plain ``loss.backward()``
-    is not seen. Phases nest properly. Work on the device may still be under way: measure after a synchronize.
+    phase: ``"forward"``, whose `inputs` are (args, kwargs) of the model or of the first stage of a pipeline, else None;
+    ``"backward"``, and in it, where the engine runs it, ``"backward_inner"`` (autograd) and ``"backward_allreduce"``
+    (waiting for reductions); ``"step"``, once per optimizer step. A plain ``loss.backward()`` is not seen. Phases nest
+    properly. Work on the device may still be under way: measure by timing events (`Accelerator.new_event`).
     """
 
 

@@ -113,13 +113,13 @@ class Telemetry:
         rows = self._observers.get(hook, ())
         return [observer({"ctx": self.ctx, **arguments}) for observer in rows]
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """To run a phase of a step in; `ds_phase_begin` lists their names. It is observed where a plugin wants it."""
-        return self._followed(name) if self.follows_phases else _NOTHING
+    def phase(self, name: str, inputs: Any = None) -> contextlib.AbstractContextManager[None]:
+        """To run a phase of a step in, as `ds_phase_begin` describes it. It is observed where a plugin wants it."""
+        return self._followed(name, inputs) if self.follows_phases else _NOTHING
 
     @contextlib.contextmanager
-    def _followed(self, name: str) -> Iterator[None]:
-        self.notify("ds_phase_begin", phase=name)
+    def _followed(self, name: str, inputs: Any) -> Iterator[None]:
+        self.notify("ds_phase_begin", phase=name, inputs=inputs)
         try:
             yield
         finally:

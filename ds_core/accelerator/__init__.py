@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ log = logging.getLogger("ds_core.accelerator")
 
 
 class HostEvent:
-    """An event of a device that has none. drain: waits for the device's queued work; `record` calls it."""
+    """An event of a device that has none. `record` waits for the device's queued work by calling `drain`."""
 
     def __init__(self, drain: Callable[[], None]) -> None:
         self._drain = drain
@@ -53,6 +54,7 @@ class HostEvent:
     def record(self) -> None:
         """Wait for all queued work."""
         self._drain()
+        self._time = time.perf_counter()
 
     def wait(self) -> None:
         """Does nothing: the work was done when `record` returned."""
@@ -62,6 +64,10 @@ class HostEvent:
     def query(self) -> bool:
         """True: the work was done when `record` returned."""
         return True
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Milliseconds from here to `later`."""
+        return (later._time - self._time) * 1e3
 
 
 class Accelerator(ABC):
@@ -104,17 +110,9 @@ class Accelerator(ABC):
         """The device of this rank's tensors."""
         return self.device()
 
-    def device_name(self, index: int | None = None) -> str:
-        """torch's device string: ``"cuda"``, or with an index ``"cuda:1"``."""
-        return self.device_type if index is None else str(self.device(index))
-
     def local_index(self, local_rank: int) -> int:
         """The device index for a process: its local rank modulo `device_count`, so that processes can share devices."""
         return local_rank % max(1, self.device_count())
-
-    def on_device(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on a device of this type."""
-        return tensor.device.type == self.device_type
 
     # -- streams and events ----------------------------------------------------------------------------------
 
@@ -134,8 +132,8 @@ class Accelerator(ABC):
         """Context manager: work is queued on `stream`. None: no effect."""
         return contextlib.nullcontext()
 
-    def new_event(self) -> Any:
-        """An event with ``record()``, ``wait()`` (both on the current stream), ``synchronize()`` and ``query()``."""
+    def new_event(self, timing: bool = False) -> Any:
+        """An event: record(), wait() (on this stream), synchronize(), query(); if timing: elapsed_time(later)."""
         return HostEvent(self.synchronize)
 
     # -- memory ----------------------------------------------------------------------------------------------

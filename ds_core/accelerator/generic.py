@@ -79,8 +79,9 @@ class TorchAccelerator(Accelerator):
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return super().stream(None) if stream is None else self._module.stream(stream)
 
-    def new_event(self) -> Any:
-        return self._call("Event") or super().new_event()
+    def new_event(self, timing: bool = False) -> Any:
+        make = getattr(self._module, "Event", None)
+        return super().new_event() if make is None else make(enable_timing=True) if timing else make()
 
     # -- memory ----------------------------------------------------------------------------------------------
 

@@ -72,9 +72,3 @@ def test_a_host_event_waits_for_the_device() -> None:
     drained = []
     HostEvent(lambda: drained.append(True)).record()
     assert drained == [True]
-
-
-def test_the_device_name_is_what_torch_takes() -> None:
-    """Scripts write ``tensor.to(get_accelerator().device_name(local_rank))``."""
-    cpu = CpuAccelerator()
-    assert [torch.ones(1).to(cpu.device_name(index)).device for index in (None, 0, 3)] == [torch.device("cpu")] * 3

@@ -131,6 +131,7 @@ DELEGATED: tuple[tuple[str, tuple[Any, ...], dict[str, Any], tuple[Any, ...], An
     ("current_stream", (), {"current_stream": MARK}, ("current_stream",), MARK),
     ("stream", (MARK,), {"stream": "entered"}, ("stream", MARK), "entered"),
     ("new_event", (), {"Event": MARK}, ("Event",), MARK),
+    ("new_event", (True,), {"Event": MARK}, ("Event", ("enable_timing", True)), MARK),
     ("memory_allocated", (), {"memory_allocated": 10}, ("memory_allocated",), 10),
     ("max_memory_allocated", (), {"max_memory_allocated": 12}, ("max_memory_allocated",), 12),
     ("reset_peak_memory_stats", (), {"reset_peak_memory_stats": None}, ("reset_peak_memory_stats",), None),
@@ -302,12 +303,12 @@ def test_a_privateuse1_device_needs_no_plugin() -> None:
     for named in ("", "privateuse1", "Fancy"):
         os.environ["DS_ACCELERATOR"] = named
         made = get_accelerator(Plugins())
-        print(made.name, made.current_device(), made.communication_backend, made.device_count(), made.device_name(1))
+        print(made.name, made.current_device(), made.communication_backend, made.device_count())
     made.set_device(1)
     print(made.new_stream(), made.current_stream(), made.pin(torch.ones(1)).tolist())
     """
     lines = in_a_process_with_a_fancy_device(code)
-    assert lines == ["privateuse1 fancy:1 fccl 2 fancy:1"] * 3 + ["None None [1.0]"]
+    assert lines == ["privateuse1 fancy:1 fccl 2"] * 3 + ["None None [1.0]"]
 
 
 def test_a_privateuse1_device_that_is_away_is_told() -> None:

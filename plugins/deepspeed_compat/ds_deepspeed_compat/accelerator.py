@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,20 +18,6 @@ __all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_su
 
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-
-
-class _TimedEvent(HostEvent):
-    """An event on the host's clock."""
-
-    time = 0.0
-
-    def record(self) -> None:
-        super().record()
-        self.time = time.perf_counter()
-
-    def elapsed_time(self, end: _TimedEvent) -> float:
-        """Milliseconds from this event to `end`."""
-        return (end.time - self.time) * 1e3
 
 
 _TENSORS = {
@@ -133,7 +118,7 @@ class DeepSpeedAccelerator:
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
-        return self.inner.on_device(tensor)
+        return tensor.device.type == self.inner.device_type
 
     # -- random numbers --------------------------------------------------------------------------------------
 
@@ -175,7 +160,7 @@ class DeepSpeedAccelerator:
     @property
     def Event(self) -> Any:
         """Makes events."""
-        return (lambda **_: _TimedEvent(self.inner.synchronize)) if self._on_host else self._torch.Event
+        return (lambda **_: HostEvent(self.inner.synchronize)) if self._on_host else self._torch.Event
 
     def stream(self, stream: Any) -> Any:
         """A context that queues work on a stream."""

@@ -295,7 +295,8 @@ class PipelineRunner(Runner):
             # A leaf cannot be changed in place.
             inputs = inputs.clone() if isinstance(inputs, Tensor) else tuple(t.clone() for t in inputs)
         context = forward_context(self.ctx.precision, self.ctx.accelerator)
-        with self._engine.telemetry.phase("forward"), context or contextlib.nullcontext():
+        given: Any = ((inputs,), {}) if self._part(what) == 0 else None
+        with self._engine.telemetry.phase("forward", given), context or contextlib.nullcontext():
             self._compute(buffer, inputs, what.chunk, last)
 
     def _compute(self, buffer: _PipeBuffer, inputs: Any, chunk: int, last: bool) -> None:

@@ -78,7 +78,7 @@ class OffloadedStates:
         """Move the storages of `tensors` to the host, except those that are there already or empty."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or not self._accelerator.on_device(tensor):
+            if storage.nbytes() == 0 or tensor.device.type != self._accelerator.device_type:
                 continue
             host = torch.empty(storage.nbytes(), dtype=torch.uint8)
             host = self._accelerator.pin(host) if pin else host
