@@ -106,8 +106,17 @@ bench: $(STAMP)
 catalogue: $(STAMP)
 	PYTHONPATH=tests $(PY) tests/architecture/catalogue.py
 
-docs: $(STAMP)
-	$(BIN)/mkdocs build --strict
+# The site's own tools are installed when it is first built.
+DOCS_STAMP := $(VENV)/.docs-$(shell cat constraints.txt docs/requirements.txt | cksum | tr -c '0-9\n' '-')
+SITE ?= site
+
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) -r docs/requirements.txt
+	@rm -f $(VENV)/.docs-* && touch $@
+
+docs: $(DOCS_STAMP)
+	$(PY) -m sphinx -b html -W --keep-going -q -j auto -d build/doctrees docs $(SITE)
+	@echo "$(SITE)/index.html"
 
 clean:
 	rm -rf $(VENV) .venv-frontends dist site runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 """The examinations of ``dscore doctor``, one function a part; none changes anything or starts a device.
 
-Each yields `Finding`s: "ok", "note" (something is missing that a run can do without) or "fault" (a run would fail).
+Each yields findings: "ok", "note" (something is missing that a run can do without) or "fault" (a run would fail).
 """
 
 from __future__ import annotations

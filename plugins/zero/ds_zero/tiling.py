@@ -154,7 +154,8 @@ class TiledLinear(_Tiles):
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """The layer's output, (..., out_features); or the list of its parts, see `combine_out_splits`.
 
-        input_: (..., in_features), or with `input_is_already_split` the list of its parts along the last dimension.
+        The input is (..., in_features), or with `input_is_already_split` the list of its parts along its last
+        dimension.
         """
         outputs, biases = self._run(input_)
         if any(b is not None for b in biases):

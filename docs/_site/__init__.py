@@ -1,0 +1,59 @@
+"""The parts of the site that are made from the code: navigation, and the pages of reference/.
+
+Every writer is a function that gives pages: path below reference/ -> Markdown. A file is written only when its text is
+new, so that Sphinx builds only what has changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .api import api_pages
+from .configuration import configuration_pages
+from .hooks import hook_pages
+from .packages import package_pages
+
+__all__ = ["ROOT", "navigation", "reference_pages", "write_reference"]
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
+TRAIN = (
+    "training configuration running choosing-a-stage optimizers pipeline moe autoep checkpoints "
+    "when-ranks-disagree migrate frontends"
+)
+EXTEND = "plugins kernels architecture checkpoint-format"
+REFERENCE = "reference/configuration errors reference/hooks reference/api/index reference/packages/index"
+ABOUT = "comparison differences versions roadmap"
+PARTS = {"Tutorials": START, "Train": TRAIN, "Extend": EXTEND, "Reference": REFERENCE, "About": ABOUT}
+
+
+def navigation(app, docname, source):
+    """Put the table of contents below index.md. A page that no part names is listed in the second part."""
+    if docname != "index":
+        return
+    named = {page for pages in PARTS.values() for page in pages.split()} | {"index"}
+    here = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
+    others = sorted(page for page in here - named if not page.startswith("reference/"))
+    for title, pages in PARTS.items():
+        listed = [page for page in pages.split() if page in here] + (others if title == "Train" else [])
+        source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(listed) + "\n```\n"
+
+
+def reference_pages() -> dict[str, str]:
+    """Path below reference/ -> Markdown of every page that is made from the code."""
+    return {**configuration_pages(), **hook_pages(ROOT), **package_pages(ROOT), **api_pages(ROOT)}
+
+
+def write_reference(folder: Path) -> None:
+    """Write the generated pages into `folder`, and remove what is no longer made."""
+    pages = reference_pages()
+    for path, text in pages.items():
+        file = folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+    for file in folder.rglob("*.md"):
+        if file.relative_to(folder).as_posix() not in pages:
+            file.unlink()

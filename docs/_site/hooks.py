@@ -1,0 +1,106 @@
+"""The hook reference: every hook of ds_core/hookspecs.py, with who calls it, its kit and a whole example."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+HEAD = """# Hook reference
+
+A plugin is a module of these functions. Of a *driver* one answer is chosen, of a *hook* every answer is used, and an
+*observer* is a hook that is told what happens. A function may leave out arguments that it does not need. Whole plugins
+with their files: [Writing a plugin](../plugins.md). The conformance kits are in
+[ds-testing](api/ds_testing.md).
+"""
+
+KITS = {
+    "ds_config_formats": "ConfigFormatConformance",
+    "ds_accelerators": "AcceleratorConformance",
+    "ds_rendezvous": "RendezvousConformance",
+    "ds_kernels": "KernelConformance",
+    "ds_collectives": "CollectivesConformance",
+    "ds_optimizers": "OptimizerConformance",
+    "ds_schedulers": "SchedulerConformance",
+    "ds_state_stores": "StateStoreConformance",
+    "ds_monitors": "MonitorConformance",
+    "ds_interceptors": "InterceptorConformance",
+    "ds_transforms": "TransformConformance",
+    "ds_partitioner": "PartitionerConformance",
+    "ds_runner": "RunnerConformance",
+    "ds_checkpointer": "CheckpointerConformance",
+    "ds_precision": "PrecisionConformance",
+    "ds_loader": "LoaderConformance",
+    "ds_gradients": "GradientsConformance",
+    "ds_launchers": "LauncherConformance",
+}
+"""The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest `PluginConformance`."""
+
+
+def hook_pages(root: Path) -> dict[str, str]:
+    """The page of all hooks."""
+    hooks = [node for node in ast.parse((root / "ds_core/hookspecs.py").read_text()).body if _is_hook(node)]
+    recipes, callers, users = _recipes(root), _uses(root, "ds_core"), _implementations(root)
+    rows, parts = [], []
+    for hook in hooks:
+        name, doc = hook.name, ast.get_docstring(hook) or ""
+        head = " ".join(doc.split("\n\n")[0].split())
+        kind, _, text = head.partition(":")
+        text = text or head.removeprefix("Driver, ")
+        kit = KITS.get(name, "ObserverConformance" if "observer" in kind else "PluginConformance")
+        first = re.split(r"(?<=[.;])\s", text)[0].rstrip(".;").replace("``", "`").strip()
+        rows.append(f"| [`{name}`](#{name}) | {re.split('[,.]', kind)[0].lower()} | {first} |")
+        facts = [f"- Kit: [`{kit}`](api/ds_testing.md)"]
+        if name in callers:
+            facts.append("- Called by: " + ", ".join(f"`{module}`" for module in callers[name]))
+        if name in recipes:
+            title, slug = recipes[name]
+            facts.append(f"- Example: [{title}](../plugins.md#{slug})")
+        if name in users:
+            facts.append("- Used by: " + ", ".join(f"[{dist}](packages/{dist}.md)" for dist in users[name]))
+        function = f"```{{eval-rst}}\n.. autofunction:: ds_core.hookspecs.{name}\n```"
+        parts.append("\n\n".join([f"## {name}", function, "\n".join(facts)]))
+    table = "\n".join(["| hook | kind | what for |", "| --- | --- | --- |", *rows])
+    return {"hooks.md": "\n\n".join([HEAD + "\n" + table, *parts]) + "\n"}
+
+
+def _is_hook(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("ds_")
+
+
+def _recipes(root: Path) -> dict[str, tuple[str, str]]:
+    """Hook -> title and anchor of the first recipe in docs/plugins.md that defines it."""
+    found: dict[str, tuple[str, str]] = {}
+    for section in (root / "docs/plugins.md").read_text().split("\n## ")[1:]:
+        title = section.partition("\n")[0]
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for name in re.findall(r"^def (ds_\w+)\(", section, re.MULTILINE):
+            if "ds_config" not in name or name == "ds_config_formats" or name not in found:
+                found.setdefault(name, (title, slug))
+    return found
+
+
+def _uses(root: Path, package: str) -> dict[str, list[str]]:
+    """Hook -> the modules that ask it by name."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((root / package).rglob("*.py")):
+        if file.name in ("hookspecs.py", "builtin.py"):
+            continue
+        module = file.relative_to(root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        for name in sorted(set(re.findall(r'"(ds_\w+)"', file.read_text()))):
+            found.setdefault(name, []).append(module)
+    return found
+
+
+def _implementations(root: Path) -> dict[str, list[str]]:
+    """Hook -> the distributions that define it in a declaration module."""
+    found: dict[str, list[str]] = {}
+    for folder in sorted(file.parent for file in root.glob("*/*/pyproject.toml")):
+        names = set()
+        for file in folder.glob("ds_*/**/*.py"):
+            names |= set(re.findall(r"^def (ds_\w+)\(", file.read_text(), re.MULTILINE))
+        dist = re.search(r'^name = "(.+)"', (folder / "pyproject.toml").read_text(), re.MULTILINE)
+        for name in sorted(names):
+            if dist is not None and dist[1] != "ds-testing":
+                found.setdefault(name, []).append(dist[1])
+    return found
