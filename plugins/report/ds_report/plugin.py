@@ -1,0 +1,103 @@
+"""What ds-report offers to ds_core: section ``run_record`` (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ds_core.context import StashKey
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.context import Context
+    from ds_report.recorder import Recorder
+
+__all__ = [
+    "ds_checkpoint_loaded",
+    "ds_checkpoint_saved",
+    "ds_close",
+    "ds_config",
+    "ds_engine_methods",
+    "ds_eval_end",
+    "ds_exception",
+    "ds_phase_begin",
+    "ds_phase_end",
+    "ds_step_end",
+]
+
+RECORDER: StashKey[Recorder] = StashKey("the record of the run")
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``run_record``."""
+    from ds_report.config import RunRecord
+
+    return RunRecord
+
+
+def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
+    """``plan_steps``; and as it is asked for on every rank when the engine is built, the record begins here."""
+    from ds_report.config import RunRecord
+    from ds_report.recorder import Recorder
+
+    section = ctx.config.section("run_record")
+    if not isinstance(section, RunRecord):
+        return {}
+    if section.enabled:
+        ctx.stash[RECORDER] = Recorder.of(ctx, section)
+    return {"plan_steps": _plan_steps}
+
+
+def _plan_steps(engine: Any, total: int) -> None:
+    """Tell the record how many optimizer steps this run will have in all, where the config does not say it."""
+    if (recorder := engine.ctx.stash.get(RECORDER)) is not None:
+        recorder.add("plan", total_steps=int(total))
+
+
+def ds_phase_begin(ctx: Context, phase: str) -> None:
+    """Remember what this rank does."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.phase_begin(phase)
+
+
+def ds_phase_end(ctx: Context, phase: str) -> None:
+    """It does the next thing."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.phase_end(phase)
+
+
+def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, Any]) -> None:
+    """One line."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.step(step + 1, metrics)
+
+
+def ds_eval_end(ctx: Context, metrics: Mapping[str, Any]) -> None:
+    """One line."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.add("eval", step=ctx.engine.global_steps, metrics=dict(metrics))
+
+
+def ds_checkpoint_saved(ctx: Context, folder: str, tag: str) -> None:
+    """One line."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.add("saved", step=ctx.engine.global_steps, tag=tag)
+
+
+def ds_checkpoint_loaded(ctx: Context, path: str) -> None:
+    """One line."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.add("loaded", step=ctx.engine.global_steps, path=path)
+
+
+def ds_exception(ctx: Context, error: BaseException) -> None:
+    """The last line: it failed."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.end("failed", error)
+
+
+def ds_close(ctx: Context) -> None:
+    """The last line: it is finished, unless it has failed."""
+    if (recorder := ctx.stash.get(RECORDER)) is not None:
+        recorder.end("finished")
