@@ -1,0 +1,66 @@
+"""``dscore new plugin NAME --kind KIND``: check the words, write the files, say what comes next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from ds_cli.app import OpenGroup
+from ds_cli.show import CommandError
+
+from ds_core.errors import nearest
+from ds_new.kinds import KINDS
+
+__all__ = ["app", "plugin"]
+
+app = typer.Typer(cls=OpenGroup, help="Write something new from a template.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keep ``plugin`` a command of its own, while it is the only one."""
+
+
+@app.command()
+def plugin(
+    name: Annotated[str, typer.Argument(help="What pip will call it, such as my-lines.")],
+    kind: Annotated[str, typer.Option(help="What it is; without it the kinds are listed.", metavar="KIND")] = "",
+    folder: Annotated[Path | None, typer.Option(help="The folder to make; ./NAME when left out.")] = None,
+) -> None:
+    """Write a new plugin: a distribution that can be installed, and whose tests pass, as it is."""
+    from ds_new.naming import names_of
+    from ds_new.rendering import render
+
+    if kind not in KINDS:
+        raise CommandError(_which(kind))
+    names = names_of(name)
+    target = Path(names.name) if folder is None else folder
+    if target.exists() or target.is_symlink():
+        raise CommandError(f"{target} is there already, and nothing is overwritten; give another --folder")
+    for path, text in render(kind, names).items():
+        file = target / path
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"cannot write {file}: {error.strerror}") from error
+        typer.echo(f"  {file}")
+    where = shlex.quote(str(target))
+    typer.echo(
+        f"\n{names.name}, {KINDS[kind].meaning}. Next:\n"
+        f"  pip install -e {where}\n"
+        f"  dscore run {where}/example/train.py\n"
+        f"  pip install -e {shlex.quote(f'{target}[test]')} && pytest {where}"
+    )
+
+
+def _which(kind: str) -> str:
+    """What there is to choose from, and which name is like `kind`."""
+    close = nearest(kind, KINDS) if kind else None
+    said = f"there is no kind {kind!r}" if kind else "--kind is missing"
+    guess = f"; did you mean {close!r}?" if close else ""
+    wide = max(map(len, KINDS))
+    rows = "\n".join(f"  {name:<{wide}}  {row.meaning}" for name, row in sorted(KINDS.items()))
+    return f"{said}{guess} The kinds are:\n{rows}" if guess else f"{said}; the kinds are:\n{rows}"

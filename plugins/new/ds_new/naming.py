@@ -1,0 +1,64 @@
+"""The name of a new plugin: what it is called as distribution, package and class, and whether it is free."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import sys
+from dataclasses import dataclass
+
+from ds_cli.show import CommandError
+
+from ds_core.catalogue import known
+from ds_core.plugins import discover
+
+__all__ = ["Names", "names_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A name in its forms: ``my-lines`` is pip's, ``my_lines`` Python's and the config's, ``MyLines`` a class."""
+
+    name: str
+    package: str
+    cls: str
+
+
+def names_of(name: str) -> Names:
+    """The forms of `name`. Raises CommandError for one that cannot be used, and says why and what could."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*([-_.][A-Za-z0-9]+)*", name):
+        words = "-".join(re.findall(r"[a-z0-9]+", name.lower())).lstrip("-0123456789")
+        fix = f"; {words!r} would do" if words else ""
+        raise CommandError(
+            f"{name!r} is no name for a plugin: letters and digits, with single dashes between, and a letter first{fix}"
+        )
+    dist = re.sub(r"[-_.]+", "-", name).lower()
+    made = Names(dist, dist.replace("-", "_"), "".join(part.capitalize() for part in dist.split("-")))
+    if why := _taken(made):
+        raise CommandError(f"{name!r} cannot be used: {why}; choose another name, such as {f'my-{dist}'!r}")
+    return made
+
+
+def _taken(names: Names) -> str:
+    """Why a name is not free; "" when it is."""
+    if keyword.iskeyword(names.package):
+        return f"{names.package!r} is a word of Python"
+    if names.package in sys.stdlib_module_names:
+        return f"{names.package!r} is a module of Python's standard library"
+    for found in discover():
+        if names.package in (found.name, found.module.partition(".")[0]) or names.name == found.dist:
+            return f"{found.dist} {found.version} is installed and has the plugin {found.name!r}"
+    if names.package in known("sections"):
+        return f"{names.package!r} is a section of ds_core's documents"
+    if names.package in _core_keys():
+        return f"{names.package!r} is a key of the core's config"
+    if importlib.util.find_spec(names.package) is not None:
+        return f"a package {names.package!r} can be imported here, and the new one would hide it"
+    return ""
+
+
+def _core_keys() -> frozenset[str]:
+    from ds_core.config.core import CORE_KEYS
+
+    return CORE_KEYS

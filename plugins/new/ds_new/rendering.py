@@ -1,0 +1,108 @@
+"""From a kind and a name to the files of a distribution.
+
+[Note: one template library] jinja2, which torch brings: nothing more is installed. copier would add a dozen packages
+and needs git for what it is made for, updating a project from a newer template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_core import __version__
+from ds_new.kinds import KINDS
+from ds_new.naming import Names
+
+__all__ = ["modules", "render"]
+
+TEMPLATES = Path(__file__).parent / "templates"
+TOOLS = ("pytest>=8", "ruff>=0.6", "mypy>=1.11")
+COMMON = {
+    "pyproject.toml.jinja": "pyproject.toml",
+    "README.md.jinja": "README.md",
+    "LICENSE": "LICENSE",
+    "gitignore.jinja": ".gitignore",
+    "ci.yml.jinja": ".github/workflows/ci.yml",
+    "init.py.jinja": "{package}/__init__.py",
+    "train.py.jinja": "example/train.py",
+}
+BASE = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+}
+"""The config of the example, before the plugin's part."""
+
+
+def render(kind: str, names: Names) -> dict[str, str]:
+    """The text of every file of a new distribution, by its path."""
+    environment, given = _environment(), _variables(kind, names)
+    config = environment.get_template(f"{kind}/config.json.jinja").render(given)
+    own: dict[str, Any] = json.loads(config)
+    given["config"] = _pretty(own) if own else ""
+    files = {
+        path.format(package=names.package): environment.get_template(f"common/{file}").render(given)
+        for file, path in COMMON.items()
+    }
+    files[f"{names.package}/py.typed"] = ""
+    files["example/config.json"] = _pretty({**BASE, **own}) + "\n"
+    for file in modules(kind):
+        path = f"tests/test_{names.package}.py" if file == "test.py" else f"{names.package}/{file}"
+        files[path] = environment.get_template(f"{kind}/{file}.jinja").render(given)
+    return dict(sorted(files.items()))
+
+
+def modules(kind: str) -> Iterator[str]:
+    """The Python files of a kind: its modules, the declaration first, and ``test.py``."""
+    found = sorted(file.name.removesuffix(".jinja") for file in (TEMPLATES / kind).glob("*.py.jinja"))
+    yield "plugin.py"
+    yield from (file for file in found if file != "plugin.py")
+
+
+def _variables(kind: str, names: Names) -> dict[str, Any]:
+    about = KINDS[kind]
+    meaning = about.meaning.partition(";")[0]
+    return {
+        "name": names.name,
+        "package": names.package,
+        "cls": names.cls,
+        "kind": kind,
+        "description": f"{names.name}: {meaning}",
+        "group": "ds_core.plugins" if about.section else "ds_core.backends",
+        "dependencies": _ours("ds-core", *about.needs),
+        "test_dependencies": [*_ours("ds-testing", *about.test_needs), *TOOLS],
+        "anchor": re.sub(r"[^a-z0-9 -]", "", about.title.lower()).replace(" ", "-"),
+    }
+
+
+def _ours(*distributions: str) -> list[str]:
+    """Requirements of the series that is installed: 0.1.3 -> ``>=0.1,<0.2``."""
+    major, minor = (int(part) for part in __version__.split(".")[:2])
+    return [f"{dist}>={major}.{minor},<{major}.{minor + 1}" for dist in distributions]
+
+
+def _quoted(texts: Sequence[str]) -> str:
+    return ", ".join(f'"{text}"' for text in texts)
+
+
+def _pretty(config: Any) -> str:
+    """JSON with one line a section, as far as it is short."""
+    rows = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in config.items()]
+    return "{\n" + ",\n".join(rows) + "\n}"
+
+
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    made.filters["quoted"] = _quoted
+    return made
