@@ -1,0 +1,160 @@
+"""What the prose around the code blocks of a page takes for granted: run before the page's first block.
+
+A page that is not named here has nothing but an empty folder and one process.
+"""
+
+from __future__ import annotations
+
+WORLDS = {"docs/moe.md": 2, "docs/pipeline.md": 2, "plugins/pipeline/README.md": 2}
+"""Page -> how many ranks run it, where it is not one."""
+
+SLOW = {"docs/autoep.md"}
+"""Pages that take more than a few seconds: they run in the slow tests."""
+
+TORCH = """
+import torch
+from torch import nn
+
+import ds_core
+
+torch.manual_seed(0)
+"""
+
+ENGINE = (
+    TORCH
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.layer(x), y)
+
+def make(**more):
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **more}
+    return ds_core.initialize(model=Net(), config=config)[0]
+
+x, y = torch.randn(2, 4), torch.randn(2, 1)
+data = dataset = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+engine = make()
+model = engine.module
+layer = model.layer
+"""
+)
+
+CONFIG_FILE = """
+import json, pathlib
+
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+pathlib.Path("ds_config.json").write_text(json.dumps(config))
+"""
+
+DEEPSPEED_CHECKPOINT = """
+from ds_checkpoint_deepspeed import export_deepspeed
+
+engine.backward(engine(x, y))
+engine.step()
+engine.save_checkpoint("other")
+export_deepspeed("other", "deepspeed_runs/global_step1000")
+"""
+
+SETUPS = {
+    "docs/training.md": ENGINE
+    + """
+from itertools import cycle
+
+iterator = cycle([(x, y)])
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+actor, critic = (ds_core.initialize(model=nn.Linear(4, 1), config=config)[0] for _ in range(2))
+""",
+    "docs/checkpoints.md": ENGINE + CONFIG_FILE + DEEPSPEED_CHECKPOINT,
+    "docs/moe.md": TORCH + CONFIG_FILE,
+    "docs/pipeline.md": TORCH
+    + CONFIG_FILE
+    + """
+from ds_pipeline import LayerSpec, PipelineModule
+
+steps = 2
+dataset = torch.utils.data.TensorDataset(torch.randn(8, 64), torch.randint(10, (8,)))
+""",
+    "docs/autoep.md": TORCH
+    + """
+import json, pathlib
+import transformers
+
+small = transformers.MixtralConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, num_local_experts=4, vocab_size=32)
+transformers.MixtralForCausalLM(small).save_pretrained("model")
+name = "model"
+engine = ds_core.initialize(model=transformers.MixtralForCausalLM(small), config={"train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}})[0]
+engine.save_checkpoint("checkpoints")
+engine.destroy()
+pathlib.Path("config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, "expert_parallel": {"enabled": True, "autoep_size": 1}}))
+""",
+    "plugins/access/README.md": ENGINE + "loss = engine(x, y)\n",
+    "plugins/checkpoint/README.md": ENGINE,
+    "plugins/checkpoint_deepspeed/README.md": ENGINE + DEEPSPEED_CHECKPOINT,
+    "plugins/moe/README.md": TORCH,
+    "plugins/pipeline/README.md": TORCH
+    + """
+from itertools import repeat
+
+vocabulary, width = 32, 8
+
+class Block(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, width)
+
+def loss(out, labels):
+    return nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+          "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+iterator = repeat((torch.randint(32, (2, 4)), torch.randint(32, (2, 4))))
+""",
+    "plugins/run_state/README.md": ENGINE
+    + """
+from ds_core.checkpointer import LoadOptions
+
+options = LoadOptions()
+
+class Memory:
+    def __init__(self, pieces):
+        self.rows = {piece.name: (piece.values().detach().flatten().clone(), tuple(piece.shape)) for piece in pieces}
+
+    def names(self):
+        return list(self.rows)
+
+    def shape(self, name):
+        return self.rows[name][1]
+
+    def read(self, name, start=0, stop=None, *, into=None):
+        return self.rows[name][0][start:stop].clone()
+
+read_back = Memory
+""",
+    "plugins/state_stores/README.md": ENGINE + "ctx, plugins, weight = engine.ctx, engine.ctx.plugins, layer.weight\n",
+    "plugins/zero/README.md": TORCH
+    + """
+import copy
+
+class MyModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+decay = 0.9
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+          "zero_optimization": {"stage": 3}}
+ds_core.init_distributed()
+""",
+    "ops/comm_gloo/README.md": TORCH + "model = nn.Linear(4, 1)\nopen_mine = None\n",
+    "ops/cuda/README.md": TORCH + "hidden = torch.randn(2, 8, 256)\nattention_mask = torch.zeros(2, 1, 1, 8)\n",
+    "plugins/cli/README.md": "from ds_core.entries import CommandEntry\n",
+}
+"""Page -> Python that makes what its blocks use."""
