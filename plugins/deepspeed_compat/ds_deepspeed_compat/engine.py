@@ -37,9 +37,9 @@ __all__ = [
 
 log = logging.getLogger("ds_core")
 
-_NOT_CLIPPED = (
-    "config: gradient_clipping is not given, so gradients are not clipped, as in DeepSpeed's release; the documented "
-    "default, which ds_core.initialize has, is 1.0"
+_DECAYED = (
+    "config: optimizer.params.weight_decay is not given; torch_adam gives torch's AdamW its own default of 0.01, as in "
+    "DeepSpeed's release; the documented default, which ds_core.initialize has, is 0"
 )
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
@@ -273,15 +273,26 @@ def _read_config(given: dict[str, Any]) -> None:
     if len(sources) != 1:
         return
     source = read_config(sources[0])
-    raw = _cleaned(source.raw)
-    fp16 = raw.get("fp16")
-    if "gradient_clipping" not in raw and not (isinstance(fp16, dict) and "clip" in fp16):
-        raw["gradient_clipping"] = 0.0
-        log_once(log, logging.INFO, _NOT_CLIPPED)
+    raw = _decayed(_cleaned(source.raw))
     if in_args:
         given["args"] = {name: value for name, value in names.items() if name not in in_args}
     given.pop("config_params", None)
     given["config"] = ConfigSource(raw, source.origin)
+
+
+def _decayed(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the weight decay that ``torch_adam`` has in DeepSpeed's release; the log says so."""
+    optimizer = config.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, dict) else None
+    if not isinstance(optimizer, dict) or not isinstance(params, dict) or "weight_decay" in params:
+        return config
+    name = str(optimizer.get("type")).lower()
+    if params.get("torch_adam") is not True or not (
+        name == "adamw" or (name == "adam" and params.get("adam_w_mode", True))
+    ):
+        return config
+    log_once(log, logging.INFO, _DECAYED)
+    return {**config, "optimizer": {**optimizer, "params": {**params, "weight_decay": 0.01}}}
 
 
 def _cleaned(config: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ CONFIG_KEYS: Mapping[str, tuple[str, Any]] = {
     "bfloat16_enabled": ("bf16.enabled", False),
     "torch_autocast_enabled": ("torch_autocast.enabled", False),
     "torch_autocast_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", None),
-    "gradient_clipping": ("gradient_clipping", 0.0),
+    "gradient_clipping": ("gradient_clipping", 1.0),
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
     "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
     "dataloader_drop_last": ("dataloader_drop_last", False),

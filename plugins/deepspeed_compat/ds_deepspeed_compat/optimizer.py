@@ -6,6 +6,7 @@ that says what holds the states, so that `isinstance` answers as with DeepSpeed.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -212,6 +213,19 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """Whether the states rest on the host."""
         return engine_methods.zero_cpu_offload(self._engine)
 
+    @property
+    def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
+        """This rank's part of the reduced gradients, by the parameter's number in `bit16_groups`; {} without offload.
+
+        Changing the dict changes no gradient.
+        """
+        locate = getattr(self._engine.partitioner, "locate", None) if self.cpu_offload else None
+        if locate is None:
+            return {}
+        shards = (locate(param) for group in self._groups for param in group)
+        grads = {i: shard.reduced() for i, shard in enumerate(shards) if shard is not None}
+        return {i: grad.detach() for i, grad in grads.items() if grad is not None}
+
 
 class BF16_Optimizer(ZeROOptimizer):
     """In bf16 without ZeRO, or with stage 1 and gradients that accumulate in fp32."""
@@ -233,6 +247,16 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """The tensors that this rank updates."""
         return self.single_partition_of_fp32_groups
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The leaf modules, each with those of its parameters that are trained."""
+        trained = {param for group in self._groups for param in group}
+        found: dict[nn.Module, list[nn.Parameter]] = {}
+        for leaf in importlib.import_module("ds_zero").get_z3_leaf_modules(self.module):
+            found[leaf] = [p for p in leaf.parameters() if p in trained]
+            trained.difference_update(found[leaf])
+        return {leaf: params for leaf, params in found.items() if params}
 
     @property
     def parameter_offload(self) -> _Gathering:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from ds_access import safe_get_full_grad
 from ds_deepspeed_compat import optimizer
 from ds_deepspeed_compat.engine import DeepSpeedEngine, PipelineEngine, initialize
 from ds_deepspeed_compat.names import Name, State
 from ds_deepspeed_compat.names.members import MEMBERS
 from ds_pipeline import LayerSpec, PipelineModule
 from ds_testing import run_ranks
+from ds_zero import set_z3_leaf_module
 from torch import nn
 
 import ds_core
@@ -56,7 +58,7 @@ def test_the_engine_is_a_module_with_one_child() -> None:
 
 def test_it_trains_as_ds_cores_engine_does() -> None:
     def train(make: Any) -> list[float]:
-        config = {"train_batch_size": 4, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW"}}
+        config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
         engine, *_ = make(model=net(), config=config)
         losses = []
         for _ in range(3):
@@ -117,19 +119,29 @@ def test_what_front_ends_leave_in_a_config(caplog: pytest.LogCaptureFixture) -> 
         start(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
-def test_gradients_are_clipped_only_when_the_config_says_so(tmp_path: Path) -> None:
+def test_gradients_are_clipped_as_the_config_says_or_at_1(tmp_path: Path) -> None:
     assert start(gradient_clipping=0.5).gradient_clipping() == 0.5
     assert start(fp16={"enabled": True, "clip": 0.5}).gradient_clipping() == 0.5
-    assert start().gradient_clipping() == 0.0
+    assert start().gradient_clipping() == 1.0
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 4, "optimizer": {"type": "AdamW"}}')
     for args in (SimpleNamespace(deepspeed_config=str(file), local_rank=-1), {"deepspeed_config": str(file)}):
         engine, *_ = initialize(args=args, model=torch.nn.Linear(2, 1))
-        assert engine.gradient_clipping() == 0.0 and engine.train_batch_size() == 4
+        assert engine.gradient_clipping() == 1.0 and engine.train_batch_size() == 4
     with pytest.raises(ConfigError, match="both given"):
         initialize(args=args, model=torch.nn.Linear(2, 1), config=str(file))
     with pytest.raises(ConfigError, match="no config was given"):
         initialize(model=torch.nn.Linear(2, 1))
+
+
+def test_torchs_adamw_has_torchs_weight_decay() -> None:
+    def decay(kind: str, **params: Any) -> float:
+        made = start(optimizer={"type": kind, "params": {"lr": 0.1, **params}})
+        return made.optimizer.param_groups[0]["weight_decay"]  # type: ignore[no-any-return]
+
+    assert decay("AdamW", torch_adam=True) == decay("Adam", torch_adam=True) == 0.01
+    assert decay("AdamW") == decay("AdamW", torch_adam=True, weight_decay=0.0) == 0.0
+    assert decay("Adam", torch_adam=True, adam_w_mode=False) == 0.0
 
 
 def test_what_a_checkpoint_was(tmp_path: Path) -> None:
@@ -181,7 +193,7 @@ def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(kind: type, conf
     assert made.state is inner.state
     assert made.defaults == inner.defaults
     assert made.bit16_groups == [list(engine.module.parameters())]
-    assert made.clip_grad == 0.0
+    assert made.clip_grad == 1.0
     schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
     half = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     for huge, scale in ((1.0, 16.0), (1e30, 8.0)):
@@ -221,6 +233,28 @@ def test_groups_and_what_lists_hooks() -> None:
         assert param.ds_shape.numel() == param.ds_numel
         assert param.ds_status.name == "AVAILABLE"
         assert (param.ds_persist, param.ds_active_sub_modules) == (True, set())
+
+
+def test_gradients_on_the_host_and_leaf_modules() -> None:
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    engine = start(zero_optimization=offload, train_batch_size=8, train_micro_batch_size_per_gpu=4)
+    weight = engine.module[2].weight
+    for _ in range(2):
+        loss = engine(torch.ones(4, 4)).square().mean()
+        engine.backward(loss)
+    grads = engine.optimizer.accumulated_grads_in_cpu
+    assert sorted(grads) == [0, 1, 2, 3, 4, 5]
+    assert grads[4].tolist() == pytest.approx(safe_get_full_grad(weight).flatten().tolist()) != [0.0] * 4
+    engine.optimizer.zero_grad()
+    assert (
+        engine.optimizer.accumulated_grads_in_cpu
+        == start(zero_optimization={"stage": 1}).optimizer.accumulated_grads_in_cpu
+        == {}
+    )
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1))
+    set_z3_leaf_module(model[0], True)
+    engine = start(model, zero_optimization={"stage": 3})
+    assert engine.optimizer.leaf_parameters == {model[0]: list(model[0].parameters())}
 
 
 def test_a_pipelines_engine() -> None:

@@ -23,12 +23,8 @@ pytestmark = pytest.mark.integration
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
-    "gradient_clipping": 1.0,
-    # torch_adam: the same arithmetic in both
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 0.005, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True},
-    },
+    # torch_adam: the same arithmetic in both. Clipping and weight decay by default.
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.005, "betas": [0.9, 0.99], "eps": 1e-8, "torch_adam": True}},
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.005, "warmup_num_steps": 3, "warmup_type": "linear"},
