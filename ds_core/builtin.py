@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from ds_core.entries import AcceleratorEntry, OptimizerEntry, SchedulerEntry
+from ds_core.entries import AcceleratorEntry, OptimizerEntry
 
-__all__ = ["ds_accelerators", "ds_optimizers", "ds_schedulers"]
+__all__ = ["ds_accelerators", "ds_optimizers"]
 
 
 def _missing(name: str) -> str | None:
@@ -42,10 +42,3 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
     from ds_core.optim import OPTIMIZERS
 
     return OPTIMIZERS
-
-
-def ds_schedulers() -> Mapping[str, SchedulerEntry]:
-    """torch's schedules by class name."""
-    from ds_core.optim import SCHEDULERS
-
-    return SCHEDULERS

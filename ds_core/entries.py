@@ -393,6 +393,14 @@ def named(item: Item) -> Check:
     return check
 
 
+def numbers(value: Any) -> Any:
+    """A mapping of names to numbers, and tensors of one element."""
+    for name, number in (found := named(("__float__",))(value)).items():
+        if getattr(number, "numel", lambda: 1)() != 1:
+            raise WrongAnswer(f"{name!r} must be a number or a tensor of one element, not {_shown(number)}")
+    return found
+
+
 def _fits(element: Any, item: Item) -> bool:
     if isinstance(item, tuple):
         return all(hasattr(element, name) for name in item)

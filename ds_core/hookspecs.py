@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from ds_core.entries import gives, many, model_class, named, nothing, one_or_none
+from ds_core.entries import gives, many, model_class, named, nothing, numbers, one_or_none
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-    from torch import nn
+    from torch import Tensor, nn
 
     from ds_core import entries
     from ds_core.checkpointer import Checkpointer
@@ -222,11 +222,22 @@ def ds_step_begin(ctx: Context, step: int) -> None:
     """
 
 
+@gives(numbers, observer=True)
+def ds_metrics(ctx: Context, step: int) -> Mapping[str, float | Tensor]:  # type: ignore[empty-body]
+    """Hook (observer): numbers about the step that is done, by event, such as "Train/Samples/tokens_per_second".
+
+    Observers of `ds_step_end` get them, and monitors those of rank 0. A 0-d tensor is read when it is needed: do not
+    change it. Called where anybody on any rank reads, on all ranks alike, so collectives are allowed; from the end of
+    the first step on ``ctx.engine.telemetry.collects`` tells whether it is.
+    """
+
+
 @gives(nothing, observer=True)
 def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
     """Hook (observer): an optimizer step is done (or was skipped: ``metrics["skipped"]`` is 1). Every rank.
 
-    metrics: ``lr``, ``grad_norm``, ``loss_scale``, ``skipped``, ``samples``; ``loss`` when it is known.
+    metrics: ``lr``, ``grad_norm``, ``loss_scale``, ``skipped``, ``skipped_steps``, ``samples``; ``loss`` when it is
+    known; and what `ds_metrics` gave on this rank. A number on a device is waited for when it is read.
     """
 
 

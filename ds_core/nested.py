@@ -1,33 +1,13 @@
-"""Tensors in nested containers: what a module takes and returns, or a batch.
-
-Containers are lists, tuples (also named ones) and mappings; `tensors_of` also looks into sets and dataclasses, which
-need not be built anew. Everything else is a leaf.
-"""
+"""Nested containers, such as a batch: lists, tuples (also named ones) and mappings. Everything else is a leaf."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Size
 
-__all__ = ["map_leaves", "tensors_of"]
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value`, depth first, in the order of its containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name, None))
+__all__ = ["map_leaves"]
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.plugins import Found, Plugins
 
-__all__ = ["OPTIMIZERS", "SCHEDULERS", "Choice", "choose", "make_adam", "torch_grain"]
+__all__ = ["OPTIMIZERS", "Choice", "choose", "make_adam", "torch_grain"]
 
 Kind = Literal["optimizer", "scheduler"]
 
@@ -64,13 +64,6 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "AdamW": OptimizerEntry("ds_core.optim:make_adam", "ds_core.optim:AdamWParams"),
     "SGD": OptimizerEntry("torch.optim:SGD"),
     "Adagrad": OptimizerEntry("torch.optim:Adagrad"),
-}
-_SCHEDULES = """
-ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LinearLR MultiStepLR OneCycleLR
-PolynomialLR StepLR
-"""
-SCHEDULERS: Mapping[str, SchedulerEntry] = {
-    name: SchedulerEntry(f"torch.optim.lr_scheduler:{name}") for name in _SCHEDULES.split()
 }
 
 

@@ -109,6 +109,11 @@ class RunningEngine(ABC):
         """L2 norm of all gradients, unscaled, before clipping, at the last update; None before the first."""
         return self._norm
 
+    def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Give metrics of yours to monitors: numbers or 0-d tensors by name, at `step`, by default `global_samples`."""
+        at = self.global_samples if step is None else step
+        self.monitor.write_events((name, value, at) for name, value in dict(values).items())
+
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights."""
         return self._applied

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import weakref
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from ds_core import comm
 from ds_core.discovery import OBSERVERS
 from ds_core.entries import Event, Request
+from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,18 +28,18 @@ __all__ = ["Monitor", "MonitorMaster", "Telemetry"]
 
 log = logging.getLogger("ds_core.engine")
 _NOTHING = contextlib.nullcontext()
-LOOK_EVERY = 10
-"""Steps between checks for parameters that were unfrozen: there can be thousands of frozen ones."""
+EVENTS = {name: f"Train/Samples/{name}" for name in ("lr", "loss_scale", "grad_norm", "skipped_steps")}
+EVENTS["loss"] = "Train/Samples/train_loss"
 
 
 @runtime_checkable
 class Monitor(Protocol):
-    """Receives metric events on rank 0. Buffer writes; `flush` makes them readable; `close` flushes and frees."""
+    """Receives metric events on rank 0, called by one thread at a time. Buffer writes; `close` flushes and frees."""
 
     name: str
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Take `events` in order; called at most once per optimizer step, and by users."""
+        """Take `events` in order; values are float."""
 
     def flush(self) -> None:
         """Make everything written so far readable by others."""
@@ -60,10 +62,11 @@ class MonitorMaster:
         """Whether anybody listens."""
         return bool(self.monitors)
 
-    def write_events(self, events: Iterable[tuple[str, float, int]]) -> None:
+    def write_events(self, events: Iterable[tuple[str, float | Tensor, int]]) -> None:
         """Send ``(name, value, samples)`` triples to all monitors; also for users' and plugins' own metrics."""
-        if self.monitors:
-            self._each("write_events", [Event(*event) for event in events])
+        checked = [_event(*event) for event in events]
+        if self.monitors and checked:
+            self._each("write_events", checked)
 
     def flush(self) -> None:
         """Flush every monitor."""
@@ -87,8 +90,23 @@ class MonitorMaster:
                         monitor.close()
 
 
+def _event(name: str, value: Any, step: int) -> Event:
+    try:
+        return Event(str(name), value.__float__(), int(step))
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        kinds = "a value is a number or a tensor of one element, a step an integer"
+        raise UsageError(f"metric {name!r} is {value!r} at step {step!r}; {kinds}") from error
+
+
+class Metrics(UserDict[str, Any]):
+    """Numbers by name. One that is a tensor is read, and its device waited for, when it is asked for."""
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.data[name])
+
+
 class Telemetry:
-    """Feeds the observers and the monitors of one engine."""
+    """Feeds the observers and monitors of one engine. collects: whether `ds_metrics` is called, on all ranks alike."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -96,10 +114,8 @@ class Telemetry:
         self.monitor = MonitorMaster(given)
         self._observers = {hook: rows for hook in OBSERVERS if (rows := ctx.plugins.observers(hook))}
         self.follows_phases = self.observes("ds_phase_begin", "ds_phase_end")
-        self._has_readers = self.observes("ds_step_end", "ds_request") or self.monitor.enabled
+        self.collects = None if self.observes("ds_metrics") else False
         self._losses: list[Tensor] = []
-        trained = set(ctx.trained)
-        self._left_out = {p: i.name for p, i in ctx.params.items() if not p.requires_grad and p not in trained}
         self._restore = _watch_uncaught(self) if self.observes("ds_exception") else None
 
     # -- observers -------------------------------------------------------------------------------------------
@@ -127,14 +143,19 @@ class Telemetry:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
+    @property
+    def has_readers(self) -> bool:
+        """Whether anybody on this rank reads what a step was like."""
+        return self.monitor.enabled or self.observes("ds_step_end", "ds_request")
+
     def loss(self, loss: Tensor) -> None:
         """Record what one backward was run on; a micro-batch may have several."""
-        if self._has_readers:
+        if self.has_readers:
             self._losses.append(loss.detach())
 
     def set_loss(self, loss: Tensor) -> None:
         """Record the whole batch's mean loss (train_batch), in place of the micro-batches' losses."""
-        self._losses = [loss * self.ctx.batch.gas] if self._has_readers else []
+        self._losses = [loss * self.ctx.batch.gas] if self.has_readers else []
 
     def drop_loss(self) -> None:
         """Forget the losses of a batch that was not completed."""
@@ -142,54 +163,43 @@ class Telemetry:
 
     def step_begin(self, step: int) -> None:
         """An optimizer step is about to happen."""
-        if self._left_out and step % LOOK_EVERY == 0 and any(p.requires_grad for p in self._left_out):
-            self._warn_of_unfrozen()
         if self._observers:
             self.notify("ds_step_begin", step=step)
-
-    def _warn_of_unfrozen(self) -> None:
-        names = [name for param, name in self._left_out.items() if param.requires_grad]
-        self._left_out = {}
-        if self.ctx.mesh.index("dp") == 0:
-            log.warning(
-                "%s (%d in all) will not be trained: frozen when initialize was called, so the optimizer does not have "
-                "it. To unfreeze parameters later, freeze them after initialize, or give them to it: "
-                "model_parameters=model.parameters()",
-                ", ".join(repr(n) for n in names[:5]),
-                len(names),
-            )
 
     def step_end(self, engine: RunningEngine) -> Request | None:
         """An optimizer step is done or was skipped, and counters are up to date; returns what all ranks shall do now.
 
-        Collective where a plugin implements `ds_request`.
+        Collective where a plugin implements `ds_request` or `ds_metrics`.
         """
-        if not self._has_readers:
-            return None
-        request, metrics = None, self._metrics(engine)
-        self.notify("ds_step_end", step=engine.global_steps - 1, metrics=metrics)
-        if self.monitor.enabled:
-            keys = {"loss": "train_loss", "lr": "lr", **({} if engine.scaler is None else {"loss_scale": "loss_scale"})}
-            events = [(f"Train/Samples/{keys[k]}", metrics[k], engine.global_samples) for k in keys if k in metrics]
-            self.monitor.write_events(events)
-        if self.observes("ds_request"):
-            answers = self.notify("ds_request", step=engine.global_steps - 1, metrics=metrics)
-            request = _agreed([r for r in answers if r is not None], self.ctx)
+        step, request = engine.global_steps - 1, None
+        if self.collects is None:
+            self.collects = any(comm.all_gather_json(self.has_readers))
+        given = self.notify("ds_metrics", step=step) if self.collects else ()
+        if self.has_readers:
+            metrics = Metrics({n: v for answer in given for n, v in (answer or {}).items()} | self._metrics(engine))
+            self.notify("ds_step_end", step=step, metrics=metrics)
+            if self.monitor.enabled:
+                names = EVENTS if engine.scaler is not None else {**EVENTS, "loss_scale": ""}
+                events = {names.get(name, name): value for name, value in metrics.data.items()}
+                self.monitor.write_events((n, v, engine.global_samples) for n, v in events.items() if "/" in n)
+            if self.observes("ds_request"):
+                answers = self.notify("ds_request", step=step, metrics=metrics)
+                request = _agreed([r for r in answers if r is not None], self.ctx)
         self._losses.clear()
         return request
 
-    def _metrics(self, engine: RunningEngine) -> dict[str, float]:
+    def _metrics(self, engine: RunningEngine) -> dict[str, float | Tensor]:
         lr = engine.get_lr()
-        metrics = {
+        metrics: dict[str, float | Tensor] = {
             "lr": lr[0] if lr else 0.0,
             "grad_norm": engine.get_global_grad_norm() or 0.0,
             "loss_scale": engine.loss_scale,
             "skipped": 0.0 if engine.was_step_applied() else 1.0,
+            "skipped_steps": engine.skipped_steps,
             "samples": float(engine.global_samples),
         }
         if self._losses:
-            total = torch.stack([x.reshape(()).float() for x in self._losses]).sum()
-            metrics["loss"] = float(total) / self.ctx.batch.gas
+            metrics["loss"] = torch.stack([x.reshape(()).float() for x in self._losses]).sum() / self.ctx.batch.gas
         return metrics
 
     def nonfinite(self, engine: RunningEngine) -> None:

@@ -1,32 +1,17 @@
-"""`ds_core.nested`: tensors in what modules take and return."""
+"""`ds_core.nested`: containers of what modules take and return."""
 
 from __future__ import annotations
 
-import collections
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_core.nested import map_leaves, tensors_of
+from ds_core.nested import map_leaves
 
 
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-@dataclass
-class Output:
-    logits: Any
-    cache: Any = None
-
-
-def test_tensors_are_found_in_order_in_every_container() -> None:
-    a, b, c, d, e = (torch.full((), float(i)) for i in range(5))
-    value = [a, Pair("text", (b,)), collections.OrderedDict(x={"y": c}), Output(d, cache=Output([e])), Output, None, 3]
-    assert [t.item() for t in tensors_of(value)] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert list(tensors_of({a})) == [a]
 
 
 def test_map_leaves_keeps_containers_and_what_is_no_tensor() -> None:

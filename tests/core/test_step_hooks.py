@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing import run_ranks
 from torch import nn
 
 import ds_core
@@ -201,3 +202,116 @@ def test_who_fails_to_ask_is_switched_off(start: Start, caplog: pytest.LogCaptur
     assert "must return a Request or None, not a str" in caplog.text
     one_step(engine)
     assert engine.should_stop
+
+
+LARGEST = """
+def ds_metrics(ctx, step):
+    import torch
+    SEEN.append(step)
+    return {"Train/number": step + 0.5, "Train/tensor": torch.tensor(2.0 * step)}
+"""
+READS = "def ds_step_end(metrics): SEEN.append(dict(metrics))"
+
+
+class Kept:
+    """A monitor that keeps what it gets."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def write_events(self, events: Any) -> None:
+        self.events += events
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_metrics_of_plugins_reach_observers_and_monitors(start: Start) -> None:
+    engine, kept = start(LARGEST, READS), Kept()
+    engine.monitor.monitors.append(kept)
+    one_step(engine)
+    one_step(engine)
+    steps, metrics = engine.seen
+    assert steps == [0, 1]
+    assert [(m["Train/number"], m["Train/tensor"], m["skipped_steps"]) for m in metrics] == [
+        (0.5, 0.0, 0),
+        (1.5, 2.0, 0),
+    ]
+    assert all(type(value) in (float, int) for m in metrics for value in m.values())
+    engine.monitor.flush()
+    told = {event.name: event for event in kept.events if event.step == 4}
+    expected = {"train_loss", "lr", "grad_norm", "skipped_steps"}
+    assert set(told) == {"Train/number", "Train/tensor", *(f"Train/Samples/{name}" for name in expected)}
+    assert told["Train/tensor"].value == 2.0 and told["Train/Samples/grad_norm"].value == metrics[1]["grad_norm"]
+
+
+def test_metrics_that_nobody_reads_are_not_computed(start: Start) -> None:
+    engine = start(LARGEST)
+    one_step(engine)
+    assert engine.seen == [[]]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [("{'a/b': 'high'}", "objects with __float__"), ("{'a/b': __import__('torch').ones(2)}", "'a/b' must be a number")],
+)
+def test_metrics_that_are_no_numbers_switch_the_plugin_off(
+    start: Start, caplog: pytest.LogCaptureFixture, body: str, words: str
+) -> None:
+    engine = start(f"def ds_metrics(): return {body}", READS)
+    one_step(engine)
+    one_step(engine)
+    assert caplog.text.count("failed in ds_metrics") == 1 and words in caplog.text
+    assert len(engine.seen[1]) == 2
+
+
+def test_users_log_their_own(start: Start) -> None:
+    engine, kept = start(), Kept()
+    engine.monitor.monitors.append(kept)
+    one_step(engine)
+    kept.events.clear()
+    engine.log({"Eval/accuracy": torch.tensor([0.5]), "Eval/count": 3})
+    engine.log({"Eval/accuracy": 0.75}, step=7)
+    engine.monitor.flush()
+    assert kept.events == [("Eval/accuracy", 0.5, 2), ("Eval/count", 3.0, 2), ("Eval/accuracy", 0.75, 7)]
+    assert [type(event.value) for event in kept.events] == [float] * 3
+    engine.monitor.monitors.clear()  # as on other ranks: what is wrong is told there too
+    for wrong in ("high", "1", None, torch.ones(2), [1.0]):
+        with pytest.raises(UsageError, match="metric 'x' is"):
+            engine.log({"x": wrong})
+    with pytest.raises(UsageError, match="step an integer"):
+        engine.log({"x": 1.0}, step="now")
+
+
+def _agreed_reading(listening: int) -> list[int]:
+    """Two ranks with a plugin whose metrics need both; which ranks are asked for them, by step."""
+    import types
+
+    from ds_core import comm
+
+    asked: list[int] = []
+
+    def ds_metrics(ctx: Any, step: int) -> dict[str, Any]:
+        total = torch.ones(())
+        comm.all_reduce(total)
+        asked.append(int(total))
+        return {"Train/ranks": total}
+
+    sys.modules["both_ranks"] = types.ModuleType("both_ranks")
+    sys.modules["both_ranks"].ds_metrics = ds_metrics  # type: ignore[attr-defined]
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "plugins": {"load": ["both_ranks"]}}
+    engine, *_ = ds_core.initialize(model=Loss(2, 1), config=config)
+    kept = Kept()
+    if comm.rank() < listening:
+        engine.monitor.monitors.append(kept)
+    one_step(engine)
+    one_step(engine)
+    engine.destroy()
+    return asked + [int(e.value) for e in kept.events if e.name == "Train/ranks"]
+
+
+def test_all_ranks_compute_metrics_when_rank_0_has_a_reader() -> None:
+    assert run_ranks(2, _agreed_reading, 1) == [[2, 2, 2, 2], [2, 2]]
+    assert run_ranks(2, _agreed_reading, 0) == [[], []]

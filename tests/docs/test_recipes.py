@@ -106,6 +106,13 @@ class TestMyDeadlinePlugin(PluginConformance):
     entry_point, section = "my_deadline.plugin", "my_deadline"
     good_config, bad_configs = {"seconds": 1}, [{}, {"seconds": 0}]
 
+class TestMyWeights(ObserverConformance):
+    config, metrics = {"my_weights": {}}, ("Train/Samples/largest_weight",)
+
+class TestMyWeightsPlugin(PluginConformance):
+    entry_point, section = "my_weights.plugin", "my_weights"
+    good_config, bad_configs = {"every": 10}, [{"every": 0}]
+
 class TestMyMethod(PluginConformance):
     entry_point, section, good_config = "my_method.plugin", "my_method", {}
 
@@ -319,7 +326,7 @@ KINDS = (
         "my-replay",
         "my-units",
     ),
-    *("my-clamp", "my-deadline", "my-method", "my-dcp"),
+    *("my-clamp", "my-deadline", "my-weights", "my-method", "my-dcp"),
 )
 
 

@@ -42,11 +42,11 @@ def ds_interceptors(config: RunConfig) -> Iterable[comm.Interceptor]:
     return [installed() or ByteCounter(section)]
 
 
-def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
-    if (counter := installed()) is not None:
-        events = [(f"Comm/{op}_bytes", float(n), int(metrics["samples"])) for op, n in sorted(counter.bytes.items())]
-        ctx.engine.monitor.write_events(events)
-        counter.bytes.clear()
+def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
+    if (counter := installed()) is None:
+        return {}
+    counted, counter.bytes = counter.bytes, Counter()
+    return {f"Comm/{op}_bytes": float(n) for op, n in sorted(counted.items())}
 
 
 def ds_close(ctx: Context) -> None:

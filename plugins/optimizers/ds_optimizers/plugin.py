@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
+    from ds_core.context import Context
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_optimizers"]
+__all__ = ["ds_check", "ds_engine_methods", "ds_optimizers", "ds_step_begin"]
 
 
 def _entry(load: str, params: str, **declared: object) -> OptimizerEntry:
@@ -65,3 +66,20 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
             "set it to 0, or use bf16",
         )
     ]
+
+
+def ds_engine_methods(ctx: Context | None) -> Mapping[str, Callable[..., Any]]:
+    """None: this is where each rank hears that the engine is being built. ctx: None for who only wants names."""
+    from ds_optimizers.unfrozen import note
+
+    if ctx is not None:
+        note(ctx)
+    return {}
+
+
+def ds_step_begin(ctx: Context, step: int) -> None:
+    """Tell of parameters that were unfrozen and that the optimizer does not have."""
+    from ds_optimizers.unfrozen import EVERY, look
+
+    if step % EVERY == 0:
+        look(ctx)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.accelerator import get_accelerator
-from ds_core.nested import map_leaves, tensors_of
-from ds_pipeline.micro_batches import to_device
+from ds_core.nested import map_leaves
+from ds_pipeline.micro_batches import tensors_in, to_device
 
 __all__ = ["measure"]
 
@@ -41,7 +41,7 @@ def measure(makers: Sequence[Callable[[], Made]], example: Any) -> list[float]:
                 accelerator.synchronize()
                 start = time.perf_counter()
                 value = call(inputs)
-                outputs = [t for t in tensors_of(value) if t.requires_grad]
+                outputs = [t for t in tensors_in(value) if t.requires_grad]
                 if outputs:
                     torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
                 accelerator.synchronize()

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_core.nested import map_leaves, tensors_of
+from ds_core.nested import map_leaves
 
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["BatchRequest", "agree", "signature", "take_micro_batches", "to_device"]
+__all__ = ["BatchRequest", "agree", "signature", "take_micro_batches", "tensors_in", "to_device"]
 
 
 class BatchRequest(NamedTuple):
@@ -43,7 +43,7 @@ def take_micro_batches(
     for _ in range(count):
         batch = next(batches)
         given.append(_pair(fn(batch) if fn is not None else batch, needs_labels))
-        versions += [(t, t._version) for t in tensors_of(given[-1]) if not t.is_inference()]
+        versions += [(t, t._version) for t in tensors_in(given[-1]) if not t.is_inference()]
     if any(tensor._version != version for tensor, version in versions):
         raise UsageError(
             "the iterator changed the tensors of a micro-batch after returning it; a pipeline reads a batch "
@@ -83,6 +83,13 @@ def agree(ctx: Context, work: BatchRequest, flags: list[bool]) -> list[bool]:
             "train_batch and eval_batch in the same order, with the same number of micro-batches"
         )
     return [bool(x) for x in numbers[:-6]]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in `value`, in the order of its containers."""
+    found: list[Any] = []
+    map_leaves(found.append, value)
+    return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -6,13 +6,16 @@ installed). The kit trains and evaluates a small model with it on one and two ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ds_testing.pool import run_ranks
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ds_core.entries import Event
 
 __all__ = ["ObserverConformance"]
 
@@ -21,13 +24,15 @@ class ObserverConformance:
     """Subclass me; see the module's docstring.
 
     steps: how many optimizer steps are run, unless the plugin asks to stop. stops_at: the number of steps after which
-    it asks to, in the kit's training, whose loss falls in every step; None: never.
+    it asks to, in the kit's training, whose loss falls in every step; None: never. metrics: names that its
+    `ds_metrics` gives after every step.
     """
 
     config: ClassVar[Mapping[str, Any]] = {}
     load: ClassVar[tuple[str, ...]] = ()
     steps: ClassVar[int] = 4
     stops_at: ClassVar[int | None] = None
+    metrics: ClassVar[tuple[str, ...]] = ()
     timeout: ClassVar[float] = 300.0
 
     def _run(self, world: int, extra: Mapping[str, Any], load: tuple[str, ...], *, error: bool = False) -> list[Any]:
@@ -48,6 +53,16 @@ class ObserverConformance:
         for world in (1, 2):
             for answer in self._run(world, self.config, self.load):
                 assert (len(answer["seen"]), answer["stop"]) == (wanted, self.stops_at is not None)
+
+    def test_its_metrics_reach_a_monitor(self) -> None:
+        """Those of `metrics`, once per step, as finite numbers; on two ranks those of rank 0."""
+        for world in (1, 2) if self.metrics else ():
+            answer = self._run(world, self.config, self.load)[0]
+            names = [name for name, value in answer["told"] if math.isfinite(value)]
+            for name in self.metrics:
+                assert names.count(name) == len(answer["seen"]), (
+                    f"{name} is not among {sorted(set(names))} in each step"
+                )
 
     def test_an_exception_that_ends_training_reaches_it(self) -> None:
         """The exception goes on, and no observer has failed."""
@@ -74,6 +89,9 @@ def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> d
     engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
     x = torch.full((2, 3), 1.0 + comm.rank(), dtype=torch.float64)
     seen: list[list[float | None]] = []
+    recorder = _Recorder()
+    if comm.rank() == 0:
+        engine.monitor.monitors.append(recorder)
     with contextlib.suppress(_EndOfTraining), contextlib.ExitStack() as stack:
         stack.callback(engine.destroy)
         while len(seen) < steps and not engine.should_stop:
@@ -87,7 +105,7 @@ def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> d
             raise _EndOfTraining
     reports = engine.ctx.plugins.reports()
     failed = [r.why for r in reports if r.state is PluginState.SWITCHED_OFF]
-    return {"seen": seen, "eval": evaluated, "stop": stop, "failed": failed}
+    return {"seen": seen, "eval": evaluated, "stop": stop, "failed": failed, "told": recorder.told}
 
 
 def _model() -> nn.Module:
@@ -103,6 +121,22 @@ def _model() -> nn.Module:
             return out.square().mean()
 
     return Model()
+
+
+class _Recorder:
+    """A monitor that keeps names and values."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        self.told += [(name, value) for name, value, _ in events]
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _EndOfTraining(Exception):

@@ -23,9 +23,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ds_core.nested import tensors_of
 from ds_zero.gather import GatherScheduler
 from ds_zero.gather_unit import BucketUnit, UnitState
+from ds_zero.nested_tensors import tensors_of
 
 if TYPE_CHECKING:
     from ds_zero.units import Gatherer

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_core import comm
-from ds_core.nested import tensors_of
+from ds_zero.nested_tensors import tensors_of
 from ds_zero.sharded_param import fill_alias, untracked
 from ds_zero.weights import WeightHandle, handle_of
 

@@ -1,0 +1,26 @@
+"""The tensors in what modules take and return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["tensors_of"]
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in `value`, in lists, tuples, sets, mappings and dataclasses, depth first, in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name, None))
