@@ -1,0 +1,107 @@
+"""What ds-trace offers: the section ``torch_profiler``, what it listens to, and ``dscore trace`` (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ds_core.context import StashKey
+from ds_core.entries import CommandEntry
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.comm.interceptor import Interceptor
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.telemetry import Monitor
+    from ds_trace.tracer import Tracer
+
+__all__ = [
+    "ds_close",
+    "ds_commands",
+    "ds_config",
+    "ds_exception",
+    "ds_interceptors",
+    "ds_monitors",
+    "ds_phase_begin",
+    "ds_phase_end",
+    "ds_step_end",
+]
+
+TRACER: StashKey[Tracer | None] = StashKey("the tracer")
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``torch_profiler``."""
+    from ds_trace.config import TorchProfiler
+
+    return TorchProfiler
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore trace``."""
+    return {"trace": CommandEntry("ds_trace.command:trace", "Where the traced steps of a run went, on each rank.")}
+
+
+def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
+    """What names collectives in the trace, until the last traced step is over."""
+    from ds_core.comm.interceptor import interceptors
+    from ds_trace.collectives import NamedCollectives
+    from ds_trace.config import TorchProfiler
+
+    section = config.section("torch_profiler")
+    if not (isinstance(section, TorchProfiler) and section.enabled):
+        return ()
+    return [i for i in interceptors() if isinstance(i, NamedCollectives)] or (NamedCollectives(),)
+
+
+def ds_monitors(ctx: Context) -> Iterable[Monitor]:
+    """No monitor: this is where rank 0 hears that the engine is being built, and says what will be traced."""
+    if (tracer := _tracer(ctx)) is not None:
+        tracer.announce()
+    return ()
+
+
+def _tracer(ctx: Context) -> Tracer | None:
+    """The tracer of this run, made at its first use; None where nothing is traced."""
+    if TRACER not in ctx.stash:
+        from ds_trace.tracer import make_tracer
+
+        ctx.stash[TRACER] = make_tracer(ctx)
+    return ctx.stash[TRACER]
+
+
+def ds_phase_begin(ctx: Context, phase: str) -> None:
+    """The first phase of a step starts the profiler when it is due; a phase that is recorded gets its name."""
+    if (tracer := _tracer(ctx)) is not None:
+        tracer.phase_begin(phase)
+
+
+def ds_phase_end(ctx: Context, phase: str) -> None:
+    """The innermost phase has ended."""
+    if (tracer := _tracer(ctx)) is not None:
+        tracer.phase_end()
+
+
+def ds_step_end(ctx: Context) -> None:
+    """The profiler's next step; after the last one the file is written."""
+    if (tracer := _tracer(ctx)) is not None and tracer.step_end():
+        _stop(ctx)
+
+
+def ds_exception(ctx: Context, error: BaseException) -> None:
+    """What was recorded so far is kept."""
+    _stop(ctx)
+
+
+def ds_close(ctx: Context) -> None:
+    """What was recorded so far is kept."""
+    _stop(ctx)
+
+
+def _stop(ctx: Context) -> None:
+    tracer: Any = ctx.stash.get(TRACER)
+    if tracer is not None:
+        tracer.stop()
+        ctx.stash[TRACER] = None
