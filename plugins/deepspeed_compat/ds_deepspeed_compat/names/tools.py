@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-_PROFILER = missing("the flops profiler is not built; torch.utils.flop_counter.FlopCounterMode counts a forward")
 _ELASTIC = missing("batch sizes for elastic jobs are not built; `dscore run --nnodes MIN:MAX` restarts on other sizes")
 _AUTOTUNING = missing("autotuning is not built; `dscore plan` says which stage fits")
 _MONITOR = missing("this monitor is not built; sections tensorboard and csv_monitor work")
@@ -22,7 +21,7 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.env_report": {"main cli_main": "ds_deepspeed_compat.report"},
     "deepspeed.profiling.flops_profiler deepspeed.profiling.flops_profiler.profiler": {
         "FlopsProfiler get_model_profile number_to_string flops_to_string macs_to_string params_to_string "
-        "duration_to_string": _PROFILER,
+        "duration_to_string bytes_to_string": "ds_flops_profiler",
     },
     "deepspeed.profiling.config": {"DeepSpeedFlopsProfilerConfig": "ds_deepspeed_compat.section_defaults"},
     "deepspeed.comm.config": {

@@ -1,0 +1,52 @@
+"""What ds-flops-profiler offers to ds_core: the section ``flops_profiler``, and its observers (torch-free)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_core.context import StashKey
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.context import Context
+    from ds_flops_profiler.training import StepProfile
+
+__all__ = ["ds_config", "ds_phase_begin", "ds_phase_end", "ds_step_end"]
+
+PROFILE: StashKey[StepProfile | None] = StashKey("the profile of one step")
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``flops_profiler``."""
+    from ds_flops_profiler.config import FlopsProfilerConfig
+
+    return FlopsProfilerConfig
+
+
+def _profile(ctx: Context) -> StepProfile | None:
+    """The profile while its step is under way or still to come; made at the first forward."""
+    if PROFILE not in ctx.stash:
+        from ds_flops_profiler.training import profile_of
+
+        ctx.stash[PROFILE] = profile_of(ctx)
+    return ctx.stash[PROFILE]
+
+
+def ds_phase_begin(ctx: Context, phase: str) -> None:
+    """Measure the phases of the step to profile."""
+    if (profile := _profile(ctx)) is not None and ctx.engine.global_steps == profile.step:
+        profile.begin(phase)
+
+
+def ds_phase_end(ctx: Context, phase: str) -> None:
+    """The phase is over."""
+    if (profile := _profile(ctx)) is not None and ctx.engine.global_steps == profile.step:
+        profile.end(phase)
+
+
+def ds_step_end(ctx: Context, step: int) -> None:
+    """Print the profile of the step that ends here."""
+    if (profile := _profile(ctx)) is not None and step == profile.step:
+        ctx.stash[PROFILE] = None
+        profile.finish()

@@ -1,0 +1,100 @@
+"""The profile of one step of a run: what `FlopsProfiler` measures, the phases of the step, and all ranks' sums."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ds_core import comm
+from ds_flops_profiler import parameters, report
+from ds_flops_profiler.config import FlopsProfilerConfig
+from ds_flops_profiler.profiler import FlopsProfiler
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
+__all__ = ["StepProfile", "profile_of"]
+
+COUNTED = ("forward", "backward")
+"""The phases in which operations are counted."""
+
+
+def profile_of(ctx: Context) -> StepProfile | None:
+    """The profile that the config asks for; None where it is off, or its step has passed."""
+    section = ctx.config.section("flops_profiler")
+    if isinstance(section, FlopsProfilerConfig) and section.enabled and ctx.engine.global_steps <= section.profile_step:
+        return StepProfile(ctx, section)
+    return None
+
+
+class StepProfile:
+    """Measures one step of the engine of `ctx`, over all its micro-batches."""
+
+    def __init__(self, ctx: Context, section: FlopsProfilerConfig) -> None:
+        self.step = section.profile_step
+        self._ctx, self._section = ctx, section
+        self._profiler = FlopsProfiler(ctx.engine, ctx.engine, section.recompute_fwd_factor)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._starts: dict[str, float] = {}
+        self._counting = contextlib.ExitStack()
+
+    def begin(self, phase: str) -> None:
+        """A phase of the step begins."""
+        if phase == "forward" and not self._ctx.engine.module.training:
+            return  # an evaluation before the step
+        if not self._profiler.started:
+            self._profiler.attach()
+        if phase in COUNTED:
+            self._counting.enter_context(self._profiler.counter.measuring())
+        self._starts[phase] = self._now()
+
+    def end(self, phase: str) -> None:
+        """The phase has ended."""
+        if phase in self._starts:
+            self._seconds[phase] += self._now() - self._starts.pop(phase)
+            if phase in COUNTED:
+                self._counting.close()
+
+    def _now(self) -> float:
+        self._ctx.accelerator.synchronize()
+        return time.perf_counter()
+
+    def finish(self) -> None:
+        """Print on rank 0. Collective."""
+        self._profiler.stop_profile()
+        everywhere = comm.all_gather_json(self._measured()) if self._ctx.world_size > 1 else [self._measured()]
+        if self._ctx.rank == 0:
+            section = self._section
+            options = (self.step, section.module_depth, section.top_modules, section.detailed, section.output_file)
+            self._profiler.write(self._rows(everywhere), *options)
+        self._profiler.end_profile()
+
+    def _measured(self) -> dict[str, Any]:
+        """What this rank tells the others: of one micro-batch, but for the step."""
+        profiler, gas = self._profiler, self._ctx.batch.gas
+        profiler.counter.runs = gas
+        total, counter = profiler.total(), profiler.counter
+        return {
+            "place": dict(self._ctx.mesh.coord),
+            "params": parameters.whole(profiler.model),
+            "stored": parameters.stored_here(profiler.model),
+            "summand": parameters.shared_of_all(self._ctx),
+            "macs": total.macs,
+            "flops": total.flops,
+            "backward": counter.backward.flops,
+            "recomputed": counter.recomputed.flops,
+            "seconds": {phase: seconds / (1 if phase == "step" else gas) for phase, seconds in self._seconds.items()},
+        }
+
+    def _rows(self, everywhere: Sequence[Mapping[str, Any]]) -> report.Rows:
+        ctx = self._ctx
+        return [
+            ("world size", str(ctx.world_size)),
+            ("mesh", ", ".join(f"{name} {size}" for name, size in ctx.mesh.describe().items())),
+            ("samples per micro-batch and rank", str(ctx.batch.micro)),
+            ("micro-batches per step", str(ctx.batch.gas)),
+            *report.of_training(everywhere, ctx.batch, self._profiler.recompute_fwd_factor),
+        ]

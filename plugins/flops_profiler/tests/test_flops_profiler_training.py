@@ -1,0 +1,116 @@
+"""The section ``flops_profiler``: one step of a run is profiled, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ds_testing import ObserverConformance, PluginConformance, run_ranks
+from torch import Tensor, nn
+
+import ds_core
+
+
+class TestPlugin(PluginConformance):
+    entry_point, section = "ds_flops_profiler.plugin", "flops_profiler"
+    good_config: ClassVar[Any] = {"enabled": True, "profile_step": 3, "module_depth": 2, "output_file": "x.txt"}
+    bad_configs: ClassVar[Any] = [
+        *({"enabled": "yes"}, {"profile_step": -1}, {"module_depth": -2}, {"top_modules": 0}),
+        *({"recompute_fwd_factor": -1.0}, {"profile_stpe": 1}, {"output_file": 3}),
+    ]
+
+
+class TestTraining(ObserverConformance):
+    config: ClassVar[Any] = {"flops_profiler": {"enabled": True, "profile_step": 2}}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def lines(text: str) -> dict[str, str]:
+    """Values by name."""
+    pairs = (line.partition(": ") for line in text.splitlines())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def run(steps: int, file: str, **config: Any) -> dict[str, str]:
+    """Trains; the text that each step has written."""
+    path = Path(file)
+    engine, *_ = ds_core.initialize(
+        model=Net(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "flops_profiler": {"enabled": True, "output_file": file, **config.pop("flops_profiler", {})},
+            **config,
+        },
+    )
+    written, x = {}, torch.ones(9, 8, dtype=next(engine.module.parameters()).dtype)
+    for step in range(steps):
+        for _ in range(2):
+            engine.module.eval()
+            with torch.no_grad():
+                engine(x)  # an evaluation does not count
+            engine.module.train()
+            engine.backward(engine(x[:2]))
+            engine.step()
+        if path.exists() and engine.ctx.rank == 0:
+            written[str(step)] = path.read_text()
+            path.unlink()
+    engine.destroy()
+    return written
+
+
+FORWARD = 2 * 2 * (64 + 32)
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_one_step_is_profiled(tmp_path: Path) -> None:
+    section = {"profile_step": 2, "recompute_fwd_factor": 0.5, "detailed": True}
+    written = run(4, str(tmp_path / "profile.txt"), flops_profiler=section)
+    assert list(written) == ["2"]
+    found = lines(written["2"])
+    assert "flops profiler: step 2" in written["2"]
+    assert found["micro-batches per step"] == "2"
+    assert found["parameters of the model"] == found["parameters of this rank's part of the model"] == "96"
+    assert found["forward MACs per rank"] == f"{FORWARD // 2} MACs"
+    assert found["forward FLOPs per rank"] == str(FORWARD)
+    assert found["backward FLOPs per rank, assumed: 2.5 x forward".partition(": ")[0]].endswith("960")
+    assert found["backward FLOPs per rank, measured"] == str(2 * 2 * (32 + 32 + 64))  # not for the batch
+    assert float(found["samples per second, all ranks"]) > 0
+    assert (
+        "(first) Linear(in_features=8, out_features=8, bias=False): 64 params 66.67%, 128 MACs 66.67%" in written["2"]
+    )
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_a_step_that_has_passed_and_a_section_that_is_off(tmp_path: Path) -> None:
+    file = str(tmp_path / "profile.txt")
+    assert run(2, file, flops_profiler={"enabled": False}) == {}
+    assert run(1, file, flops_profiler={"profile_step": 1}) == {}
+    assert list(run(1, file, flops_profiler={"profile_step": 0})) == ["0"]
+
+
+def at_stage_3(file: str) -> dict[str, str]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return run(2, file, zero_optimization=zero, bf16={"enabled": True})
+
+
+def test_sharded_weights_count_whole(tmp_path: Path) -> None:
+    first, second = run_ranks(2, at_stage_3, str(tmp_path / "profile.txt"))
+    found = lines(first["1"])
+    assert second == {}
+    assert (found["parameters of the model"], found["parameters stored on this rank"]) == ("96", "48")
+    assert found["forward FLOPs per rank"] == str(FORWARD)
+    assert found["forward FLOPs of all ranks"] == str(2 * FORWARD)
+    assert found["backward FLOPs per rank, measured"] == str(2 * 2 * (32 + 32 + 64))
+    assert "(first) Linear(in_features=8, out_features=8, bias=False): 64 params 66.67%" in first["1"]
