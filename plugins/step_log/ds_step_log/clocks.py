@@ -1,61 +1,161 @@
-"""Phase timings and throughput: `wall_clock_breakdown`, `memory_breakdown` and `timers.throughput`."""
+"""Times of steps and phases, marked by events on the device's stream and read later: no step waits for the device.
+
+A mark is an event of `Accelerator.new_event`: on a device with events it is queued like work, on the CPU it reads the
+host's clock. A device without events is waited for at each mark.
+"""
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-if TYPE_CHECKING:
-    from ds_core.accelerator import Accelerator
-
-__all__ = ["PhaseTimers", "ThroughputClock"]
+__all__ = ["PHASES", "Later", "StepClock", "StepTimes", "Totals"]
 
 PHASES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+PENDING = 1000
+"""Steps whose marks are kept before the oldest is read: a print clears them, but not everybody prints."""
 
 
-class PhaseTimers:
-    """Milliseconds per phase, summed over the micro-batches of one optimizer step; each phase is synchronised.
+class Later:
+    """A number that is read when it is asked for: ``float(later)`` waits for the device, if it has to."""
 
-    memory: with `breakdown`, the bytes in use and at peak when each phase last ended.
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+
+    def __float__(self) -> float:
+        return self._read()
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """The marks of one optimizer step. spans: (phase, begin, end); pauses: (begin, end), of evaluations.
+
+    samples, tokens: of all ranks; tokens is None when it is not known.
     """
 
-    def __init__(self, accelerator: Accelerator, *, breakdown: bool = False) -> None:
-        self._accelerator = accelerator
-        self._now = dict.fromkeys(PHASES, 0.0)
-        self._breakdown = breakdown
-        self._starts: dict[str, float] = {}
-        self.memory: dict[str, tuple[int, int]] = {}
+    began: Any
+    ended: Any = None
+    spans: list[tuple[str, Any, Any]] = field(default_factory=list)
+    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    samples: int = 0
+    tokens: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it can be read without waiting."""
+        return bool(self.ended.query())
+
+    def milliseconds(self) -> float:
+        """From the end of the step before to the end of this one, without evaluations."""
+        self.ended.synchronize()
+        paused = sum(begin.elapsed_time(end) for begin, end in self.pauses)
+        return max(float(self.began.elapsed_time(self.ended) - paused), 1e-6)
+
+    def phases(self) -> dict[str, float]:
+        """Milliseconds per phase, added up over micro-batches."""
+        self.ended.synchronize()
+        found = dict.fromkeys(PHASES, 0.0)
+        for phase, begin, end in self.spans:
+            found[phase] += begin.elapsed_time(end)
+        return found
+
+    def phase(self, name: str) -> float:
+        """Milliseconds of one phase, added up over micro-batches."""
+        self.ended.synchronize()
+        return float(sum(begin.elapsed_time(end) for phase, begin, end in self.spans if phase == name))
+
+
+class StepClock:
+    """Marks the steps of one engine. new_event: of its accelerator. phases: whether phases are marked too."""
+
+    def __init__(self, new_event: Callable[[bool], Any], *, phases: bool) -> None:
+        self._new_event, self._phases = new_event, phases
+        self._open: list[Any] = []
+        self._paused: Any = None
+        self._step = StepTimes(self._mark())
+
+    def _mark(self) -> Any:
+        event = self._new_event(True)
+        event.record()
+        return event
 
     def begin(self, phase: str) -> None:
         """A phase begins, perhaps inside another."""
-        self._accelerator.synchronize()
-        self._starts[phase] = time.perf_counter()
+        if self._phases:
+            self._open.append(self._mark())
 
     def end(self, phase: str) -> None:
-        """Add the time since `begin` to the phase."""
-        self._accelerator.synchronize()
-        self._now[phase] += (time.perf_counter() - self._starts[phase]) * 1e3
-        if self._breakdown:
-            self.memory[phase] = self._accelerator.memory_allocated(), self._accelerator.max_memory_allocated()
+        """The innermost phase ends."""
+        if self._phases and self._open:
+            self._step.spans.append((phase, self._open.pop(), self._mark()))
 
-    def end_step(self) -> dict[str, float]:
-        """The milliseconds of the step that ends here; the next starts at zero."""
-        last, self._now = self._now, dict.fromkeys(PHASES, 0.0)
-        return last
+    def pause(self) -> None:
+        """An evaluation begins: its time is not the step's."""
+        self._paused = self._mark()
+
+    def resume(self) -> None:
+        """The evaluation is done."""
+        if self._paused is not None:
+            self._step.pauses.append((self._paused, self._mark()))
+            self._paused = None
+
+    def end_step(self, samples: int, tokens: int | None) -> StepTimes:
+        """The step that ends here; the next begins."""
+        done, self._paused = self._step, None
+        done.ended, done.samples, done.tokens = self._mark(), samples, tokens
+        self._step = StepTimes(done.ended)
+        return done
 
 
-class ThroughputClock:
-    """Samples per second over all ranks between two readings."""
+class Totals:
+    """Steps added up since the last reading."""
 
-    def __init__(self, accelerator: Accelerator, synchronized: bool) -> None:
-        self._accelerator, self._synchronized = accelerator, synchronized
-        self._samples, self._start = 0, time.perf_counter()
+    def __init__(self) -> None:
+        self._pending: deque[StepTimes] = deque()
+        self._clear()
 
-    def read(self, samples: int) -> float:
-        """The rate since the last reading; `samples` counts all samples so far."""
-        if self._synchronized:
-            self._accelerator.synchronize()
-        now = time.perf_counter()
-        rate = (samples - self._samples) / max(now - self._start, 1e-9)
-        self._samples, self._start = samples, now
-        return rate
+    def _clear(self) -> None:
+        self.steps = self.samples = self.tokens = 0
+        self.milliseconds, self._knows_tokens = 0.0, True
+        self.phases = dict.fromkeys(PHASES, 0.0)
+
+    def add(self, step: StepTimes) -> None:
+        """Take a step; those that the device has finished are read."""
+        self._pending.append(step)
+        while self._pending and (self._pending[0].is_over or len(self._pending) > PENDING):
+            self._fold(self._pending.popleft())
+
+    def _fold(self, step: StepTimes) -> None:
+        self.steps += 1
+        self.milliseconds += step.milliseconds()
+        self.samples += step.samples
+        self.tokens += step.tokens or 0
+        self._knows_tokens &= step.tokens is not None
+        for phase, spent in step.phases().items():
+            self.phases[phase] += spent
+
+    def read(self) -> Reading:
+        """Wait for all steps so far; the totals begin anew."""
+        if self._pending:
+            self._pending[-1].ended.synchronize()  # once for all
+        while self._pending:
+            self._fold(self._pending.popleft())
+        seconds, steps = self.milliseconds / 1e3, max(1, self.steps)
+        phases = {phase: spent / steps for phase, spent in self.phases.items()}
+        rate = self.samples / seconds if seconds else 0.0
+        tokens = self.tokens / seconds if seconds and self._knows_tokens else None
+        self._clear()
+        return Reading(rate, tokens, phases)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """samples, tokens: per second, tokens None when not known. phases: milliseconds of an average step."""
+
+    samples: float
+    tokens: float | None
+    phases: dict[str, float]

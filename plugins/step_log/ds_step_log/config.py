@@ -21,7 +21,7 @@ class StepsPerPrint(RootModel[Annotated[int, Field(gt=0)] | None]):
 
 
 class WallClockBreakdown(RootModel[bool]):
-    """Time forward, backward, reduction and step; adds synchronisation."""
+    """Time forward, backward, reduction and step, by events on the device where it has them."""
 
     model_config = _STRICT
 
@@ -42,7 +42,10 @@ class Throughput(Section):
     """The samples-per-second timer."""
 
     enabled: bool = option(True, "Measure samples per second.")
-    synchronized: bool = option(True, "Wait for the device before the clock is read.")
+    synchronized: bool = option(True, "A step ends when the device has done its work, not when it has been queued.")
+    tokens_per_sample: int | None = option(
+        None, "Tokens of one sample, for tokens per second; null: counted in the inputs of forward.", gt=0
+    )
 
 
 class Timers(Section):

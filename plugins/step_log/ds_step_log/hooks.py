@@ -7,7 +7,7 @@ the first of `KEYS` acts for all; hooks of the others return at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 from ds_core.context import StashKey
 
@@ -16,55 +16,70 @@ if TYPE_CHECKING:
     from ds_core.telemetry import Monitor
     from ds_step_log.step_log import StepLog
 
-__all__ = ["dump", "measuring", "printing"]
+__all__ = ["Hooks", "dump", "hooks"]
 
-KEYS = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print")
+KEYS = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "timers")
 LOG: StashKey[StepLog] = StashKey("the step log")
 
 
-def _acts(ctx: Context, key: str) -> bool:
-    """Whether `key` is the first of those in the config."""
-    return next(k for k in KEYS if k in ctx.config.sections) == key
+class Hooks(NamedTuple):
+    """The hooks of one key, in the order in which declaration modules name them."""
+
+    ds_monitors: Callable[..., Iterable[Monitor]]
+    ds_phase_begin: Callable[..., None]
+    ds_phase_end: Callable[..., None]
+    ds_eval_begin: Callable[..., None]
+    ds_eval_end: Callable[..., None]
+    ds_metrics: Callable[..., Mapping[str, SupportsFloat]]
+    ds_step_end: Callable[..., None]
 
 
-def _log(ctx: Context) -> StepLog:
-    """The run's step log; made at its first use."""
-    from ds_step_log.step_log import StepLog
+def hooks(key: str) -> Hooks:
+    """The hooks of `key`."""
 
-    if LOG not in ctx.stash:
-        ctx.stash[LOG] = StepLog(ctx)
-    return ctx.stash[LOG]
+    def acting(ctx: Context) -> StepLog | None:
+        """The run's step log, made at its first use, if `key` is the first of those in the config."""
+        if next(k for k in KEYS if k in ctx.config.sections) != key:
+            return None
+        if LOG not in ctx.stash:
+            from ds_step_log.step_log import StepLog
 
-
-def printing(key: str) -> tuple[Callable[[Context], Iterable[Monitor]], Callable[..., None]]:
-    """``ds_monitors``, which gives none but is called when the engine is built, and ``ds_step_end``."""
+            ctx.stash[LOG] = StepLog(ctx)
+        return ctx.stash[LOG]
 
     def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-        if _acts(ctx, key) and _log(ctx).prints:
+        """No monitor: this is where rank 0 hears that the engine is being built."""
+        if (log := acting(ctx)) is not None and log.prints:
             from ds_core.process import show_log
 
             show_log()
         return ()
 
-    def ds_step_end(ctx: Context, metrics: Mapping[str, float]) -> None:
-        if _acts(ctx, key):
-            _log(ctx).step_end(ctx.engine, metrics)
-
-    return ds_monitors, ds_step_end
-
-
-def measuring(key: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """``ds_phase_begin`` and ``ds_phase_end``."""
-
-    def ds_phase_begin(ctx: Context, phase: str) -> None:
-        if _acts(ctx, key):
-            _log(ctx).phase_begin(phase)
+    def ds_phase_begin(ctx: Context, phase: str, inputs: Any) -> None:
+        if (log := acting(ctx)) is not None:
+            log.phase_begin(phase, inputs)
 
     def ds_phase_end(ctx: Context, phase: str) -> None:
-        if _acts(ctx, key):
-            _log(ctx).phase_end(phase)
+        if (log := acting(ctx)) is not None:
+            log.phase_end(phase)
 
-    return ds_phase_begin, ds_phase_end
+    def ds_eval_begin(ctx: Context) -> None:
+        if (log := acting(ctx)) is not None:
+            log.eval_begin()
+
+    def ds_eval_end(ctx: Context) -> None:
+        if (log := acting(ctx)) is not None:
+            log.eval_end()
+
+    def ds_metrics(ctx: Context) -> Mapping[str, SupportsFloat]:
+        log = acting(ctx)
+        return {} if log is None else log.metrics(ctx.engine)
+
+    def ds_step_end(ctx: Context, metrics: Mapping[str, float]) -> None:
+        if (log := acting(ctx)) is not None:
+            log.step_end(ctx.engine, metrics)
+
+    return Hooks(ds_monitors, ds_phase_begin, ds_phase_end, ds_eval_begin, ds_eval_end, ds_metrics, ds_step_end)
 
 
 def dump(ctx: Context) -> None:

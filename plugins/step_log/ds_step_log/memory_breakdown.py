@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_step_log.hooks import measuring, printing
+from ds_step_log.hooks import hooks
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["ds_config", "ds_monitors", "ds_phase_begin", "ds_phase_end", "ds_step_end"]
+__all__ = [
+    "ds_config",
+    "ds_eval_begin",
+    "ds_eval_end",
+    "ds_metrics",
+    "ds_monitors",
+    "ds_phase_begin",
+    "ds_phase_end",
+    "ds_step_end",
+]
 
 
 def ds_config() -> type[BaseModel]:
@@ -19,5 +28,6 @@ def ds_config() -> type[BaseModel]:
     return MemoryBreakdown
 
 
-ds_monitors, ds_step_end = printing("memory_breakdown")
-ds_phase_begin, ds_phase_end = measuring("memory_breakdown")
+ds_monitors, ds_phase_begin, ds_phase_end, ds_eval_begin, ds_eval_end, ds_metrics, ds_step_end = hooks(
+    "memory_breakdown"
+)

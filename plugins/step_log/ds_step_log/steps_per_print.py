@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ds_step_log.hooks import printing
+from ds_step_log.hooks import hooks
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["ds_config", "ds_monitors", "ds_step_end"]
+__all__ = [
+    "ds_config",
+    "ds_eval_begin",
+    "ds_eval_end",
+    "ds_metrics",
+    "ds_monitors",
+    "ds_phase_begin",
+    "ds_phase_end",
+    "ds_step_end",
+]
 
 
 def ds_config() -> type[BaseModel]:
@@ -19,4 +28,6 @@ def ds_config() -> type[BaseModel]:
     return StepsPerPrint
 
 
-ds_monitors, ds_step_end = printing("steps_per_print")
+ds_monitors, ds_phase_begin, ds_phase_end, ds_eval_begin, ds_eval_end, ds_metrics, ds_step_end = hooks(
+    "steps_per_print"
+)
