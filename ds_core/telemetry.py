@@ -34,12 +34,12 @@ EVENTS["loss"] = "Train/Samples/train_loss"
 
 @runtime_checkable
 class Monitor(Protocol):
-    """Receives metric events on rank 0, called by one thread at a time. Buffer writes; `close` flushes and frees."""
+    """Receives metric events on rank 0. Where its `takes_tensors` is true, values may be 0-d tensors on a device."""
 
     name: str
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Take `events` in order; values are float."""
+        """Take `events` in order. Training waits for it: see ``ds_monitor_kit.Background``."""
 
     def flush(self) -> None:
         """Make everything written so far readable by others."""
@@ -49,10 +49,7 @@ class Monitor(Protocol):
 
 
 class MonitorMaster:
-    """Gives events to every monitor; only rank 0 has any.
-
-    A monitor that raises is closed and switched off after one warning; the others and training go on.
-    """
+    """Gives events to all monitors; only rank 0 has any. One that raises is closed and switched off, with a warning."""
 
     def __init__(self, monitors: Iterable[Monitor] = ()) -> None:
         self.monitors = list(monitors)
@@ -79,8 +76,9 @@ class MonitorMaster:
 
     def _each(self, method: str, *arguments: Sequence[Event]) -> None:
         for monitor in list(self.monitors):
+            takes = getattr(monitor, "takes_tensors", False)
             try:
-                getattr(monitor, method)(*arguments)
+                getattr(monitor, method)(*(a if takes else [Event(n, float(v), s) for n, v, s in a] for a in arguments))
             except Exception as error:
                 self.monitors.remove(monitor)
                 what = f"{method} ({type(error).__name__}: {error})"
@@ -92,7 +90,8 @@ class MonitorMaster:
 
 def _event(name: str, value: Any, step: int) -> Event:
     try:
-        return Event(str(name), value.__float__(), int(step))
+        waits = isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1
+        return Event(str(name), value if waits else value.__float__(), int(step))
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         kinds = "a value is a number or a tensor of one element, a step an integer"
         raise UsageError(f"metric {name!r} is {value!r} at step {step!r}; {kinds}") from error
@@ -189,9 +188,8 @@ class Telemetry:
         return request
 
     def _metrics(self, engine: RunningEngine) -> dict[str, float | Tensor]:
-        lr = engine.get_lr()
         metrics: dict[str, float | Tensor] = {
-            "lr": lr[0] if lr else 0.0,
+            "lr": (engine.get_lr() or [0.0])[0],
             "grad_norm": engine.get_global_grad_norm() or 0.0,
             "loss_scale": engine.loss_scale,
             "skipped": 0.0 if engine.was_step_applied() else 1.0,

@@ -31,7 +31,7 @@ TORCH_FREE = (
     "ds_core.compose",
     "ds_core.entries",
     "ds_core.errors",
-    "ds_monitor_files",
+    "ds_monitor_kit",
     "ds_core.hookspecs",
     "ds_core.kernels",
     "ds_kernel_kit.portions",

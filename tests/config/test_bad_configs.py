@@ -398,7 +398,7 @@ def test_what_is_not_built_says_so(path: str, value: Any) -> None:
 @pytest.mark.parametrize("name", WITHOUT_PLUGIN)
 def test_a_missing_plugin_is_named(name: str) -> None:
     (problem,) = refused({name: WITHOUT_PLUGIN[name]}).problems
-    files = "pip install ./monitors/files ./monitors"
+    files = "pip install ./monitors/kit ./monitors"
     built = {"csv_monitor": f"{files}/csv", "tensorboard": f"{files}/tensorboard"}
     built |= {
         "zero_optimization": "pip install ./plugins/access ./plugins/run_state ./plugins/state_stores ./plugins/zero",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_monitor_files import JobFolder
+from ds_monitor_kit import JobFolder
 
 from ds_core.config import option
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_monitor_files import append_whole
+from ds_monitor_kit import append_whole
 
 from ds_core.entries import Event
 

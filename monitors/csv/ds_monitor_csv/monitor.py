@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_monitor_files import BufferedMonitor, Buffering
+from ds_monitor_kit import BufferedMonitor, Buffering
 
 from ds_monitor_csv.files import CSVFiles
 

@@ -23,8 +23,12 @@ def ds_config() -> type[BaseModel]:
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
     """One monitor when ``csv_monitor.enabled``, else none. Touches no file before the first flush."""
+    from ds_monitor_kit import Background
+
     from ds_monitor_csv.config import CSVConfig
     from ds_monitor_csv.monitor import CSVMonitor
 
     section = ctx.config.section("csv_monitor")
-    return [CSVMonitor(section.directory())] if isinstance(section, CSVConfig) and section.enabled else []
+    if not isinstance(section, CSVConfig) or not section.enabled:
+        return []
+    return [Background(CSVMonitor(section.directory()))]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_monitor_files import BufferedMonitor, Buffering, append_whole
+from ds_monitor_kit import BufferedMonitor, Buffering, append_whole
 from tensorboard.compat.proto import event_pb2, summary_pb2
 
 from ds_core.entries import Event

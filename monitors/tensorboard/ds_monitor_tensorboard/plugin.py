@@ -50,4 +50,6 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:
             f"the section tensorboard is enabled, but the package tensorboard cannot be imported ({error}); "
             "pip install tensorboard, or set tensorboard.enabled to false"
         ) from error
-    return [TensorBoardMonitor(section.directory())]
+    from ds_monitor_kit import Background
+
+    return [Background(TensorBoardMonitor(section.directory()))]

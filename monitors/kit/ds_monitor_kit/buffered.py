@@ -24,7 +24,7 @@ from ds_core.entries import Event
 
 __all__ = ["BufferedMonitor", "Buffering", "JobFolder", "Sink", "append_whole"]
 
-log = logging.getLogger("ds_monitor_files")
+log = logging.getLogger("ds_monitor_kit")
 
 FLUSH_EVENTS = 1000
 FLUSH_SECONDS = 10.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ds_monitor_files import BufferedMonitor, JobFolder, append_whole
+from ds_monitor_kit import BufferedMonitor, JobFolder, append_whole
 from ds_testing import MonitorConformance
 from pydantic import ValidationError
 
