@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_core.context import StashKey
+from ds_core.entries import CommandEntry
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -17,6 +18,7 @@ __all__ = [
     "ds_checkpoint_loaded",
     "ds_checkpoint_saved",
     "ds_close",
+    "ds_commands",
     "ds_config",
     "ds_engine_methods",
     "ds_eval_end",
@@ -34,6 +36,12 @@ def ds_config() -> type[BaseModel]:
     from ds_report.config import RunRecord
 
     return RunRecord
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """What reads records."""
+    text = "Write one HTML page that shows one or several runs."
+    return {"report": CommandEntry("ds_report.command:report", text)}
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
