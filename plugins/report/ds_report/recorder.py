@@ -108,7 +108,8 @@ class Recorder:
         """An optimizer step is done, the `step`-th of the run."""
         self._step = step
         ms, self._ms = self._ms, {}
-        self.add("step", step=step, metrics=dict(metrics), host_ms=ms)
+        values = getattr(metrics, "data", metrics)  # as they are: reading a number on a device waits for it
+        self.add("step", step=step, metrics=dict(values), host_ms=ms)
 
     def phase_begin(self, phase: str) -> None:
         """This rank is in `phase` now."""
