@@ -11,7 +11,8 @@ __all__ = ["KINDS", "Kind"]
 class Kind:
     """meaning: for the list, one line. hooks: what such a plugin implements. section: whether it owns a config section.
 
-    title: of its part in docs/plugins.md. needs, test_needs: distributions besides ds-core, and for its tests.
+    title: of its part in docs/plugins.md. needs, test_needs: distributions besides ds-core, and for its tests; ours
+    have no bound here.
     """
 
     meaning: str
@@ -42,7 +43,35 @@ KINDS: dict[str, Kind] = {
         "An observer, and asking all ranks to stop or save",
     ),
     "accelerator": Kind("a type of device", ("ds_accelerators",), False, "An accelerator"),
+    "metrics": Kind("numbers of a step, for monitors", ("ds_metrics",), True, "Metrics"),
+    "engine-methods": Kind("methods for the engine", ("ds_engine_methods",), True, "Methods for the engine"),
+    "mesh-axis": Kind(
+        "an axis along which parameters differ",
+        ("ds_mesh_axes", "ds_param_axes"),
+        True,
+        "A mesh axis with parameters that differ on it",
+    ),
+    "mesh": Kind(
+        "a mesh over groups that the user has",
+        ("ds_mesh", "ds_param_axes"),
+        False,
+        "A mesh over groups that the user has",
+    ),
     "transform": Kind("changes the model before training", ("ds_transforms",), True, "A transform"),
+    "partitioner": Kind(
+        "how model states lie over ranks",
+        ("ds_partitioner",),
+        True,
+        "A partitioner",
+        needs=("ds-run-state",),
+    ),
+    "checkpointer": Kind(
+        "saves and loads checkpoints",
+        ("ds_checkpointer",),
+        True,
+        "A checkpointer",
+        needs=("ds-checkpoint", "ds-run-state"),
+    ),
     "state-store": Kind(
         "where offloaded states are kept",
         ("ds_state_stores",),
@@ -62,5 +91,8 @@ KINDS: dict[str, Kind] = {
         "A launcher",
         needs=("ds-cli",),
     ),
+    "command": Kind("a command of dscore", ("ds_commands",), False, "A command", needs=("ds-cli", "typer>=0.12")),
+    "check": Kind("rules that span a config's sections", ("ds_check",), True, "A check"),
+    "chart": Kind("what dscore plan shows of a config", ("ds_charts",), True, "A chart"),
 }
 """By the name that ``--kind`` takes; in the order of docs/plugins.md."""

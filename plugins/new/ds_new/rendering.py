@@ -78,9 +78,10 @@ def _variables(kind: str, names: Names) -> dict[str, Any]:
 
 
 def _ours(*distributions: str) -> list[str]:
-    """Requirements of the series that is installed: 0.1.3 -> ``>=0.1,<0.2``."""
+    """Requirements; without a bound of the series that is installed: 0.1.3 -> ``>=0.1,<0.2``."""
     major, minor = (int(part) for part in __version__.split(".")[:2])
-    return [f"{dist}>={major}.{minor},<{major}.{minor + 1}" for dist in distributions]
+    series = f">={major}.{minor},<{major}.{minor + 1}"
+    return [dist if ">" in dist else dist + series for dist in distributions]
 
 
 def _quoted(texts: Sequence[str]) -> str:

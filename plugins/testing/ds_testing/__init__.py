@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from ds_testing.accelerator import AcceleratorConformance
     from ds_testing.checkpointer import CheckpointerConformance
     from ds_testing.collectives import CollectivesConformance
+    from ds_testing.command import CommandConformance
+    from ds_testing.config_hooks import ChartConformance, CheckConformance
+    from ds_testing.engine_methods import EngineMethodsConformance
     from ds_testing.formats import ConfigFormatConformance
     from ds_testing.gradients import GradientsConformance
     from ds_testing.interceptor import InterceptorConformance
     from ds_testing.kernels import KernelConformance
     from ds_testing.launcher import LauncherConformance
     from ds_testing.loader import LoaderConformance
+    from ds_testing.mesh import MeshAxisConformance, MeshConformance
     from ds_testing.monitor import MonitorConformance
     from ds_testing.observer import ObserverConformance
     from ds_testing.optimizer import OptimizerConformance
@@ -36,14 +40,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceleratorConformance",
+    "ChartConformance",
+    "CheckConformance",
     "CheckpointerConformance",
     "CollectivesConformance",
+    "CommandConformance",
     "ConfigFormatConformance",
+    "EngineMethodsConformance",
     "GradientsConformance",
     "InterceptorConformance",
     "KernelConformance",
     "LauncherConformance",
     "LoaderConformance",
+    "MeshAxisConformance",
+    "MeshConformance",
     "MonitorConformance",
     "ObserverConformance",
     "OptimizerConformance",
@@ -67,19 +77,23 @@ __getattr__, __dir__ = names_on_first_use(
         "accelerator": "AcceleratorConformance",
         "checkpointer": "CheckpointerConformance",
         "collectives": "CollectivesConformance",
+        "command": "CommandConformance",
+        "config_hooks": "ChartConformance CheckConformance",
+        "engine_methods": "EngineMethodsConformance",
         "formats": "ConfigFormatConformance",
         "gradients": "GradientsConformance",
         "interceptor": "InterceptorConformance",
         "kernels": "KernelConformance",
         "launcher": "LauncherConformance",
         "loader": "LoaderConformance",
+        "mesh": "MeshAxisConformance MeshConformance",
         "monitor": "MonitorConformance",
         "observer": "ObserverConformance",
         "optimizer": "OptimizerConformance",
         "partitioner": "PartitionerConformance",
         "plugin": "PluginConformance",
-        "precision": "PrecisionConformance",
         "pool": "RemoteError WorkerPool run_ranks",
+        "precision": "PrecisionConformance",
         "rendezvous": "RendezvousConformance",
         "runner": "RunnerConformance",
         "scheduler": "SchedulerConformance",

@@ -112,7 +112,7 @@ class WorkerPool:
         Raises RemoteError when a rank raises, dies or does not answer; TypeError for an `fn` that is not a
         module-level function or a value that cannot be sent.
         """
-        task = _reference(fn) | _surroundings() | {"args": list(args)}
+        task = reference(fn) | _surroundings() | {"args": list(args)}
         wire.encode(task["args"], "args")
         if self._pids and self._any_closed():
             self.close()
@@ -351,7 +351,7 @@ def _server() -> _Server:
     return _servers[-1]
 
 
-def _reference(fn: Callable[..., Any]) -> dict[str, Any]:
+def reference(fn: Callable[..., Any]) -> dict[str, Any]:
     """Where a worker finds `fn`: module name, file and qualified name. Raises TypeError when it cannot be found so."""
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     found: Any = sys.modules.get(module or "")

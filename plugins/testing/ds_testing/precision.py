@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ds_testing.pool import run_ranks
+from ds_testing.pool import reference, run_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,8 +50,7 @@ class PrecisionConformance:
 
     def _run(self, world: int, function: Any, *arguments: Any) -> list[Any]:
         make = type(self).make_model
-        model = f"{make.__module__}:{make.__qualname__}"
-        return run_ranks(world, function, [model, dict(self.config), list(self.load)], *arguments)
+        return run_ranks(world, function, [reference(make), dict(self.config), list(self.load)], *arguments)
 
     def test_it_is_selected_and_keeps_parameters(self) -> None:
         """The config selects it, its description is the same every time, and converting keeps names and shapes."""
@@ -91,8 +90,8 @@ class PrecisionConformance:
 
 def _engine(what: list[Any], extra: Mapping[str, Any], gas: int, total: int) -> Engine:
     import ds_core
-    from ds_core.entries import resolve
     from ds_testing.partitioner import with_plugins
+    from ds_testing.worker import find_function
 
     make, config, load = what
     base = {
@@ -100,7 +99,7 @@ def _engine(what: list[Any], extra: Mapping[str, Any], gas: int, total: int) -> 
         "gradient_accumulation_steps": gas,
         "optimizer": {"type": "Adam", "params": {"lr": 0.02}},
     }
-    engine, *_ = ds_core.initialize(model=resolve(make)(), config=with_plugins(base, {**config, **extra}, load))
+    engine, *_ = ds_core.initialize(model=find_function(make)(), config=with_plugins(base, {**config, **extra}, load))
     return engine
 
 
@@ -133,9 +132,9 @@ def _step(engine: Engine, total: int) -> float:
 
 
 def _describe(what: list[Any]) -> dict[str, Any]:
-    from ds_core.entries import resolve
+    from ds_testing.worker import find_function
 
-    plain, first, engine = resolve(what[0])(), _engine(what, {}, 1, 1), _engine(what, {}, 1, 1)
+    plain, first, engine = find_function(what[0])(), _engine(what, {}, 1, 1), _engine(what, {}, 1, 1)
     made = {n: p.shape for n, p in engine.module.named_parameters()}
     found = {
         "plugin": str(engine.ctx.precision.plugin or ""),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from ds_testing.pool import run_ranks
+from ds_testing.pool import reference, run_ranks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +67,7 @@ class RunnerConformance:
 
     def _run(self, world: int, function: Any, *arguments: Any) -> list[Any]:
         model, batch, truth = type(self).make_model, type(self).make_batch, type(self).make_truth
-        names = [f"{f.__module__}:{f.__qualname__}" for f in (model, batch, truth or model)]
+        names = [reference(f) for f in (model, batch, truth or model)]
         return run_ranks(world, function, names, dict(self.config), list(self.load), *arguments, timeout=self.timeout)
 
     def test_train_batch_is_plain_torch(self) -> None:
@@ -99,13 +99,13 @@ class RunnerConformance:
         assert self._run(world, _manual) == [True] * world
 
 
-def _parts(names: list[str]) -> tuple[Any, Any, Any]:
-    from ds_core.entries import resolve
+def _parts(names: list[Any]) -> tuple[Any, Any, Any]:
+    from ds_testing.worker import find_function
 
-    return resolve(names[0]), resolve(names[1]), resolve(names[2])
+    return find_function(names[0]), find_function(names[1]), find_function(names[2])
 
 
-def _engine(names: list[str], extra: dict[str, Any], load: list[str], gas: int, dtype: str = "float64") -> Any:
+def _engine(names: list[Any], extra: dict[str, Any], load: list[str], gas: int, dtype: str = "float64") -> Any:
     import torch
 
     import ds_core
@@ -122,11 +122,11 @@ def _engine(names: list[str], extra: dict[str, Any], load: list[str], gas: int, 
     return engine
 
 
-def _train_all(names: list[str], extra: dict[str, Any], load: list[str], cases: list[Any]) -> list[list[float]]:
+def _train_all(names: list[Any], extra: dict[str, Any], load: list[str], cases: list[Any]) -> list[list[float]]:
     return [_train(names, {**extra, **variant}, load, gas, dtype) for _, variant, gas, dtype in cases]
 
 
-def _train(names: list[str], extra: dict[str, Any], load: list[str], gas: int, dtype: str) -> list[float]:
+def _train(names: list[Any], extra: dict[str, Any], load: list[str], gas: int, dtype: str) -> list[float]:
     import torch
 
     from ds_core.precision import cast_floats
@@ -160,7 +160,7 @@ def _train(names: list[str], extra: dict[str, Any], load: list[str], gas: int, d
     return answer
 
 
-def _short(names: list[str], extra: dict[str, Any], load: list[str]) -> bool:
+def _short(names: list[Any], extra: dict[str, Any], load: list[str]) -> bool:
     import torch
 
     from ds_testing.partitioner import whole_weights
@@ -176,7 +176,7 @@ def _short(names: list[str], extra: dict[str, Any], load: list[str]) -> bool:
     return answer
 
 
-def _evaluate(names: list[str], extra: dict[str, Any], load: list[str]) -> list[Any]:
+def _evaluate(names: list[Any], extra: dict[str, Any], load: list[str]) -> list[Any]:
     import torch
 
     from ds_core.runner import call_with_batch, loss_of
@@ -197,7 +197,7 @@ def _evaluate(names: list[str], extra: dict[str, Any], load: list[str]) -> list[
     return answer
 
 
-def _manual(names: list[str], extra: dict[str, Any], load: list[str]) -> bool:
+def _manual(names: list[Any], extra: dict[str, Any], load: list[str]) -> bool:
     from ds_core.errors import UsageError
     from ds_core.runner import call_with_batch, loss_of
 

@@ -185,7 +185,7 @@ def _answer(
     try:
         _fresh(task, group)
         group.renew(task["generation"], task["store_port"])
-        value = _function(task, modules)(*task["args"])
+        value = find_function(task, modules)(*task["args"])
         _forget()
         wire.encode(value, "result")
         return {"ok": True, "value": value, "dirty": group.dirty()}
@@ -232,9 +232,10 @@ def _forget() -> None:
         reset()
 
 
-def _function(task: Mapping[str, Any], modules: dict[tuple[str, int, int], ModuleType]) -> Any:
-    found: Any = _module(task["module"], task["file"], modules)
-    for part in task["qualname"].split("."):
+def find_function(reference: Mapping[str, Any], modules: dict[tuple[str, int, int], ModuleType] | None = None) -> Any:
+    """What `ds_testing.pool.reference` describes. modules: those that were run before, by file."""
+    found: Any = _module(reference["module"], reference["file"], {} if modules is None else modules)
+    for part in reference["qualname"].split("."):
         found = getattr(found, part)
     return found
 
