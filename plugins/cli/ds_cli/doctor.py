@@ -3,28 +3,67 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_cli.show import other_output_to_stderr, show_json, show_list
+from ds_cli.show import CommandError, other_output_to_stderr, show_json, show_list
+
+if TYPE_CHECKING:
+    from ds_cli.checks import Finding
 
 __all__ = ["doctor"]
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a Markdown file for a bug report, without secrets; - prints."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="With --report: the config that was used.")
+    ] = None,
+) -> None:
     """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run would fail."""
     from ds_cli.checks import examine
 
+    if config is not None and report is None:
+        raise CommandError("--config goes into a report; give --report FILE too, or use `dscore config check`")
+    if as_json and report is not None:
+        raise CommandError("--json and --report are two forms of one thing; give one of them")
     with other_output_to_stderr():
         findings = examine()
+        text = _report(findings, config) if report is not None else ""
     broken = [f for f in findings if f.level == "fault"]
-    if as_json:
+    if report is not None:
+        _write(report, text)
+    elif as_json:
         show_json([asdict(f) for f in findings])
     else:
         order = ("fault", "note", "ok")
         ranked = sorted(findings, key=lambda f: order.index(f.level))
         show_list([(f.level, f"{f.part}: {f.found}", f"-> {f.fix}" if f.fix else "") for f in ranked])
         typer.echo(f"{len(broken)} fault{'' if len(broken) == 1 else 's'}" if broken else "nothing is broken")
-    if broken:
+    if broken and report is None:
         raise typer.Exit(1)
+
+
+def _report(findings: list[Finding], config: Path | None) -> str:
+    from ds_cli.bug_report import report
+
+    if config is not None and not config.is_file():
+        raise CommandError(f"--config: no such file: {str(config)!r}")
+    return report(findings, config)
+
+
+def _write(file: Path, text: str) -> None:
+    if str(file) == "-":
+        typer.echo(text, nl=False)
+        return
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--report {str(file)!r}: {error.strerror}") from error
+    typer.echo(f"{file}: {len(text.splitlines())} lines; secrets are removed, but look it over before you send it")

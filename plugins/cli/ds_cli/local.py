@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from ds_rendezvous.meeting import is_loopback
 
 from ds_cli.failure import describe, exit_code, first, gather, signal_name
 from ds_cli.guard import Guard, Stopped
+from ds_cli.last_failure import keep
 from ds_cli.show import say_error
 from ds_cli.surroundings import (
     activated,
@@ -112,7 +114,9 @@ class _Run:
 
     def _say_failure(self, known: list[tuple[int, int, int, int]]) -> int:
         failures, ended = gather(self.folder, self.attempt, self.guard.endings, known, self.request.grace)
-        sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
+        said = describe(failures, ended, self.world_size)
+        sys.stderr.write(said + "\n")
+        keep(said, shlex.join([self.request.script, *self.request.arguments]))
         return exit_code(first(failures))
 
     def _begins(self, envs: dict[int, dict[str, str]]) -> None:

@@ -1,61 +1,111 @@
-"""``dscore plugins``: what is installed, what it provides and how it stands (no torch)."""
+"""``dscore plugins``: what is installed, what it offers and how it stands (no torch)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_cli.show import other_output_to_stderr, show_json, show_list
+from ds_cli.show import CommandError, other_output_to_stderr, show_json, show_list
 
 if TYPE_CHECKING:
-    from ds_core.plugins import Report
+    from ds_core.plugins import Plugins, Report
 
-__all__ = ["plugins", "provides"]
+__all__ = ["KINDS", "plugins"]
 
-# What a hook makes of its plugin; hooks that only watch or check are no kind of their own.
-_KINDS = {
+KINDS = {
+    "ds_config_formats": "config format",
     "ds_accelerators": "accelerator",
     "ds_kernels": "kernel",
+    "ds_collectives": "collectives",
     "ds_rendezvous": "rendezvous",
     "ds_optimizers": "optimizer",
     "ds_schedulers": "scheduler",
     "ds_state_stores": "state store",
     "ds_monitors": "monitor",
+    "ds_metrics": "metrics",
     "ds_mesh": "mesh",
     "ds_mesh_axes": "mesh axis",
-    "ds_transforms": "transform",
     "ds_param_axes": "param axes",
+    "ds_interceptors": "interceptor",
+    "ds_transforms": "transform",
+    "ds_precision": "precision",
     "ds_partitioner": "partitioner",
     "ds_runner": "runner",
-    "ds_step_begin": "observer",
-    "ds_step_end": "observer",
-    "ds_checkpointables": "checkpoint",
+    "ds_loader": "loader",
+    "ds_gradients": "gradients",
+    "ds_engine_methods": "engine methods",
+    "ds_checkpointables": "checkpointed state",
     "ds_checkpointer": "checkpointer",
     "ds_launchers": "launcher",
     "ds_commands": "command",
     "ds_charts": "chart",
+    "ds_check": "check",
 }
+"""What a hook makes of its plugin; all others are observers'."""
 
 
-def plugins(as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False) -> None:
-    """Show every installed plugin: what it provides, its state and why."""
+def plugins(
+    name: Annotated[str, typer.Argument(help="Of a plugin or a distribution: all about it.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Show every installed plugin: what it offers by which names, its state and why."""
     from ds_core.plugins import Plugins
 
     with other_output_to_stderr():
-        rows = [_row(report) for report in Plugins().examine()]
+        known = Plugins()
+        reports = known.examine()
+        if name:
+            rows = [_details(known, report) for report in _named(name, reports)]
+        else:
+            rows = [_row(known, report) for report in reports]
     if as_json:
         show_json(rows)
-        return
-    show_list([_line(row) for row in sorted(rows, key=_trouble)])
+    elif name:
+        typer.echo("\n\n".join(map(_described, rows)))
+    else:
+        show_list([_line(row) for row in sorted(rows, key=_trouble)])
 
 
-def provides(report: Report) -> list[str]:
-    """The section it owns and the kinds of things it offers."""
-    from ds_core.plugins import SECTIONS
+def _named(name: str, reports: list[Report]) -> list[Report]:
+    """The plugins of this name, or of this distribution."""
+    found = [r for r in reports if name in (r.found.name, r.found.dist)]
+    if not found:
+        from ds_core.catalogue import missing, offered_by
+        from ds_core.errors import did_you_mean
 
-    section = [f"section {report.found.name}"] if report.found.group == SECTIONS else []
-    return [*section, *dict.fromkeys(_KINDS[hook] for hook in report.hooks if hook in _KINDS)]
+        names = sorted({n for r in reports for n in (r.found.name, r.found.dist)})
+        if offered_by("sections", name):
+            raise CommandError(str(missing("sections", name, names)))
+        close = did_you_mean(name, names, "see `dscore plugins`")
+        raise CommandError(f"no plugin or distribution {name!r} is installed; {close}")
+    return found
+
+
+def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
+    """Kind -> the names that the plugin offers; none where names depend on a config, or it has none."""
+    from ds_core.plugins import SECTIONS, PluginState
+
+    found: dict[str, list[str]] = {"section": [report.found.name]} if report.found.group == SECTIONS else {}
+    for hook in report.hooks:
+        if hook != "ds_config":
+            found.setdefault(KINDS.get(hook, "observer"), [])
+    if report.state is PluginState.LOADED:
+        from ds_core.discovery import OFFERS
+
+        for hook in (hook for hook in report.hooks if hook in OFFERS and hook != "ds_config"):
+            found[KINDS[hook]] += _names(known.ask_one(hook, report.found))
+    return found
+
+
+def _names(answer: Any) -> list[str]:
+    """The names in what a hook without arguments gave: a mapping's keys, or those of entries."""
+    if isinstance(answer, Mapping):
+        return list(answer)
+    if not isinstance(answer, tuple):  # a rendezvous, or none
+        return list(getattr(answer, "variables", ()))
+    return list(dict.fromkeys(getattr(entry, "op", None) or entry.name for entry in answer))
 
 
 def _trouble(row: dict[str, Any]) -> int:
@@ -64,11 +114,15 @@ def _trouble(row: dict[str, Any]) -> int:
 
 
 def _line(row: dict[str, Any]) -> tuple[str, str, str]:
-    what = f": {', '.join(row['provides'])}" if row["provides"] else ""
-    return row["state"], f"{row['name']} ({row['distribution']} {row['version']}){what}", row["why"]
+    what = "; ".join(f"{kind} {', '.join(names)}".strip() for kind, names in row["offers"].items())
+    return (
+        row["state"],
+        f"{row['name']} ({row['distribution']} {row['version']}){': ' if what else ''}{what}",
+        row["why"],
+    )
 
 
-def _row(report: Report) -> dict[str, Any]:
+def _row(known: Plugins, report: Report) -> dict[str, Any]:
     found = report.found
     return {
         "name": found.name,
@@ -76,8 +130,59 @@ def _row(report: Report) -> dict[str, Any]:
         "version": found.version,
         "group": found.group,
         "module": found.module,
-        "provides": provides(report),
+        "offers": _offers(known, report),
         "hooks": list(report.hooks),
         "state": report.state.value,
         "why": report.why,
     }
+
+
+def _details(known: Plugins, report: Report) -> dict[str, Any]:
+    """`_row`, and the file, the requirements and the keys of the section."""
+    from ds_core.plugins import SECTIONS, PluginState
+
+    row = _row(known, report)
+    row["file"] = _file(report.found.module)
+    row["requires"] = _requirements(report.found.dist)
+    if report.state is PluginState.LOADED and report.found.group == SECTIONS:
+        from ds_cli.explanation import explain
+
+        owner = f"{report.found.dist} {report.found.version}"
+        row["keys"] = dict(explain(report.found.name, {report.found.name: (known.model(report.found), owner)}).keys)
+    return row
+
+
+def _file(module: str) -> str:
+    """Where a declaration module lies, though it may fail to import; "" where there is none."""
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(module)
+    except Exception:  # a package on the way to it fails
+        return ""
+    return (spec.origin if spec is not None else "") or ""
+
+
+def _requirements(dist: str) -> list[str]:
+    import importlib_metadata
+
+    try:
+        return [r for r in importlib_metadata.requires(dist) or () if "extra ==" not in r]
+    except importlib_metadata.PackageNotFoundError:
+        return []
+
+
+def _described(row: dict[str, Any]) -> str:
+    """A plugin's details as lines, one of a kind."""
+    said = [
+        f"{row['name']} ({row['distribution']} {row['version']}): {row['state']}",
+        *([f"  {row['why']}"] if row["why"] else []),
+        f"  entry point: {row['name']} = {row['module']} ({row['group']})",
+        f"  file: {row['file'] or 'not found'}",
+        f"  requires: {', '.join(row['requires']) or 'nothing'}",
+        f"  hooks: {', '.join(row['hooks']) or 'none'}",
+        *(f"  {kind}: {', '.join(names)}" for kind, names in row["offers"].items() if names),
+    ]
+    for key, about in row.get("keys", {}).items():
+        said.append(f"    {row['name']}.{key}: {about}" if about else f"    {row['name']}.{key}")
+    return "\n".join(said)

@@ -17,6 +17,7 @@ from ds_cli.app import make_app
 from ds_cli.launch import LaunchRequest
 from ds_cli.plugin import ds_launchers
 from ds_testing import processes
+from pydantic import Field
 from typer.testing import CliRunner
 
 from ds_core import plugins as P
@@ -57,7 +58,14 @@ def missing(name: str = "bad", group: str = BACKENDS) -> Found:
 @pytest.mark.parametrize(
     "words",
     [
-        *(["--help"], ["--version"], ["plugins"], ["run", "--help"], ["run", "no_such_script.py"]),
+        *(
+            ["--help"],
+            ["--version"],
+            ["plugins"],
+            ["plugins", "zero_optimization"],
+            ["run", "--help"],
+            ["run", "no_such_script.py"],
+        ),
         *(["config", "schema"], ["config", "explain", "fp16"], ["config", "check"]),
     ],
     ids=" ".join,
@@ -124,16 +132,45 @@ def test_plugins_shows_kinds_states_and_whole_reasons(install: Any, monkeypatch:
     assert lines[0].startswith("quarantined")  # what is wrong stands first, its reason on the next line
     assert lines[0].split()[1] == "bad"
     rows = {line.split()[1]: line + below for line, below in zip(lines, [*lines[1:], ""], strict=True)}
-    assert "section zed, monitor, mesh axis" in rows["zed"]
-    assert "optimizer, scheduler" in rows["many"]
+    assert "section zed; monitor; mesh axis" in rows["zed"]
+    assert "optimizer a; scheduler b" in rows["many"]
     assert "loaded" in rows["many"]
     why = "plugin 'bad' (ds-bad 0.1, module no_such_module_bad) failed to import: ModuleNotFoundError: No module named"
     assert "quarantined" in rows["bad"]
     assert why in rows["bad"]
     as_json = {row["name"]: row for row in json.loads(dscore("plugins", "--json").output)}
-    assert as_json["zed"]["provides"] == ["section zed", "monitor", "mesh axis"]
+    assert as_json["zed"]["offers"] == {"section": ["zed"], "monitor": [], "mesh axis": []}
+    assert as_json["many"]["offers"] == {"optimizer": ["a"], "scheduler": ["b"]}
     assert (as_json["bad"]["state"], as_json["bad"]["distribution"]) == ("quarantined", "ds-bad")
     assert as_json["core"]["version"] == as_json["core"]["version"].strip() != ""
+
+
+def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
+    class Zed(Section):
+        depth: int = Field(1, description="How deep.")
+
+    install("zed", "ds-zed", group=SECTIONS, ds_config=lambda: Zed, ds_step_end=lambda ctx: None)
+    found = P.discover()
+    monkeypatch.setattr(P, "discover", lambda: (*found, missing()))
+    for name in ("zed", "ds-zed"):
+        said = dscore("plugins", name).output
+        assert said.startswith("zed (ds-zed 1.0): loaded\n  entry point: zed = made_zed_ds_zed (ds_core.plugins)\n")
+        assert "\n  hooks: ds_config, ds_step_end\n" in said and "\n    zed.depth: How deep.\n" in said
+    (row,) = json.loads(dscore("plugins", "zed", "--json").output)
+    assert row["keys"] == {"depth": "How deep."} and row["offers"] == {"section": ["zed"], "observer": []}
+    said = dscore("plugins", "bad").output
+    assert "No module named 'no_such_module_bad'" in said and "file: not found" in said
+    done = dscore("plugins", "zet")
+    assert done.exit_code == 2 and "did you mean 'zed'?" in done.output
+    assert "served by ds-zero, which is not installed" in dscore("plugins", "zero_optimization").output
+
+
+def test_every_hook_has_a_word_in_the_list() -> None:
+    from ds_cli.plugins import KINDS
+
+    from ds_core.discovery import HOOKS, OBSERVERS
+
+    assert set(KINDS) - {"ds_metrics"} == set(HOOKS) - {"ds_config"} - set(OBSERVERS)
 
 
 def test_a_table_on_a_terminal_folds_and_loses_nothing(capsys: Any, monkeypatch: Any) -> None:

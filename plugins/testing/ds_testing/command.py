@@ -58,7 +58,8 @@ class CommandConformance:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
             shown, _, imported = done.stdout.rpartition("\0")
             assert last in shown.split(), f"dscore --help does not list {name}; is the plugin installed?\n{done.stderr}"
-            assert json.loads(imported) == [], f"to list {name}, {imported.strip()} were imported; move that into it"
+            loaded = ", ".join(json.loads(imported))
+            assert not loaded, f"to list {name}, {loaded} was imported; import it inside the command's function"
 
     def test_each_has_a_line_of_help(self) -> None:
         """`CommandEntry.help` is one line of at most 80 characters, for the list."""
