@@ -31,9 +31,8 @@ def secret_values(environment: Mapping[str, str]) -> set[str]:
     """The values of variables whose names say that they are secret, and the log-ins of URLs in any."""
     found = {value for name, value in environment.items() if is_secret_name(name)}
     for value in environment.values():
-        found.update(
-            part for login in re.findall(r"\w+://([^/\s@\"']+)@", value) for part in (login, *login.split(":"))
-        )
+        logins = re.findall(r"\w+://([^/\s@\"']+)@", value)
+        found.update(part for login in logins for part in (login, login.rpartition(":")[2]))
     return {value for value in found if len(value) > 3}
 
 
