@@ -11,6 +11,7 @@ from pathlib import Path
 from .api import api_pages
 from .configuration import configuration_pages
 from .hooks import hook_pages
+from .messages import message_pages
 from .packages import package_pages
 
 __all__ = ["ROOT", "navigation", "reference_pages", "write_reference"]
@@ -24,7 +25,9 @@ TRAIN = (
     "when-ranks-disagree migrate frontends"
 )
 EXTEND = "plugins kernels architecture checkpoint-format"
-REFERENCE = "reference/configuration errors reference/hooks reference/api/index reference/packages/index"
+REFERENCE = (
+    "reference/configuration errors reference/messages reference/hooks reference/api/index reference/packages/index"
+)
 ABOUT = "comparison differences versions roadmap"
 PARTS = {"Tutorials": START, "Train": TRAIN, "Extend": EXTEND, "Reference": REFERENCE, "About": ABOUT}
 
@@ -43,7 +46,13 @@ def navigation(app, docname, source):
 
 def reference_pages() -> dict[str, str]:
     """Path below reference/ -> Markdown of every page that is made from the code."""
-    return {**configuration_pages(), **hook_pages(ROOT), **package_pages(ROOT), **api_pages(ROOT)}
+    return {
+        **configuration_pages(),
+        **hook_pages(ROOT),
+        **message_pages(ROOT),
+        **package_pages(ROOT),
+        **api_pages(ROOT),
+    }
 
 
 def write_reference(folder: Path) -> None:

@@ -31,6 +31,7 @@ else:
 ELSEWHERE = {
     "README.md": "tests/docs/test_readme.py",
     "docs/plugins.md": "tests/docs/test_recipes.py",
+    "docs/tutorials/train-my-script.md": "tests/docs/test_tutorial.py",
     "docs/architecture.md": "tests/docs/test_recipes.py",
 }
 """Pages whose Python is run by a test of their own."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ds_cli.plugin import ds_commands
 from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError
 from ds_core.plugins import Found, Plugins, PluginState
@@ -197,9 +198,9 @@ def _conflicts(plugins: Plugins) -> Iterator[Finding]:
                 continue
             if (why := _unreachable(plugin, entry.load)) is not None:
                 yield Finding(f"{kind} {name}", "fault", why, f"repair or uninstall {plugin.dist}")
-    owners: dict[str, list[str]] = {name: ["ds-core"] for name in ("run", "plugins", "doctor", "config")}
+    owners: dict[str, list[str]] = {name: ["ds-cli"] for name in ds_commands()}
     for answer in plugins.offers("ds_commands"):
-        for name in answer.value:
+        for name in answer.value if answer.plugin.module != ds_commands.__module__ else ():
             owners.setdefault(name, []).append(f"{answer.plugin.dist} {answer.plugin.version}")
     for name, dists in owners.items():
         if len(dists) > 1:

@@ -285,13 +285,19 @@ def test_doctor_names_faults_with_a_fix(install: Any, monkeypatch: Any) -> None:
     done = dscore("doctor", "--json")
     assert done.exit_code == 1
     faults = {row["part"]: row for row in json.loads(done.stdout) if row["level"] == "fault"}
-    assert "ds-core and ds-one 1.0" in faults["command run"]["found"]
+    assert "ds-cli and ds-one 1.0" in faults["command run"]["found"]
     assert "ds-one 1.0 and ds-two 1.0" in faults["command same"]["found"]
     assert "ZeroDivisionError" in faults["plugin cross"]["found"]
     assert "quarantined" in faults["plugin bad"]["found"]
     assert "ds-one 1.0 and ds-two 1.0" in faults["section twice"]["found"]
     assert "abacus" in faults["accelerator"]["found"]
     assert [part for part, row in faults.items() if not row["fix"]] == []
+
+
+def test_doctor_has_nothing_against_its_own_commands() -> None:
+    assert [
+        row["part"] for row in json.loads(dscore("doctor", "--json").stdout) if row["part"].startswith("command")
+    ] == []
 
 
 def test_doctor_comes_to_its_end_whatever_fails(install: Any, monkeypatch: Any) -> None:
