@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 
 def test_every_row_says_what_is_documented_what_is_here_and_why() -> None:
     _, *areas = PAGE.read_text().split("\n## ")
-    assert len(areas) == 11
+    assert len(areas) >= 11
     for area in areas:
         title, blank, head, line, *rows = area.rstrip("\n").split("\n")
         assert (blank, head, line) == ("", "| documented | here | why |", "|---|---|---|"), title

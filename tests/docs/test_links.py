@@ -17,6 +17,7 @@ HOSTS = {
     "github.com",
     "huggingface.co",
     "pre-commit.com",
+    "ui.perfetto.dev",
     "www.deepspeed.ai",
 }
 """Where links may lead beside this repository. They are checked for their form alone: tests use no network."""
