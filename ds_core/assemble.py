@@ -136,7 +136,12 @@ def initialize(
     accelerator.set_device(accelerator.local_index(comm.local_rank()))
     model = _transformed(ctx, model)
     cast_module(model, precision)
+    # To a vendor's device torch makes new parameters, untied and unknown to the user's optimizer, unless it may swap.
+    swap, vendors = torch.__future__.get_swap_module_params_on_conversion(), torch._C._get_privateuse1_backend_name()
+    away = accelerator.device_type == vendors and any(p.device.type != vendors for p in model.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(swap or away)
     model.to(accelerator.current_device())
+    torch.__future__.set_swap_module_params_on_conversion(swap)
     ctx.module = model
     ctx.params, ctx.buffers = collect_params(model, ctx), collect_buffers(model, ctx)
     if precision.autocast is not None:
@@ -165,9 +170,6 @@ def initialize(
         loader=loader,
     )
     return engine, built, loader, scheduler
-
-
-# -- the parts of initialize -------------------------------------------------------------------------------------
 
 
 def _argument(args: Any, name: str) -> Any:

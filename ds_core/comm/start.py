@@ -220,9 +220,6 @@ def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
             comm.add_interceptor(interceptor)
 
 
-# -- who finds and meets others ----------------------------------------------------------------------------------------
-
-
 def _provider(plugins: Plugins | None = None) -> Answer | None:
     """The `ds_rendezvous` answer of this process: chosen earlier, else now. plugins: choose again from these."""
     global _choice
@@ -310,15 +307,17 @@ def _start(where: Rendezvous | None, backend: str, timeout: timedelta) -> None:
 
 def _open_store(where: Rendezvous, timeout: timedelta) -> Store:
     """torch's store: rank 0's, or that of torchrun's agent. At a loopback address it listens on this machine alone."""
+    import torch
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener: dict[str, Any] = {}
     if hosts and where.address in ("localhost", "127.0.0.1", "::1"):
         with contextlib.suppress(OSError):  # a port in use: by our own store, which torch shares, or it raises
-            host = "127.0.0.1" if where.address == "localhost" else where.address
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener["master_listen_fd"] = socket.create_server((host, where.port), family=family).detach()
+            family = socket.AF_INET6 if ":" in where.address else socket.AF_INET
+            place = where.address.replace("localhost", "127.0.0.1"), where.port
+            listener = {"master_listen_fd": socket.create_server(place, family=family).detach()}
+            listener["use_libuv"] = torch.__version__ >= "2.8"  # before, libuv takes no socket
     store = TCPStore(
         where.address, where.port, where.world_size, is_master=hosts, timeout=timeout, multi_tenant=True, **listener
     )

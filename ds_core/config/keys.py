@@ -36,14 +36,14 @@ def bare(hint: Any) -> Any:
             hint = get_args(hint)[0]
         elif len(members) == 1 and members[0] is not hint:
             hint = members[0]
-        elif isinstance(hint, type) and issubclass(hint, RootModel):
+        elif get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, RootModel):
             hint = hint.model_fields["root"].annotation
         else:
             return hint
 
 
 def _model(hint: Any) -> type[BaseModel] | None:
-    return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
+    return hint if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, BaseModel) else None
 
 
 # -- every key -------------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def fit(hint: Any, value: Any) -> Any:
         return _fit_items(hint, origin, args, value)
     if isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Mapping):
         return {k: fit(args[1], v) for k, v in value.items()}
-    if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, (Enum, PurePath)):
+    if isinstance(value, str) and origin is None and isinstance(hint, type) and issubclass(hint, (Enum, PurePath)):
         with contextlib.suppress(ValueError):  # the model's own error says what was expected
             return hint(value)
     return value

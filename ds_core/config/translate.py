@@ -116,7 +116,7 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     hint = bare(hint)
     if get_origin(hint) is Literal:
         return get_args(hint)
-    if isinstance(hint, type) and issubclass(hint, Enum):
+    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Enum):
         return tuple(m.value for m in hint)
     members = union_members(hint)
     return tuple(c for m in members for c in _choices(m)) if len(members) > 1 else ()

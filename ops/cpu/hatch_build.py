@@ -20,7 +20,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def dependencies(self) -> list[str]:
         """What an isolated build needs in addition to hatchling."""
-        return ["pybind11>=2.12", "ninja>=1.11"] if self.wanted() else []
+        return ["pybind11>=2.12", "ninja>=1.11.1"] if self.wanted() else []
 
     def wanted(self) -> bool:
         """Whether a wheel with compiled kernels is asked for; an editable install has the sources at hand."""

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -76,7 +76,7 @@ def explain(key: str, models: Models, named: Mapping[str, Models] | None = None)
 def _keys_of(hint: Any) -> tuple[tuple[str, str], ...]:
     """The keys of the section that `hint` is, or whose items it holds; none for a value."""
     hint = bare(hint)
-    if isinstance(hint, type) and issubclass(hint, BaseModel):
+    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, BaseModel):
         return tuple((name, field.description or "") for name, field in hint.model_fields.items())
     return tuple(row for member in get_args(hint) for row in _keys_of(member))
 

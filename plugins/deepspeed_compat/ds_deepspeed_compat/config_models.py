@@ -121,7 +121,7 @@ def opened(
 
 
 def _opened_hint(hint: Any) -> Any:
-    if isinstance(hint, type) and issubclass(hint, Section):
+    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Section):
         return opened(hint, *_known(hint))
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(_opened_hint(member) for member in get_args(hint))]  # noqa: UP007  made at run time

@@ -102,18 +102,22 @@ def listen(address: str, port: int) -> socket.socket:
 
 def host_store(place: Participant, timeout: timedelta) -> TCPStore:
     """Number 0's store, listening no wider than `listen` does. Raises CommError when the port is taken."""
+    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     taken: OSError | None = None
-    descriptor: dict[str, Any] = {}
+    port, descriptor = place.port, dict[str, Any]()
     try:
-        descriptor["master_listen_fd"] = listen(place.address, place.port).detach()
+        listener = listen(place.address, place.port)
+        port = listener.getsockname()[1]  # place.port is 0: any
+        # before torch 2.8, libuv takes no socket
+        descriptor = {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= "2.8"}
     except OSError as error:  # perhaps by our own store of an earlier process group, which torch then shares
         taken = error
     try:
         return TCPStore(
             place.address,
-            place.port,
+            port,
             is_master=True,
             timeout=timeout,
             multi_tenant=True,
