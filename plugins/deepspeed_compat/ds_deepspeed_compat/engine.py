@@ -226,6 +226,34 @@ class PipelineEngine(DeepSpeedEngine):
     pipeline_parallelism = is_pipe_parallel = True
 
     @property
+    def grid(self) -> Any:
+        """Where this rank stands, and its groups: a `PipelineParallelGrid`."""
+        module: Any = self.module
+        return module.mpu()
+
+    mpu = grid
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether several ranks have this stage's layers."""
+        return self.dp_world_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether ranks divide the layers."""
+        return self.mp_world_size > 1
+
+    @property
+    def prev_stage(self) -> int:
+        """The stage before this one; -1 at the first."""
+        return self.stage_id - 1
+
+    @property
+    def next_stage(self) -> int:
+        """The stage after this one, also at the last."""
+        return self.stage_id + 1
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.core.ctx.mesh.size("pp")

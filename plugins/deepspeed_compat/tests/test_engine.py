@@ -265,6 +265,14 @@ def test_a_pipelines_engine() -> None:
     assert isinstance(engine, PipelineEngine)
     assert isinstance(engine, DeepSpeedEngine)
     assert (engine.num_stages, engine.stage_id, engine.micro_batches) == (1, 0, 2)
+    assert (engine.prev_stage, engine.next_stage, engine.is_data_parallel, engine.is_model_parallel) == (
+        -1,
+        1,
+        False,
+        False,
+    )
+    assert engine.grid is engine.mpu is module.mpu()
+    assert engine.grid.is_first_stage is engine.grid.is_last_stage is True
     assert not isinstance(start(), PipelineEngine)
     batch = torch.ones(1, 4), torch.ones(1, 1)
     assert engine.train_batch(iter([batch, batch])).item() > 0

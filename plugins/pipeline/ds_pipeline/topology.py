@@ -134,9 +134,11 @@ class PipelineParallelGrid:
         self.world_size = topology.world_size()
         self.data_parallel_size = max(topology.get_dim("data"), 1)
         self.pipe_parallel_size = max(topology.get_dim("pipe"), 1)
-        self.model_parallel_size = max(topology.get_dim("model"), 1)
+        self.model_parallel_size = self.slice_parallel_size = max(topology.get_dim("model"), 1)
         self._coord = topology.get_coord(rank)
         self.stage_id = self.get_stage_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.data_parallel_id = self.get_data_parallel_id()
         self._mesh: Mesh | None = None
 
@@ -177,14 +179,6 @@ class PipelineParallelGrid:
         """The global rank at another stage, else where this one is (or at `kwargs`)."""
         rank: int = self._topo.get_rank(**{**self._coord._asdict(), "pipe": stage_id, **kwargs})
         return self._ranks[rank] if self._ranks is not None else rank
-
-    def is_first_stage(self) -> bool:
-        """Whether this is the stage that takes the inputs."""
-        return self.stage_id == 0
-
-    def is_last_stage(self) -> bool:
-        """Whether this is the stage that makes the loss."""
-        return self.stage_id == self.pipe_parallel_size - 1
 
     # -- the mpu contract ------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def test_grid_answers_as_an_mpu() -> None:
     assert (*sizes, grid.get_slice_parallel_world_size()) == (2, 2, 2)
     assert grid.stage_to_global(0) == 1
     assert grid.stage_to_global(0, data=1) == 3
-    assert grid.is_last_stage()
-    assert not grid.is_first_stage()
+    assert grid.is_last_stage
+    assert not grid.is_first_stage
     with pytest.raises(UsageError, match=r"once ds_core.initialize"):
         grid.get_pipe_parallel_group()

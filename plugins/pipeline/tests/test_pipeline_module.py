@@ -360,7 +360,7 @@ def has_a_topology() -> None:
         assert torch.distributed.get_process_group_ranks(group) == mine
     assert comm.world_size(mpu.get_model_parallel_group() if engine.ctx.mesh.has("tp") else None) in (1, 4)
     assert mpu.stage_to_global(1) == 2 + rank % 2
-    assert engine.is_first_stage() == mpu.is_first_stage() == (rank < 2)
+    assert engine.is_first_stage() == mpu.is_first_stage == (rank < 2)
     engine.destroy()
 
     wrong = [

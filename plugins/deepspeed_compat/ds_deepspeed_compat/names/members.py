@@ -50,7 +50,8 @@ MEMBERS: Mapping[str, Rows] = {
     },
     "deepspeed.PipelineEngine": {
         "train_batch eval_batch is_first_stage is_last_stage set_dataiterator set_dataloader set_batch_fn "
-        "reset_activation_shape num_stages stage_id micro_batches micro_batch_size": _WORKS,
+        "reset_activation_shape num_stages stage_id micro_batches micro_batch_size grid mpu prev_stage next_stage "
+        "is_data_parallel is_model_parallel is_pipe_parallel": _WORKS,
     },
     "deepspeed.pipe.PipelineModule": {
         "forward topology mpu num_pipeline_stages partitions stage_owner get_additional_losses compile": _WORKS,
