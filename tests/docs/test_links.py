@@ -17,6 +17,7 @@ HOSTS = {
     "github.com",
     "huggingface.co",
     "pre-commit.com",
+    "pytorch.org",
     "ui.perfetto.dev",
     "www.deepspeed.ai",
 }

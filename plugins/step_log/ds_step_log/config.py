@@ -9,7 +9,15 @@ from pydantic import ConfigDict, Field, RootModel
 from ds_core.config import Section
 from ds_core.config.section import option
 
-__all__ = ["DumpState", "MemoryBreakdown", "StepsPerPrint", "Throughput", "Timers", "WallClockBreakdown"]
+__all__ = [
+    "DumpState",
+    "MemoryBreakdown",
+    "MemorySnapshot",
+    "StepsPerPrint",
+    "Throughput",
+    "Timers",
+    "WallClockBreakdown",
+]
 
 _STRICT = ConfigDict(strict=True, frozen=True)
 
@@ -52,3 +60,19 @@ class Timers(Section):
     """Timers of the engine."""
 
     throughput: Throughput = option(Throughput(), "The samples-per-second timer.")
+
+
+class MemorySnapshot(Section):
+    """What each rank holds in one step, by kind, and the peak of each phase; one file per rank."""
+
+    enabled: bool = option(False, "Take a snapshot.")
+    folder: str = option(
+        "memory", "The folder for the files, rank0.json and so on; made if it is not there.", min_length=1
+    )
+    step: int = option(
+        2, "The optimizer step of this process, counted from 1; the optimizer has no states in the first.", ge=1
+    )
+    history: bool = option(
+        False, "Also the history of the device's allocator, rank0.pickle, for pytorch.org/memory_viz."
+    )
+    max_entries: int = option(100_000, "Entries of the history; the oldest are forgotten.", gt=0)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ds_core.telemetry import Monitor
     from ds_step_log.step_log import StepLog
 
-__all__ = ["Hooks", "dump", "hooks"]
+__all__ = ["LOG", "Hooks", "dump", "hooks"]
 
-KEYS = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "timers")
+KEYS = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "timers", "memory_snapshot")
 LOG: StashKey[StepLog] = StashKey("the step log")
 
 

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ds_step_log.clocks import PHASES, Later, StepClock, StepTimes, Totals
-from ds_step_log.config import Timers
+from ds_step_log.config import MemorySnapshot, Timers
 from ds_step_log.memory import GIB, PhaseMemory, Used
+from ds_step_log.snapshot import Snapshot
 from ds_step_log.tokens import count_tokens
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ class StepLog:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._timed = bool(self._key("wall_clock_breakdown"))
-        self._memory = PhaseMemory(ctx.accelerator) if self._key("memory_breakdown") else None
-        measured = self._timed or self._memory is not None
+        self._prints_memory = bool(self._key("memory_breakdown"))
+        chosen = ctx.config.section("memory_snapshot")
+        self.snapshot = Snapshot(ctx, chosen) if isinstance(chosen, MemorySnapshot) and chosen.enabled else None
+        self._memory = PhaseMemory(ctx.accelerator) if self._prints_memory or self.snapshot is not None else None
+        measured = self._timed or self._prints_memory
         section = ctx.config.section("timers")
         self._throughput = (section if isinstance(section, Timers) else Timers()).throughput
         new_event = ctx.accelerator.new_event if self._throughput.synchronized or self._timed else _host_event
@@ -124,6 +128,9 @@ class StepLog:
     def step_end(self, engine: RunningEngine, metrics: Mapping[str, float]) -> None:
         """Print what is due."""
         self._end_step(engine)
+        if self.snapshot is not None and self.snapshot.step_end(self._used):
+            self.snapshot = None
+            self._memory = self._memory if self._prints_memory else None
         first = engine.global_steps == 1 and self._print_first
         if self._ctx.rank == 0 and (first or (self._every and engine.global_steps % self._every == 0)):
             self._print(engine, metrics)
@@ -164,7 +171,7 @@ class StepLog:
         if self._timed:
             parts.append("ms: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in read.phases.items()))
         log.info(", ".join(parts))
-        if self._memory is not None:
+        if self._prints_memory:
             for phase, used in self._used.items():
                 host = f", {used.host / GIB:.2f} GiB of the host" if used.host else ""
                 log.info(

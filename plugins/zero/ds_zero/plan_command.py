@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ds_core.compose import Composition
     from ds_core.entries import Chart
-    from ds_zero.plan import Advice, Need
+    from ds_zero.plan import Advice, Need, Offload
 
 __all__ = ["plan"]
 
@@ -51,6 +51,9 @@ def plan(
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks that share a machine's memory.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")] = False,
     svg: Annotated[Path | None, typer.Option(help="A folder for drawings by plugins, such as timelines.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Compare with a run: the folder of its section memory_snapshot.")
+    ] = None,
 ) -> None:
     """Predict memory and communication of each rank under every stage and offload, and recommend one."""
     from ds_cli.show import say_error
@@ -68,6 +71,9 @@ def plan(
     states, casts = _optimizer(chosen)
     states = states if optimizer_states is None else optimizer_states
     run = planning.PlannedRun(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1, casts)
+    if against is not None:
+        _show_against(against, module, section, run, _offload(config), as_json)
+        return
     needs = planning.plan(module, section, run)
     grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
     if grain != "element":
@@ -175,6 +181,45 @@ def _show(
         typer.echo(advice.reason)
     for chart in charts:
         typer.echo(f"\n{chart.title}\n{chart.text}")
+
+
+def _offload(config: Path | None) -> Offload:
+    """The offload that the config asks for."""
+    from ds_core.config import read_config
+    from ds_zero.plan import Offload
+
+    given = dict(read_config(config).raw).get("zero_optimization") if config is not None else None
+    section = given if isinstance(given, dict) else {}
+    on = [
+        str((section.get(f"offload_{what}") or {}).get("device") or "none") != "none" for what in ("optimizer", "param")
+    ]
+    return Offload.ALL if all(on) else Offload.OPTIMIZER if on[0] else Offload.NONE
+
+
+def _show_against(folder: Path, module: nn.Module, section: Any, run: Any, offload: Offload, as_json: bool) -> None:
+    """The plan of the config's own stage and offload, beside what the rank held that held most."""
+    from ds_cli.show import show_json, show_table
+
+    from ds_zero.against import compare, read_snapshots
+    from ds_zero.plan import predict
+
+    snapshots = read_snapshots(folder)
+    for name, planned, held in (("--world", run.world, snapshots[0].dp), ("--gas", run.gas, snapshots[0].gas)):
+        if planned != held:
+            raise UsageError(f"{name}: the run in {folder} had {held}, not {planned}")
+    most = max(snapshots, key=lambda s: sum(sum(kinds.values()) for kinds in s.kinds.values()))
+    need = predict(module, section, run, offload, most.rank % run.world)
+    lines = compare(need, run.states, most)
+    if as_json:
+        show_json({"rank": most.rank, "kinds": [asdict(line) for line in lines]})
+        return
+    typer.echo(f"rank {most.rank} on {most.device}, stage {need.stage}, {offload.value} on the host; GB")
+    rows = [(x.kind, _gb(x.planned), _gb(x.measured), _signed(x.measured - x.planned), x.why) for x in lines]
+    show_table(("between backward and step", "planned", "measured", "difference", "why"), rows)
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{_gb(abs(size))}" if size else "0"
 
 
 def _draw(charts: list[Chart], folder: Path | None) -> None:
