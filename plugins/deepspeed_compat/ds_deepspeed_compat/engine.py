@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
@@ -301,7 +302,7 @@ def _read_config(given: dict[str, Any]) -> None:
     if len(sources) != 1:
         return
     source = read_config(sources[0])
-    raw = _decayed(_cleaned(source.raw))
+    raw = _timed(_decayed(_cleaned(source.raw)))
     if in_args:
         given["args"] = {name: value for name, value in names.items() if name not in in_args}
     given.pop("config_params", None)
@@ -321,6 +322,14 @@ def _decayed(config: dict[str, Any]) -> dict[str, Any]:
         return config
     log_once(log, logging.INFO, _DECAYED)
     return {**config, "optimizer": {**optimizer, "params": {**params, "weight_decay": 0.01}}}
+
+
+def _timed(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with ``wall_clock_breakdown`` where the flops profiler is on, which turns it on in DeepSpeed."""
+    profiler = config.get("flops_profiler")
+    if not isinstance(profiler, dict) or profiler.get("enabled") is not True or find_spec("ds_step_log") is None:
+        return config
+    return {**config, "wall_clock_breakdown": True}
 
 
 def _cleaned(config: dict[str, Any]) -> dict[str, Any]:

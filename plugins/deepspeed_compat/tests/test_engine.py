@@ -144,6 +144,21 @@ def test_torchs_adamw_has_torchs_weight_decay() -> None:
     assert decay("Adam", torch_adam=True, adam_w_mode=False) == 0.0
 
 
+def test_the_flops_profiler_turns_the_wall_clock_breakdown_on(capsys: pytest.CaptureFixture[str]) -> None:
+    from ds_flops_profiler import FlopsProfiler
+
+    assert not start().wall_clock_breakdown()
+    engine = start(flops_profiler={"enabled": True, "profile_step": 5})
+    assert engine.wall_clock_breakdown() and engine.flops_profiler_enabled()
+    profiler = FlopsProfiler(engine, engine)
+    profiler.start_profile()
+    engine(torch.ones(2, 4))
+    profiler.print_model_profile(profile_step=3)
+    assert profiler.get_total_macs() == 2 * (16 + 4)
+    profiler.end_profile()
+    assert "flops profiler: step 3" in capsys.readouterr().out
+
+
 def test_what_a_checkpoint_was(tmp_path: Path) -> None:
     engine = start()
     engine.save_checkpoint(str(tmp_path), client_state={"a": 1})

@@ -152,6 +152,14 @@ def _cell(activations: int) -> Formula:
     return lambda args, kwargs, out: (activations * out[0].numel(), 0)
 
 
+# -- what kernels tell -------------------------------------------------------------------------------------------------
+
+
+def _told(args: Any, kwargs: Any, out: Any) -> Work:
+    """`ds_kernel_kit.work.tell`: (like, MACs, elements)"""
+    return _products(args[1], args[2])
+
+
 # -- per element -------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +195,7 @@ def _table(formula: Formula, names: str) -> dict[str, Formula]:
 
 
 _RULES: dict[str, Formula] = {
+    "ds_kernel_kit::work": _told,
     **_table(_mm, "mm bmm _int_mm _scaled_mm"),
     **_table(_addmm, "addmm baddbmm addbmm _addmm_activation"),
     **_table(_linear, "linear"),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ds_testing import ObserverConformance, PluginConformance, run_ranks
+from ds_testing import ObserverConformance, PluginConformance
 from torch import Tensor, nn
 
 import ds_core
@@ -98,19 +98,3 @@ def test_a_step_that_has_passed_and_a_section_that_is_off(tmp_path: Path) -> Non
     assert run(2, file, flops_profiler={"enabled": False}) == {}
     assert run(1, file, flops_profiler={"profile_step": 1}) == {}
     assert list(run(1, file, flops_profiler={"profile_step": 0})) == ["0"]
-
-
-def at_stage_3(file: str) -> dict[str, str]:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    return run(2, file, zero_optimization=zero, bf16={"enabled": True})
-
-
-def test_sharded_weights_count_whole(tmp_path: Path) -> None:
-    first, second = run_ranks(2, at_stage_3, str(tmp_path / "profile.txt"))
-    found = lines(first["1"])
-    assert second == {}
-    assert (found["parameters of the model"], found["parameters stored on this rank"]) == ("96", "48")
-    assert found["forward FLOPs per rank"] == str(FORWARD)
-    assert found["forward FLOPs of all ranks"] == str(2 * FORWARD)
-    assert found["backward FLOPs per rank, measured"] == str(2 * 2 * (32 + 32 + 64))
-    assert "(first) Linear(in_features=8, out_features=8, bias=False): 64 params 66.67%" in first["1"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from ds_kernel_kit.build import load, why_not
+from ds_kernel_kit.work import tell, watched
 from torch import Tensor
 
 from ds_moe.dispatch import DispatchPlan
@@ -140,6 +141,8 @@ class _FFN(torch.autograd.Function):
         given = [_given(w, b, (None, None)) for w, b in zip(weights[::2], weights[1::2], strict=True)]
         addresses = [0 if t is None else t.data_ptr() for t in (x, y, h, u)]
         _module().forward(*addresses, *given, groups.sizes, shape, act, ROWS, torch.get_num_threads())
+        if watched():
+            tell(x, len(x) * sum(w[0].numel() for w in weights[::2] if w is not None), h.numel())
         ctx.save_for_backward(x, h, u, *weights)
         ctx.options = act, groups, shape
         return y
@@ -157,4 +160,10 @@ class _FFN(torch.autograd.Function):
         given = [_given(weights[i], weights[i + 1], (grads[i], grads[i + 1])) for i in (0, 2, 4)]
         addresses = [0 if t is None else t.data_ptr() for t in (x, grad, dx, h, u)]
         _module().backward(*addresses, *given, groups.sizes, shape, act, ROWS, COLUMNS, torch.get_num_threads())
+        if watched():  # products for the weights that have a gradient, and those that lead to x
+            needs = [bool(n) + (i == 4 or dx is not None) for i, n in enumerate(ctx.needs_input_grad[3:])]
+            tell(
+                x,
+                len(x) * sum(w[0].numel() * n for w, n in zip(weights[::2], needs[::2], strict=True) if w is not None),
+            )
         return dx, None, None, *grads

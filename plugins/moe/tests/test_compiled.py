@@ -16,6 +16,7 @@ from ds_moe.grouped import Groups
 from ds_moe.plugin import ds_kernels
 from ds_testing import KernelConformance
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 
@@ -105,3 +106,23 @@ def test_dscore_ops_knows_them_without_a_config() -> None:
     rows = json.loads(done.stdout)
     ops = ("expert_ffn", "expert_plan", "expert_sums", "expert_weigh_back")
     assert {(op, "cpp") for op in ops} <= {(r["operation"], r["provider"]) for r in rows}
+
+
+@pytest.mark.parametrize("gate", [None, "g"])
+@pytest.mark.parametrize("wants_x", [True, False])
+def test_its_products_are_counted_as_the_references(gate: str | None, wants_x: bool) -> None:
+    """By torch's counter, in forward and backward; experts get 5, 0 and 2 rows."""
+    groups, what = Groups(torch.tensor([5, 0, 2])), FFN("u", "d", "silu", gate)
+    weights: dict[str, Tensor | None] = {f"{n}.bias": None for n in "ugd"}
+    weights |= {f"{n}.weight": torch.ones(3, *shape, requires_grad=True) for n, shape in (("u", (6, 4)), ("d", (4, 6)))}
+    weights["g.weight"] = torch.ones(3, 6, 4, requires_grad=True)
+    found = []
+    for function in (compiled.ffn, ffn):
+        x = torch.ones(7, 4, requires_grad=wants_x)
+        with FlopCounterMode(display=False) as forward:
+            y = function(x, what, weights, groups)
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        found.append((forward.get_total_flops(), backward.get_total_flops()))
+    assert found[0] == found[1]
+    assert found[0][0] == 2 * 7 * 24 * (2 if gate is None else 3)
