@@ -61,6 +61,10 @@ $(STAMP):
 	@$(PY) -m pip check
 	@touch $@
 
+# The site's own tools are installed when it is first built.
+DOCS_STAMP := $(VENV)/.docs-$(shell cat constraints.txt docs/requirements.txt | cksum | tr -c '0-9\n' '-')
+SITE ?= site
+
 quickstart: $(STAMP)
 	@rm -rf runs/gpt
 	$(DSCORE) run --nproc 2 examples/gpt/train.py --stop-after 250 $(ARGS)
@@ -74,7 +78,7 @@ lint: $(STAMP)
 test: lint
 	$(PYTEST) -m "not slow and not gpu and not integration" $(ARGS)
 
-test-all: lint
+test-all: lint $(DOCS_STAMP)
 	$(PYTEST) -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")')not integration" $(ARGS)
 
 pytest: $(STAMP)
@@ -105,10 +109,6 @@ bench: $(STAMP)
 
 catalogue: $(STAMP)
 	PYTHONPATH=tests $(PY) tests/architecture/catalogue.py
-
-# The site's own tools are installed when it is first built.
-DOCS_STAMP := $(VENV)/.docs-$(shell cat constraints.txt docs/requirements.txt | cksum | tr -c '0-9\n' '-')
-SITE ?= site
 
 $(DOCS_STAMP): $(STAMP)
 	@$(PIP) -r docs/requirements.txt

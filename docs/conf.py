@@ -33,6 +33,7 @@ add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 toc_object_entries = False
+suppress_warnings = ["ref.python"]  # two packages may have classes of one name; which one a type hint means is not said
 
 html_theme = "furo"
 html_title = f"ds_core {version}"

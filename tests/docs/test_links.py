@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 
 from pages import DOCS, ROOT, anchors, links, name_of, pages
 
-OURS = re.compile(r"https://github\.com/ds-core/ds_core(?:/(?:blob|tree)/main/(?P<path>[^#]*))?(?:#(?P<anchor>.+))?$")
+OURS = re.compile(
+    r"https://github\.com/ds-core/ds_core(?:/(?:blob|tree|raw)/main/(?P<path>[^#]*))?(?:#(?P<anchor>.+))?$"
+)
 HOSTS = {
     "arxiv.org",
     "docs.pytorch.org",
