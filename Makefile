@@ -6,6 +6,7 @@
 #   make lint         ruff, mypy --strict, import-linter
 #   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "ds-core[standard]"
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
+#   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
@@ -42,7 +43,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all test-wheels test-frontends lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -87,6 +88,9 @@ pytest: $(STAMP)
 test-wheels: $(STAMP)
 	$(PYTEST) tests/wheels $(ARGS)
 
+test-versions: $(STAMP)
+	PYTHONPATH=tests $(PY) tests/versions/run.py $(ARGS)
+
 # The front-ends, and DeepSpeed to compare with, lie in an environment of their own, on top of .venv.
 FRONTENDS := plugins/deepspeed_compat/tests/frontends
 FRONT := .venv-frontends
@@ -119,7 +123,7 @@ docs: $(DOCS_STAMP)
 	@echo "$(SITE)/index.html"
 
 clean:
-	rm -rf $(VENV) .venv-frontends dist site runs build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-frontends dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:

@@ -33,10 +33,11 @@ ELSEWHERE = {
     "docs/plugins.md": "tests/docs/test_recipes.py",
     "docs/tutorials/train-my-script.md": "tests/docs/test_tutorial.py",
     "docs/architecture.md": "tests/docs/test_recipes.py",
+    "docs/tutorials/write-an-accelerator.md": "examples/third_party_accelerator/tests",
 }
 """Pages whose Python is run by a test of their own."""
 
-LANGUAGES = {"python", "sh", "console", "json", "yaml", "toml", "text"}
+LANGUAGES = {"python", "sh", "console", "json", "yaml", "toml", "text", "cpp"}
 COMMANDS = ("dscore", "python", "pip", "make", "deepspeed", "torchrun", "accelerate", "export")
 PAGES = [page for page in pages() if blocks(page)]
 RUN = [

@@ -80,6 +80,9 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
     auto source = conj ? from.conj() : from;
     to.copy_(neg ? source._neg_view() : source);
   };
+  if (self.device().type() == kType && self.device() != device) { // from another abacus
+    block(stream, record(current_stream(self.device().index())));
+  }
   if (queued) {
     enqueue(stream, std::move(job));
   } else {
