@@ -226,9 +226,9 @@ def ds_step_begin(ctx: Context, step: int) -> None:
 def ds_metrics(ctx: Context, step: int) -> Mapping[str, float | Tensor]:  # type: ignore[empty-body]
     """Hook (observer): numbers about the step that is done, by event, such as "Train/Samples/tokens_per_second".
 
-    Observers of `ds_step_end` get them, and monitors those of rank 0. A 0-d tensor is read when it is needed: do not
-    change it. Called where anybody on any rank reads, on all ranks alike, so collectives are allowed; from the end of
-    the first step on ``ctx.engine.telemetry.collects`` tells whether it is.
+    Observers of `ds_step_end` get them, and monitors those of rank 0. A 0-d tensor (do not change it), or an object
+    with `__float__` and `late`, is read when it is needed. Called where anybody on any rank reads, on all ranks alike,
+    so collectives are allowed; from the first step on ``ctx.engine.telemetry.collects`` tells whether.
     """
 
 

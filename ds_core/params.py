@@ -163,6 +163,7 @@ class GradNorm:
             squares = self._squares(group.tensors, device).to(device, torch.float64)
             sums[self._mesh.expand(group.axes)] += squares * group.weight
         for key, value in sums.items():
+            comm.label("norm of gradients")
             comm.all_reduce(value, group=self._mesh.group(*key))
             total += value
         if self._must_agree and self._mesh.world_size > 1:

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["Monitor", "MonitorMaster", "Telemetry"]
 
 log = logging.getLogger("ds_core.engine")
-_NOTHING = contextlib.nullcontext()
+_NOTHING, LATE = contextlib.nullcontext(), "late"
 EVENTS = {name: f"Train/Samples/{name}" for name in ("lr", "loss_scale", "grad_norm", "skipped_steps")}
 EVENTS["loss"] = "Train/Samples/train_loss"
 
 
 @runtime_checkable
 class Monitor(Protocol):
-    """Receives metric events on rank 0. Where its `takes_tensors` is true, values may be 0-d tensors on a device."""
+    """Receives metric events on rank 0. Where its `takes_tensors` is true, values may be those that are read late."""
 
     name: str
 
@@ -90,8 +90,8 @@ class MonitorMaster:
 
 def _event(name: str, value: Any, step: int) -> Event:
     try:
-        waits = isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1
-        return Event(str(name), value if waits else value.__float__(), int(step))
+        late = value.device.type != "cpu" and value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, LATE)
+        return Event(str(name), value if late else value.__float__(), int(step))
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         kinds = "a value is a number or a tensor of one element, a step an integer"
         raise UsageError(f"metric {name!r} is {value!r} at step {step!r}; {kinds}") from error

@@ -169,7 +169,7 @@ def _snapshot(events: Sequence[Event]) -> Job:
     """Gives `events` to a monitor later, with numbers for tensors, as they are now; only that waits for the device."""
     pending: dict[int, Any] = {i: e.value for i, e in enumerate(events) if hasattr(e.value, "detach")}
     if not pending:
-        return lambda monitor: monitor.write_events(events)
+        return lambda monitor: monitor.write_events([event._replace(value=float(event.value)) for event in events])
     import torch
 
     from ds_core.accelerator import get_accelerator
@@ -180,9 +180,9 @@ def _snapshot(events: Sequence[Event]) -> Job:
 
     def write(monitor: Monitor) -> None:
         copied.synchronize()
-        read = list(events)
-        for i, value in zip(pending, values.tolist(), strict=True):
-            read[i] = read[i]._replace(value=value)
-        monitor.write_events(read)
+        found = dict(zip(pending, values.tolist(), strict=True))
+        monitor.write_events(
+            [e._replace(value=found[i] if i in found else float(e.value)) for i, e in enumerate(events)]
+        )
 
     return write

@@ -223,6 +223,7 @@ class PipelineRunner(Runner):
             loss[0], loss[1] = self._loss.double() / self._count, float(DTYPES.index(self._loss.dtype))
         if self.stages > 1:
             mesh = self.ctx.mesh
+            comm.label("loss")
             comm.broadcast(loss, src=mesh.ranks("pp")[-1], group=mesh.group("pp"))
         return loss[0].to(DTYPES[int(loss[1].item())])
 

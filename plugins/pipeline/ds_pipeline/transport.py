@@ -11,7 +11,7 @@ and always for models with ``dynamic_shape``, a header is sent before the messag
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -139,7 +139,7 @@ class StageTransport:
         """Begin to send. Tensors are kept until they have gone, which waits for the oldest when there are many."""
         target, group = self._column[part % self._stages], self._groups[_channel(kind, self._stage, self._stages)]
         sending = self._sending[kind]
-        sending.append([(comm.isend(flat, target, group), flat) for flat in message if flat.numel()])
+        sending.append([(_named(kind, comm.isend, flat, target, group), flat) for flat in message if flat.numel()])
         while len(sending) > self._most:  # proved not to deadlock, see `PipelineRunner._prove`
             _wait(sending.popleft())
 
@@ -194,7 +194,7 @@ class StageTransport:
     def _meta(self, part: int) -> Meta:
         if self._headers == "each" or (self._headers == "first" and part not in self._heard):
             header = torch.empty(HEADER * 8, dtype=torch.uint8, device=self._device)
-            comm.irecv(header, *self._source("act", part)).wait()
+            _named("act", comm.irecv, header, *self._source("act", part)).wait()
             self._known[self._train, part] = _read_header(header.view(torch.int64).tolist())
             self._heard.add(part)
         return self._known[self._train, part]
@@ -224,7 +224,7 @@ class _Arriving:
         self._group = owner._tp if owner._share[kind] and _divides(count, self._whole) else None
         flat = self._whole.view(-1).view(torch.uint8)
         self._into = flat.view(count, -1)[place].clone() if self._group is not None else flat
-        self._work = comm.irecv(self._into, source, group) if flat.numel() else None
+        self._work = _named(kind, comm.irecv, self._into, source, group) if flat.numel() else None
 
     def wait(self) -> Tensor:
         """The tensor."""
@@ -233,6 +233,12 @@ class _Arriving:
             if self._group is not None:
                 comm.all_gather_into_tensor(self._whole.view(-1).view(torch.uint8), self._into, group=self._group)
         return self._whole
+
+
+def _named(kind: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a message, and say what it is."""
+    comm.label("activations" if kind == "act" else "gradients of activations")
+    return call(*arguments)
 
 
 def _wait(message: Iterable[tuple[Any, Tensor]]) -> None:

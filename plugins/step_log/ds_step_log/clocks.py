@@ -19,8 +19,12 @@ PENDING = 1000
 
 
 class Later:
-    """A number that is read when it is asked for: ``float(later)`` waits for the device, if it has to."""
+    """A number that is read when it is asked for: ``float(later)`` waits for the device, if it has to.
 
+    late: tells ds_core so; monitors read it in a thread.
+    """
+
+    late = True
     __slots__ = ("_read",)
 
     def __init__(self, read: Callable[[], float]) -> None:

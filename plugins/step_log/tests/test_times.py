@@ -142,20 +142,44 @@ def test_when_a_step_ends(synchronized: bool, caplog: pytest.LogCaptureFixture) 
 
 
 class Events:
-    """A monitor that keeps what it gets."""
+    """A monitor that keeps what it gets; late: it reads numbers when the run is over, as a thread would."""
 
     name = "events"
 
-    def __init__(self) -> None:
-        self.got: dict[str, list[float]] = {}
+    def __init__(self, late: bool = False) -> None:
+        self.takes_tensors = late
+        self.got: dict[str, list[Any]] = {}
 
     def write_events(self, events: Any) -> None:
         for name, value, _ in events:
-            self.got.setdefault(name.rsplit("/", 1)[-1], []).append(float(value))
+            self.got.setdefault(name.rsplit("/", 1)[-1], []).append(value if self.takes_tensors else float(value))
 
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_monitors_do_not_make_a_step_wait() -> None:
+    """A monitor that works in a thread reads times there; what it reads is the device's time."""
+    device, events = Device(), Events(late=True)
+    set_accelerator(Accelerator(device))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "wall_clock_breakdown": True,
+    }
+    engine, *_ = ds_core.initialize(model=Model(device), config=config)
+    engine.monitor.monitors.append(events)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.int64)))
+        engine.step()
+    assert device.waits == 1, "for the line of the first step"
+    read = {name: [float(v) for v in values] for name, values in events.got.items()}
+    assert read["elapsed_time_ms_forward"] == [5, 5, 5]
+    assert read["elapsed_time_ms_backward"] == [10, 10, 10]
+    assert read["tokens_per_second"][1:] == pytest.approx([16 / 0.015] * 2, rel=0.02)
+    assert device.waits > 1
 
 
 def trained(stage: int) -> dict[str, list[float]] | None:
