@@ -2,7 +2,8 @@
 
 A ``console`` block that begins with ``$ dscore ...`` holds a command and all that it prints. The table of layers in
 architecture.md has import-linter's layers and each module's first line, the one of names in migrate.md the table of
-ds-deepspeed-compat. ``python tests/docs/test_generated.py`` writes all of them anew.
+ds-deepspeed-compat. Between ``<!-- recipe KIND NAME -->`` and its end stands what ``dscore new plugin`` writes: all
+modules, or those that are named after it. ``python tests/docs/test_generated.py`` writes all of them anew.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LAYERS = re.compile(r"<!-- layers -->\n.*?<!-- /layers -->", re.DOTALL)
 NAMES = re.compile(r"<!-- names -->\n.*?<!-- /names -->", re.DOTALL)
+RECIPE = re.compile(r"<!-- recipe ([\w-]+) ([\w-]+)((?: \w+\.py)*) -->\n.*?<!-- /recipe -->", re.DOTALL)
 BLOCK = re.compile(r"```console\n\$ (dscore [^\n]+)\n(.*?)```", re.DOTALL)
-PARTS = (BLOCK, LAYERS, NAMES)
+PARTS = (BLOCK, LAYERS, NAMES, RECIPE)
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if any(part.search(page.read_text()) for part in PARTS))
 
 
@@ -76,14 +78,30 @@ def names() -> str:
     return "\n".join([*lines, "", "<!-- /names -->"])
 
 
+def recipe(found: re.Match[str]) -> str:
+    """The modules of a new plugin, each as a block of Python that begins with its path."""
+    from ds_new.kinds import KINDS
+    from ds_new.naming import forms_of
+    from ds_new.rendering import modules, render
+
+    kind, names, wanted = found[1], forms_of(found[2]), found[3].split()
+    files = render(kind, names)
+    paths = [f"{names.package}/{m}" for m in modules(kind) if m != "test.py" and (not wanted or m in wanted)]
+    blocks = [f"```python\n# {path}\n{files[path]}```" for path in paths]
+    head, group = found[0].partition("\n")[0], "ds_core.plugins" if KINDS[kind].section else "ds_core.backends"
+    entry = f"Entry point, in group `{group}`: `{names.package} = {names.package}.plugin`"
+    return "\n\n".join([head, entry, *blocks, "<!-- /recipe -->"])
+
+
 def generated(text: str) -> str:
     """The page `text` with every generated part as it is now."""
+    text = RECIPE.sub(recipe, text)
     text = NAMES.sub(lambda _: names(), LAYERS.sub(lambda _: layers(), text))
     return BLOCK.sub(lambda found: f"```console\n$ {found[1]}\n{printed(found[1])}```", text)
 
 
 def test_there_are_generated_pages() -> None:
-    assert {"architecture.md", "choosing-a-stage.md", "migrate.md"} <= set(PAGES)
+    assert {"architecture.md", "choosing-a-stage.md", "migrate.md", "plugins.md"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -55,6 +55,11 @@ def ds_exception(ctx: Context, error: BaseException) -> None:
     print(f"rank {ctx.rank}: {', '.join(ctx.stash[EVENTS])}, {type(error).__name__}", file=sys.stderr)
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``engine.last_events()``: oldest first."""
-    return {"last_events": lambda engine: list(engine.ctx.stash[EVENTS])}
+def last_events(engine: Any) -> list[str]:
+    """Oldest first."""
+    return list(engine.ctx.stash[EVENTS])
+
+
+def ds_engine_methods() -> Mapping[str, Callable[..., Any]]:
+    """``engine.last_events()``."""
+    return {"last_events": last_events}

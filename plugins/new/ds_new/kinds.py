@@ -33,7 +33,13 @@ KINDS: dict[str, Kind] = {
     "rendezvous": Kind("how ranks find each other", ("ds_rendezvous",), False, "A rendezvous"),
     "optimizer": Kind("an optimizer, by name", ("ds_optimizers",), False, "An optimizer"),
     "scheduler": Kind("a learning-rate schedule, by name", ("ds_schedulers",), False, "A schedule"),
-    "monitor": Kind("where metrics are written", ("ds_monitors",), True, "A monitor"),
+    "monitor": Kind(
+        "where metrics are written",
+        ("ds_monitors",),
+        True,
+        "A monitor",
+        needs=("ds-monitor-kit",),
+    ),
     "interceptor": Kind("called around every collective", ("ds_interceptors",), True, "An interceptor"),
     "gradients": Kind("changes the gradients of a step", ("ds_gradients",), True, "Gradients"),
     "observer": Kind(

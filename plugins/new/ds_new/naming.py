@@ -13,7 +13,7 @@ from ds_cli.show import CommandError
 from ds_core.catalogue import known
 from ds_core.plugins import discover
 
-__all__ = ["Names", "names_of"]
+__all__ = ["Names", "forms_of", "names_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,16 @@ def names_of(name: str) -> Names:
         raise CommandError(
             f"{name!r} is no name for a plugin: letters and digits, with single dashes between, and a letter first{fix}"
         )
-    dist = re.sub(r"[-_.]+", "-", name).lower()
-    made = Names(dist, dist.replace("-", "_"), "".join(part.capitalize() for part in dist.split("-")))
+    made = forms_of(name)
     if why := _taken(made):
-        raise CommandError(f"{name!r} cannot be used: {why}; choose another name, such as {f'my-{dist}'!r}")
+        raise CommandError(f"{name!r} cannot be used: {why}; choose another name, such as {f'my-{made.name}'!r}")
     return made
+
+
+def forms_of(name: str) -> Names:
+    """The forms of a name, free or not."""
+    dist = re.sub(r"[-_.]+", "-", name).lower()
+    return Names(dist, dist.replace("-", "_"), "".join(part.capitalize() for part in dist.split("-")))
 
 
 def _taken(names: Names) -> str:

@@ -1,41 +1,24 @@
-"""The example passes the kit that every partitioner must pass, and its checkpoints are the core's."""
+"""The checkpoints of the template for partitioners are the core's; its kit is run with those of all kinds."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from ds_new.naming import forms_of
+from ds_new.rendering import render
 from ds_testing import run_ranks
-from ds_testing.partitioner import PartitionerConformance
 
-HERE = str(Path(__file__).parent)
-LOAD = {"plain": {}, "plugins": {"load": ["plain=plain_partitioner"]}}
+LOAD = {"plain_states": {}, "plugins": {"load": ["plain_states=plain_states.plugin"]}}
 
 
 @pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE)
-
-
-def _prepare(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-
-
-@pytest.mark.usefixtures("_workers_find_it")
-@pytest.mark.slow
-class TestPlain(PartitionerConformance):
-    config: ClassVar[Mapping[str, Any]] = {"plain": {}}
-    load: ClassVar[tuple[str, ...]] = ("plain=plain_partitioner",)
-
-
-@pytest.fixture(scope="module")
-def _workers_find_it() -> None:
-    for world in (1, 2, 4):
-        run_ranks(world, _prepare, HERE)
+def _as_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, text in render("partitioner", forms_of("plain-states")).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def _train(folder: str, config: dict[str, Any], load: bool) -> list[float]:
@@ -66,9 +49,8 @@ def _train(folder: str, config: dict[str, Any], load: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.usefixtures("_workers_find_it")
 @pytest.mark.parametrize(("saver", "loader"), [(LOAD, LOAD), (LOAD, {}), ({}, LOAD)])
 def test_checkpoints_are_exchanged_with_the_cores(saver: Any, loader: Any, tmp_path: Path) -> None:
-    whole = run_ranks(2, _train, str(tmp_path), saver, False)
-    resumed = run_ranks(2, _train, str(tmp_path), loader, True)
+    whole = run_ranks(2, _train, str(tmp_path / "saved"), saver, False)
+    resumed = run_ranks(2, _train, str(tmp_path / "saved"), loader, True)
     assert [r[2:] for r in whole] == resumed
