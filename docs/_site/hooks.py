@@ -32,6 +32,7 @@ KITS = {
     "ds_precision": "PrecisionConformance",
     "ds_loader": "LoaderConformance",
     "ds_gradients": "GradientsConformance",
+    "ds_metrics": "ObserverConformance",
     "ds_launchers": "LauncherConformance",
 }
 """The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest `PluginConformance`."""
