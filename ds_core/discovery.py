@@ -78,7 +78,6 @@ def reset_discovery() -> None:
     discover.cache_clear()
     unmet.cache_clear()
     importlib.invalidate_caches()
-    importlib_metadata.MetadataPathFinder.invalidate_caches()
 
 
 @functools.cache
