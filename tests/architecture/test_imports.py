@@ -113,6 +113,7 @@ print("torch" in sys.modules)
     assert python(code).strip() == "False"
 
 
+@pytest.mark.slow
 def test_every_module_imports_alone_with_warnings_as_errors() -> None:
     """One process imports the foundations and forks for each module, so each is the first of ours to be imported."""
     code = """

@@ -84,6 +84,7 @@ def as_installed(tmp_path: Path) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_recipes_pass_their_kits(as_installed: Path, tmp_path: Path) -> None:
     (tmp_path / "test_kits.py").write_text(KITS)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "test_kits.py"]

@@ -89,6 +89,7 @@ def trials(ranks: Any, folder: Path, kind: str, count: int) -> None:
 KINDS = ["new tags", "same tag", "new tags in the background", "same tag in the background"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[2:3])
 def test_killed_while_saving(ranks: Any, tmp_path: Path, kind: str) -> None:
     trials(ranks, tmp_path, kind, SHORT)

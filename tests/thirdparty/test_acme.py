@@ -44,6 +44,7 @@ def lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_everything_of_acme_works_together(acme: Path, tmp_path: Path) -> None:
     output = train(acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme", ACME_DEVICE="1")
     seen = json.loads(output.splitlines()[-1])
@@ -127,6 +128,7 @@ def test_its_accelerator_is_found_by_probing_and_beats_the_cores_own(acme: Path)
     assert select(acme, ACME_DEVICE="1", DS_ACCELERATOR="cpu") == "cpu"
 
 
+@pytest.mark.slow
 def test_an_accelerator_that_cannot_be_had_is_answered_with_why(acme: Path) -> None:
     unavailable = select(acme, status=-1, DS_ACCELERATOR="acme")
     words = ("acme", "acme-ds", "no acme device is plugged in")

@@ -51,6 +51,7 @@ print(chosen.plugins.section("csv_monitor").dist if "csv_monitor" in chosen.conf
     return output
 
 
+@pytest.mark.slow
 def test_training_that_does_not_name_it_goes_on(site: Path, tmp_path: Path) -> None:
     output = train(site, tmp_path, PLAIN)
     seen = json.loads(output.splitlines()[-1])

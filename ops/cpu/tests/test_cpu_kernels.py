@@ -96,7 +96,7 @@ def among_many(op: str) -> list[list[Tensor]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize("threads", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("threads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
 def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> None:
     """Where work begins before all are looked at; with copies, too."""
@@ -115,7 +115,7 @@ def test_many_tensors_are_stepped_as_each_would_be(op: str, threads: int) -> Non
         run(*whole, **STEPS[op].trials[1])
 
 
-@pytest.mark.parametrize("threads", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("threads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 @pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
 def test_steps_in_portions_are_the_step(op: str, threads: int) -> None:
     run: Callable[..., Any] = getattr(kernels, op)

@@ -179,6 +179,7 @@ def overlapping() -> None:
             dist.destroy_process_group(group)
 
 
+@pytest.mark.slow
 def test_groups_that_share_ranks_in_flight_together() -> None:
     run_ranks(4, overlapping)
 
@@ -417,7 +418,7 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
     return losses
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("size", "dtype"), [(2, "fp32"), pytest.param(3, "bf16", marks=pytest.mark.slow)])
 def test_training_is_that_over_gloo_bit_for_bit(size: int, dtype: str) -> None:
     for stage in (1, 2, 3):
         assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(size, train, stage, "composed", dtype)

@@ -115,7 +115,7 @@ DTYPES = [F32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (BF16,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("on", ["plain torch", "kernels"])
+@pytest.mark.parametrize("on", ["plain torch", pytest.param("kernels", marks=pytest.mark.slow)])
 def test_fused_equal_their_references(on: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     """Odd and even rows, a warp's and a block's."""
     called = request.getfixturevalue("device") if on == "kernels" else []

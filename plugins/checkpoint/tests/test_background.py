@@ -132,6 +132,7 @@ engine.save_checkpoint(sys.argv[1], "last")
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, timeout=300)
     assert (tmp_path / "latest").read_text() == "last"

@@ -93,7 +93,8 @@ BEFORE = [
     "files.put_in_place 1",
     "os.replace 1",
 ]
-CRASHES: list[Any] = [("a", where, 1.0) for where in BEFORE]
+CRASHES: list[Any] = [("a", where, 1.0) for where in BEFORE[::2]]
+CRASHES += [pytest.param("a", where, 1.0, marks=pytest.mark.slow) for where in BEFORE[1::2]]
 CRASHES += [pytest.param("b", where, 1.0, marks=pytest.mark.slow) for where in BEFORE]
 CRASHES += [("a", "os.replace 2", 1.0)]  # the old one has stepped aside, the new one has no name yet
 CRASHES += [("a", where, 2.0) for where in ("files.discard 1", "os.replace 3", "files.write_latest 1", "os.replace 4")]
@@ -380,7 +381,9 @@ DAMAGE += [(name, how) for name in FILES[1:] for how in ("other step", "link", "
 DAMAGE += [("rank00000-local.safetensors", "swap ranks")]
 
 
-@pytest.mark.parametrize("name, how", DAMAGE)
+@pytest.mark.parametrize(
+    "name, how", [*DAMAGE[::3], *(pytest.param(*d, marks=pytest.mark.slow) for i, d in enumerate(DAMAGE) if i % 3)]
+)
 def test_damage_is_named_before_anything_changes(ranks: Any, tmp_path: Path, name: str, how: str) -> None:
     ranks(2, save, str(tmp_path), 1.0, "a")
     ranks(2, save, str(tmp_path), 2.0, "b")

@@ -128,7 +128,7 @@ def second_life(folder: str, mode: str, steps: int = 5) -> Any:
     return train(engine, steps), everything(engine)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", [*MODES, *ZERO])
 def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, mode: str, world: int) -> None:
     whole = ranks(world, first_life, str(tmp_path), mode)

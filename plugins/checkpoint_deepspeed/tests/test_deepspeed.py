@@ -72,7 +72,7 @@ def mode_of(name: str) -> str:
     return name.partition("-")[0]
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 2), (3, 4)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (2, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in SAVED if name != "fp32-0"])
 def test_its_losses_go_on(name: str, stage: int, world: int, tmp_path: Path) -> None:
     path, missing = import_checkpoint(HERE / name, tmp_path)

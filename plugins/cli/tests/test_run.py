@@ -202,7 +202,9 @@ def test_the_last_restart_decides(script: Any, capfd: Any) -> None:
     assert codes == ["10", "11"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_stopped_launcher_ends_everything(script: Any, tmp_path: Path, number: int, code: int) -> None:
     file = script(STUBBORN + "time.sleep(600)")
     running = command(tmp_path, "--nproc", "2", "--grace", "0.3", file)
@@ -227,6 +229,7 @@ def test_a_killed_launcher_takes_all_along_and_leaves_nothing(script: Any, tmp_p
     running.communicate(timeout=300)
 
 
+@pytest.mark.slow
 def test_over_gloo_the_cause_is_named_and_not_its_echo(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(
@@ -552,7 +555,10 @@ def test_a_port_can_be_chosen_and_one_in_use_is_named(script: Any, tmp_path: Pat
     assert "choose another one with MASTER_PORT or --master-port" in err
 
 
-@pytest.mark.parametrize("meet", ["--node-rank 0 --master-addr 127.0.0.1 --master-port", "--rdzv-endpoint"])
+@pytest.mark.parametrize(
+    "meet",
+    [pytest.param("--node-rank 0 --master-addr 127.0.0.1 --master-port", marks=pytest.mark.slow), "--rdzv-endpoint"],
+)
 def test_a_launcher_that_waits_for_other_machines_can_be_stopped(script: Any, tmp_path: Path, meet: str) -> None:
     port = processes.free_port()
     where = str(port) if meet.endswith("--master-port") else f"127.0.0.1:{port}"
@@ -569,6 +575,7 @@ def test_a_launcher_that_waits_for_other_machines_can_be_stopped(script: Any, tm
     assert err == "dscore: stopped by SIGINT; all processes were ended\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["static", pytest.param("endpoint", marks=pytest.mark.slow)])
 def test_two_machines_meet(script: Any, tmp_path: Path, way: str) -> None:
     file = script('print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])')

@@ -268,6 +268,7 @@ comm.all_reduce(torch.ones(9))
 """
 
 
+@pytest.mark.slow
 def test_who_ended_and_how_is_told() -> None:
     """Processes of their own: those of the pool outlive an exception."""
     with socket.socket() as probe:

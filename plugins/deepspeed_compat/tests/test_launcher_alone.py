@@ -86,6 +86,7 @@ def test_what_is_not_built_or_does_not_go_together_ends_with_a_message(given: st
         command(given)
 
 
+@pytest.mark.slow
 def test_two_processes_end_to_end(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

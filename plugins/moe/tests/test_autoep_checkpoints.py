@@ -61,6 +61,7 @@ def second_half(kind: str, world: int, runs: list[tuple[int, int]], folder: str)
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [

@@ -52,6 +52,7 @@ class TestEp4Top1(_Conformance):
     make_model, make_truth = staticmethod(m.four_top1), staticmethod(m.plain_top1)
 
 
+@pytest.mark.slow
 class TestEp2Top1Dropping(_Conformance):
     worlds = (4,)
     make_model, make_truth = staticmethod(m.two_top1_drop), staticmethod(m.plain_top1_drop)

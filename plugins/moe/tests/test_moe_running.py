@@ -75,7 +75,9 @@ def goes_on(folder: Path, ep: int, stage: int) -> list[float]:
     return [losses, whole]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize(("ep", "stage"), [(4, 0), (4, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("ep", "stage"), [pytest.param(4, 0, marks=pytest.mark.slow), (4, 3), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_checkpoints_move_between_ep_sizes(tmp_path: Path, ep: int, stage: int) -> None:
     """Each expert is stored once, under its global number; with another ep, world or stage training goes on alike."""
     losses = run_ranks(WORLD, saves, tmp_path, ep, stage)[0]
@@ -186,6 +188,7 @@ class TestPipelineEp1(RunnerConformance):
     make_model, make_truth, make_batch = staticmethod(piped_one), staticmethod(plain_piped), staticmethod(pair)
 
 
+@pytest.mark.slow
 class TestPipelineEp2(RunnerConformance):
     worlds = (4,)
     config = {"expert_parallel": {"autoep_size": 2}}

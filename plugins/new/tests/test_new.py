@@ -69,6 +69,7 @@ assert not wrong and "torch" not in sys.modules, wrong
     run([sys.executable, "-c", code, *load], env=clean_environment(PYTHONPATH=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_its_tests_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     code, said, _ = dscore("my-events", "--kind", "monitor", capfd=capfd)

@@ -230,10 +230,10 @@ def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, Any]:
     ("kind", "at"),
     [
         ("OneBitAdam", 5),
-        ("OneBitAdam", 20),
+        pytest.param("OneBitAdam", 20, marks=pytest.mark.slow),
         ("OneBitLamb", 20),
-        ("ZeroOneAdam", 7),
-        ("ZeroOneAdam", 30),
+        pytest.param("ZeroOneAdam", 7, marks=pytest.mark.slow),
+        pytest.param("ZeroOneAdam", 30, marks=pytest.mark.slow),
         ("ZeroOneAdam", 35),
     ],
 )
@@ -306,7 +306,9 @@ def converges(kind: str) -> dict[str, float]:
     return {"first": losses[0], "last": sum(losses[-10:]) / 10, "logged": logged, **told}
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind", ["OneBitLamb", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "OneBitLamb")]
+)
 def test_it_converges_on_a_thirtieth_of_the_bytes(kind: str) -> None:
     for found in run_ranks(WORLD, converges, kind):
         assert found["last"] < 0.02 * found["first"]

@@ -111,7 +111,7 @@ def train(stage: int, steps: int, folder: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_two_ranks_do_what_one_does(stage: int, steps: int, tmp_path: Path) -> None:
     for errors in run_ranks(WORLD, train, stage, steps, str(tmp_path)):
         assert len(errors) == len(KINDS) * 8

@@ -79,6 +79,7 @@ class TestFourStages(Pipeline):
     variants = variants("1f1b", "zero_bubble")
 
 
+@pytest.mark.slow
 class TestFourStagesInterleaved(Pipeline):
     """Two chunks per stage: eight parts."""
 

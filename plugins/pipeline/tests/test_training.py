@@ -80,7 +80,10 @@ def check(answers: list[list[list[Any]]]) -> None:
             assert max(loss, norm, weight) <= 1e-12, f"rank {rank}, {case}: loss {loss}, norm {norm}, weights {weight}"
 
 
-@pytest.mark.parametrize(("world", "stages"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), (4, 4)])
+@pytest.mark.parametrize(
+    ("world", "stages"),
+    [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
 def test_adamw_recompute_and_early_reduction(world: int, stages: int) -> None:
     """What the conformance kit does not vary: the optimizer, `reduce`, recomputation, shapes that change."""
     cases = [

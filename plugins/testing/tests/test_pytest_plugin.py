@@ -63,6 +63,7 @@ def pytest_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_fixtures_and_markers(tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
     done = pytest_run(tmp_path, "--strict-markers", "-q")

@@ -177,7 +177,7 @@ def read(stage: int, name: str, *place: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_full_states_equal_one_process(stage: int, world: int) -> None:
     for name in CASES if world == 2 else ("fp64", "partly", "bf16"):
         case = CASES[name]
@@ -262,7 +262,7 @@ def write(stage: int, name: str, *place: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_what_is_set_is_what_the_step_uses(stage: int, world: int) -> None:
     for name in ("fp64", "fp32 frozen", "shared", "unused", "bf16", "fp16") if world == 2 else ("fp64", "bf16"):
         for errors in run_ranks(world, write, stage, name):

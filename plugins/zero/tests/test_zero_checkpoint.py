@@ -86,7 +86,8 @@ ROUTES = [((3, 4), (1, 2)), ((3, 4), (0, 1)), ((1, 2), (3, 4)), ((2, 2), (2, 4))
 
 @pytest.mark.parametrize(
     ("name", "route"),
-    [("plain", r) for r in ROUTES] + [(n, r) for n in ("bf16", "frozen") for r in ROUTES[:3]],
+    [("plain", r) for r in ROUTES]
+    + [pytest.param(n, r, marks=pytest.mark.slow) for n in ("bf16", "frozen") for r in ROUTES[:3]],
     ids=lambda v: v if isinstance(v, str) else "-".join(f"stage{s}x{w}" for s, w in v),
 )
 def test_any_layout_loads_into_any_other(name: str, route: Any, tmp_path: Path) -> None:

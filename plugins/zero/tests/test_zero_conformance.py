@@ -9,6 +9,7 @@ import pytest
 from ds_testing.partitioner import CASES, WAYS, PartitionerConformance
 
 
+@pytest.mark.slow
 class TestStage1(PartitionerConformance):
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 200}}
 

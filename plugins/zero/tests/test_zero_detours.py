@@ -176,6 +176,7 @@ def check_compiled(how: str, section: dict[str, Any]) -> None:
     assert off(engine.module, plain()) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["engine", *(pytest.param(n, marks=pytest.mark.slow) for n in ("before", "around"))])
 def test_compiled(how: str) -> None:
     run_ranks(2, check_compiled, how, DROP if how == "engine" else {})

@@ -94,11 +94,11 @@ def train(stages: list[int], how: str, drive: str, gas: int) -> float:
     ("world", "how", "gas", "stages"),
     [
         (2, "unused", 1, [[0, 0], [1, 1], [2, 2], [0, 2]]),
-        (2, "unused", 2, [[0, 0], [1, 1], [2, 2], [0, 2]]),
+        pytest.param(2, "unused", 2, [[0, 0], [1, 1], [2, 2], [0, 2]], marks=pytest.mark.slow),
         (2, "order", 1, [[0, 0], [2, 2], [2, 0]]),
         (2, "same", 2, [[3, 3], [3, 0], [3, 2]]),  # in stage 3 all ranks run the same modules
         (1, "order", 2, [[2, 1], [0, 3]]),
-        (4, "unused", 1, [[1, 2], [0, 1]]),
+        pytest.param(4, "unused", 1, [[1, 2], [0, 1]], marks=pytest.mark.slow),
     ],
 )
 def test_joint_loss_is_that_of_plain_torch(world: int, how: str, gas: int, stages: list[list[int]]) -> None:
@@ -333,7 +333,7 @@ def take_over() -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_last_engine_of_a_model_is_the_one_that_trains(world: int) -> None:
     for said in run_ranks(world, take_over):
         assert len(said) == 4

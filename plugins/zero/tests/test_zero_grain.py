@@ -55,6 +55,7 @@ class TestWhole2(_Whole):
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 2, "overlap_comm": True, **SMALL}}
 
 
+@pytest.mark.slow
 class TestWhole3(_Whole):
     stage = 3
     config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 3, **SMALL}}
@@ -423,7 +424,9 @@ def adamw(folder: Path, dtype: str, whole_grain: bool, stage: int, *, load: bool
     return found
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-12), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("first", [True, False], ids=["whole-to-elements", "elements-to-whole"])
 def test_elements_and_whole_tensors_share_checkpoints(
     first: bool, dtype: str, tolerance: float, tmp_path: Path
@@ -486,7 +489,7 @@ def taken_over(cls_name: str, dtype: str, stage: int) -> float:
     return max(relative(found[n], p.detach()) for n, p in expected.named_parameters())
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("cls", ["AdamW", "Unknown", "Adam"])
 def test_an_optimizer_with_states_is_taken_over(cls: str, stage: int, world: int) -> None:

@@ -223,7 +223,7 @@ def held(engine: Any) -> dict[str, int]:
 CASES = [
     ("llama-7b", 2, 512, 511),
     pytest.param("gpt2-xl", 3, 4096, 2047, marks=pytest.mark.slow),
-    ("llama-7b", 1, 4096, 4095),
+    pytest.param("llama-7b", 1, 4096, 4095, marks=pytest.mark.slow),
     pytest.param("llama-7b", 3, 4096, 0, marks=pytest.mark.slow),
     pytest.param("llama-7b", 3, 4096, 4095, marks=pytest.mark.slow),
 ]

@@ -283,7 +283,7 @@ def compare(name: str, direct: bool, gas: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(ZOO))
 def test_every_way_of_using_modules(name: str, direct: bool) -> None:
     for answer in run_ranks(2, compare, name, direct, 1 if direct else 2):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ds_testing.processes import free_port
 
 HERE = Path(__file__).parent
 AUTO = {
@@ -71,8 +72,13 @@ def server(deepspeed: bool) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(started.kill)
+    atexit.register(end, started)
     return started
+
+
+def end(server: subprocess.Popen[str]) -> None:
+    with server:  # closes its pipes and waits
+        server.kill()
 
 
 def run(program: str, ranks: int, *arguments: str, work: Path | None = None) -> dict[str, Any]:
@@ -171,28 +177,38 @@ deepspeed_config:
   zero3_init_flag: true
   zero3_save_16bit_model: true
   zero_stage: 3
-machine_rank: 0
-main_process_port: 0
+machine_rank: {rank}
+main_process_ip: 127.0.0.1
+main_process_port: {port}
 main_training_function: main
 mixed_precision: 'no'
-num_machines: 1
+num_machines: {machines}
 num_processes: 2
 use_cpu: false
 """
 
 
-def test_accelerate_launch(tmp_path: Path) -> None:
-    answers, out = tmp_path / "accelerate.yaml", tmp_path / "out.json"  # as accelerate config writes it
-    answers.write_text(LAUNCH)
+@pytest.mark.parametrize("machines", [1, 2])
+def test_accelerate_launch(machines: int, tmp_path: Path) -> None:
+    """One process per machine of two, or two on one."""
+    out, port = tmp_path / "out.json", free_port() if machines > 1 else 0
     program = [str(HERE / "accelerate_loop.py"), "--out", str(out), "--work", str(tmp_path / "work")]
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(answers), *program],
-        env=os.environ | ENVIRONMENT | {"DS_CORE_AS_DEEPSPEED": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    started = []
+    for rank in range(machines):
+        answers = tmp_path / f"accelerate{rank}.yaml"  # as accelerate config writes it
+        answers.write_text(LAUNCH.format(rank=rank, machines=machines, port=port))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(answers), *program],
+                env=os.environ | ENVIRONMENT | {"DS_CORE_AS_DEEPSPEED": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for process in started:
+        shown, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, shown[-9000:]
     got = json.loads(out.read_text())
     assert "ds_deepspeed_compat" in got["engine"]
     assert_same(got, plain("accelerate_loop.py", 2), "losses", "lrs", "total")
