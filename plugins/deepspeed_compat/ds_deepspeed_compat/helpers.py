@@ -132,20 +132,20 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log memory in use, on one rank or (-1) on this."""
-    from ds_core.accelerator import get_accelerator
+    """Log memory in use of the device and of the host, on one rank or (-1) on this."""
+    from ds_core.accelerator import CpuAccelerator, get_accelerator
 
     if print_rank not in (-1, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0):
         return
     device = get_accelerator()
     gib = 1024**3
-    logger.info(
-        "%s | allocated %.2f GB, peak %.2f GB, available %.2f GB",
-        msg,
-        device.memory_allocated() / gib,
-        device.max_memory_allocated() / gib,
-        device.available_memory() / gib,
-    )
+    figures = [device.memory_allocated(), device.max_memory_allocated(), device.available_memory()]
+    text = "%s | allocated %.2f GB, peak %.2f GB, available %.2f GB"
+    if device.device_type != "cpu":
+        host = CpuAccelerator()
+        figures += [host.memory_allocated(), host.available_memory()]
+        text += " | host: this process %.2f GB, available %.2f GB"
+    logger.info(text, msg, *(figure / gib for figure in figures))
     if reset_max:
         device.reset_peak_memory_stats()
 

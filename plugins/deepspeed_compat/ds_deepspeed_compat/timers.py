@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from ds_deepspeed_compat.logs import log_dist
 
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]
+__all__ = [
+    "BACKWARD_GLOBAL_TIMER",
+    "BACKWARD_INNER_GLOBAL_TIMER",
+    "BACKWARD_INNER_MICRO_TIMER",
+    "BACKWARD_MICRO_TIMER",
+    "BACKWARD_REDUCE_GLOBAL_TIMER",
+    "BACKWARD_REDUCE_MICRO_TIMER",
+    "FORWARD_GLOBAL_TIMER",
+    "FORWARD_MICRO_TIMER",
+    "STEP_GLOBAL_TIMER",
+    "STEP_MICRO_TIMER",
+    "NoopTimer",
+    "SynchronizedWallClockTimer",
+    "ThroughputTimer",
+    "trim_mean",
+]
+
+# The names under which DeepSpeed's engine keeps its timers; ds_core's engine has no timers of these names.
+FORWARD_GLOBAL_TIMER, FORWARD_MICRO_TIMER = "fwd", "fwd_microstep"
+BACKWARD_GLOBAL_TIMER, BACKWARD_MICRO_TIMER = "bwd", "bwd_microstep"
+BACKWARD_INNER_GLOBAL_TIMER, BACKWARD_INNER_MICRO_TIMER = "bwd_inner", "bwd_inner_microstep"
+BACKWARD_REDUCE_GLOBAL_TIMER, BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce", "bwd_allreduce_microstep"
+STEP_GLOBAL_TIMER, STEP_MICRO_TIMER = "step", "step_microstep"
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """The mean without the lowest and highest `trim_percent` (0 to 1); where none is left the median, of nothing 0."""
+    if not 0.0 <= trim_percent <= 1.0:
+        raise ValueError(f"trim_percent is {trim_percent}; it is between 0 and 1")
+    if not data:
+        return 0.0
+    cut = round(len(data) * trim_percent)
+    kept = sorted(data)[cut : len(data) - cut]
+    return statistics.mean(kept) if kept else statistics.median(data)
 
 
 def _now() -> float:
@@ -76,6 +110,15 @@ class SynchronizedWallClockTimer:
         """All timers by name."""
         return self.timers
 
+    @staticmethod
+    def memory_usage() -> str:
+        """Memory in use and at peak, as text."""
+        from ds_core.accelerator import get_accelerator
+
+        device, gib = get_accelerator(), 1024**3
+        used, peak = device.memory_allocated() / gib, device.max_memory_allocated() / gib
+        return f" | mem_allocated: {used:.4f} GB | max_mem_allocated: {peak:.4f} GB"
+
     def has_timer(self, name: str) -> bool:
         """Whether there is a timer of this name."""
         return name in self.timers
@@ -90,7 +133,8 @@ class SynchronizedWallClockTimer:
     ) -> None:
         """Log the times of `names` in milliseconds, divided by `normalizer`; by default on rank 0."""
         shown = (f"{n}: {self.timers[n].elapsed(reset) / normalizer:.2f}" for n in names if n in self.timers)
-        log_dist(f"time (ms) | {' | '.join(shown)}", ranks=ranks or [0])
+        used = self.memory_usage() if memory_breakdown else ""
+        log_dist(f"time (ms) | {' | '.join(shown)}{used}", ranks=ranks or [0])
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """The mean time of each of `names` in milliseconds, divided by `normalizer`."""

@@ -15,7 +15,7 @@ from ds_deepspeed_compat.enums import DtypeEnum, ZeroStageEnum
 from ds_deepspeed_compat.files import dict_raise_error_on_duplicate_keys
 from ds_deepspeed_compat.loader import DeepSpeedDataLoader
 from ds_deepspeed_compat.report import cli_main
-from ds_deepspeed_compat.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from ds_deepspeed_compat.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 
 import ds_core
 
@@ -134,8 +134,11 @@ def test_timers(monkeypatch: pytest.MonkeyPatch) -> None:
         timers("forward").start()
         timers("forward").stop()
     assert timers.get_mean(["forward", "nothing"], reset=False) == {"forward": 1000.0}
+    timers.log(["forward", "nothing"], normalizer=2, reset=False, memory_breakdown=True)
+    assert said.pop().startswith("[0] time (ms) | forward: 1000.00 | mem_allocated: ")
     timers.log(["forward", "nothing"], normalizer=2)
     assert said == ["[0] time (ms) | forward: 1000.00"]
+    assert [trim_mean([1, 2, 3, 100], cut) for cut in (0, 0.25, 1)] == [26.5, 2.5, 2.5]
     assert timers("forward").elapsed() == 0.0
     assert timers.has_timer("forward")
     with pytest.raises(RuntimeError, match="does not run; start it first"):

@@ -40,7 +40,12 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.utils.distributed": {"init_distributed": "ds_core"},
     "deepspeed.utils.exceptions": {"DeprecatedException": "ds_core.errors:UsageError"},
     "deepspeed.utils.torch": {"required_torch_version": "ds_deepspeed_compat.helpers"},
-    "deepspeed.utils.timer": {"SynchronizedWallClockTimer ThroughputTimer NoopTimer": "ds_deepspeed_compat.timers"},
+    "deepspeed.utils.timer": {
+        "SynchronizedWallClockTimer ThroughputTimer NoopTimer trim_mean FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER "
+        "BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
+        "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER STEP_GLOBAL_TIMER "
+        "STEP_MICRO_TIMER": "ds_deepspeed_compat.timers",
+    },
     "deepspeed.utils.comms_logging": {
         "CommsLogger": differs("ds_comms_logger:CommsLog", "section comms_logger makes it")
     },
