@@ -22,14 +22,15 @@ DOCS = ROOT / "docs"
 START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
 TRAIN = (
     "training configuration running choosing-a-stage optimizers pipeline moe autoep checkpoints "
-    "when-ranks-disagree migrate frontends"
+    "migrate frontends"
 )
+WATCH = "monitors reports profiling when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format"
 REFERENCE = (
     "reference/configuration errors reference/messages reference/hooks reference/api/index reference/packages/index"
 )
 ABOUT = "comparison differences versions roadmap"
-PARTS = {"Tutorials": START, "Train": TRAIN, "Extend": EXTEND, "Reference": REFERENCE, "About": ABOUT}
+PARTS = {"Tutorials": START, "Train": TRAIN, "Watch": WATCH, "Extend": EXTEND, "Reference": REFERENCE, "About": ABOUT}
 
 
 def navigation(app, docname, source):
