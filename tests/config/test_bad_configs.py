@@ -153,7 +153,6 @@ WITHOUT_PLUGIN: dict[str, Any] = {
     "wandb": {"enabled": True},
     "comet": {"enabled": True},
     "csv_monitor": {"enabled": True},
-    "flops_profiler": {"enabled": True},
     "autotuning": {"enabled": True},
     "nebula": {"enabled": True},
     "datastates_ckpt": {"host_cache_size": 2},

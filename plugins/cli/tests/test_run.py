@@ -397,7 +397,9 @@ def test_each_rank_has_a_log(script: Any, tmp_path: Path, capfd: Any) -> None:
 
 
 def test_a_program_that_is_not_pythons(tmp_path: Path, capfd: Any) -> None:
-    words = ("-c", "echo $RANK $1; exit $((3 * LOCAL_RANK))", "sh", "a b")
+    # Rank 1, which fails, ends rank 0: it waits until that has said its line.
+    script = "echo $RANK $1; touch $2/$RANK; while [ ! -e $2/0 ]; do sleep 0.05; done; exit $((3 * LOCAL_RANK))"
+    words = ("-c", script, "sh", "a b", str(tmp_path))
     assert launch(LaunchRequest("/bin/sh", words, nproc=2, is_command=True)) == 3
     assert sorted(capfd.readouterr().out.splitlines()) == ["0 a b", "1 a b"]
 

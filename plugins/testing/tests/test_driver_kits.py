@@ -46,12 +46,6 @@ class TestCoreOptimizers(OptimizerConformance):
     params = {name: {"lr": 0.01} for name in ("Adam", "AdamW", "SGD", "Adagrad")}
 
 
-class TestCoreSchedules(SchedulerConformance):
-    plugin = "ds_core.builtin"
-    names = ("CosineAnnealingLR", "LinearLR", "StepLR")
-    params = {"CosineAnnealingLR": {"T_max": 10}, "StepLR": {"step_size": 4}}
-
-
 class TestHostStore(StateStoreConformance):
     def make_store(self, ctx: Any, tmp_path: Path) -> StateStore:
         return HostStore(ctx, {})
