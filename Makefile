@@ -70,6 +70,7 @@ quickstart: $(STAMP)
 	@rm -rf runs/gpt
 	$(DSCORE) run --nproc 2 examples/gpt/train.py --stop-after 250 $(ARGS)
 	$(DSCORE) run --nproc 2 examples/gpt/train.py $(ARGS)
+	$(DSCORE) report runs/gpt
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,7 @@ class RunConfig:
         return secret_names([type(self.core), *map(type, self.sections.values())])
 
     def __repr__(self) -> str:
-        names = ", ".join(sorted(self.sections)) or "none"
-        return f"RunConfig(origin={self.origin!r}, sections: {names})"
+        return f"RunConfig(origin={self.origin!r}, sections: {', '.join(sorted(self.sections)) or 'none'})"
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -85,14 +85,15 @@ def _digest(value: Any) -> str:
 
 
 def load_config(source: Any, *, fill_later: bool = False) -> tuple[Plugins, RunConfig]:
-    """Load the plugins that a config names, and check it. source: see `read_config`.
+    """Load the plugins that a config, with DS_CONFIG_OVERRIDES, names, and check it. source: see `read_config`.
 
     fill_later: keys that say "auto" count as left out, because an integration will fill them in before training.
     Raises ConfigError with every problem, or PluginError when a named plugin is missing or broken.
     """
     from ds_core.plugins import Plugins
 
-    source = read_config(source)
+    given, more = read_config(source), read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {})
+    source = ConfigSource({**given.raw, **more.raw}, given.origin + " and DS_CONFIG_OVERRIDES" * bool(more.raw))
     plugins = Plugins(plugin_settings(source))
     models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
     return plugins, build_config(source, models, plugins.sections(), plugins.disabled(), fill_later)
@@ -115,10 +116,7 @@ def check_rules(
 
 
 def plugin_settings(source: ConfigSource) -> PluginSettings:
-    """The ``plugins`` key alone, checked: it decides what is loaded before the rest can be read.
-
-    Raises ConfigError when that key is wrong.
-    """
+    """The ``plugins`` key alone, read before the rest: it decides what is loaded. ConfigError if it is wrong."""
     from ds_core.plugins import PluginSettings
 
     problems: list[Problem] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import json
 import logging
 import os
 from enum import Enum
@@ -76,6 +78,9 @@ def run(
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="`import deepspeed` in the script gives ds_core.")
     ] = False,
+    record: Annotated[
+        str, typer.Option("--record", metavar="FOLDER", help="Keep a record of the run in FOLDER, for dscore report.")
+    ] = "",
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program, run as it is.")] = False,
     save_pid: Annotated[
         bool, typer.Option("--save-pid", help="Keep this process's id in <temporary folder>/<id>.dscore.")
@@ -150,19 +155,33 @@ def run(
     )
     if as_deepspeed:
         _as_deepspeed()
+    if record:
+        _record(record)
     code = find_launcher(launcher)(request)
     raise typer.Exit(code)
 
 
 def _as_deepspeed() -> None:
     """Let the processes read the variable that the package of DeepSpeed's names looks for."""
-    if importlib.util.find_spec("ds_deepspeed_compat") is None:
+    _needs("--as-deepspeed", "ds_deepspeed_compat", "ds-deepspeed-compat")
+    os.environ["DS_CORE_AS_DEEPSPEED"] = "1"
+
+
+def _record(folder: str) -> None:
+    """Let the config of the processes have the section ``run_record``."""
+    from ds_core.config import read_config
+
+    _needs("--record", "ds_report", "ds-report")
+    given = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw
+    text = json.dumps({**given, "run_record": {"folder": os.path.abspath(folder)}})
+    os.environ["DS_CONFIG_OVERRIDES"] = base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def _needs(option: str, package: str, dist: str) -> None:
+    if importlib.util.find_spec(package) is None:
         from ds_core.catalogue import install
 
-        raise CommandError(
-            f"--as-deepspeed needs ds-deepspeed-compat, which is not installed: {install('ds-deepspeed-compat')}"
-        )
-    os.environ["DS_CORE_AS_DEEPSPEED"] = "1"
+        raise CommandError(f"{option} needs {dist}, which is not installed: {install(dist)}")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

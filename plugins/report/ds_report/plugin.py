@@ -40,8 +40,10 @@ def ds_config() -> type[BaseModel]:
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """What reads records."""
-    text = "Write one HTML page that shows one or several runs."
-    return {"report": CommandEntry("ds_report.command:report", text)}
+    return {
+        "report": CommandEntry("ds_report.command:report", "Write one HTML page that shows one or several runs."),
+        "top": CommandEntry("ds_report.top_command:top", "Watch a run in the terminal."),
+    }
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:

@@ -60,6 +60,14 @@ class Columns:
             del column[size:]
         self.starts = [min(start, size) for start in self.starts]
 
+    def keep_last(self, size: int) -> None:
+        """Drop all rows but the last `size`, when there are twice as many."""
+        if (extra := len(self.step) - size) > size:
+            for name in self.values:
+                del self.column(name)[:extra]
+            del self.step[:extra], self.time[:extra]
+            self.starts = [start - extra for start in self.starts if start >= extra]
+
     def column(self, name: str) -> array[float]:
         """The values of a metric, one for each step."""
         column = self.values.get(name, array("d"))

@@ -214,6 +214,7 @@ def _facts(ctx: Context, section: RunRecord) -> dict[str, Any]:
         "pid": os.getpid(),
         "script": os.path.basename(sys.argv[0]) if sys.argv else "",  # its arguments may hold secrets
         "device": ctx.accelerator.name,
+        "memory": ctx.accelerator.total_memory(),
         "mesh": mesh.describe(),
         "config": config,
         "precision": ctx.precision.name,

@@ -20,10 +20,11 @@ from ds_report.reading import read_now, read_rank
 from ds_report.recorder import Recorder
 from ds_report.state import State, standing
 from ds_testing import ObserverConformance, PluginConformance, run_ranks
-from ds_testing.processes import clean_environment
+from ds_testing.processes import clean_environment, run
 
 import ds_core
 from ds_core.accelerator.cpu import CpuAccelerator
+from ds_core.errors import ConfigError
 
 
 class TestPlugin(PluginConformance):
@@ -175,3 +176,47 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     recorder.end("finished")
     record = read_rank(0, tmp_path / "rank0.jsonl")
     assert (list(record.columns.step), record.last) == ([1], "finished")
+
+
+def test_a_flag_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_cli.run import _record
+
+    from ds_core.compose import compose
+
+    (tmp_path / "more.json").write_text('{"run_record": {"folder": "x"}, "gradient_clipping": 0.5}')
+    monkeypatch.setenv("DS_CONFIG_OVERRIDES", str(tmp_path / "more.json"))
+    monkeypatch.chdir(tmp_path)
+    _record("runs/a")
+    config = compose({"gradient_clipping": 1.0, "run_record": {"folder": "y", "seconds": 7}}).config
+    assert config.section("run_record").directory() == tmp_path / "runs" / "a"  # type: ignore[union-attr]
+    assert config.core.gradient_clipping == 0.5
+    monkeypatch.setenv("DS_CONFIG_OVERRIDES", "no-such-file.json")
+    with pytest.raises(ConfigError, match="no-such-file"):
+        compose({})
+
+
+@pytest.mark.slow
+def test_the_whole_way(tmp_path: Path) -> None:
+    """``dscore run --record``, of a script that knows nothing of it, and that fails on one rank."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, ds_core\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "config = {'train_batch_size': 4, 'optimizer': {'type': 'AdamW'}}\n"
+        "engine, *_ = ds_core.initialize(model=model, config=config)\n"
+        "for step in range(20):\n"
+        "    engine.backward(engine(torch.ones(2, 4)).square().sum())\n"
+        "    engine.step()\n"
+        "if engine.global_rank == 1:\n"
+        "    raise ValueError('no more data')\n"
+        "engine.destroy()\n"
+    )
+    words = [sys.executable, "-m", "ds_cli", "run", "--nproc", "2", "--record", "runs/a", str(script)]
+    run(words, cwd=tmp_path, status=1)
+    folder = tmp_path / "runs" / "a"
+    ranks = [read_rank(rank, folder / f"rank{rank}.jsonl") for rank in range(2)]
+    assert [list(r.columns.step) for r in ranks] == [list(range(1, 21))] * 2
+    stands = standing(ranks, {rank: read_now(folder, rank) for rank in range(2)})
+    assert (stands.state, stands.text) == (State.FAILED, "rank 1: ValueError: no more data")
+    run([sys.executable, "-m", "ds_cli", "report", str(folder)], cwd=tmp_path)
+    assert "no more data" in (folder / "report.html").read_text()
