@@ -19,3 +19,6 @@ class FlopsProfilerConfig(Section):
     recompute_fwd_factor: float = option(
         0.0, "Forwards that the backward does again, for the assumed FLOPs: 1.0 if all is checkpointed.", ge=0
     )
+    peak_tflops: float | None = option(
+        None, "What a rank's device can do, in 1e12 FLOPs per second, for the metric `Train/Samples/mfu`.", gt=0
+    )

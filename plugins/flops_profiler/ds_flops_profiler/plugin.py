@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.context import StashKey
@@ -10,11 +11,12 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.context import Context
-    from ds_flops_profiler.training import StepProfile
+    from ds_flops_profiler.training import StepProfile, StepRate
 
-__all__ = ["ds_config", "ds_phase_begin", "ds_phase_end", "ds_step_end"]
+__all__ = ["ds_config", "ds_metrics", "ds_phase_begin", "ds_phase_end", "ds_step_end"]
 
 PROFILE: StashKey[StepProfile | None] = StashKey("the profile of one step")
+RATE: StashKey[StepRate] = StashKey("FLOPs per second, from what the profile has counted")
 
 
 def ds_config() -> type[BaseModel]:
@@ -49,4 +51,10 @@ def ds_step_end(ctx: Context, step: int) -> None:
     """Print the profile of the step that ends here."""
     if (profile := _profile(ctx)) is not None and step == profile.step:
         ctx.stash[PROFILE] = None
-        profile.finish()
+        ctx.stash[RATE] = profile.finish()
+
+
+def ds_metrics(ctx: Context) -> Mapping[str, float]:
+    """FLOPs per second and rank, and their share of ``peak_tflops``: of each step after the one that was profiled."""
+    rate = ctx.stash.get(RATE)
+    return {} if rate is None else rate.read()

@@ -16,7 +16,7 @@ from ds_flops_profiler.profiler import FlopsProfiler
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["StepProfile", "profile_of"]
+__all__ = ["StepProfile", "StepRate", "profile_of"]
 
 COUNTED = ("forward", "backward")
 """The phases in which operations are counted."""
@@ -62,8 +62,8 @@ class StepProfile:
         self._ctx.accelerator.synchronize()
         return time.perf_counter()
 
-    def finish(self) -> None:
-        """Print on rank 0. Collective."""
+    def finish(self) -> StepRate:
+        """Print on rank 0; what later steps are measured by. Collective."""
         self._profiler.stop_profile()
         everywhere = comm.all_gather_json(self._measured()) if self._ctx.world_size > 1 else [self._measured()]
         if self._ctx.rank == 0:
@@ -71,6 +71,8 @@ class StepProfile:
             options = (self.step, section.module_depth, section.top_modules, section.detailed, section.output_file)
             self._profiler.write(self._rows(everywhere), *options)
         self._profiler.end_profile()
+        flops = sum(_of_the_model(row) for row in everywhere) / len(everywhere)
+        return StepRate(self._ctx.batch.gas * flops / 1e12, self._section.peak_tflops)
 
     def _measured(self) -> dict[str, Any]:
         """What this rank tells the others: of one micro-batch, but for the step."""
@@ -98,3 +100,26 @@ class StepProfile:
             ("micro-batches per step", str(ctx.batch.gas)),
             *report.of_training(everywhere, ctx.batch, self._profiler.recompute_fwd_factor),
         ]
+
+
+def _of_the_model(row: Mapping[str, Any]) -> float:
+    """FLOPs of a micro-batch, without forwards that the backward did again; twice the forward where it was not seen."""
+    return float(row["flops"] + ((row["backward"] - row["recomputed"]) or 2 * row["flops"]))
+
+
+class StepRate:
+    """FLOPs per second of the steps after a profiled one, which are taken to compute as much.
+
+    teraflops: of one step, the mean over ranks. peak: teraflops per second of a rank's device.
+    """
+
+    def __init__(self, teraflops: float, peak: float | None) -> None:
+        self._teraflops, self._peak = teraflops, peak
+        self._last = time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        """From the time since the last call, at the end of each step."""
+        last, self._last = self._last, time.perf_counter()
+        rate = self._teraflops / max(self._last - last, 1e-9)
+        found = {"Train/Samples/tflops_per_second": rate}
+        return found if self._peak is None else {**found, "Train/Samples/mfu": rate / self._peak}

@@ -23,7 +23,17 @@ class TestPlugin(PluginConformance):
 
 
 class TestTraining(ObserverConformance):
-    config: ClassVar[Any] = {"flops_profiler": {"enabled": True, "profile_step": 2}}
+    config: ClassVar[Any] = {"flops_profiler": {"enabled": True, "profile_step": 0, "peak_tflops": 1e-6}}
+
+    def test_each_step_after_the_profiled_one_has_a_rate(self) -> None:
+        for world in (1, 2):
+            told = self._run(world, self.config, self.load)[0]["told"]
+            rates = [value for name, value in told if name == "Train/Samples/tflops_per_second"]
+            shares = [value for name, value in told if name == "Train/Samples/mfu"]
+            assert len(rates) == len(shares) == self.steps - 1
+            assert all(
+                rate > 0 and abs(share * 1e-6 / rate - 1) < 1e-6 for rate, share in zip(rates, shares, strict=True)
+            )
 
 
 class Net(nn.Module):
