@@ -30,7 +30,7 @@ COMMON = {
     "train.py.jinja": "example/train.py",
 }
 BASE = {
-    "train_micro_batch_size_per_gpu": 4,
+    "train_micro_batch_size_per_gpu": 16,
     "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
 }
 """The config of the example, before the plugin's part."""

@@ -34,14 +34,21 @@ class ConfigFormatConformance:
     def test_every_suffix_starts_with_a_dot_and_has_samples(self) -> None:
         """``".ini"``, in lower case, with a sample and a broken text."""
         suffixes = set(self.parsers())
-        assert suffixes and all(s.startswith(".") and s == s.lower() for s in suffixes)
-        assert suffixes == set(self.samples) == set(self.broken)
+        assert suffixes, f"{self.plugin}.ds_config_formats offers no format"
+        odd = [s for s in suffixes if not s.startswith(".") or s != s.lower()]
+        assert not odd, f"{odd}: a suffix begins with a dot and is in lower case, as in '.ini'"
+        for name in ("samples", "broken"):
+            has = set(getattr(self, name))
+            assert has == suffixes, (
+                f"{type(self).__name__}.{name} has {sorted(has)}; give one for each of {sorted(suffixes)}"
+            )
 
     def test_samples_are_read(self) -> None:
         """Each sample gives its data."""
         for suffix, parse in self.parsers().items():
             text, data = self.samples[suffix]
-            assert parse(text) == data
+            found = parse(text)
+            assert found == data, f"{suffix}: {text!r} is read as {found!r}, not {data!r}"
 
     def test_broken_text_is_unreadable(self) -> None:
         """A broken text raises `Unreadable`, and nothing else."""
@@ -55,6 +62,9 @@ class ConfigFormatConformance:
             try:
                 found = self.parsers()[suffix](text)
             except Unreadable as error:
-                assert error.path == "a"
+                assert error.path == "a", (
+                    f"{suffix}: give the repeated key as the path of Unreadable, not {error.path!r}"
+                )
             else:
-                assert isinstance(found, Pairs) and found.repeated == ("a",)
+                known = isinstance(found, Pairs) and found.repeated == ("a",)
+                assert known, f"{suffix}: a key that comes twice is lost; make objects with ds_core.config.to_pairs"

@@ -37,7 +37,8 @@ class GradientsConformance:
     def test_it_changes_what_is_trained(self) -> None:
         """Weights with the plugin are not those without it."""
         (without,) = run_ranks(1, _train, 2, {}, [], timeout=self.timeout)
-        assert _difference(self._weights(1, 2)[0], without) > self.tolerance
+        changed = _difference(self._weights(1, 2)[0], without) > self.tolerance
+        assert changed, f"weights are those without it; does `config` switch it on? It is {dict(self.config)}"
 
     @pytest.mark.parametrize("gas", [1, 2])
     def test_ranks_are_as_one(self, gas: int) -> None:
@@ -45,7 +46,8 @@ class GradientsConformance:
         (truth,) = self._weights(1, 2 * gas)
         ranks = self._weights(2, gas)
         assert _difference(ranks[0], ranks[1]) == 0, "the ranks have different weights"
-        assert _difference(ranks[0], truth) <= self.tolerance
+        off = _difference(ranks[0], truth)
+        assert off <= self.tolerance, f"two ranks are off by {off:.2g} from one: change shards alike on every rank"
 
     def test_every_partitioner_gives_the_same(self) -> None:
         """Weights do not depend on how gradients are sharded."""
@@ -63,7 +65,10 @@ class GradientsConformance:
     def test_the_loss_scale_does_not_matter(self) -> None:
         """Under fp16, weights do not depend on the loss scale, up to fp16's rounding."""
         found = [self._weights(1, 1, fp16={"enabled": True, "loss_scale": scale})[0] for scale in (8, 512)]
-        assert _difference(*found) <= 1e-2
+        off = _difference(*found)
+        assert off <= 1e-2, (
+            f"weights depend on the loss scale ({off:.2g}): a gradient is its tensor times gradients.factor"
+        )
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:

@@ -6,6 +6,7 @@ installed). The kit trains and evaluates a small model with it on one and two ra
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,16 +44,24 @@ class ObserverConformance:
         for world in (1, 2):
             without, with_it = self._run(world, {}, ()), self._run(world, self.config, self.load)
             for plain, watched in zip(without, with_it, strict=True):
-                assert watched["failed"] == [], watched["failed"]
-                assert watched["seen"] == plain["seen"][: len(watched["seen"])]
-                assert watched["eval"] == plain["eval"] or self.stops_at is not None
+                assert watched["failed"] == [], f"an observer failed: {watched['failed']}"
+                assert watched["seen"] == plain["seen"][: len(watched["seen"])], (
+                    "losses or norms are not those without it: an observer changes weights, gradients or randomness"
+                )
+                assert watched["eval"] == plain["eval"] or self.stops_at is not None, (
+                    "eval_batch gives another loss than without it: an observer changes the model"
+                )
 
     def test_all_ranks_stop_in_the_same_step(self) -> None:
         """It asks to stop after `stops_at` steps, or never."""
         wanted = self.stops_at or self.steps
         for world in (1, 2):
             for answer in self._run(world, self.config, self.load):
-                assert (len(answer["seen"]), answer["stop"]) == (wanted, self.stops_at is not None)
+                assert len(answer["seen"]) == wanted, (
+                    f"{world} ranks trained {len(answer['seen'])} steps, not {wanted}; "
+                    "ds_request answers Request(stop=True), and `stops_at` says after which step"
+                )
+                assert answer["stop"] is (self.stops_at is not None), "should_stop does not say that it asked to stop"
 
     def test_its_metrics_reach_a_monitor(self) -> None:
         """Those of `metrics`, once per step, as finite numbers; on two ranks those of rank 0."""
@@ -67,7 +76,65 @@ class ObserverConformance:
     def test_an_exception_that_ends_training_reaches_it(self) -> None:
         """The exception goes on, and no observer has failed."""
         (answer,) = self._run(1, self.config, self.load, error=True)
-        assert answer["failed"] == []
+        assert answer["failed"] == [], f"an observer failed when training ended by an exception: {answer['failed']}"
+
+    def test_what_it_keeps_in_checkpoints_survives(self) -> None:
+        """Objects of `ds_checkpointables`: states of JSON and tensors, and a new run that loads them has the same."""
+        (wrong,) = run_ranks(1, _restore, self.steps, dict(self.config), list(self.load), timeout=self.timeout)
+        assert wrong == [], "; ".join(wrong)
+
+
+def _restore(steps: int, extra: dict[str, Any], load: list[str]) -> list[str]:
+    """What is wrong with the states that plugins keep; they are taken after `steps`, and loaded by another engine."""
+    import torch
+
+    import ds_core
+    from ds_testing.partitioner import with_plugins
+
+    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}
+    states: dict[str, Any] = {}
+    wrong: list[str] = []
+    for again in (False, True):
+        engine, *_ = ds_core.initialize(model=_model(), config=with_plugins(config, extra, load))
+        objects = engine.ctx.plugins.merged("ds_checkpointables", ctx=engine.ctx)
+        for name, answer in objects.items() if again else ():
+            answer.value.load_state_dict(copy.deepcopy(states[name]))
+            if not _equal(answer.value.state_dict(), states[name]):
+                wrong.append(f"{name}: after load_state_dict, state_dict gives {answer.value.state_dict()!r}")
+        for _ in range(0 if again or not objects else steps):
+            engine.backward(engine(torch.ones(2, 3, dtype=torch.float64)))
+            engine.step()
+        states = states or {name: copy.deepcopy(answer.value.state_dict()) for name, answer in objects.items()}
+        engine.destroy()
+    return wrong + [
+        f"{name}: its state has {bad}, not JSON or a tensor" for name in states for bad in _odd(states[name])
+    ]
+
+
+def _odd(state: Any) -> list[str]:
+    """What in a state is neither JSON nor a tensor."""
+    import torch
+
+    if isinstance(state, Mapping):
+        return [
+            bad for key, value in state.items() for bad in (*_odd(value), *([] if type(key) is str else [repr(key)]))
+        ]
+    if isinstance(state, (list, tuple)):
+        return [bad for value in state for bad in _odd(value)]
+    plain = state is None or isinstance(state, (bool, int, str, torch.Tensor))
+    return [] if plain or (isinstance(state, float) and math.isfinite(state)) else [repr(state)]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    import torch
+
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> dict[str, Any]:

@@ -6,7 +6,8 @@ Every pytest run of an environment with ds_core imports this module, so it impor
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 import pytest
@@ -26,6 +27,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "gpu: needs a GPU; leave out with -m 'not gpu'")
     config.addinivalue_line("markers", "integration: released programs of others, run on ds_core; make test-frontends")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Below a failure in a test of a kit: what the kit asks for, which is the test's docstring."""
+    report = yield
+    function: Any = getattr(item, "function", None)
+    if report.failed and str(getattr(function, "__module__", "")).startswith("ds_testing."):
+        kit = function.__qualname__.partition(".")[0]
+        about = " ".join((inspect.getdoc(function) or "").split())
+        report.sections.append((f"what {kit} asks for", f"{about}\n`python -m pydoc ds_testing.{kit}` has all of it."))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -62,19 +62,25 @@ class RendezvousConformance:
     def test_a_process_alone_is_in_no_job(self) -> None:
         """`find` gives None where none of the job's variables is set."""
         entry = self.entry()
-        assert not set(entry.variables) & set(self.alone)
+        both = set(entry.variables) & set(self.alone)
+        assert not both, f"{both} are set for a process alone; RendezvousEntry.variables are those of a job"
         if entry.find is not None:
-            assert resolve(entry.find)(self.alone) is None
+            found = resolve(entry.find)(self.alone)
+            assert found is None, f"a process without the job's variables is given {found}; answer None"
 
     def test_ranks_find_their_places(self) -> None:
         """`find` gives each rank its number and the job's size, and one of `variables` is among those that are set."""
         entry = self.entry()
         for rank in range(SIZE) if entry.find is not None else ():
             env = self.environment(rank, SIZE)
-            assert set(entry.variables) & set(env)
+            assert set(entry.variables) & set(env), (
+                f"none of {entry.variables} is in environment(); find is never asked"
+            )
             job = resolve(str(entry.find))(env)
-            assert isinstance(job, Job) and job.source
-            assert (int(job.variables["RANK"]), int(job.variables["WORLD_SIZE"])) == (rank, SIZE)
+            assert isinstance(job, Job), f"find gives {job!r} in a job, not a ds_core.comm.start.Job"
+            assert job.source, "Job.source is empty; say whose variables these are"
+            place = (int(job.variables["RANK"]), int(job.variables["WORLD_SIZE"]))
+            assert place == (rank, SIZE), f"rank {rank} of {SIZE} is told that it is rank {place[0]} of {place[1]}"
 
     def test_ranks_meet_at_the_store(self) -> None:
         """All ranks open the store at once; what one sets, the others read."""

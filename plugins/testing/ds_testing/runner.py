@@ -83,20 +83,24 @@ class RunnerConformance:
     def test_an_iterator_that_ends_early_changes_nothing(self) -> None:
         """StopIteration comes through, and no weight and no counter has changed."""
         for world in self.worlds:
-            assert self._run(world, _short) == [True] * world
+            same = self._run(world, _short)
+            assert all(same), (
+                f"world {world}: StopIteration did not come through, or a weight or counter changed: {same}"
+            )
 
     def test_evaluation_changes_nothing(self) -> None:
         """eval_batch gives the plain loss, keeps weights, gradients and the training mode."""
         for world in self.worlds:
             for error, unchanged, training in self._run(world, _evaluate):
-                assert error <= 1e-12
-                assert unchanged
-                assert training
+                assert error <= 1e-12, f"world {world}: eval_batch's loss is off by {error:.3g} from plain torch"
+                assert unchanged, f"world {world}: eval_batch changed weights or gradients"
+                assert training, f"world {world}: eval_batch left the module in eval mode"
 
     def test_manual_driving_works_or_says_why_not(self) -> None:
         """forward / backward / step either work or raise a UsageError with the runner's reason."""
         world = min(self.worlds)
-        assert self._run(world, _manual) == [True] * world
+        works = self._run(world, _manual)
+        assert all(works), f"driven by hand it neither trains nor raises UsageError with manual_reason: {works}"
 
 
 def _parts(names: list[Any]) -> tuple[Any, Any, Any]:

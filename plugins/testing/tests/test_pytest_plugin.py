@@ -74,6 +74,14 @@ def test_fixtures_and_markers(tmp_path: Path) -> None:
             os.kill(int(pid), 0)
 
 
+def test_a_failure_of_a_kit_says_what_the_kit_asks_for(tmp_path: Path) -> None:
+    suite = "from ds_testing import KernelConformance\nclass TestMine(KernelConformance): entries = lambda self: []\n"
+    (tmp_path / "test_suite.py").write_text(suite + "def test_own(): assert False\n")
+    said = pytest_run(tmp_path, "-q", "-k", "offers or own").stdout
+    assert said.count("what KernelConformance asks for") == 1 and "2 failed" in said
+    assert "At least one entry is for this device" in said and "pydoc ds_testing.KernelConformance" in said
+
+
 def test_pytest_starts_without_torch(tmp_path: Path) -> None:
     (tmp_path / "test_light.py").write_text("import sys\ndef test_light(): assert 'torch' not in sys.modules\n")
     done = pytest_run(tmp_path, "-q")

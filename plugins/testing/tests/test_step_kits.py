@@ -45,3 +45,35 @@ def test_wrong_observers(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     kit = type("Kit", (ObserverConformance,), {"load": (name,)})()
     with pytest.raises(AssertionError):
         kit.test_training_is_the_same_with_it()
+
+
+KEEPS = """
+class Kept:
+    def __init__(self): self.seen = {initial}
+    def state_dict(self): return {{"seen": self.seen}}
+    def load_state_dict(self, state): {load}
+KEPT = []
+def ds_checkpointables(ctx):
+    KEPT.append(Kept())
+    return {{"kept": KEPT[-1]}}
+def ds_step_end(ctx):
+    for kept in KEPT: kept.seen += 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("initial", "load", "saying"),
+    [
+        ("0", "pass", "after load_state_dict, state_dict gives"),
+        ("1j", "self.seen = state['seen']", "not JSON or a tensor"),
+    ],
+    ids=["forgets", "complex"],
+)
+def test_states_that_are_lost(
+    initial: str, load: str, saying: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"keeps_{len(load)}.py").write_text(KEEPS.format(initial=initial, load=load))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kit = type("Kit", (ObserverConformance,), {"load": (f"keeps_{len(load)}",)})()
+    with pytest.raises(AssertionError, match=saying):
+        kit.test_what_it_keeps_in_checkpoints_survives()
