@@ -34,6 +34,13 @@ KITS = {
     "ds_gradients": "GradientsConformance",
     "ds_metrics": "ObserverConformance",
     "ds_launchers": "LauncherConformance",
+    "ds_engine_methods": "EngineMethodsConformance",
+    "ds_mesh_axes": "MeshAxisConformance",
+    "ds_param_axes": "MeshAxisConformance",
+    "ds_mesh": "MeshConformance",
+    "ds_commands": "CommandConformance",
+    "ds_check": "CheckConformance",
+    "ds_charts": "ChartConformance",
 }
 """The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest `PluginConformance`."""
 
