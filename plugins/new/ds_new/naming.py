@@ -35,7 +35,8 @@ def names_of(name: str) -> Names:
         )
     made = forms_of(name)
     if why := _taken(made):
-        raise CommandError(f"{name!r} cannot be used: {why}; choose another name, such as {f'my-{made.name}'!r}")
+        other = f"{made.name}-2" if made.name.startswith("my-") else f"my-{made.name}"
+        raise CommandError(f"{name!r} cannot be used: {why}; choose another name, such as {other!r}")
     return made
 
 
