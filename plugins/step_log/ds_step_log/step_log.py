@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from ds_step_log.clocks import PHASES, Later, StepClock, StepTimes, Totals
 from ds_step_log.config import MemorySnapshot, Timers
@@ -55,6 +55,7 @@ class StepLog:
         self._print_first = measured and not period
         self._counts_tokens = self._throughput.enabled and self._throughput.tokens_per_sample is None
         self._training = True
+        self._watched: PhaseMemory | Literal[False] | None = None  # in this step; None: not decided yet
         self._looked = -math.inf
         self._allocated = self._peak = 0
 
@@ -79,14 +80,16 @@ class StepLog:
             count = count_tokens(inputs)
             self._tokens = self._tokens if count is None else (self._tokens or 0) + count
         self._clock.begin(phase)
-        if self._memory is not None:
-            self._memory.begin()
+        if self._watched is None:
+            self._watched = (self._is_read(self._ctx.engine.global_steps + 1) and self._memory) or False
+        if self._watched:
+            self._watched.begin()
 
     def phase_end(self, phase: str) -> None:
         """See `ds_phase_end`."""
         if self._training:
-            if self._memory is not None:
-                self._memory.end(phase)
+            if self._watched:
+                self._watched.end(phase)
             self._clock.end(phase)
         elif phase == "forward":
             self._training = True
@@ -131,8 +134,7 @@ class StepLog:
         if self.snapshot is not None and self.snapshot.step_end(self._used):
             self.snapshot = None
             self._memory = self._memory if self._prints_memory else None
-        first = engine.global_steps == 1 and self._print_first
-        if self._ctx.rank == 0 and (first or (self._every and engine.global_steps % self._every == 0)):
+        if self._ctx.rank == 0 and self._is_due(engine.global_steps):
             self._print(engine, metrics)
 
     def _end_step(self, engine: RunningEngine) -> None:
@@ -147,8 +149,16 @@ class StepLog:
         self._tokens = None
         if self.prints and self._ctx.rank == 0:
             self._totals.add(self._last)
-        if self._memory is not None:
-            self._used = self._memory.end_step()
+        if self._watched:
+            self._used = self._watched.end_step()
+        self._watched = None
+
+    def _is_read(self, step: int) -> bool:
+        """Whether anybody will read the memory of this step; it is not looked at in others."""
+        return self.snapshot is not None or (self._prints_memory and self._ctx.rank == 0 and self._is_due(step))
+
+    def _is_due(self, step: int) -> bool:
+        return (step == 1 and self._print_first) or bool(self._every and step % self._every == 0)
 
     def _all_tokens(self, samples: int) -> int | None:
         """Those of all ranks: each data-parallel rank is given as many as this one."""
