@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from ds_core.data import Loader
 
-__all__ = ["initialize"]
+__all__ = ["config_source", "initialize"]
 
 log = logging.getLogger("ds_core")
 
@@ -80,7 +80,7 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
-    chosen = compose(_config_source(args, config, config_params), model)
+    chosen = compose(config_source(args, config, config_params), model)
     _check_arguments(args, optimizer, chosen)
     core = chosen.config.core
     if core.log_level:
@@ -177,7 +177,8 @@ def _argument(args: Any, name: str) -> Any:
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+def config_source(args: Any, config: Any, config_params: Any) -> Any:
+    """The config that was given; ConfigError where there is none, or more than one."""
     given = {
         "config": config,
         "config_params": config_params,

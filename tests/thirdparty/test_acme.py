@@ -122,6 +122,7 @@ def select(acme: Path, status: int = 0, **environment: str) -> str:
     return output[output.rindex("AcceleratorError") :] if status else output.strip()
 
 
+@pytest.mark.slow
 def test_its_accelerator_is_found_by_probing_and_beats_the_cores_own(acme: Path) -> None:
     assert select(acme, ACME_DEVICE="1") == "acme"
     assert select(acme) != "acme"

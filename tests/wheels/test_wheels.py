@@ -159,6 +159,7 @@ def test_the_core_alone_trains_on_one_and_two_ranks(environment: Environment, tm
             assert len(seen[0]["modules"]) <= 40, seen[0]["modules"]
 
 
+@pytest.mark.slow
 def test_the_standard_packages_from_a_folder_of_wheels(environment: Environment, tmp_path: Path) -> None:
     python = environment("ds-core[standard]", resolve=True)
     assert "No broken requirements" in pip("check", python=python)

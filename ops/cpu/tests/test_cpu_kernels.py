@@ -31,7 +31,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=[*(pytest.param(s, marks=pytest.mark.slow) for s in SETS[:-1]), SETS[-1]])
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each that this processor can run; what it cannot is shown to be refused."""
     native = kernels.native()

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 import ds_core
+from ds_core.assemble import config_source
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.engine import Engine
 from ds_core.process import log_once
@@ -290,23 +291,13 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
 
 
 def _read_config(given: dict[str, Any]) -> None:
-    """Replace the config among `given`, wherever it was given, by what DeepSpeed's release makes of it.
-
-    More than one, and none, are left to `ds_core.initialize`, which says so.
-    """
+    """Replace the config among `given`, wherever it was given, by what DeepSpeed's release makes of it."""
     args = given.get("args")
-    names = args if isinstance(args, dict) else vars(args) if hasattr(args, "__dict__") else {}
-    in_args = {name: names[name] for name in ("deepspeed_config", "deepscale_config") if names.get(name) is not None}
-    sources = [given[name] for name in ("config", "config_params") if given.get(name) is not None]
-    sources += [*in_args.values()][:1]
-    if len(sources) != 1:
-        return
-    source = read_config(sources[0])
-    raw = _timed(_decayed(_cleaned(source.raw)))
-    if in_args:
-        given["args"] = {name: value for name, value in names.items() if name not in in_args}
-    given.pop("config_params", None)
-    given["config"] = ConfigSource(raw, source.origin)
+    source = read_config(config_source(args, given.get("config"), given.pop("config_params", None)))
+    given["config"] = ConfigSource(_timed(_decayed(_cleaned(source.raw))), source.origin)
+    if args is not None:  # it names the config no more
+        names = args if isinstance(args, dict) else vars(args)
+        given["args"] = {k: v for k, v in names.items() if k not in ("deepspeed_config", "deepscale_config")}
 
 
 def _decayed(config: dict[str, Any]) -> dict[str, Any]:

@@ -132,6 +132,7 @@ def test_wrong_charts(text: str, check: str, saying: str, plant: Plant) -> None:
 COMMAND = "from ds_core.entries import CommandEntry\ndef ds_commands(): return {'planted': CommandEntry('%s:run', %r)}"
 
 
+@pytest.mark.slow
 def test_wrong_commands(plant: Plant, tmp_path: Path) -> None:
     module = plant("import torch\n" + COMMAND % ("nowhere", "Help."))
     kit = type("Kit", (CommandConformance,), {"plugin": module})()
