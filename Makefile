@@ -8,6 +8,7 @@
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
+#   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
 #   make catalogue    ds_core/catalogue.json, from the packages' entry points
@@ -43,7 +44,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends test-monitors lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -104,6 +105,16 @@ test-frontends: $(STAMP)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRONT)/bin/python -m pip install -qq --no-build-isolation deepspeed==0.19.8
 	$(FRONT)/bin/python -m pytest -m integration plugins/deepspeed_compat/tests $(ARGS)
 
+# Like test-frontends: packages that are large, and not needed to build or test the rest.
+MONITORS := .venv-monitors
+
+test-monitors: $(STAMP)
+	@$(PY) -m venv $(MONITORS)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(MONITORS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ds_core_venv.pth
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(MONITORS)/bin/python -m pip install -qq -r tests/monitors/requirements.txt
+	$(MONITORS)/bin/python -m pytest -m integration tests/monitors $(ARGS)
+
 wheels: $(STAMP)
 	@rm -rf dist && mkdir -p dist
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist $(addprefix ./,$(DISTS))
@@ -124,8 +135,8 @@ docs: $(DOCS_STAMP)
 	@echo "$(SITE)/index.html"
 
 clean:
-	rm -rf $(VENV) .venv-frontends dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-frontends .venv-monitors dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,12s/^# *//p' Makefile
+	@sed -n '3,15s/^# *//p' Makefile

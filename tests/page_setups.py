@@ -60,6 +60,7 @@ export_deepspeed("other", "deepspeed_runs/global_step1000")
 """
 
 SETUPS = {
+    "docs/monitors.md": ENGINE + "loss = engine(x, y)\n",
     "docs/training.md": ENGINE
     + """
 from itertools import cycle

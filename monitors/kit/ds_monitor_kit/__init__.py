@@ -1,6 +1,19 @@
-"""What monitors share: a thread that does their work, and how to write files (torch-free)."""
+"""What monitors share: a thread that does their work, how to write files, and how to use a service (torch-free)."""
 
 from ds_monitor_kit.background import Background
 from ds_monitor_kit.buffered import BufferedMonitor, Buffering, JobFolder, Sink, append_whole
+from ds_monitor_kit.services import check_package, flat, hiding, importing, rows
 
-__all__ = ["Background", "BufferedMonitor", "Buffering", "JobFolder", "Sink", "append_whole"]
+__all__ = [
+    "Background",
+    "BufferedMonitor",
+    "Buffering",
+    "JobFolder",
+    "Sink",
+    "append_whole",
+    "check_package",
+    "flat",
+    "hiding",
+    "importing",
+    "rows",
+]

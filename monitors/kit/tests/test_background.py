@@ -91,10 +91,11 @@ def test_a_tensor_may_change_after_it_was_given() -> None:
     slow = Slow()
     master, loss = MonitorMaster([Background(slow)]), torch.tensor(1.5)
     master.write_events([("loss", loss, 1)])
+    master.monitors[0].write_events([Event("a", 1.0, 2), Event("b", loss, 2), Event("c", loss.half(), 2)])  # type: ignore[arg-type]
     loss.zero_()
     slow.go.set()
     master.close()
-    assert slow.events == [("loss", 1.5, 1)]
+    assert slow.events == [("loss", 1.5, 1), ("a", 1.0, 2), ("b", 1.5, 2), ("c", 1.5, 2)]
 
 
 def test_a_failure_is_one_warning_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -84,6 +84,8 @@ _MODELS: Mapping[str, tuple[str, type[DeepSpeedConfigModel]]] = {
     "DeepSpeedZeroLeafModuleConfig": ("ds_zero.config:LeafModules", DeepSpeedConfigModel),
     "TensorBoardConfig": ("ds_monitor_tensorboard.config:TensorBoardConfig", DeepSpeedConfigModel),
     "CSVConfig": ("ds_monitor_csv.config:CSVConfig", DeepSpeedConfigModel),
+    "WandbConfig": ("ds_monitor_wandb.config:WandbConfig", DeepSpeedConfigModel),
+    "CometConfig": ("ds_monitor_comet.config:CometConfig", DeepSpeedConfigModel),
     "CommsLoggerConfig": ("ds_comms_logger.config:CommsLogger", DeepSpeedConfigModel),
 }
 """DeepSpeed's name -> the section's model, and what DeepSpeed's adds to it."""

@@ -13,7 +13,6 @@ from ds_deepspeed_compat.config_models import DeepSpeedConfigModel, model_named
 
 __all__ = [
     "AIO_DEFAULT_DICT",
-    "CometConfig",
     "CompileConfig",
     "DeepSpeedActivationCheckpointingConfig",
     "DeepSpeedAutotuningConfig",
@@ -22,34 +21,10 @@ __all__ = [
     "DeepSpeedMonitorConfig",
     "DeepSpeedThroughputTimerConfig",
     "HybridEngineConfig",
-    "WandbConfig",
     "get_aio_config",
     "get_monitor_config",
     "get_timers_config",
 ]
-
-
-class WandbConfig(DeepSpeedConfigModel):
-    """The section ``wandb``."""
-
-    enabled: bool = option(False, "Write metrics to Weights & Biases.")
-    group: str | None = option(None, "Group of the run.")
-    team: str | None = option(None, "Team of the run.")
-    project: str = option("deepspeed", "Project of the run.")
-
-
-class CometConfig(DeepSpeedConfigModel):
-    """The section ``comet``."""
-
-    enabled: bool = option(False, "Write metrics to Comet.")
-    samples_log_interval: int = option(100, "Samples between two writes.")
-    project: str | None = option(None, "Project of the experiment.")
-    workspace: str | None = option(None, "Workspace of the experiment.")
-    api_key: str | None = option(None, "Key of the account.", secret=True)
-    experiment_name: str | None = option(None, "Name of the experiment.")
-    experiment_key: str | None = option(None, "Key of an experiment that exists.", secret=True)
-    online: bool | None = option(None, "Write to the server; false: to a file.")
-    mode: str | None = option(None, "get, create or get_or_create.")
 
 
 class HybridEngineConfig(DeepSpeedConfigModel):
@@ -103,12 +78,10 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
     def model_post_init(self, _: Any) -> None:
         """Sections given as dicts become models."""
-        models = {"comet": CometConfig, "wandb": WandbConfig}
-        for name, model in (("tensorboard", "TensorBoardConfig"), ("csv_monitor", "CSVConfig")):
-            models[name] = model_named(model)
-        for name, made in models.items():
+        models = {"tensorboard": "TensorBoard", "comet": "Comet", "wandb": "Wandb", "csv_monitor": "CSV"}
+        for name, model in models.items():
             if isinstance(given := getattr(self, name), Mapping):
-                vars(self)[name] = made(**given)
+                vars(self)[name] = model_named(f"{model}Config")(**given)
 
     @property
     def enabled(self) -> bool:

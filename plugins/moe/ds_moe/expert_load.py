@@ -1,12 +1,11 @@
 """The load of each expert, for monitors: counted while layers run, summed over ranks once per step.
 
-Nothing is counted or sent unless rank 0 has a monitor; ranks agree on that at the end of the first step.
+Where nobody reads metrics nothing is sent, and from the second step on nothing is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ds_core.context import StashKey
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["EXPERT_LOADS", "ExpertLoad", "report"]
+__all__ = ["EXPERT_LOADS", "ExpertLoad", "loads_of_step", "stop_counting"]
 
 
 class ExpertLoad:
@@ -47,25 +46,25 @@ EXPERT_LOADS: StashKey[dict[str, ExpertLoad]] = StashKey("ds-moe loads")
 _LAYOUT: StashKey[dict[str, int]] = StashKey("ds-moe layout")
 
 
-def report(ctx: Context, metrics: Mapping[str, float]) -> None:
-    """Write this step's events, on rank 0. Collective while there is a monitor; called at the end of each step.
+def stop_counting(ctx: Context) -> None:
+    """Nobody reads: forget what was counted, and count no more."""
+    for load in (ctx.stash.get(EXPERT_LOADS) or {}).values():
+        load.watched, load.totals = False, None
 
-    ``Train/MoE/<layer>/``: ``load/<expert>``, its share of all choices times the number of experts (1: even);
+
+def loads_of_step(ctx: Context) -> dict[str, float]:
+    """The metrics of the step, the same on all ranks. Collective; called at the end of each step.
+
+    ``Train/MoE/<layer>/``: ``expert_load_<expert>``, its share of all choices times the number of experts (1: even);
     ``load_max``; ``dropped``, the share of choices that were; ``aux_loss``, the mean.
     """
-    loads, monitor = ctx.stash.get(EXPERT_LOADS) or {}, ctx.engine.monitor
-    layout = ctx.stash.get(_LAYOUT)
-    if layout is None:
-        mine: list[Any] = [monitor.enabled, {n: x.num_experts for n, x in loads.items()}]
-        everyone = comm.all_gather_json(mine) if ctx.world_size > 1 else [mine]
-        wanted = any(asked for asked, _ in everyone)
-        layout = {n: size for _, layers in everyone for n, size in layers.items()} if wanted else {}
+    loads, layout = ctx.stash.get(EXPERT_LOADS) or {}, ctx.stash.get(_LAYOUT)
+    if layout is None:  # ranks may have different layers
+        everyone = comm.all_gather_json({name: load.num_experts for name, load in loads.items()})
+        layout = {name: size for layers in everyone for name, size in layers.items()}
         ctx.stash[_LAYOUT] = layout
-        for load in loads.values():
-            load.watched = wanted
-            load.totals = load.totals if wanted else None
     if not layout:
-        return
+        return {}
     device = ctx.accelerator.current_device()
     parts = {n: torch.zeros(size + 3, dtype=torch.float64, device=device) for n, size in sorted(layout.items())}
     for name, load in loads.items():
@@ -74,11 +73,8 @@ def report(ctx: Context, metrics: Mapping[str, float]) -> None:
             load.totals = None
     flat = torch.cat(list(parts.values()))
     comm.all_reduce(flat)
-    if monitor is None or not monitor.enabled:
-        return
-    step = int(metrics["samples"])
-    for name, values in zip(parts, flat.cpu().split([len(p) for p in parts.values()]), strict=True):
-        monitor.write_events((f"Train/MoE/{name or 'model'}/{key}", value, step) for key, value in _events(values))
+    totals = zip(parts, flat.cpu().split([len(p) for p in parts.values()]), strict=True)
+    return {f"Train/MoE/{name or 'model'}/{key}": value for name, values in totals for key, value in _events(values)}
 
 
 def _events(totals: Tensor) -> list[tuple[str, float]]:
@@ -87,6 +83,6 @@ def _events(totals: Tensor) -> list[tuple[str, float]]:
     if choices == 0:  # no micro-batch came through, or no token
         return []
     shares = (counts * (len(counts) / choices)).tolist()
-    events = [(f"load/{i}", share) for i, share in enumerate(shares)]
+    events = [(f"expert_load_{i}", share) for i, share in enumerate(shares)]
     events += [("load_max", max(shares)), ("dropped", dropped / choices)]
     return [*events, ("aux_loss", aux / times)] if times else events

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_kernels", "ds_mesh_axes", "ds_param_axes", "ds_step_end", "ds_transforms"]
+__all__ = ["ds_config", "ds_kernels", "ds_mesh_axes", "ds_metrics", "ds_param_axes", "ds_step_begin", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -85,8 +85,16 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     return [*([Transform(Phase.SUBSTITUTE, replace)] if auto else []), Transform(Phase.SHARD, bind)]
 
 
-def ds_step_end(ctx: Context, metrics: Mapping[str, float]) -> None:
-    """Experts' load, to the monitors."""
-    from ds_moe.expert_load import report
+def ds_step_begin(ctx: Context) -> None:
+    """Where nobody reads it, the load is no longer counted."""
+    if ctx.engine.telemetry.collects is False:
+        from ds_moe.expert_load import stop_counting
 
-    report(ctx, metrics)
+        stop_counting(ctx)
+
+
+def ds_metrics(ctx: Context) -> Mapping[str, float]:
+    """Experts' load. Collective."""
+    from ds_moe.expert_load import loads_of_step
+
+    return loads_of_step(ctx)

@@ -201,6 +201,6 @@ def test_load_of_experts_goes_to_monitors() -> None:
     (told, first), (nothing, second) = run_ranks(2, events)
     chosen = [a + b for a, b in zip(first, second, strict=True)]
     shares = [8 * c / sum(chosen) for c in chosen]
-    wanted = {f"load/{i}": share for i, share in enumerate(shares)} | {"load_max": max(shares), "dropped": 0.0}
+    wanted = {f"expert_load_{i}": share for i, share in enumerate(shares)} | {"load_max": max(shares), "dropped": 0.0}
     assert nothing == {}
     assert told == pytest.approx({f"Train/MoE/model.layers.1.mlp/{key}": value for key, value in wanted.items()})

@@ -249,7 +249,7 @@ def test_load_dropped_tokens_and_losses_go_to_monitors() -> None:
     here = {n.removeprefix("Train/MoE/first/"): v for n, v in told.items() if "/first/" in n}
     assert here == pytest.approx(
         {
-            **{f"load/{i}": c / total * m.NUM for i, c in enumerate(counts)},
+            **{f"expert_load_{i}": c / total * m.NUM for i, c in enumerate(counts)},
             "load_max": max(counts) / total * m.NUM,
             "dropped": sum(a[2] for a in answers) / total,
             "aux_loss": sum(x for a in answers for x in a[3]) / 2,

@@ -8,7 +8,8 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _ELASTIC = missing("batch sizes for elastic jobs are not built; `dscore run --nnodes MIN:MAX` restarts on other sizes")
 _AUTOTUNING = missing("autotuning is not built; `dscore plan` says which stage fits")
-_MONITOR = missing("this monitor is not built; sections tensorboard and csv_monitor work")
+_WANDB = differs("ds_monitor_wandb.monitor", "made by the section wandb")
+_COMET = differs("ds_monitor_comet.monitor", "made by the section comet")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.launcher.runner": {
@@ -38,11 +39,12 @@ NAMES: Mapping[str, Rows] = {
         "Monitor": "ds_core.telemetry",
         "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
         "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
-        "WandbMonitor CometMonitor": _MONITOR,
+        "WandbMonitor": _WANDB,
+        "CometMonitor": _COMET,
     },
     "deepspeed.monitor.config": {
-        "TensorBoardConfig CSVConfig": "ds_deepspeed_compat.config_models",
-        "WandbConfig CometConfig DeepSpeedMonitorConfig get_monitor_config": "ds_deepspeed_compat.section_defaults",
+        "TensorBoardConfig WandbConfig CometConfig CSVConfig": "ds_deepspeed_compat.config_models",
+        "DeepSpeedMonitorConfig get_monitor_config": "ds_deepspeed_compat.section_defaults",
     },
     "deepspeed.monitor.tensorboard": {
         "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
@@ -50,8 +52,8 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.monitor.csv_monitor": {
         "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
     },
-    "deepspeed.monitor.wandb": {"WandbMonitor": _MONITOR},
-    "deepspeed.monitor.comet": {"CometMonitor": _MONITOR},
+    "deepspeed.monitor.wandb": {"WandbMonitor": _WANDB},
+    "deepspeed.monitor.comet": {"CometMonitor": _COMET},
     "deepspeed.elasticity": {
         "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent": _ELASTIC,
         "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize": "ds_core.errors:ConfigError",

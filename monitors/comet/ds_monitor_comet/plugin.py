@@ -1,0 +1,45 @@
+"""What this distribution offers to ds_core: the section ``comet`` and its monitor (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.errors import Problem
+    from ds_core.telemetry import Monitor
+
+__all__ = ["ds_check", "ds_config", "ds_monitors"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``comet``."""
+    from ds_monitor_comet.config import CometConfig
+
+    return CometConfig
+
+
+def ds_check(config: RunConfig) -> Iterable[Problem]:
+    """That the package is there when the section is enabled."""
+    from ds_monitor_kit import check_package
+
+    return check_package(config, "comet", "comet_ml", "comet_ml")
+
+
+def ds_monitors(ctx: Context) -> Iterable[Monitor]:
+    """One monitor when ``comet.enabled``, else none. Raises PluginError when the package cannot be imported."""
+    from ds_monitor_kit import Background, importing
+
+    from ds_monitor_comet.config import CometConfig
+
+    section = ctx.config.section("comet")
+    if not isinstance(section, CometConfig) or not section.enabled:
+        return []
+    with importing("comet", "comet_ml", "comet_ml"):
+        from ds_monitor_comet.monitor import CometMonitor
+
+        return [Background(CometMonitor(section, ctx.config.redacted()))]

@@ -1,0 +1,74 @@
+"""What monitors of tracking services share: their package, the config as they record it, and secrets (torch-free)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ds_core.config.redaction import scrub
+from ds_core.entries import Event
+from ds_core.errors import PluginError, Problem
+
+if TYPE_CHECKING:
+    from ds_core.config import RunConfig
+
+__all__ = ["check_package", "flat", "hiding", "importing", "rows"]
+
+
+def check_package(config: RunConfig, section: str, package: str, requirement: str) -> Iterable[Problem]:
+    """For `ds_check`: that `package` is there where `section` is enabled; asked on every rank, so that all stop."""
+    if getattr(config.section(section), "enabled", False):
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # no origin: a folder of that name, such as one for logs
+            why = f"the package {package} is not installed"
+            yield Problem(f"{section}.enabled", why, f"pip install {requirement}")
+
+
+@contextlib.contextmanager
+def importing(section: str, package: str, requirement: str) -> Iterator[None]:
+    """To import `package` in: raises PluginError where that fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise PluginError(
+            f"the section {section} is enabled, but the package {package} cannot be imported ({error}); "
+            f"pip install {requirement}, or set {section}.enabled to false"
+        ) from error
+
+
+@contextlib.contextmanager
+def hiding(section: str, secrets: Collection[str]) -> Iterator[None]:
+    """To call a service in: an error whose text, or cause, holds one of `secrets` is shown without it."""
+    try:
+        yield
+    except Exception as error:
+        told, chain = f"{type(error).__name__}: {error}", [error.__cause__, error.__context__]
+        if not any(secret in f"{told} {' '.join(map(repr, chain))}" for secret in secrets if len(secret) > 2):
+            raise
+        raise PluginError(f"{section}: {scrub(told, secrets)}") from None
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`config` as dotted keys: for services that record single parameters."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{path}.")
+        else:
+            found[path] = value if isinstance(value, (str, int, float, bool)) else str(value)
+    return found
+
+
+def rows(events: Sequence[Event]) -> Iterator[tuple[int, dict[str, float]]]:
+    """`events` as rows of one step, in order: ``(step, {name: value})``; a name comes once in a row."""
+    step, row = 0, dict[str, float]()
+    for event in events:
+        if row and (event.step != step or event.name in row):
+            yield step, row
+            row = {}
+        step, row[event.name] = event.step, event.value
+    if row:
+        yield step, row

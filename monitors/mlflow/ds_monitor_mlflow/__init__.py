@@ -1,0 +1,8 @@
+"""A monitor for ds_core that records runs with MLflow.
+
+Nothing is imported here. `plugin` declares it, `config` is the section ``mlflow``, `monitor` does the work.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,20 @@
+"""The section ``trackio`` (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ds_core.config import Section, option
+
+__all__ = ["TrackioConfig"]
+
+
+class TrackioConfig(Section):
+    """Recording with trackio: in a local database (TRACKIO_DIR says where), or on a Hugging Face Space."""
+
+    enabled: bool = option(False, "Record the run with trackio.")
+    project: str = option("deepspeed", "Project of the run.", min_length=1)
+    name: str | None = option(None, "Name of the run; null: trackio makes one up.")
+    group: str | None = option(None, "Group of runs that this one belongs to.")
+    resume: Literal["never", "allow", "must"] = option("never", "Whether to go on with the run of that name.")
+    space_id: str | None = option(None, "Space that the run is sent to as well; null: it stays on this machine.")

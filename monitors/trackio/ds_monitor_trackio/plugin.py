@@ -1,0 +1,44 @@
+"""What this distribution offers to ds_core: the section ``trackio`` and its monitor (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.errors import Problem
+    from ds_core.telemetry import Monitor
+
+__all__ = ["ds_check", "ds_config", "ds_monitors"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``trackio``."""
+    from ds_monitor_trackio.config import TrackioConfig
+
+    return TrackioConfig
+
+
+def ds_check(config: RunConfig) -> Iterable[Problem]:
+    """That the package is there when the section is enabled."""
+    from ds_monitor_kit import check_package
+
+    return check_package(config, "trackio", "trackio", "trackio")
+
+
+def ds_monitors(ctx: Context) -> Iterable[Monitor]:
+    """One monitor when ``trackio.enabled``, else none. Raises PluginError when the package cannot be imported."""
+    from ds_monitor_kit import Background, importing
+
+    from ds_monitor_trackio.config import TrackioConfig
+
+    section = ctx.config.section("trackio")
+    if not isinstance(section, TrackioConfig) or not section.enabled:
+        return []
+    with importing("trackio", "trackio", "trackio"):
+        from ds_monitor_trackio.monitor import TrackioMonitor
+    return [Background(TrackioMonitor(section, ctx.config.redacted()))]

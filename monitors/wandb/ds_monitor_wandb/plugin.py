@@ -1,0 +1,45 @@
+"""What this distribution offers to ds_core: the section ``wandb`` and its monitor (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.errors import Problem
+    from ds_core.telemetry import Monitor
+
+__all__ = ["ds_check", "ds_config", "ds_monitors"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``wandb``."""
+    from ds_monitor_wandb.config import WandbConfig
+
+    return WandbConfig
+
+
+def ds_check(config: RunConfig) -> Iterable[Problem]:
+    """That the package is there when the section is enabled."""
+    from ds_monitor_kit import check_package
+
+    return check_package(config, "wandb", "wandb", "wandb")
+
+
+def ds_monitors(ctx: Context) -> Iterable[Monitor]:
+    """One monitor when ``wandb.enabled``, else none. Raises PluginError when the package cannot be imported."""
+    from ds_monitor_kit import Background, importing
+
+    from ds_monitor_wandb.config import WandbConfig
+
+    section = ctx.config.section("wandb")
+    if not isinstance(section, WandbConfig) or not section.enabled:
+        return []
+    with importing("wandb", "wandb", "wandb"):
+        from ds_monitor_wandb.monitor import WandbMonitor
+
+        return [Background(WandbMonitor(section, ctx.config.redacted()))]
