@@ -28,6 +28,8 @@ log = logging.getLogger("ds_monitor_kit")
 
 QUEUED = 4096
 """Batches of events, one per step, that may wait."""
+PAUSE = 1.0
+"""Seconds for which a thread lets events gather once it has written all: waking up in every step would cost more."""
 PATIENCE = 10.0
 """Seconds that a step waits for a full queue, once, before the monitor is given up."""
 LAST_PATIENCE = 300.0
@@ -80,6 +82,7 @@ class _Worker:
         # A SimpleQueue can be put into by a finalizer, which may run in the middle of anything.
         self._jobs: queue.SimpleQueue[tuple[Job, threading.Event | None] | None] = queue.SimpleQueue()
         self._room, self._starting = threading.Semaphore(queued), threading.Lock()
+        self._hurry = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._done, self._closed, self._pid = 0, False, os.getpid()
@@ -107,6 +110,7 @@ class _Worker:
             return
         ended, done = threading.Event(), -1
         self.ask(job, self._last_patience, ended)
+        self._hurry.set()
         if last:
             self._end()
         while not ended.wait(self._last_patience):
@@ -138,6 +142,7 @@ class _Worker:
         self._closed = True
         atexit.unregister(self._at_exit)
         self._jobs.put(None)
+        self._hurry.set()
 
     def _raise(self) -> None:
         if self._error is not None and not self._closed:
@@ -156,7 +161,10 @@ class _Worker:
             self._done += 1
             self._room.release()
             if ended is not None:
+                self._hurry.clear()
                 ended.set()
+            elif self._jobs.empty():
+                self._hurry.wait(PAUSE)
 
     def _at_exit(self) -> None:
         try:

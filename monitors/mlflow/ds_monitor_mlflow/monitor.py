@@ -12,10 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlflow
 from ds_monitor_kit import BufferedMonitor, Buffering, flat, hiding
-from mlflow.entities import Metric, Param
-from mlflow.tracking import MlflowClient
 
 from ds_core.entries import Event
 from ds_monitor_mlflow.config import MLflowConfig
@@ -57,14 +54,17 @@ class MLflowRun:
     """Metrics waiting to be written, and the run that they go to."""
 
     def __init__(self, section: MLflowConfig, config: Mapping[str, Any]) -> None:
+        import mlflow
+        from mlflow.tracking import MlflowClient
+
         active = mlflow.active_run()
         uri = mlflow.get_tracking_uri() if active is not None else _tracking_uri(section)
         self.directory = Path(_path(uri) or ".")
         self._secrets = {p for p in (urllib.parse.urlsplit(uri).password,) if p}
-        self._waiting: list[Metric] = []
+        self._waiting: list[Any] = []
         self._names: dict[str, str] = {}
         with hiding("mlflow", self._secrets), _folders_allowed(uri):
-            self._client = MlflowClient(tracking_uri=uri)
+            self._client: Any = MlflowClient(tracking_uri=uri)
             self._owned = active is None
             self.run_id: str = active.info.run_id if active is not None else self._start(section, config)
 
@@ -72,6 +72,8 @@ class MLflowRun:
         if section.run_id is not None:
             self._client.update_run(section.run_id, status="RUNNING")
             return section.run_id
+        from mlflow.entities import Param
+
         name = section.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "deepspeed"
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
@@ -88,6 +90,8 @@ class MLflowRun:
 
     def add(self, events: Sequence[Event]) -> None:
         """Take events, all stamped with the time of this call."""
+        from mlflow.entities import Metric
+
         now = int(time.time() * 1000)
         self._waiting += [Metric(self._name(name), value, now, step) for name, value, step in events]
 

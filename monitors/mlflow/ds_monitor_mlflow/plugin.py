@@ -41,4 +41,5 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:
         return []
     with importing("mlflow", "mlflow", "mlflow-skinny"):
         from ds_monitor_mlflow.monitor import MLflowMonitor
-    return [Background(MLflowMonitor(section, ctx.config.redacted()))]
+
+        return [Background(MLflowMonitor(section, ctx.config.redacted()))]

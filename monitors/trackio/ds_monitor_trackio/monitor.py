@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import trackio
 from ds_monitor_kit import rows
-from trackio import context_vars
 
 from ds_core.entries import Event
 from ds_monitor_trackio.config import TrackioConfig
@@ -24,6 +22,9 @@ class TrackioMonitor:
     name = "trackio"
 
     def __init__(self, section: TrackioConfig, config: Mapping[str, Any]) -> None:
+        import trackio
+        from trackio import context_vars
+
         current = context_vars.current_run.get()
         self._owned = current is None
         self._run: Any = current or trackio.init(

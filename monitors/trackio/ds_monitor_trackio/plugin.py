@@ -41,4 +41,5 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:
         return []
     with importing("trackio", "trackio", "trackio"):
         from ds_monitor_trackio.monitor import TrackioMonitor
-    return [Background(TrackioMonitor(section, ctx.config.redacted()))]
+
+        return [Background(TrackioMonitor(section, ctx.config.redacted()))]
