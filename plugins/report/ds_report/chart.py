@@ -103,7 +103,7 @@ def label(value: float, step: float) -> str:
     if abs(value) < step * 1e-6:
         return "0"
     size = max(abs(value), step)
-    if size >= 1e15 or size < 1e-3:
+    if size >= 1e15 or size < 1e-3 or (step < 1e-3 and size < 0.01):
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     for unit, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")):

@@ -39,7 +39,7 @@
   function short(value, step) {
     if (Math.abs(value) < step * 1e-6) return "0";
     const size = Math.max(Math.abs(value), step);
-    if (size >= 1e15 || size < 1e-3) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
+    if (size >= 1e15 || size < 1e-3 || (step < 1e-3 && size < 0.01)) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
     for (const [unit, sign] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]]) {
       if (size >= unit * (sign === "k" ? 10 : 1) || unit === 1) {
         let digits = step < unit ? Math.max(0, Math.ceil(-Math.log10(step / unit) - 1e-9)) : 0;
