@@ -152,7 +152,9 @@ def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
     first = ranks[0]
     columns = first.columns
     run = Run(name, folder, "record", "step", {}, standing(ranks, {r.rank: read_now(folder, r.rank) for r in ranks}))
-    run.facts = first.starts[-1] if first.starts else {}
+    run.facts = {"versions": {}, "device": "?", **first.starts[-1]} if first.starts else {}
+    if run.facts and not isinstance(run.facts["versions"], dict):
+        run.facts = {**run.facts, "versions": {}}
     run.starts = max(1, len(first.starts))
     for metric in list(columns.values):
         if not metric.startswith(HOST) and metric != "samples":
@@ -161,6 +163,7 @@ def _of_record(folder: Path, name: str, ranks: list[RankRecord]) -> Run:
         if rank.memory:
             run.memory[rank.rank] = Points([m[0] for m in rank.memory], [m[1] / GIB for m in rank.memory])
     evaluated = [e for e in first.events if e.get("kind") == "eval" and isinstance(e.get("step"), int)]
+    evaluated = [e for e in evaluated if isinstance(e.get("metrics"), dict)]
     for metric in {k for e in evaluated for k in e.get("metrics", {})}:
         rows = [(e["step"], e["metrics"].get(metric)) for e in evaluated]
         run.curves[f"eval/{metric}"] = Points(

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ds_cli.app import make_app
@@ -168,6 +169,17 @@ def test_words() -> None:
         "",
         "∞",
     ]
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"versions": 3, "world_size": "x", "parameters": [], "config": 5, "total_steps": "a"}]
+)
+def test_a_record_that_says_little(tmp_path: Path, facts: dict[str, Any]) -> None:
+    rows = [{"kind": "start", "format": 1, **facts}, {"kind": "step", "step": 1, "metrics": {"loss": 1.5}}]
+    rows += [{"kind": "eval", "step": 1, "metrics": 3}, {"kind": "step", "step": 2, "metrics": {"loss": "x"}}]
+    (tmp_path / "rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path, "little")
+    assert "little" in page([run, run]) and list(run.curves["loss"].y)[0] == 1.5
 
 
 def test_configs_are_compared(tmp_path: Path, write_record: Write) -> None:
