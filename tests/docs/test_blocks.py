@@ -30,7 +30,7 @@ else:
 
 ELSEWHERE = {
     "README.md": "tests/docs/test_readme.py",
-    "docs/plugins.md": "plugins/new/tests/test_every_kind.py",
+    "docs/plugins.md": "tests/docs/test_generated.py",  # from the templates, which plugins/new/tests tests
     "docs/tutorials/train-my-script.md": "tests/docs/test_tutorial.py",
     "docs/architecture.md": "tests/docs/test_recipes.py",
     "docs/tutorials/write-an-accelerator.md": "examples/third_party_accelerator/tests",
