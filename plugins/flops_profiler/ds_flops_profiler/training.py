@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ds_core import comm
 from ds_flops_profiler import parameters, report
 from ds_flops_profiler.config import FlopsProfilerConfig
@@ -43,7 +45,7 @@ class StepProfile:
 
     def begin(self, phase: str) -> None:
         """A phase of the step begins."""
-        if phase == "forward" and not self._ctx.engine.module.training:
+        if phase == "forward" and not torch.is_grad_enabled():
             return  # an evaluation before the step
         if not self._profiler.started:
             self._profiler.attach()
@@ -64,6 +66,8 @@ class StepProfile:
 
     def finish(self) -> StepRate:
         """Print on rank 0; what later steps are measured by. Collective."""
+        if not self._profiler.started:  # no forward here; others wait for this rank's numbers
+            self._profiler.attach()
         self._profiler.stop_profile()
         everywhere = comm.all_gather_json(self._measured()) if self._ctx.world_size > 1 else [self._measured()]
         if self._ctx.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ds_zero import ZeroParamStatus
 from torch import Tensor, nn
 
 import ds_core
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "moe" / "tests"))
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -112,3 +115,21 @@ def test_experts_count_the_tokens_that_they_get(tmp_path: Path) -> None:
     gate, expert = 6 * 16, 256
     assert found["forward MACs per rank"] == f"{round((gate + 10 * expert) / 1000, 2)} KMACs"
     assert len(ranks) == 2
+
+
+def test_blocks_that_autoep_has_taken_over_count_as_before() -> None:
+    from autoep_models import OWN_PATTERNS, Own, ids, settings
+    from ds_flops_profiler import FlopsProfiler
+
+    def counts(model: Any) -> tuple[int, int]:
+        profiler, batch = FlopsProfiler(model), ids(0, 0)
+        profiler.start_profile()
+        model(input_ids=batch, labels=batch)
+        profiler.stop_profile()
+        assert profiler.counter.unknown == set()
+        return profiler.get_total_flops(), profiler.get_total_macs()
+
+    before = counts(Own(False).float())
+    engine, *_ = ds_core.initialize(model=Own(False).float(), config=settings(1, 0, **OWN_PATTERNS))
+    assert counts(engine) == before and before[1] > 0
+    engine.destroy()
