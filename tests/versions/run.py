@@ -96,7 +96,7 @@ def install(place: Path, wheels: Path, python: str, torch: str, lowest: str) -> 
 
 
 def try_out(python: str, place: Path) -> dict[str, Any]:
-    """Declarations without torch, every module, the accelerator kit, training on one and two processes."""
+    """Declarations without torch, every module, the accelerator kit, commands, training on one and two processes."""
     gpt = ROOT / "examples" / "gpt"
     for file in (HERE / "train.py", gpt / "model.py", gpt / "ds_config.json"):
         shutil.copy(file, place)
@@ -108,10 +108,12 @@ def try_out(python: str, place: Path) -> dict[str, Any]:
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
     kit = run([python, "-m", "pytest", *options, "test_kit.py"], cwd=place, env=env)
     seen["kit"] = re.findall(r"(\d+) passed", kit)[-1]
+    dscore = str(Path(python).with_name("dscore"))
+    for words in ("plugins", "doctor", "config schema", "plan --world 64 --params 7B --device-memory 80GB"):
+        run([dscore, *words.split()], cwd=place, env=env)
     for nproc in (1, 2):
         out = place / f"out{nproc}"
         out.mkdir()
-        dscore = str(Path(python).with_name("dscore"))
         command = [dscore, "run", "--nproc", str(nproc), "train.py", "ds_config.json", str(out)]
         run(command, cwd=place, env=env, timeout=600)
         seen[f"{nproc} processes"] = json.loads((out / "seen.json").read_text())
