@@ -254,11 +254,12 @@ def _watch_uncaught(telemetry: Telemetry) -> Any:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if (alive := ref()) is not None:
             alive.exception(error)
-        before(kind, error, trace)
+        hook.before(kind, error, trace)  # type: ignore[attr-defined]
 
     def restore() -> None:
         if sys.excepthook is hook:  # else somebody has put theirs before it, and it stays in the chain, without effect
             sys.excepthook = before
 
+    hook.before = before  # type: ignore[attr-defined]  # a launcher that shows the traceback puts its own here
     sys.excepthook = hook
     return restore

@@ -110,7 +110,9 @@ def _leave_word(path: str, error: BaseException, script: str | None) -> None:
     while inner is not None and _is_ours(inner.tb_frame.f_code.co_filename, script):
         inner = inner.tb_next
     error.__traceback__ = inner
-    hook = sys.excepthook
+    observer, hook = None, sys.excepthook
+    while hasattr(hook, "before"):  # ds_core's: tells observers, then calls who had the hook before it
+        observer, hook = hook, hook.before
     own = hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
     lines = traceback.format_exception_only(type(error), error)  # a SyntaxError begins with its place, notes follow
     facts = {
@@ -120,7 +122,15 @@ def _leave_word(path: str, error: BaseException, script: str | None) -> None:
         "traceback": "" if own else "".join(traceback.format_exception(type(error), error, inner)),
     }
     shown = _write(path, facts) and not own
-    sys.excepthook = lambda kind, value, _: None if shown else hook(kind, value.with_traceback(inner), inner)
+
+    def last(kind: type[BaseException], value: BaseException, _: object) -> None:
+        if not shown:
+            hook(kind, value.with_traceback(inner), inner)
+
+    if observer is None:
+        sys.excepthook = last
+    else:
+        observer.before = last
 
 
 def _is_ours(filename: str, script: str | None) -> bool:

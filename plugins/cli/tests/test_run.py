@@ -371,6 +371,22 @@ if __name__ == "__main__":
     assert err.splitlines()[-1].endswith("OSError: hooked")
 
 
+def test_observers_of_the_failure_hear_of_it_and_its_traceback_is_shown_once(
+    script: Any, tmp_path: Path, capfd: Any
+) -> None:
+    (tmp_path / "hears.py").write_text("def ds_exception(ctx, error):\n    print('heard', ctx.rank, error)\n")
+    body = """
+import torch, ds_core
+config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "plugins": {"load": ["hears"]}}
+engine, *_ = ds_core.initialize(model=torch.nn.Linear(2, 2), config=config)
+raise OSError("no more")
+"""
+    assert launch(LaunchRequest(script(body), nproc=2)) == 1
+    out, err = capfd.readouterr()
+    assert "heard" in out and "no more" in out
+    assert err.count("Traceback") == 1
+
+
 def test_the_launcher_leaves_the_process_as_it_was(script: Any) -> None:
     watched = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
     before = [signal.getsignal(number) for number in watched]
