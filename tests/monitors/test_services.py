@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,20 @@ OFFLINE = {
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the current one, and where every service keeps its records."""
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that is the current one, and where every service keeps its records.
+
+    wandb's own process remembers the folder it was started in, and child processes would find it by a variable.
+    """
+    import wandb
+
     for name, value in {**OFFLINE, "COMET_OFFLINE_DIRECTORY": str(tmp_path / "comet")}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    wandb.teardown()
 
 
 def wandb_monitor() -> Monitor:
@@ -270,7 +276,8 @@ def whole_run(folder: Path, *arguments: str, **extra: Any) -> subprocess.Complet
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "train.py").write_text(SCRIPT)
     places = {"WANDB_DIR": "records", "COMET_OFFLINE_DIRECTORY": "records/comet", "TRACKIO_DIR": "records/trackio"}
-    env = {**os.environ, **OFFLINE, "WANDB_API_KEY": KEY * 2, **places}
+    surroundings = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    env = {**surroundings, **OFFLINE, "WANDB_API_KEY": KEY * 2, **places}
     (folder / "records").mkdir()
     return subprocess.run(
         [sys.executable, "train.py", "config.json", *arguments],
