@@ -150,8 +150,6 @@ WITHOUT_PLUGIN: dict[str, Any] = {
     "compile": {"deepcompile": True},
     "sparse_attention": {"mode": "fixed"},
     "tensorboard": {"enabled": True},
-    "wandb": {"enabled": True},
-    "comet": {"enabled": True},
     "csv_monitor": {"enabled": True},
     "autotuning": {"enabled": True},
     "nebula": {"enabled": True},
