@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from ds_trace.all_ranks import Comparison
 from torch import Tensor, nn
 
 SLOW = 0.04  # seconds that the planted straggler sleeps in each forward
 PLANTED = 1 << 18  # elements of the planted collective
+
+
+def section(folder: Path, **more: Any) -> dict[str, Any]:
+    """The section ``torch_profiler`` of a run that records two steps."""
+    return {"enabled": True, "folder": str(folder), "wait": 1, "record": 2, **more}
+
+
+def row(found: Comparison, title: str, label: str = "") -> Any:
+    """The first row of the table with this title, and `label` in its label."""
+    return next(r for r in found.rows if r.title == title and label in r.label)
 
 
 class Net(nn.Module):
