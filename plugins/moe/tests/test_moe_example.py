@@ -36,7 +36,7 @@ def test_the_example_trains_and_shows_the_load(tmp_path: Path) -> None:
         events = EventAccumulator(str(file)).Reload()
         for name in events.Tags()["scalars"]:
             found.setdefault(name, []).extend(e.value for e in events.Scalars(name))
-    loads = [found[f"Train/MoE/blocks.0.moe/load/{i}"] for i in range(8)]
+    loads = [found[f"Train/MoE/blocks.0.moe/expert_load_{i}"] for i in range(8)]
     assert [sum(x) / 8 for x in zip(*loads, strict=True)] == pytest.approx([1.0] * 6, rel=1e-5)
     assert all(0 <= x < 1 for x in found["Train/MoE/blocks.2.moe/dropped"])
     assert all(x > 0.9 for x in found["Train/MoE/blocks.2.moe/aux_loss"])  # 1 is even
