@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ds_core.config.redaction import is_secret_name
-from ds_core.config.section import SECRET, marks, names_of, old_names, union_members
+from ds_core.config.section import SECRET, is_class, marks, names_of, old_names, union_members
 from ds_core.errors import join
 
 __all__ = [
@@ -36,14 +36,10 @@ def bare(hint: Any) -> Any:
             hint = get_args(hint)[0]
         elif len(members) == 1 and members[0] is not hint:
             hint = members[0]
-        elif get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, RootModel):
+        elif is_class(hint, RootModel):
             hint = hint.model_fields["root"].annotation
         else:
             return hint
-
-
-def _model(hint: Any) -> type[BaseModel] | None:
-    return hint if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, BaseModel) else None
 
 
 # -- every key -------------------------------------------------------------------------------------------------------
@@ -73,9 +69,9 @@ def iter_keys(hint: Any, prefix: str = "", depth: int = 8) -> Iterator[Key]:
         return
     for member in union_members(hint) if len(union_members(hint)) > 1 else ():
         yield from iter_keys(member, prefix, depth - 1)
-    model, origin, args = _model(hint), get_origin(hint), get_args(hint)
-    if model is not None:
-        for name, field in model.model_fields.items():
+    origin, args = get_origin(hint), get_args(hint)
+    if is_class(hint, BaseModel):
+        for name, field in hint.model_fields.items():
             for spelling in (*names_of(name, field), *old_names(field)):
                 yield Key(join(prefix, spelling), name, field)
                 yield from iter_keys(field.annotation, join(prefix, spelling), depth - 1)
@@ -155,7 +151,7 @@ def locate(model: Any, loc: Sequence[str | int], data: Any = None) -> Place:
 def _enter(place: Place, hint: Any, key: str | int) -> None:
     """Go on to the value under `key`. hint: the type of the value that `place` is at, without what is around it."""
     field: FieldInfo | None = None
-    place.parent = _model(hint)
+    place.parent = hint if is_class(hint, BaseModel) else None
     if place.parent is None:
         place.hint = _item_hint(hint, key)
     elif (name := known_names(place.parent).get(str(key))) is None:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Clash", "Section", "names_of", "not_built", "old_names", "option", "union_members"]
+__all__ = ["Clash", "Section", "is_class", "names_of", "not_built", "old_names", "option", "union_members"]
 
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
@@ -89,6 +89,11 @@ def names_of(name: str, field: FieldInfo) -> tuple[str, ...]:
 def union_members(hint: Any) -> tuple[Any, ...]:
     """The members of a union, or the hint itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def is_class(hint: Any, *kinds: type) -> bool:
+    """Whether `hint` is a subclass of one of `kinds`; list[int] is none, though Python 3.10 takes it for a class."""
+    return get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, kinds)
 
 
 class Clash(NamedTuple):
@@ -195,7 +200,7 @@ def fit(hint: Any, value: Any) -> Any:
         return _fit_items(hint, origin, args, value)
     if isinstance(value, dict) and isinstance(origin, type) and issubclass(origin, Mapping):
         return {k: fit(args[1], v) for k, v in value.items()}
-    if isinstance(value, str) and origin is None and isinstance(hint, type) and issubclass(hint, (Enum, PurePath)):
+    if isinstance(value, str) and is_class(hint, Enum, PurePath):
         with contextlib.suppress(ValueError):  # the model's own error says what was expected
             return hint(value)
     return value

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from ds_core.config.keys import Place, bare, known_names, locate, secret_names
 from ds_core.config.redaction import REDACTED, scrub, secrets_in, show
-from ds_core.config.section import union_members
+from ds_core.config.section import is_class, union_members
 from ds_core.config.unknown import unknown_key
 from ds_core.errors import Problem, join, nearest, path_text
 
@@ -116,7 +116,7 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     hint = bare(hint)
     if get_origin(hint) is Literal:
         return get_args(hint)
-    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Enum):
+    if is_class(hint, Enum):
         return tuple(m.value for m in hint)
     members = union_members(hint)
     return tuple(c for m in members for c in _choices(m)) if len(members) > 1 else ()

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -15,7 +15,7 @@ from ds_core.catalogue import documented, install, offered_by
 from ds_core.config.core import CoreConfig
 from ds_core.config.keys import Key, bare, is_secret, iter_keys
 from ds_core.config.redaction import REDACTED
-from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, marks, names_of, old_names
+from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, is_class, marks, names_of, old_names
 from ds_core.config.translate import describe
 from ds_core.errors import ConfigError, Problem, nearest
 
@@ -76,7 +76,7 @@ def explain(key: str, models: Models, named: Mapping[str, Models] | None = None)
 def _keys_of(hint: Any) -> tuple[tuple[str, str], ...]:
     """The keys of the section that `hint` is, or whose items it holds; none for a value."""
     hint = bare(hint)
-    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, BaseModel):
+    if is_class(hint, BaseModel):
         return tuple((name, field.description or "") for name, field in hint.model_fields.items())
     return tuple(row for member in get_args(hint) for row in _keys_of(member))
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
 from ds_core.config import Section
 from ds_core.config.core import BF16, FP16
+from ds_core.config.section import is_class
 
 __all__ = [
     "DeepSpeedBF16Config",
@@ -123,7 +124,7 @@ def opened(
 
 
 def _opened_hint(hint: Any) -> Any:
-    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Section):
+    if is_class(hint, Section):
         return opened(hint, *_known(hint))
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(_opened_hint(member) for member in get_args(hint))]  # noqa: UP007  made at run time

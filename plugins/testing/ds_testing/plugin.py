@@ -15,13 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, get_args
 
 import pytest
 from pydantic import BaseModel, RootModel, ValidationError
 from pydantic_core import to_jsonable_python
 
 from ds_core import hookspecs
+from ds_core.config.section import is_class
 from ds_core.entries import ask, resolve
 from ds_core.errors import ConfigError
 from ds_core.plugins import Plugins, PluginSettings, PluginState, Report, discover
@@ -315,7 +316,7 @@ def _check_model(model: Any, where: str, seen: frozenset[type] = frozenset()) ->
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if is_class(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
         yield from _models_in(part)
