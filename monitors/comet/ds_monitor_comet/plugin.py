@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.errors import Problem
     from ds_core.telemetry import Monitor
+    from ds_monitor_comet.config import CometConfig
 
 __all__ = ["ds_check", "ds_config", "ds_monitors"]
 
@@ -32,14 +33,11 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
     """One monitor when ``comet.enabled``, else none. Raises PluginError when the package cannot be imported."""
-    from ds_monitor_kit import Background, importing
+    from ds_monitor_kit import service_monitors
 
-    from ds_monitor_comet.config import CometConfig
-
-    section = ctx.config.section("comet")
-    if not isinstance(section, CometConfig) or not section.enabled:
-        return []
-    with importing("comet", "comet_ml", "comet_ml"):
+    def make(section: CometConfig) -> Monitor:
         from ds_monitor_comet.monitor import CometMonitor
 
-        return [Background(CometMonitor(section, ctx.config.redacted()))]
+        return CometMonitor(section, ctx.config.redacted())
+
+    return service_monitors(ctx, "comet", "comet_ml", "comet_ml", make)

@@ -2,7 +2,7 @@
 
 from ds_monitor_kit.background import Background
 from ds_monitor_kit.buffered import BufferedMonitor, Buffering, JobFolder, Sink, append_whole
-from ds_monitor_kit.services import check_package, flat, hiding, importing, rows
+from ds_monitor_kit.services import check_package, flat, hiding, rows, service_monitors
 
 __all__ = [
     "Background",
@@ -14,6 +14,6 @@ __all__ = [
     "check_package",
     "flat",
     "hiding",
-    "importing",
     "rows",
+    "service_monitors",
 ]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_core.config.redaction import scrub
 from ds_core.entries import Event
 from ds_core.errors import PluginError, Problem
+from ds_monitor_kit.background import Background
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.telemetry import Monitor
 
-__all__ = ["check_package", "flat", "hiding", "importing", "rows"]
+__all__ = ["check_package", "flat", "hiding", "rows", "service_monitors"]
 
 
 def check_package(config: RunConfig, section: str, package: str, requirement: str) -> Iterable[Problem]:
@@ -26,15 +29,22 @@ def check_package(config: RunConfig, section: str, package: str, requirement: st
             yield Problem(f"{section}.enabled", why, f"pip install {requirement}")
 
 
-@contextlib.contextmanager
-def importing(section: str, package: str, requirement: str) -> Iterator[None]:
-    """To import `package` in: raises PluginError where that fails."""
+def service_monitors(
+    ctx: Context, name: str, package: str, requirement: str, make: Callable[[Any], Monitor]
+) -> list[Monitor]:
+    """For `ds_monitors`: one monitor in the background when ``name.enabled``, else none.
+
+    make: imports `package`, and makes the monitor of the section. Raises PluginError where the import fails.
+    """
+    section = ctx.config.section(name)
+    if section is None or not getattr(section, "enabled", False):
+        return []
     try:
-        yield
+        return [Background(make(section))]
     except ImportError as error:
         raise PluginError(
-            f"the section {section} is enabled, but the package {package} cannot be imported ({error}); "
-            f"pip install {requirement}, or set {section}.enabled to false"
+            f"the section {name} is enabled, but the package {package} cannot be imported ({error}); "
+            f"pip install {requirement}, or set {name}.enabled to false"
         ) from error
 
 

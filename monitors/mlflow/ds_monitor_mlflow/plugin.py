@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.errors import Problem
     from ds_core.telemetry import Monitor
+    from ds_monitor_mlflow.config import MLflowConfig
 
 __all__ = ["ds_check", "ds_config", "ds_monitors"]
 
@@ -32,14 +33,11 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
     """One monitor when ``mlflow.enabled``, else none. Raises PluginError when the package cannot be imported."""
-    from ds_monitor_kit import Background, importing
+    from ds_monitor_kit import service_monitors
 
-    from ds_monitor_mlflow.config import MLflowConfig
-
-    section = ctx.config.section("mlflow")
-    if not isinstance(section, MLflowConfig) or not section.enabled:
-        return []
-    with importing("mlflow", "mlflow", "mlflow-skinny"):
+    def make(section: MLflowConfig) -> Monitor:
         from ds_monitor_mlflow.monitor import MLflowMonitor
 
-        return [Background(MLflowMonitor(section, ctx.config.redacted()))]
+        return MLflowMonitor(section, ctx.config.redacted())
+
+    return service_monitors(ctx, "mlflow", "mlflow", "mlflow-skinny", make)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-from ds_core.errors import PluginError, Problem
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.errors import Problem
     from ds_core.telemetry import Monitor
+    from ds_monitor_tensorboard.config import TensorBoardConfig
 
 __all__ = ["ds_check", "ds_config", "ds_monitors"]
 
@@ -26,11 +25,10 @@ def ds_config() -> type[BaseModel]:
 
 
 def ds_check(config: RunConfig) -> Iterable[Problem]:
-    """That the package is there when the section is enabled; asked on every rank, so that all stop together."""
-    if getattr(config.section("tensorboard"), "enabled", False):
-        spec = importlib.util.find_spec("tensorboard")
-        if spec is None or spec.origin is None:  # no origin: a folder of that name, such as one for logs
-            yield Problem("tensorboard.enabled", "the package tensorboard is not installed", "pip install tensorboard")
+    """That the package is there when the section is enabled."""
+    from ds_monitor_kit import check_package
+
+    return check_package(config, "tensorboard", "tensorboard", "tensorboard")
 
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
@@ -38,18 +36,11 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:
 
     Raises PluginError when the package tensorboard cannot be imported.
     """
-    from ds_monitor_tensorboard.config import TensorBoardConfig
+    from ds_monitor_kit import service_monitors
 
-    section = ctx.config.section("tensorboard")
-    if not isinstance(section, TensorBoardConfig) or not section.enabled:
-        return []
-    try:
+    def make(section: TensorBoardConfig) -> Monitor:
         from ds_monitor_tensorboard.monitor import TensorBoardMonitor
-    except ImportError as error:
-        raise PluginError(
-            f"the section tensorboard is enabled, but the package tensorboard cannot be imported ({error}); "
-            "pip install tensorboard, or set tensorboard.enabled to false"
-        ) from error
-    from ds_monitor_kit import Background
 
-    return [Background(TensorBoardMonitor(section.directory()))]
+        return TensorBoardMonitor(section.directory())
+
+    return service_monitors(ctx, "tensorboard", "tensorboard", "tensorboard", make)

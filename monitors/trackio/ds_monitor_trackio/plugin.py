@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.errors import Problem
     from ds_core.telemetry import Monitor
+    from ds_monitor_trackio.config import TrackioConfig
 
 __all__ = ["ds_check", "ds_config", "ds_monitors"]
 
@@ -32,14 +33,11 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
     """One monitor when ``trackio.enabled``, else none. Raises PluginError when the package cannot be imported."""
-    from ds_monitor_kit import Background, importing
+    from ds_monitor_kit import service_monitors
 
-    from ds_monitor_trackio.config import TrackioConfig
-
-    section = ctx.config.section("trackio")
-    if not isinstance(section, TrackioConfig) or not section.enabled:
-        return []
-    with importing("trackio", "trackio", "trackio"):
+    def make(section: TrackioConfig) -> Monitor:
         from ds_monitor_trackio.monitor import TrackioMonitor
 
-        return [Background(TrackioMonitor(section, ctx.config.redacted()))]
+        return TrackioMonitor(section, ctx.config.redacted())
+
+    return service_monitors(ctx, "trackio", "trackio", "trackio", make)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.errors import Problem
     from ds_core.telemetry import Monitor
+    from ds_monitor_wandb.config import WandbConfig
 
 __all__ = ["ds_check", "ds_config", "ds_monitors"]
 
@@ -32,14 +33,11 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
 
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:
     """One monitor when ``wandb.enabled``, else none. Raises PluginError when the package cannot be imported."""
-    from ds_monitor_kit import Background, importing
+    from ds_monitor_kit import service_monitors
 
-    from ds_monitor_wandb.config import WandbConfig
-
-    section = ctx.config.section("wandb")
-    if not isinstance(section, WandbConfig) or not section.enabled:
-        return []
-    with importing("wandb", "wandb", "wandb"):
+    def make(section: WandbConfig) -> Monitor:
         from ds_monitor_wandb.monitor import WandbMonitor
 
-        return [Background(WandbMonitor(section, ctx.config.redacted()))]
+        return WandbMonitor(section, ctx.config.redacted())
+
+    return service_monitors(ctx, "wandb", "wandb", "wandb", make)
