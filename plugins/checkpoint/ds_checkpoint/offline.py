@@ -40,7 +40,6 @@ __all__ = [
     "open_saved",
     "parse_size",
     "verify",
-    "warn_of_safetensors",
 ]
 
 log = logging.getLogger("ds_checkpoint")
@@ -355,24 +354,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     safe_serialization: bool = True,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    *,
+    dtype: str = "fp32",
+    opened: Opener = open_saved,
 ) -> list[Path]:
     """Write a checkpoint's fp32 weights to safetensors files, with an index when there are several; the files.
 
     Weights that are in `output_dir` are replaced. safe_serialization: False, which asks for pickles, is answered with
-    safetensors too, and a warning.
+    safetensors too, and a warning. dtype: another, as in `export_weights`. opened: as in
+    `get_fp32_state_dict_from_zero_checkpoint`.
     """
-    warn_of_safetensors(safe_serialization)
-    with open_saved(checkpoint_dir, tag) as saved:
+    if not safe_serialization:
+        log.warning("safe_serialization=False asks for pickled files; safetensors files are written instead")
+    with opened(checkpoint_dir, tag) as saved:
         return export_weights(
             saved,
             output_dir,
+            dtype=dtype,
             max_shard_size=max_shard_size,
             exclude_frozen_parameters=exclude_frozen_parameters,
             overwrite=True,
         )
-
-
-def warn_of_safetensors(safe_serialization: bool) -> None:
-    """Say that files are not pickled, whatever was asked for."""
-    if not safe_serialization:
-        log.warning("safe_serialization=False asks for pickled files; safetensors files are written instead")

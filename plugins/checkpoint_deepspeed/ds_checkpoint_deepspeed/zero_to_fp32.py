@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from ds_checkpoint import offline
-from ds_checkpoint.offline import export_weights, warn_of_safetensors
 from torch import nn
 
 from ds_checkpoint_deepspeed.opened import open_any
@@ -68,16 +67,16 @@ def convert_zero_checkpoint_to_state_dict(
     name = _DTYPES.get(str(dtype).removeprefix("torch.").lower())
     if name is None:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-    warn_of_safetensors(safe_serialization)
-    with open_any(checkpoint_dir, tag) as saved:
-        return export_weights(
-            saved,
-            output_dir,
-            dtype=name,
-            max_shard_size=max_shard_size,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-            overwrite=True,
-        )
+    return offline.convert_zero_checkpoint_to_fp32_state_dict(
+        checkpoint_dir,
+        output_dir,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+        dtype=name,
+        opened=open_any,
+    )
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
