@@ -17,28 +17,16 @@ from torch import Tensor, nn
 import ds_core
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "moe" / "tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from profiled import Net, lines
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
-
-
-def lines(text: str) -> dict[str, str]:
-    """Values by name."""
-    pairs = (line.partition(": ") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in pairs}
 
 
 def start(model: nn.Module, file: str, **config: Any) -> Any:
     section = {"enabled": True, "output_file": file}
     return ds_core.initialize(model=model, config={"optimizer": SGD, "flops_profiler": section, **config})[0]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).square().mean()
 
 
 def at_stage_3(file: str) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from ds_testing import ObserverConformance, PluginConformance
-from torch import Tensor, nn
 
 import ds_core
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from profiled import Net, lines
 
 
 class TestPlugin(PluginConformance):
@@ -34,21 +38,6 @@ class TestTraining(ObserverConformance):
             assert all(
                 rate > 0 and abs(share * 1e-6 / rate - 1) < 1e-6 for rate, share in zip(rates, shares, strict=True)
             )
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).square().mean()
-
-
-def lines(text: str) -> dict[str, str]:
-    """Values by name."""
-    pairs = (line.partition(": ") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in pairs}
 
 
 def run(steps: int, file: str, **config: Any) -> dict[str, str]:

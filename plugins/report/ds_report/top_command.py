@@ -18,6 +18,7 @@ from ds_cli.show import CommandError
 from ds_report.live import Snapshot, Watch
 from ds_report.page import duration, short
 from ds_report.reading import rank_files
+from ds_report.run import GIB
 from ds_report.state import State
 
 __all__ = ["line_of", "top"]
@@ -114,7 +115,7 @@ def _print_all(seen: Snapshot) -> None:
         words = [f"rank {rank.rank}", f"step {rank.step}", _doing(rank.phase, rank.seconds)]
         words += [f"{short(rank.step_ms)} ms per step"] if rank.step_ms == rank.step_ms else []
         words += [f"waits {rank.wait:.0%}"] if rank.wait == rank.wait else []
-        words += [f"{rank.allocated / 2**30:.2f} GiB"] if rank.allocated == rank.allocated else []
+        words += [f"{rank.allocated / GIB:.2f} GiB"] if rank.allocated == rank.allocated else []
         words += ["no sign of life"] if rank.silent else []
         words += ["straggler"] if rank.straggler else []
         typer.echo("  " + ", ".join(words))
@@ -134,7 +135,7 @@ def line_of(seen: Snapshot) -> str:
     words += [f"{short(_middle(seen.rates))} samples/s"] if seen.rates else []
     words += [f"{short(seen.tokens)} tokens/s"] if seen.tokens == seen.tokens else []
     peaks = [rank.peak for rank in seen.ranks if rank.peak == rank.peak]
-    words += [f"{max(peaks) / 2**30:.2f} GiB at peak"] if peaks else []
+    words += [f"{max(peaks) / GIB:.2f} GiB at peak"] if peaks else []
     words += [f"{duration(seen.left)} left"] if seen.left == seen.left else []
     stragglers = [str(rank.rank) for rank in seen.ranks if rank.straggler]
     words += [f"straggler: rank {', '.join(stragglers)}"] if stragglers else []

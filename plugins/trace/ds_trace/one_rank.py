@@ -119,7 +119,7 @@ def read_rank(path: Path) -> RankTrace:
         raise UsageError(f"{path}: holds no whole step; did the run end before the traced steps were over?")
     begin, end = whole[0][0], whole[-1][1]
     if seen.has_device:
-        begin, end, stalls, busy = _on_device(seen, begin, end)
+        end, stalls, busy = _on_device(seen, begin, end)
     else:
         stalls, busy = _on_host(seen, begin, end)
     stalled = merge((b, e) for _, b, e in stalls)
@@ -156,8 +156,10 @@ def _on_host(seen: _Seen, begin: float, end: float) -> tuple[list[Stall], Iterab
     return stalls, _pairs(seen.operations)
 
 
-def _on_device(seen: _Seen, begin: float, end: float) -> tuple[float, float, list[Stall], Iterable[Span]]:
-    """Collectives where nothing else runs on the device. Work that was queued before the steps does not count."""
+def _on_device(seen: _Seen, begin: float, end: float) -> tuple[float, list[Stall], Iterable[Span]]:
+    """When the device has done the work, and collectives where nothing else runs on it. What was queued before does not
+    count.
+    """
     kernels = list(_pairs(seen.kernels))
     end = max([end, *(e for _, e in kernels), *(e for _, _, e in seen.comm_kernels)])
     computing = merge(clip(kernels, begin, end))
@@ -167,7 +169,7 @@ def _on_device(seen: _Seen, begin: float, end: float) -> tuple[float, float, lis
     stalls = []
     for name, b, e in named + unnamed:
         stalls += [(name, x, y) for x, y in without(clip([(b, e)], begin, end), computing)]
-    return begin, end, stalls, computing
+    return end, stalls, computing
 
 
 def _phases(phases: Iterable[tuple[str, float, float]], window: Span, stalled: list[Span]) -> dict[str, float]:

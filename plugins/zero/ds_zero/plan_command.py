@@ -58,12 +58,15 @@ def plan(
     """Predict memory and communication of each rank under every stage and offload, and recommend one."""
     from ds_cli.show import say_error
 
+    from ds_core.config import read_config
     from ds_core.precision import cast_module, make_precision
     from ds_zero import plan as planning
     from ds_zero.config import ZeroConfig
     from ds_zero.plan_model import parse_amount
 
-    module, chosen = _model(params, largest_layer, model), _config(config, dtype, gas)
+    module = _model(params, largest_layer, model)
+    given = dict(read_config(config).raw) if config is not None else {"bf16": {"enabled": True}}
+    chosen = _config(given, dtype, gas)
     section = chosen.config.section("zero_optimization")
     assert isinstance(section, ZeroConfig)
     precision = make_precision(chosen.config, chosen.plugins)
@@ -72,7 +75,7 @@ def plan(
     states = states if optimizer_states is None else optimizer_states
     run = planning.PlannedRun(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1, casts)
     if against is not None:
-        _show_against(against, module, section, run, _offload(config), as_json)
+        _show_against(against, module, section, run, _offload(given), as_json)
         return
     needs = planning.plan(module, section, run)
     grain = getattr(chosen.optimizer.entry, "grain", "element") if chosen.optimizer is not None else "element"
@@ -109,22 +112,24 @@ def _model(params: str | None, largest_layer: str | None, model: str | None) -> 
     return of_size(count, largest)
 
 
-def _config(path: Path | None, dtype: str | None, gas: int | None) -> Composition:
+def _config(raw: dict[str, Any], dtype: str | None, gas: int | None) -> Composition:
     """The config, in which options of the command line take precedence; batch sizes have no effect."""
     from ds_core.compose import compose
-    from ds_core.config import read_config
 
-    raw: dict[str, Any] = dict(read_config(path).raw) if path is not None else {"bf16": {"enabled": True}}
     if dtype is not None:
         raw = {k: v for k, v in raw.items() if k not in ("fp16", "bf16")}
         if dtype != "fp32":
             raw[dtype] = {"enabled": True}
     if gas is not None:
-        raw["gradient_accumulation_steps"] = gas
-    given = raw.get("zero_optimization")
-    given = given if isinstance(given, dict) else {}  # true and false are old spellings; all stages are planned anyway
-    zero = {k: v for k, v in given.items() if k not in ("offload_optimizer", "offload_param")}
+        raw = {**raw, "gradient_accumulation_steps": gas}
+    zero = {k: v for k, v in _zero(raw).items() if k not in ("offload_optimizer", "offload_param")}
     return compose({**raw, "zero_optimization": zero})
+
+
+def _zero(raw: dict[str, Any]) -> dict[str, Any]:
+    """The section of ZeRO; true and false are old spellings, and all stages are planned anyway."""
+    given = raw.get("zero_optimization")
+    return given if isinstance(given, dict) else {}
 
 
 def _optimizer(chosen: Composition) -> tuple[int, bool]:
@@ -183,13 +188,11 @@ def _show(
         typer.echo(f"\n{chart.title}\n{chart.text}")
 
 
-def _offload(config: Path | None) -> Offload:
+def _offload(raw: dict[str, Any]) -> Offload:
     """The offload that the config asks for."""
-    from ds_core.config import read_config
     from ds_zero.plan import Offload
 
-    given = dict(read_config(config).raw).get("zero_optimization") if config is not None else None
-    section = given if isinstance(given, dict) else {}
+    section = _zero(raw)
     on = [
         str((section.get(f"offload_{what}") or {}).get("device") or "none") != "none" for what in ("optimizer", "param")
     ]
