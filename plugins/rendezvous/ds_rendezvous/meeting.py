@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ds_core.errors import CommError
+from ds_rendezvous.waiting import Waiting
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -163,7 +164,9 @@ def reach_store(place: Participant, timeout: timedelta) -> TCPStore:
 def _wait_for_listener(place: Participant, seconds: float) -> str:
     """Return "" as soon as somebody listens at the place, or after `seconds` why it could not be reached."""
     end, pause = time.monotonic() + seconds, 0.01
+    waiting = Waiting(place.number)
     while True:
+        waiting.tell(lambda: f"{place} waits for {place.what} 0, which does not listen at {place.where} yet")
         try:
             socket.create_connection((place.address, place.port), max(0.1, min(10.0, end - time.monotonic()))).close()
             return ""
@@ -327,15 +330,16 @@ class _Host:
     def run(self) -> str:
         """The prefix, when all have heard it."""
         end, pause = time.monotonic() + self.seconds, 0.002
+        waiting = Waiting(0)
         while len(self.here) < self.place.size - 1:
+            waiting.tell(lambda: f"{self.place} waits at {self.place.where} for {self._missing()}")
             if wrong := self._look():
                 self._give_up(wrong)
             if time.monotonic() > end:
-                missing = [n for n in range(1, self.place.size) if n not in self.here]
                 self._give_up(
-                    f"{self.place.what} {', '.join(map(str, missing[:8]))}{' ...' if len(missing) > 8 else ''} of "
-                    f"{self.place.size} did not reach {self.place.where} within {self.seconds:g} s; see that all "
-                    f"are started, with the same address and port, or wait longer (DEEPSPEED_TIMEOUT, in minutes)"
+                    f"{self._missing()} of {self.place.size} did not reach {self.place.where} within {self.seconds:g} "
+                    f"s; see that all are started, with the same address and port, or wait longer (DEEPSPEED_TIMEOUT, "
+                    f"in minutes)"
                 )
             _pause(self.stop, pause)
             pause = min(0.05, pause * 1.2)
@@ -343,6 +347,11 @@ class _Host:
         self.store.set("ds_core/begun", f"{self.place.size} {what}s, {what} 0 is {self.note.who}")
         self.store.set(f"{self.prefix}/go", "")
         return self.prefix
+
+    def _missing(self) -> str:
+        """Who has not come: "rank 1, 5"."""
+        missing = [n for n in range(1, self.place.size) if n not in self.here]
+        return f"{self.place.what} {', '.join(map(str, missing[:8]))}{' ...' if len(missing) > 8 else ''}"
 
     def _look(self) -> str:
         """Answer new notes and see who has heard; what is wrong, or ""."""
@@ -434,8 +443,10 @@ class _Guest:
 
     def _comes(self, key: str, instead: str | None = None) -> bool:
         """Wait for `key`; False when it is too late, which is sooner where there is `instead`."""
-        pause = 0.002
+        pause, waiting = 0.002, Waiting(self.place.number)
         while not self.store.check([key]):
+            if "/answer/" in key:  # later number 0 tells for all
+                waiting.tell(lambda: f"{self.place} waits at {self.place.where} for {self.place.what} 0")
             waited = time.monotonic() - self.start
             if not self.begun and instead and self.store.check([instead]):
                 self.begun = self.store.get(instead).decode(errors="replace")

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from ds_rendezvous import meeting
+from ds_rendezvous import meeting, waiting
 from ds_rendezvous.meeting import Participant, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
 
 from ds_core.errors import CommError
@@ -115,7 +115,11 @@ def test_a_rank_that_comes_when_all_are_there_and_stays_till_they_end() -> None:
         meet(Ending(), Participant(1, 2, LOOPBACK, 1), LONG)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_does_not_come_is_named_on_all(store: Any) -> None:
+def test_a_rank_that_does_not_come_is_named_on_all(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also before the time is over: once here, since the second time would come after twice as long."""
+    monkeypatch.setattr(waiting, "TOLD_AFTER", 0.6)
     said: list[str] = []
     waits = threading.Thread(target=lambda: said.extend(come(store, (2, 4))))
     waits.start()
@@ -126,6 +130,8 @@ def test_a_rank_that_does_not_come_is_named_on_all(store: Any) -> None:
     for each in said:
         assert each.startswith(f"rank 1, 3 of 4 did not reach 127.0.0.1:{store.port} within 1 s")
     assert len(said) == 2
+    told = [message for message in caplog.messages if message.startswith("rank 0 of 4")]
+    assert len(told) == 1 and told[0].startswith(f"rank 0 of 4 waits at 127.0.0.1:{store.port} for rank 1, 3, since ")
 
 
 def test_another_job_is_refused_and_this_one_goes_on(store: Any) -> None:
@@ -228,11 +234,15 @@ def test_a_listener_that_says_something_else(listener: socket.socket) -> None:
         reach_store(Participant(1, 2, LOOPBACK, listener.getsockname()[1]), SHORT)
 
 
-def test_nobody_listens(listener: socket.socket) -> None:
+def test_nobody_listens(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "TOLD_AFTER", 0.3)
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(CommError, match=r"but nothing can be reached there \(Connection refused\)"):
         reach_store(Participant(1, 2, LOOPBACK, port), SHORT)
+    assert f"rank 1 of 2 waits for rank 0, which does not listen at 127.0.0.1:{port} yet, since " in caplog.text
     with pytest.raises(CommError, match="expected the store of rank 0 at no.such.host.invalid:1, but nothing"):
         reach_store(Participant(1, 2, "no.such.host.invalid", 1), SHORT)
 
