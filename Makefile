@@ -79,10 +79,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 test: lint
-	$(PYTEST) -m "not slow and not gpu and not integration" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not integration and not hosts" $(ARGS)
 
 test-all: lint $(DOCS_STAMP)
-	$(PYTEST) -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")')not integration" $(ARGS)
+	$(PYTEST) -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")')not integration and not hosts" $(ARGS)
 
 pytest: $(STAMP)
 	$(PYTEST) $(ARGS)

@@ -5,14 +5,18 @@ Every pytest run of an environment with ds_core imports this module, so it impor
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-__all__ = ["Ranks", "clean_ds", "ranks"]
+if TYPE_CHECKING:
+    from ds_testing.hosts import Lab
+
+__all__ = ["Ranks", "clean_ds", "lab", "ranks"]
 
 
 class Ranks(Protocol):
@@ -27,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "gpu: needs a GPU; leave out with -m 'not gpu'")
     config.addinivalue_line("markers", "integration: released programs of others, run on ds_core; make test-frontends")
+    config.addinivalue_line("markers", "hosts: launchers on several hosts in namespaces; make test-hosts")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,6 +58,17 @@ def _pools() -> Iterator[Ranks]:
 def ranks(_pools: Ranks) -> Ranks:
     """``ranks(size, fn, *args, timeout=300.0)``: run a module-level function on gloo ranks kept for the session."""
     return _pools
+
+
+@pytest.fixture
+def lab() -> Iterator[Callable[..., Lab]]:
+    """``lab("a", "b", ssh=True)``: a `ds_testing.hosts.Lab`, ended after the test; skips where there can be none."""
+    from ds_testing.hosts import Lab, unavailable
+
+    if reason := unavailable():
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+        yield lambda *names, **options: stack.enter_context(Lab(*names, **options))
 
 
 @pytest.fixture
