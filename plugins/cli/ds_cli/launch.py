@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ds_cli.hosts.hostfile import Host
 from ds_cli.show import CommandError
 from ds_core.errors import PluginError, nearest
 from ds_core.plugins import Plugins
@@ -22,8 +23,11 @@ class LaunchRequest:
 
     script: path of a file, or the name of a module when `is_module`. arguments: the script's own, untouched.
     nproc: processes per machine; None means one per accelerator, or 1 where there is none.
-    max_restarts: how often all processes are started again after one fails.
-    min_nodes, max_nodes: machines. node_rank: of this machine; None lets the rendezvous decide.
+    slots: the numbers of the accelerators to use here; None means all. max_restarts: how often all processes are
+    started again after one fails.
+    hosts: the machines to start on, of which the first has number 0; empty: this one, or those that the launcher
+    finds. min_nodes, max_nodes: how many; 0 lets the launcher decide. node_rank: of this machine; None lets the
+    rendezvous decide.
     rdzv_endpoint: ``host[:port]`` where machines meet, "" for none. rdzv_id: names the run among several that
     meet there. master_addr, master_port: of rank 0's store; "" and None let the launcher choose.
     tag: put the rank before every line of output. grace: seconds that processes get to end by themselves.
@@ -31,13 +35,17 @@ class LaunchRequest:
     as it is. log_folder: each rank's output goes to a file there, "" for none. bind, cores: tie each process to its
     share of these cores, or of all when empty. venv_script: is sourced first, "" for none. save_pid: leave this
     process's id in a file while it runs. level: of `logging`; what the launcher itself says.
+    launcher_args: for the program that reaches the hosts, after its own options. ssh_port: None means ssh's own choice.
+    exported: variables for every host; their values may be secrets. show: print what would be run, and run nothing.
     """
 
     script: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     nproc: int | None = None
+    slots: tuple[int, ...] | None = None
     max_restarts: int = 0
+    hosts: tuple[Host, ...] = ()
     min_nodes: int = 1
     max_nodes: int = 1
     node_rank: int | None = None
@@ -55,6 +63,10 @@ class LaunchRequest:
     venv_script: str = ""
     save_pid: bool = False
     level: int = logging.WARNING
+    launcher_args: tuple[str, ...] = ()
+    ssh_port: int | None = None
+    exported: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    show: bool = False
 
 
 Launcher = Callable[[LaunchRequest], int]
@@ -70,7 +82,9 @@ def parse_nproc(text: str) -> int | None:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """``"2"`` -> (2, 2), ``"1:4"`` -> (1, 4). Raises CommandError for anything else."""
+    """``"2"`` -> (2, 2), ``"1:4"`` -> (1, 4), "" -> (0, 0): not told. Raises CommandError for anything else."""
+    if text in ("", "-1"):  # -1 is the documents' word for all
+        return 0, 0
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 LOOPBACK = "127.0.0.1"
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")  # which accelerators a process sees
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 
@@ -78,7 +79,10 @@ def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dic
     wanted = {"OMP_NUM_THREADS": str(threads_per_rank(nproc, cores))}
     if request.max_nodes == 1 and is_loopback(request.master_addr or LOOPBACK) and sys.platform.startswith("linux"):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen at the address of this host's name
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    changes: dict[str, str | None] = {name: value for name, value in wanted.items() if name not in os.environ}
+    if request.slots is not None and request.slots != tuple(range(len(request.slots))):
+        changes |= dict.fromkeys(VISIBLE, ",".join(map(str, request.slots)))
+    return changes
 
 
 class _Run:

@@ -1,0 +1,23 @@
+"""Several machines: which hosts (`hostfile`), what they are given (`settings`), how one is served (`agent`), and the
+local programs that reach them (`tools`). A launcher needs only what is named here (torch-free).
+
+A launcher starts one agent per host, with `agent_command`, and ends when they have ended; `run_tool` runs the program
+that does so. The agent is `dscore run` on its host: it does processes, restarts, logs and supervision for every
+launcher alike.
+"""
+
+from __future__ import annotations
+
+from ds_cli.hosts.hostfile import Host
+from ds_cli.hosts.settings import FromVariable, agent_command, settings_line, settings_variable
+from ds_cli.hosts.tools import run_tool, run_tools
+
+__all__ = [
+    "FromVariable",
+    "Host",
+    "agent_command",
+    "run_tool",
+    "run_tools",
+    "settings_line",
+    "settings_variable",
+]

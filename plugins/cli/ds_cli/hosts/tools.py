@@ -1,0 +1,276 @@
+"""Local programs that reach other hosts (ssh, mpirun, srun): run them together, bring their output, end all as one.
+
+One loop in one thread. The programs end when this process does (Linux), and their agents with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ds_cli.show import CommandError, say_error
+
+if TYPE_CHECKING:
+    from ds_cli.launch import LaunchRequest
+
+__all__ = ["run_tool", "run_tools"]
+
+BEAT_SECONDS = 5.0
+OTHERS_SECONDS = 20.0  # after the first bad end: how long the other agents may take to hear of it by themselves
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )")
+
+
+def run_tool(
+    request: LaunchRequest,
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    feed: bytes = b"",
+    lifeline: bool = False,
+) -> int:
+    """Run one program that reaches all hosts; see `run_tools`."""
+    return run_tools(request, {"": argv}, environment=environment, feed=feed, lifeline=lifeline)
+
+
+def run_tools(
+    request: LaunchRequest,
+    commands: Mapping[str, Sequence[str]],
+    *,
+    environment: Mapping[str, str] | None = None,
+    feed: bytes = b"",
+    lifeline: bool = False,
+    explain: Callable[[str, int], str] = lambda where, code: "",
+) -> int:
+    """Run all `commands` (by host) until all have ended; the exit code of the first that ends badly, or 0.
+
+    With ``request.show`` they are printed instead. environment: theirs, besides this process's own. feed: goes to the
+    standard input of each. lifeline: that then stays open, with a line break every few seconds, and its end is how
+    they are asked to end; otherwise it is SIGTERM. explain: called as ``explain(where, code)`` for the first bad end,
+    gives what to say of it; "" where the agents say it.
+    """
+    if request.show:
+        _show(request, commands)
+        return 0
+    tools = [_Tool(where, list(argv), bytearray(feed)) for where, argv in commands.items()]
+    return _Loop(request, tools, dict(environment or {}), lifeline, explain).run()
+
+
+def _show(request: LaunchRequest, commands: Mapping[str, Sequence[str]]) -> None:
+    """What would be run, as it could be typed; of the variables only the names."""
+    for where, argv in commands.items():
+        typer.echo(f"{where}: {shlex.join(argv)}" if where else shlex.join(argv))
+    for number, host in enumerate(request.hosts):
+        slots = "one process per accelerator" if host.slots is None else f"slots {', '.join(map(str, host.slots))}"
+        typer.echo(f"host {number}: {host.name}, {slots if request.nproc is None else f'{request.nproc} processes'}")
+    what = "-m " * request.is_module + shlex.join([request.script, *request.arguments])
+    typer.echo(f"each process: {what if request.is_command else f'python {what}'}")
+    if request.exported:
+        typer.echo(f"variables: {', '.join(name for name, _ in request.exported)}")
+
+
+@dataclass(slots=True)
+class _Tool:
+    where: str
+    argv: list[str]
+    feed: bytearray
+    process: Any = None
+    code: int | None = None
+    partial: dict[int, bytes] = field(default_factory=dict)  # what has come since the last whole line, by target
+
+
+class _Loop:
+    """One run of several tools."""
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        tools: list[_Tool],
+        environment: dict[str, str],
+        lifeline: bool,
+        explain: Callable[[str, int], str],
+    ) -> None:
+        self.request, self.tools, self.environment = request, tools, environment
+        self.lifeline, self.explain = lifeline, explain
+        self.selector = selectors.DefaultSelector()
+        self.said: set[bytes] = set()
+        self.first: _Tool | None = None  # that has ended badly
+        self.stopped = 0  # by this signal
+        self.deadline = float("inf")  # when to ask who is left to end
+        self.asked = False
+
+    def run(self) -> int:
+        with self._signals():
+            try:
+                for tool in self.tools:
+                    self._start(tool)
+                self._loop()
+            finally:
+                self._kill()
+        return self._say()
+
+    def _start(self, tool: _Tool) -> None:
+        piped = self.lifeline or bool(tool.feed)
+        try:
+            tool.process = subprocess.Popen(
+                tool.argv,
+                env=os.environ | self.environment,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for us, who ask them to end
+                preexec_fn=_end_with_us,  # noqa: PLW1509  this process has one thread
+            )
+        except OSError as error:
+            raise CommandError(f"{tool.argv[0]} cannot be run: {error.strerror}; is it installed?") from error
+        for pipe, target in ((tool.process.stdout, 1), (tool.process.stderr, 2)):
+            os.set_blocking(pipe.fileno(), False)
+            self.selector.register(pipe, selectors.EVENT_READ, (tool, target))
+        if piped:
+            os.set_blocking(tool.process.stdin.fileno(), False)
+
+    def _loop(self) -> None:
+        beat = time.monotonic()
+        while any(tool.code is None for tool in self.tools):
+            for key, _ in self.selector.select(0.1):
+                self._copy(key.fileobj, *key.data)
+            now = time.monotonic()
+            for tool in self.tools:
+                self._feed(tool, now >= beat)
+                self._look(tool, now)
+            beat = now + BEAT_SECONDS if now >= beat else beat
+            if now >= self.deadline:
+                self._ask(now)
+
+    def _copy(self, pipe: Any, tool: _Tool, target: int) -> bool:
+        """Bring what has come: whole lines, or what ends as a progress bar does. False when nothing has come."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.selector.unregister(pipe)
+        text = tool.partial.pop(target, b"") + data
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if data and len(text) < 1 << 20 else len(text)
+        if text[end:]:
+            tool.partial[target] = text[end:]
+        lines = [line for line in text[:end].splitlines(keepends=True) if self._is_new(line)]
+        with contextlib.suppress(OSError):  # nobody reads us any more: the run goes on
+            _write(target, b"".join(lines))
+        return bool(data)
+
+    def _is_new(self, line: bytes) -> bool:
+        if not _SAID_BY_ALL.match(line):
+            return True
+        known = line in self.said
+        self.said.add(line)
+        return not known
+
+    def _feed(self, tool: _Tool, beat: bool) -> None:
+        pipe = tool.process.stdin
+        if pipe is None or pipe.closed:
+            return
+        if beat and self.lifeline:
+            tool.feed += b"\n"
+        try:
+            while tool.feed:
+                del tool.feed[: os.write(pipe.fileno(), tool.feed[: 1 << 16])]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended
+            tool.feed.clear()
+        if not self.lifeline:
+            pipe.close()
+
+    def _look(self, tool: _Tool, now: float) -> None:
+        """Note the end of a tool, when all that it has written is read."""
+        if tool.code is not None or (code := tool.process.poll()) is None:
+            return
+        for key in [key for key in self.selector.get_map().values() if key.data[0] is tool]:
+            while self._copy(key.fileobj, *key.data):
+                pass
+            if key.fileobj in self.selector.get_map():  # somebody who lives on keeps it open
+                self.selector.unregister(key.fileobj)
+        tool.code = code
+        if code != 0 and self.first is None:
+            self.first = tool
+            own = self.explain(tool.where, code)  # of which the other agents do not hear by themselves
+            self.deadline = min(self.deadline, now + (1.0 if own else OTHERS_SECONDS))
+
+    def _ask(self, now: float) -> None:
+        """Ask who is left to end; later, end them."""
+        if self.asked:
+            self._kill()
+            self.deadline = now + 1.0
+            return
+        self.asked, self.deadline = True, now + self.request.grace + 10.0
+        for tool in self.tools:
+            if tool.code is None:
+                if self.lifeline:
+                    with contextlib.suppress(OSError):
+                        tool.process.stdin.close()
+                else:
+                    tool.process.terminate()
+
+    def _kill(self) -> None:
+        for tool in self.tools:
+            if tool.process is not None and tool.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(tool.process.pid, signal.SIGKILL)
+
+    def _say(self) -> int:
+        if self.stopped:
+            text = f"stopped by {signal.Signals(self.stopped).name}; all processes were ended"
+            if self._is_new(f"dscore: {text}\n".encode()):
+                say_error(text)
+            return 128 + self.stopped
+        if self.first is None:
+            return 0
+        code = self.first.code
+        assert code is not None
+        if why := self.explain(self.first.where, code):
+            if not any(line.startswith(b"dscore: lost ") for line in self.said):
+                say_error(why)
+            return 1
+        return code if code > 0 else 128 - code
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stopped = self.stopped or number
+            self.deadline = min(self.deadline, 0.0) if not self.asked else self.deadline
+
+        before = {number: signal.signal(number, stop) for number in STOPS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(target, data) :]
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+
+
+def _end_with_us() -> None:
+    """In the new process: let Linux end it when this one is killed."""
+    if _LIBC is not None:
+        _LIBC.prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG

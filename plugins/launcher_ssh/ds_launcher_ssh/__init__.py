@@ -1,0 +1,1 @@
+"""``dscore run --launcher ssh``: one agent per host of a hostfile, started with OpenSSH."""

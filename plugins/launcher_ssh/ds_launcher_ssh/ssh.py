@@ -1,0 +1,49 @@
+"""One ssh per host, whose standard input carries the settings and then the sign that the launcher is there.
+
+Nothing goes through a shell but one quoted argument list, which sshd hands to the user's login shell.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from ds_cli.hosts import agent_command, run_tools, settings_line
+from ds_cli.show import CommandError
+
+if TYPE_CHECKING:
+    from ds_cli.launch import LaunchRequest
+
+__all__ = ["launch"]
+
+# ssh takes the first value that it gets for an option, so the user's own (--launcher-args) come before these. It must
+# not ask for a password or about a host's key: several would ask at once, and nobody may be there.
+OPTIONS = {"BatchMode": "yes", "ConnectTimeout": 10, "ServerAliveInterval": 5, "ServerAliveCountMax": 3}
+SSH_FAILED = 255
+
+
+def launch(request: LaunchRequest) -> int:
+    """Start the agents of all hosts and wait for them; the run's exit code."""
+    if not request.hosts:
+        raise CommandError("the launcher ssh needs --hostfile FILE, with a line `name slots=K` for each host")
+    commands = {host.name: command(request, number) for number, host in enumerate(request.hosts)}
+    return run_tools(request, commands, feed=settings_line(request), lifeline=True, explain=explain)
+
+
+def command(request: LaunchRequest, number: int) -> list[str]:
+    """What reaches host `number` and starts its agent."""
+    options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
+    port = [] if request.ssh_port is None else ["-p", str(request.ssh_port)]
+    remote = shlex.join(agent_command(request, number, settings="stdin", lifeline=True))
+    return ["ssh", "-T", *request.launcher_args, *options, *port, "--", request.hosts[number].name, remote]
+
+
+def explain(host: str, code: int) -> str:
+    """What to say of an end that the agent itself does not tell of."""
+    if code == SSH_FAILED:
+        return f"lost host {host}, or ssh could not reach it (what ssh says is above)"
+    if code in (126, 127):
+        return f"host {host} cannot run this Python (above); the same path must lead to it on every host"
+    if code < 0:
+        return f"lost host {host}: its ssh was killed by signal {-code}"
+    return ""
