@@ -21,7 +21,7 @@ from ds_core.entries import resolve
 from ds_core.errors import DSError, PluginError
 from ds_core.plugins import Found, Plugins, PluginState
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "Level", "examine"]
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = "2.6"
@@ -34,12 +34,15 @@ BY_NAME = {
 }
 
 
+Level = Literal["ok", "note", "fault"]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report. found: what is there. fix: what to do, "" when nothing is to be done."""
 
     part: str
-    level: Literal["ok", "note", "fault"]
+    level: Level
     found: str
     fix: str = ""
 

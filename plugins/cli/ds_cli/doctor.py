@@ -25,10 +25,29 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="With --report: the config that was used.")
     ] = None,
+    hostfile: Annotated[
+        str, typer.Option("--hostfile", "-H", metavar="FILE", help="Examine the hosts of FILE and their links instead.")
+    ] = "",
+    include: Annotated[str, typer.Option("--include", "-i", help="With --hostfile: only these hosts.")] = "",
+    exclude: Annotated[str, typer.Option("--exclude", "-e", help="With --hostfile: not these hosts.")] = "",
+    ssh_port: Annotated[int | None, typer.Option(min=1, max=65535, help="With --hostfile: of the ssh servers.")] = None,
+    master_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="With --hostfile: the run's --master-port.")
+    ] = 29500,
 ) -> None:
-    """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run would fail."""
+    """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run would fail.
+
+    With --hostfile: reach each host over ssh, compare versions and clocks, measure latency and bandwidth of each link.
+    """
     from ds_cli.checks import examine
 
+    if hostfile:
+        if report is not None:
+            raise CommandError("--report is about this machine; leave out --hostfile")
+        _hosts(hostfile, include, exclude, ssh_port, master_port, as_json)
+        return
+    if include or exclude or ssh_port is not None:
+        raise CommandError("--include, --exclude and --ssh-port need --hostfile")
     if config is not None and report is None:
         raise CommandError("--config goes into a report; give --report FILE too, or use `dscore config check`")
     if as_json and report is not None:
@@ -48,6 +67,16 @@ def doctor(
         typer.echo(f"{len(broken)} fault{'' if len(broken) == 1 else 's'}" if broken else "nothing is broken")
     if broken and report is None:
         raise typer.Exit(1)
+
+
+def _hosts(hostfile: str, include: str, exclude: str, ssh_port: int | None, port: int, as_json: bool) -> None:
+    from ds_cli.host_doctor import by_ssh, examine_hosts, show_hosts
+    from ds_cli.hosts.choice import Choice, choose_hosts
+
+    hosts = choose_hosts(Choice(hostfile, include, exclude))
+    if not hosts:
+        raise CommandError(f"there is no hostfile {hostfile!r}")
+    show_hosts(examine_hosts(hosts, by_ssh(ssh_port), port), as_json)
 
 
 def _report(findings: list[Finding], config: Path | None) -> str:
