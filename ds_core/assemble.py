@@ -22,7 +22,6 @@ from ds_core.accelerator import get_accelerator
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, compose
 from ds_core.config import check_rules
-from ds_core.config.core import resolve_batch
 from ds_core.context import Context
 from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
@@ -98,7 +97,7 @@ def initialize(
     if chosen.notes and rank == 0:
         log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
     mesh = _plan(chosen, mesh_param, rank, world_size) if mpu is None else None
-    batch = resolve_batch(core, mesh.size("dp")) if mesh is not None else None
+    batch = chosen.batch(mesh.size("dp")) if mesh is not None else None
 
     # The first talk: start, and compare what ranks were started with.
     comm.init_distributed(
@@ -108,7 +107,7 @@ def initialize(
         needed = f"no installed package makes a mesh of mpu, a {type(mpu).__name__}"
         place = {"rank": comm.rank(), "world_size": comm.world_size()}
         mesh = cast(Mesh, chosen.plugins.installed_driver("ds_mesh", needed, mpu=mpu, **place))
-        batch = resolve_batch(core, mesh.size("dp"))
+        batch = chosen.batch(mesh.size("dp"))
     assert batch is not None
     precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
@@ -161,14 +160,7 @@ def initialize(
         from ds_core.data import make_loader
 
         loader = make_loader(ctx, training_data)
-    engine = Engine(
-        ctx,
-        partitioner=partitioner,
-        runner=runner,
-        optimizer=built,
-        lr_scheduler=scheduler,
-        loader=loader,
-    )
+    engine = Engine(ctx, partitioner=partitioner, runner=runner, optimizer=built, lr_scheduler=scheduler, loader=loader)
     return engine, built, loader, scheduler
 
 
@@ -193,8 +185,7 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
-    local = os.environ.get("LOCAL_RANK")
-    told = _argument(args, "local_rank")
+    local, told = os.environ.get("LOCAL_RANK"), _argument(args, "local_rank")
     if told is not None and told >= 0 and local is not None and int(local) != told:
         raise UsageError(
             f"args.local_rank is {told}, but LOCAL_RANK is {local}; let the launcher set both (dscore run "
@@ -231,10 +222,9 @@ def _place(plugins: Plugins) -> tuple[int, int]:
 
 
 def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:
-    core = chosen.config.core
     axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
     mesh = plan_mesh(axes, world_size, rank)
-    data, sequence = mesh_param or (core.data_parallel_size, None)
+    data, sequence = mesh_param or (chosen.config.core.data_parallel_size, None)
     where = "mesh_param" if mesh_param else "data_parallel_size"
     if sequence not in (None, 1):
         raise ConfigError(

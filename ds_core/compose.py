@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ds_core.config import check_rules, load_config, read_config
+from ds_core.config import check_rules, load_config, read_config, resolve_batch
 from ds_core.errors import ConfigError, Problem, did_you_mean
 from ds_core.kernels import Kernels
 from ds_core.optim import Choice, choose
@@ -15,7 +15,7 @@ from ds_core.optim import Choice, choose
 if TYPE_CHECKING:
     from torch import nn
 
-    from ds_core.config import ConfigSource, RunConfig
+    from ds_core.config import Batch, ConfigSource, RunConfig
     from ds_core.plugins import Plugins
 
 __all__ = ["Composition", "compose"]
@@ -36,6 +36,11 @@ class Composition:
         chosen = [c.notes for c in (self.optimizer, self.scheduler) if c is not None]
         return tuple(note for notes in (self.config.notes, *chosen, self._unmet()) for note in notes)
 
+    def batch(self, dp_world: int) -> Batch:
+        """The batch sizes on `dp_world` data-parallel ranks: a plugin's (`ds_batch`), else those of the batch keys."""
+        answer = self.plugins.driver("ds_batch", config=self.config, dp_world=dp_world)
+        return resolve_batch(self.config.core, dp_world) if answer is None else cast("Batch", answer.value)
+
     def _unmet(self) -> Iterator[Problem]:
         """Names in ``plugins.disable`` and ``plugins.prefer`` that nothing installed has; on another host it may be."""
         names = {name for r in self.plugins.reports() for name in (r.found.name, r.found.dist)}
@@ -44,8 +49,7 @@ class Composition:
         rows += [(f"plugins.prefer.{name}", name) for name in asked.prefer if "/" not in name]
         for path, name in rows:
             if name not in names:
-                why = f"has no effect: nothing that is installed is called {name!r}"
-                yield Problem(path, why, did_you_mean(name, names))
+                yield Problem(path, f"has no effect: nothing installed is called {name!r}", did_you_mean(name, names))
 
 
 def compose(source: Any, model: nn.Module | None = None, *, fill_later: bool = False) -> Composition:

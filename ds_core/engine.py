@@ -248,6 +248,9 @@ class Engine(RunningEngine):
             self.should_stop |= request.stop
             if request.save is not None:
                 self.save_checkpoint(request.save)
+            if request.exit_code:
+                self.wait_for_checkpoint()
+                raise SystemExit(request.exit_code)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. `step` has done so already; gradients are always dropped, not filled with zeros."""

@@ -232,10 +232,12 @@ class Request(_Record):
     """What a plugin asks all ranks to do after a step (`ds_request`).
 
     stop: end training, ``engine.should_stop`` is true from now on. save: save a checkpoint into this folder.
+    exit_code: when it is durable, end the program with SystemExit of this code, 1 to 255.
     """
 
     stop: bool = False
     save: str | None = None
+    exit_code: int = 0
 
 
 @dataclass(frozen=True, slots=True)

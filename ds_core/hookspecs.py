@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ds_core import entries
     from ds_core.checkpointer import Checkpointer
     from ds_core.comm.interceptor import Interceptor
-    from ds_core.config import RunConfig
+    from ds_core.config import Batch, RunConfig
     from ds_core.context import Context
     from ds_core.data import Loader, LoaderRequest
     from ds_core.errors import Problem
@@ -118,6 +118,14 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:  # type: ignore[empty-body]
 @gives(many("ds_core.entries:Axis"))
 def ds_mesh_axes(config: RunConfig) -> Iterable[entries.Axis]:  # type: ignore[empty-body]
     """Hook: the mesh axes this plugin adds. Called on every rank before processes talk."""
+
+
+@gives(one_or_none("ds_core.config:Batch"))
+def ds_batch(config: RunConfig, dp_world: int) -> Batch | None:
+    """Driver: the batch sizes on `dp_world` data-parallel ranks. None: not this plugin. Nobody: the three batch keys.
+
+    Called on every rank before processes talk, and by tools. Raise `ConfigError` where so many ranks are not possible.
+    """
 
 
 @gives(one_or_none("ds_core.mesh:Mesh"))
@@ -243,10 +251,9 @@ def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
 
 @gives(one_or_none("ds_core.entries:Request"), observer=True)
 def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> entries.Request | None:
-    """Hook (observer): ask all ranks to stop training, or to save a checkpoint now. Called after `ds_step_end`.
+    """Hook (observer): ask all ranks to stop training, to save a checkpoint now, or to end. Called after `ds_step_end`.
 
-    Called with the same arguments on every rank; it is enough that one rank asks. All ranks agree (one small collective
-    per step, where any plugin has this hook), save within ``engine.step()``, and have ``engine.should_stop`` true.
+    It is enough that one rank asks: all agree, by one small collective per step, and act within ``engine.step()``.
     """
 
 

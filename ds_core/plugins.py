@@ -43,7 +43,7 @@ from ds_core.discovery import (
     reset_discovery,
     unmet,
 )
-from ds_core.errors import PluginError, UsageError
+from ds_core.errors import ConfigError, PluginError, UsageError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -438,8 +438,8 @@ class _Implementation:
         return HOOKS[self.hook].ds_answer(self.impl.function(*[arguments[a] for a in self.impl.argnames]))
 
     def answer(self, arguments: Mapping[str, Any]) -> Any:
-        """Call it; any failure is a PluginError."""
-        with blaming(self.plugin, f"failed in {self.hook}"):
+        """Call it; any failure is a PluginError, but for a ConfigError about what it was given."""
+        with blaming(self.plugin, f"failed in {self.hook}", passing=(ConfigError,) if arguments else ()):
             return self(arguments)
 
 

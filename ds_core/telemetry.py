@@ -232,19 +232,17 @@ class Telemetry:
 
 
 def _agreed(mine: Sequence[Request], ctx: Context) -> Request | None:
-    """The union of what all ranks ask for, the same on each; None: nothing. Collective, with one byte per question.
-
-    Of several folders to save into, the first rank's first one counts.
-    """
+    """All that ranks ask for, or None; the first rank's first folder counts. Collective, a byte per question."""
     stop, save = any(r.stop for r in mine), next((r.save for r in mine if r.save), None)
+    code = max((r.exit_code % 256 for r in mine), default=0)
     if ctx.world_size > 1:
-        flags = torch.tensor([stop, save is not None], dtype=torch.uint8, device=ctx.accelerator.current_device())
+        flags = torch.tensor([stop, save is not None, code], dtype=torch.uint8, device=ctx.accelerator.current_device())
         comm.label("what plugins ask for after this step")
         comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        stop, saves = map(bool, flags.tolist())
+        stop, saves, code = flags.tolist()
         if saves:
             save = next(folder for folder in comm.all_gather_json(save) if folder)
-    return Request(stop, save) if stop or save else None
+    return Request(bool(stop), save, code) if stop or save or code else None
 
 
 def _watch_uncaught(telemetry: Telemetry) -> Any:

@@ -262,13 +262,9 @@ def resolve_batch(core: CoreConfig, dp_world: int) -> Batch:
     train, micro, gas = complete(*given, dp_world)
     if min(train, micro, gas) > 0 and train == micro * gas * dp_world:
         return Batch(train, micro, gas)
-    problem = Problem(
-        "train_batch_size",
-        f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {gas}"
-        f" x {dp_world} data-parallel ranks (= {micro * gas * dp_world})",
-        _fix(*given, dp_world),
-    )
-    raise ConfigError([problem])
+    why = f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {gas}"
+    why += f" x {dp_world} data-parallel ranks (= {micro * gas * dp_world})"
+    raise ConfigError([Problem("train_batch_size", why, _fix(*given, dp_world))])
 
 
 def _fix(train: int | None, micro: int | None, gas: int | None, dp_world: int) -> str:

@@ -247,6 +247,6 @@ def test_foreign_validators_are_translated() -> None:
 def test_plugins_that_are_named_and_not_there_are_noted() -> None:
     asked = {"disable": ["tensorbord", "csv_monitor", "ds-zero"], "prefer": {"my_section": "my-plugin"}}
     disabled, preferred = (str(note) for note in compose({"plugins": asked}).notes)
-    assert disabled.startswith("plugins.disable[0]: has no effect: nothing that is installed is called 'tensorbord'")
+    assert disabled.startswith("plugins.disable[0]: has no effect: nothing installed is called 'tensorbord'")
     assert disabled.endswith("did you mean 'tensorboard'?")
     assert preferred.startswith("plugins.prefer.my_section: has no effect: ")

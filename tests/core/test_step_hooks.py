@@ -204,6 +204,15 @@ def test_who_fails_to_ask_is_switched_off(start: Start, caplog: pytest.LogCaptur
     assert engine.should_stop
 
 
+def test_a_plugin_ends_the_program_when_the_checkpoint_is_there(start: Start, tmp_path: Path) -> None:
+    asks = "from ds_core.entries import Request\ndef ds_request(step): return Request("
+    engine = start(asks + f"save={str(tmp_path)!r}, exit_code=75)", asks + "stop=True, exit_code=3)")
+    with pytest.raises(SystemExit) as ended:
+        one_step(engine)
+    assert ended.value.code == 75
+    assert engine.should_stop and (tmp_path / "latest").read_text().strip() == "global_step1"
+
+
 LARGEST = """
 def ds_metrics(ctx, step):
     import torch

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from ds_core.compose import compose
-from ds_core.config import resolve_batch
 from ds_deepspeed_compat import config_models as models
 from ds_deepspeed_compat import section_defaults as defaults
 from ds_deepspeed_compat.constants import DEEPSPEED_OPTIMIZERS
@@ -32,7 +31,8 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        checked = compose(config, fill_later=True).config
+        chosen = compose(config, fill_later=True)
+        checked = chosen.config
         raw = copy.deepcopy(checked.raw)
         self._param_dict = raw
         self._shown = checked.redacted()
@@ -40,7 +40,7 @@ class DeepSpeedConfig:
         self.global_rank = dist.get_rank() if started else 0
         self.world_size = _data_parallel_size(raw, mpu, mesh_device, dist.get_world_size() if started else 1)
 
-        batch = resolve_batch(checked.core, self.world_size)
+        batch = chosen.batch(self.world_size)
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.gas
@@ -86,8 +86,12 @@ class DeepSpeedConfig:
         self.checkpoint_parallel_write_pipeline = bool(
             (self.checkpoint_config.get("parallel_write") or {}).get("pipeline_stage", False)
         )
+        elastic = checked.section("elasticity")
+        self.elasticity_enabled = elastic is not None and elastic.enabled
+        if self.elasticity_enabled:
+            self.elastic_model_parallel_size = elastic.model_parallel_size
+            self.num_gpus_per_node = elastic.num_gpus_per_node
         # A config that says otherwise is refused.
-        self.elasticity_enabled = False
         self.use_data_before_expert_parallel_ = False
         self.seq_parallel_communication_data_type = torch.float32
 

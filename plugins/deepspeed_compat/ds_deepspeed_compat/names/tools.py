@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-_ELASTIC = missing("batch sizes for elastic jobs are not built; `dscore run --nnodes MIN:MAX` restarts on other sizes")
 _AUTOTUNING = missing("autotuning is not built; `dscore plan` says which stage fits")
 _WANDB = differs("ds_monitor_wandb.monitor", "made by the section wandb")
 _COMET = differs("ds_monitor_comet.monitor", "made by the section comet")
@@ -55,10 +54,15 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.monitor.wandb": {"WandbMonitor": _WANDB},
     "deepspeed.monitor.comet": {"CometMonitor": _COMET},
     "deepspeed.elasticity": {
-        "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent": _ELASTIC,
-        "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize": "ds_core.errors:ConfigError",
+        "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config": "ds_elasticity",
+        "DSElasticAgent": missing("`dscore run --nnodes MIN:MAX` is the agent of an elastic run"),
     },
-    "deepspeed.elasticity.elasticity": {"compute_elastic_config": _ELASTIC},
+    "deepspeed.elasticity.elasticity": {
+        "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config": "ds_elasticity",
+    },
+    "deepspeed.elasticity deepspeed.elasticity.elasticity deepspeed.elasticity.config": {
+        "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize": "ds_elasticity",
+    },
     "deepspeed.autotuning": {"Autotuner": _AUTOTUNING},
     "deepspeed.autotuning.autotuner": {"Autotuner": _AUTOTUNING},
     "deepspeed.nebula": {},

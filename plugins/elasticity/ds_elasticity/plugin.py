@@ -1,0 +1,52 @@
+"""The section ``elasticity``: the batch triple of a run from its number of ranks (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_core.config import Batch, RunConfig
+    from ds_core.errors import Problem
+    from ds_elasticity.config import Elasticity
+
+__all__ = ["ds_batch", "ds_check", "ds_config"]
+
+KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def ds_config() -> type[Elasticity]:
+    """The section ``elasticity``."""
+    from ds_elasticity.config import Elasticity
+
+    return Elasticity
+
+
+def _switched_on(config: RunConfig) -> Elasticity | None:
+    from ds_elasticity.config import Elasticity
+
+    section = config.section("elasticity")
+    return section if isinstance(section, Elasticity) and section.enabled else None
+
+
+def ds_check(config: RunConfig) -> Iterator[Problem]:
+    """Batch keys next to an elastic batch, and a scheduler that computed with another section."""
+    from ds_core.errors import Problem
+    from ds_elasticity.batches import scheduler_problems
+
+    if (section := _switched_on(config)) is None:
+        return
+    for key in KEYS:
+        if getattr(config.core, key) is not None and not section.ignore_non_elastic_batch_info:
+            why = "elasticity is enabled and sets the batch sizes itself"
+            yield Problem(key, why, "leave the key out, or set elasticity.ignore_non_elastic_batch_info to true")
+    yield from scheduler_problems(section)
+
+
+def ds_batch(config: RunConfig, dp_world: int) -> Batch | None:
+    """The triple for `dp_world` data-parallel ranks, where the section is enabled."""
+    if (section := _switched_on(config)) is None:
+        return None
+    from ds_elasticity.batches import run_batch
+
+    return run_batch(section, dp_world)
