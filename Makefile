@@ -9,6 +9,7 @@
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
 #   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
+#   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
 #   make catalogue    ds_core/catalogue.json, from the packages' entry points
@@ -44,7 +45,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends test-monitors lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends test-monitors test-hosts lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -115,6 +116,23 @@ test-monitors: $(STAMP)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(MONITORS)/bin/python -m pip install -qq -r tests/monitors/requirements.txt
 	$(MONITORS)/bin/python -m pytest -m integration tests/monitors $(ARGS)
 
+# On hosts that ds_testing.hosts makes. Without apt-get, tests of what is missing are skipped and say what that is.
+HOSTS := .venv-hosts
+HOSTS_DEBIAN := iproute2 openssh-client openssh-server pdsh openmpi-bin mpich slurmctld slurmd slurm-client munge
+
+test-hosts: $(STAMP)
+	@missing=$$(dpkg-query -W -f='$${Package} $${Status}\n' $(HOSTS_DEBIAN) 2>/dev/null | sed -n 's/ install ok installed//p' \
+	  | sort - <(tr ' ' '\n' <<< '$(HOSTS_DEBIAN)') | uniq -u); \
+	if [ -n "$$missing" ] && command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo "apt-get install" $$missing; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$missing > /dev/null; \
+	fi
+	@$(PY) -m venv $(HOSTS)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(HOSTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ds_core_venv.pth
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(HOSTS)/bin/python -m pip install -qq -r tests/hosts/requirements.txt
+	$(HOSTS)/bin/python -m pytest -m hosts $(ARGS)
+
 wheels: $(STAMP)
 	@rm -rf dist && mkdir -p dist
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist $(addprefix ./,$(DISTS))
@@ -135,8 +153,8 @@ docs: $(DOCS_STAMP)
 	@echo "$(SITE)/index.html"
 
 clean:
-	rm -rf $(VENV) .venv-frontends .venv-monitors dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-frontends .venv-monitors .venv-hosts dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,15s/^# *//p' Makefile
+	@sed -n '3,16s/^# *//p' Makefile

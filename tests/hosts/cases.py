@@ -52,7 +52,11 @@ def experts() -> nn.Module:
 
 def pipeline() -> nn.Module:
     """Two stages: the first half of the ranks, the second half."""
-    layers = [LayerSpec(nn.Linear, WIDTH, 13), *(LayerSpec(Block, 13, 13) for _ in range(4)), LayerSpec(nn.Linear, 13, 3)]
+    layers = [
+        LayerSpec(nn.Linear, WIDTH, 13),
+        *(LayerSpec(Block, 13, 13) for _ in range(4)),
+        LayerSpec(nn.Linear, 13, 3),
+    ]
     loss = nn.functional.mse_loss
     return PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", seed_layers=True).double()
 
