@@ -23,7 +23,7 @@ from ds_comm_gloo.group_queue import GroupQueue, Messages, QueueWork
 from ds_core.comm import AfterWork
 from ds_core.comm.providers import average
 
-__all__ = ["FOLDS", "all_gather", "all_reduce", "reduce_parts", "reduce_scatter"]
+__all__ = ["FOLDS", "LOW", "PIECE", "all_gather", "all_reduce", "copy", "cut", "reduce_parts", "reduce_scatter"]
 
 # Measured 2026-11-21 on 2 cores, other work running (torch 2.13.0; milliseconds, gloo's own -> ours, fp32). All of it:
 # `benchmarks/collectives.py`.
@@ -47,7 +47,7 @@ _TAG_GATHER, _TAG_SCATTER, _TAG_SCATTER_ONE, _TAG_PAIR, _TAG_PAIR_ONE, _TAG_REDU
     0x44530000, 0x44530007
 )
 
-_LOW = (torch.float16, torch.bfloat16)
+LOW = (torch.float16, torch.bfloat16)
 _Fold = Callable[..., Tensor]
 _Post = Callable[[int, "_Scratch"], tuple[list[Tensor], list[Any]]]
 FOLDS: dict[Any, _Fold] = {
@@ -73,7 +73,7 @@ def all_gather(whole: Tensor, mine: Tensor, queue: GroupQueue, async_op: bool) -
     works = [queue.recv(parts[i], i, tag) for i in queue.peers()]
     works += [queue.send(mine, i, tag) for i in queue.peers()]
     if parts[queue.rank].data_ptr() != mine.data_ptr():
-        _copy(parts[queue.rank], mine)
+        copy(parts[queue.rank], mine)
     return _finish(AfterWork([Messages(works)]), async_op)
 
 
@@ -90,7 +90,7 @@ def reduce_scatter(
         parts = arrived.view(queue.size, -1).unbind()
         return _finish(AfterWork([work], lambda: reduce_parts(output, parts, op)), async_op)
 
-    spans = list(_spans(output.numel(), CHUNK_BYTES // output.element_size()))
+    spans = list(cut(output.numel(), CHUNK_BYTES // output.element_size()))
     tag = queue.tag(_TAG_SCATTER if len(spans) > 1 else _TAG_SCATTER_ONE)
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
@@ -136,7 +136,7 @@ def _adds_alike(dtype: torch.dtype, op: Any, ranks: int) -> bool:
 
 def _all_reduce_pair(flat: Tensor, op: Any, queue: GroupQueue, async_op: bool) -> AfterWork | QueueWork | None:
     """Two ranks: each sends all it has and adds all that comes; as many bytes as any way, in one round."""
-    spans = list(_spans(flat.numel(), CHUNK_BYTES // flat.element_size()))
+    spans = list(cut(flat.numel(), CHUNK_BYTES // flat.element_size()))
     tag, (peer,) = queue.tag(_TAG_PAIR if len(spans) > 1 else _TAG_PAIR_ONE), queue.peers()
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
@@ -153,7 +153,7 @@ def _all_reduce_pair(flat: Tensor, op: Any, queue: GroupQueue, async_op: bool) -
 def _all_reduce_blocks(flat: Tensor, op: Any, queue: GroupQueue, reduce_tag: int, spread_tag: int) -> None:
     """More ranks: block by block, each rank reduces its part and sends it to all."""
     step = CHUNK_BYTES // flat.element_size() * queue.size
-    blocks = [flat[begin:end].tensor_split(queue.size) for begin, end in _spans(flat.numel(), step)]
+    blocks = [flat[begin:end].tensor_split(queue.size) for begin, end in cut(flat.numel(), step)]
     spreading: list[Any] = []
 
     def post(index: int, scratch: _Scratch) -> tuple[list[Tensor], list[Any]]:
@@ -219,9 +219,9 @@ def reduce_parts(out: Tensor, parts: Sequence[Tensor], op: Any) -> None:
     The other parts stay as they are. Averages of integers are rounded towards zero.
     """
     fold = FOLDS[op]
-    widen = out.dtype in _LOW and fold in (torch.add, torch.mul) and not _adds_alike(out.dtype, op, len(parts))
+    widen = out.dtype in LOW and fold in (torch.add, torch.mul) and not _adds_alike(out.dtype, op, len(parts))
     wide = torch.empty(2, min(PIECE, out.numel()), dtype=torch.float32).unbind() if widen else ()
-    for begin, end in _spans(out.numel(), PIECE):
+    for begin, end in cut(out.numel(), PIECE):
         pieces = [p[begin:end] for p in parts]
         if widen:
             _reduce_wide(out[begin:end], pieces, op, *(w[: end - begin] for w in wide))
@@ -250,7 +250,7 @@ def _repeat(tensor: Tensor, times: int) -> Tensor:
     """`tensor` `times` times in a row, without torch's threads."""
     rows = tensor.new_empty(times, tensor.numel())
     for row in rows.unbind():
-        _copy(row, tensor)
+        copy(row, tensor)
     return rows.view(-1)
 
 
@@ -261,8 +261,9 @@ def _finish(work: AfterWork, async_op: bool) -> AfterWork | None:
     return None
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    for begin, end in _spans(target.numel(), PIECE):
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy, converting the dtype, without torch's threads."""
+    for begin, end in cut(target.numel(), PIECE):
         target[begin:end].copy_(source[begin:end])
 
 
@@ -271,5 +272,6 @@ def _wait_all(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:
+def cut(total: int, step: int) -> Iterator[tuple[int, int]]:
+    """Beginnings and ends of the pieces of `total` elements, each of `step` but the last."""
     return ((begin, min(begin + step, total)) for begin in range(0, total, step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_comm_gloo import gloo
 from ds_comm_gloo.group_queue import GroupQueue, Messages
-from ds_comm_gloo.transports import Opener, Transport, members
+from ds_comm_gloo.hosts import Hosts, host_key, meet
+from ds_comm_gloo.some_ranks import Lane
+from ds_comm_gloo.transports import Members, Opener, Transport, members
+from ds_comm_gloo.two_level import open_two_level
 from ds_core.comm import AfterWork, GroupCollectives
 
 __all__ = ["GlooCollectives"]
@@ -23,29 +27,41 @@ _KIND = 0  # the kind of message in a queue's tag; a transport has no kinds
 class GlooCollectives(GroupCollectives):
     """Collectives of one gloo group on CPU tensors; see `GroupCollectives`.
 
-    opener: opens the group's transport; None: it has none. See the notes of `ds_comm_gloo.transports`. Once open,
-    `transport` serves reductions and gathers, and `carrier` messages; `exchanger` has all_to_all to itself, since its
-    parts are messages, which must not be mixed up with others between the same ranks.
+    opener: opens the transport of ranks on one host; None: there is none. See the notes of `ds_comm_gloo.transports`.
+    Once open, `transport` serves reductions and gathers, and `carrier` messages; `exchanger` has all_to_all to itself,
+    since its parts are messages, which must not be mixed up with others between the same ranks. key: tells which ranks
+    share a host, those whose keys are equal.
     """
 
-    def __init__(self, group: ProcessGroup, messages: bool, opener: Opener | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup, messages: bool, opener: Opener | None = None, key: Callable[[], str] = host_key
+    ) -> None:
         super().__init__(group, messages)
         self.queue = GroupQueue(group)
         self.transport: Transport | None = None
         self.carrier: Transport | None = None
         self.exchanger: Transport | None = None
         self._messages = messages  # whether there have been any, by whatever way
-        self._opener = self._exchange_opener = opener
+        self._opener, self._key = opener, key
+        self._hosts: Hosts | None = None
+        self._unopened, self._exchanges = True, opener is not None
 
     def open(self) -> None:
         """See `GroupCollectives.open`."""
-        opener, self._opener = self._opener, None
-        if opener is None:
+        if not self._unopened:
             return
+        self._unopened = False
         ranks = members(self.queue)
-        self.transport = opener(ranks)
+        self.transport = self._open(ranks, Lane.CARRIED)
         if self.transport is not None and not any(r["messages"] for r in ranks.exchange({"messages": self._messages})):
             self.carrier = self.transport
+
+    def _open(self, ranks: Members, lane: int) -> Transport | None:
+        """A transport of the group; collective. lane: of its messages between hosts."""
+        self._hosts = self._hosts or meet(ranks, self._key())
+        if self._hosts.two_level:
+            return open_two_level(self.queue, ranks, self._hosts, self._opener, lane)
+        return None if self._opener is None else self._opener(ranks)
 
     def all_reduce(self, tensor: Tensor, op: Any, async_op: bool) -> Any:
         """See `GroupCollectives.all_reduce`."""
@@ -54,7 +70,7 @@ class GlooCollectives(GroupCollectives):
         if (transport := self._taker("all_reduce", tensor, op, async_op)) is None:
             return gloo.all_reduce(tensor, op, self.queue, async_op)
         name, tag = _NAMES[op], self._tag()
-        return self.queue.run(lambda: transport.all_reduce(tensor, name, tag), async_op, False)
+        return self.queue.run(lambda: transport.all_reduce(tensor, name, tag), async_op, tensor.is_inference())
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: Any, async_op: bool) -> Any:
         """See `GroupCollectives.reduce_scatter`."""
@@ -62,30 +78,32 @@ class GlooCollectives(GroupCollectives):
             return super().reduce_scatter(output, input, op, async_op)
         if (transport := self._taker("reduce_scatter", input, op, async_op)) is None:
             return gloo.reduce_scatter(output, input, op, self.queue, async_op)
-        name, tag = _NAMES[op], self._tag()
-        return self.queue.run(lambda: transport.reduce_scatter(output, input, name, tag), async_op, False)
+        parts, name, tag = input.view(self.queue.size, -1).unbind(), _NAMES[op], self._tag()
+        return self.queue.run(
+            lambda: transport.reduce_scatter(output, parts, name, tag), async_op, output.is_inference()
+        )
 
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool) -> Any:
         """See `GroupCollectives.all_gather_into`."""
         if (transport := self._taker("all_gather", output, None, async_op)) is None:
             return gloo.all_gather(output, input, self.queue, async_op)
         parts, tag = output.view(self.queue.size, -1).unbind(), self._tag()
-        return self.queue.run(lambda: transport.all_gather(parts, input, tag), async_op, False)
+        return self.queue.run(lambda: transport.all_gather(parts, input, tag), async_op, output.is_inference())
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Any:
-        """See `GroupCollectives.broadcast`; through a transport, the others gather nothing to `src`'s."""
+        """See `GroupCollectives.broadcast`."""
         if (transport := self._taker("all_gather", tensor, None, async_op)) is None:
             return super().broadcast(tensor, src, async_op)
-        parts, tag = [tensor if r == src else tensor[:0] for r in range(self.queue.size)], self._tag()
-        return self.queue.run(lambda: transport.all_gather(parts, parts[self.queue.rank], tag), async_op, False)
+        tag = self._tag()
+        return self.queue.run(lambda: transport.broadcast(tensor, src, tag), async_op, tensor.is_inference())
 
     def all_to_all(
         self, output: Tensor, input: Tensor, taken: list[int] | None, given: list[int] | None, async_op: bool
     ) -> Any:
         """See `GroupCollectives.all_to_all`."""
-        if self._exchange_opener is not None and not async_op:
-            opener, self._exchange_opener = self._exchange_opener, None
-            self.exchanger = opener(members(self.queue))
+        if self._exchanges and not async_op:
+            self._exchanges = False
+            self.exchanger = self._open(members(self.queue), Lane.EXCHANGED)
         if self.exchanger is None:
             return super().all_to_all(output, input, taken, given, async_op)
         queue, works = self.queue, []
@@ -118,7 +136,7 @@ class GlooCollectives(GroupCollectives):
         """The transport, if it is to run this collective."""
         if tensor.nbytes == 0:
             return None
-        if self._opener is not None and not async_op:
+        if not async_op:
             self.open()
         if self.transport is None or not self.transport.takes(kind, tensor.nbytes, tensor.dtype, _NAMES.get(op, "")):
             return None

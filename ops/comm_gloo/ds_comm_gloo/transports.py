@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ds_comm_gloo import gloo
 from ds_comm_gloo.group_queue import GroupQueue
+from ds_comm_gloo.some_ranks import SomeRanks
 from ds_core.errors import CommError
 
-__all__ = ["Members", "Opener", "Transport", "members"]
+__all__ = ["Members", "Opener", "Transport", "exchange_among", "members"]
 
 RECORD = 2048
 """Bytes of one rank's record in `Members.exchange`."""
@@ -48,11 +49,17 @@ class Transport(Protocol):
     def all_reduce(self, flat: Tensor, op: str, tag: int) -> None:
         """Replace `flat` by the reduction, in rank order."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, tag: int) -> None:
-        """Fill `output` with this rank's part of the reduction of `input`."""
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> None:
+        """Fill `output` with the reduction of all ranks' parts for this one; ``parts[i]`` is for rank i.
+
+        Lengths may differ between parts, not between ranks.
+        """
 
     def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> None:
         """Fill `parts[i]` with rank i's `mine`; lengths may differ."""
+
+    def broadcast(self, flat: Tensor, src: int, tag: int) -> None:
+        """Replace `flat` by that of rank `src`."""
 
     def isend(self, flat: Tensor, to: int) -> Any:
         """Start sending any number of bytes to rank `to` of the group; a work. Blocks in no case, nor does `irecv`.
@@ -87,16 +94,26 @@ def members(queue: GroupQueue) -> Members:
     """The `Members` of a queue's group."""
 
     def exchange(mine: dict[str, Any]) -> list[dict[str, Any]]:
-        text = json.dumps(mine).encode()
-        if len(text) > RECORD:
-            raise CommError(f"a record of {len(text)} bytes to exchange; at most {RECORD} are carried")
-        record = torch.frombuffer(bytearray(text.ljust(RECORD)), dtype=torch.uint8)
-        all_records = torch.empty(queue.size * RECORD, dtype=torch.uint8)
-        gloo.all_gather(all_records, record, queue, False)
-        return [json.loads(bytes(row.tolist())) for row in all_records.view(queue.size, RECORD)]
+        records = torch.empty(queue.size * RECORD, dtype=torch.uint8)
+        gloo.all_gather(records, _record(mine), queue, False)
+        return [json.loads(bytes(row.tolist())) for row in records.view(queue.size, RECORD)]
 
     group = queue.group
     return Members(queue.rank, queue.size, tuple(dist.get_process_group_ranks(group)), _timeout(group), exchange)
+
+
+def exchange_among(ranks: SomeRanks, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """`Members.exchange` among some ranks of a group."""
+    records = torch.empty(ranks.size, RECORD, dtype=torch.uint8)
+    ranks.all_gather(records.unbind(), _record(mine), 0)
+    return [json.loads(bytes(row.tolist())) for row in records]
+
+
+def _record(mine: dict[str, Any]) -> Tensor:
+    text = json.dumps(mine).encode()
+    if len(text) > RECORD:
+        raise CommError(f"a record of {len(text)} bytes to exchange; at most {RECORD} are carried")
+    return torch.frombuffer(bytearray(text.ljust(RECORD)), dtype=torch.uint8)
 
 
 def _timeout(group: Any) -> float:

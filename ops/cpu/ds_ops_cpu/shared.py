@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from ds_comm_gloo import GlooCollectives, Members, Transport
+from ds_comm_gloo import GlooCollectives, Members, Transport, host_key
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -86,17 +86,13 @@ class SharedMemory:
         if code:
             raise self._error(code, text)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, op: str, tag: int) -> None:
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> None:
         """See `Transport`."""
-        text = f"reduce_scatter {op} of {input.numel()} {input.dtype}"
+        sizes = [len(p) for p in parts]
+        text = f"reduce_scatter {op} of {sum(sizes)} {output.dtype}{_uneven(sizes)}"
+        addresses = [p.data_ptr() for p in parts]
         code = self._segment.reduce_scatter(
-            tag,
-            text,
-            _is_main(),
-            output.data_ptr(),
-            input.data_ptr(),
-            output.numel(),
-            *_arithmetic(output.dtype, op),
+            tag, text, _is_main(), output.data_ptr(), addresses, sizes, *_arithmetic(output.dtype, op)
         )
         if code:
             raise self._error(code, text)
@@ -104,12 +100,16 @@ class SharedMemory:
     def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> None:
         """See `Transport`."""
         sizes = [p.nbytes for p in parts]
-        even = len(set(sizes)) == 1
-        text = f"all_gather of {sum(sizes)} bytes of {mine.dtype}" + ("" if even else f" in parts of {sizes}")
+        text = f"all_gather of {sum(sizes)} bytes of {mine.dtype}{_uneven(sizes)}"
         addresses = [p.data_ptr() for p in parts]
         code = self._segment.all_gather(tag, text, _is_main(), addresses, sizes, mine.data_ptr())
         if code:
             raise self._error(code, text)
+
+    def broadcast(self, flat: Tensor, src: int, tag: int) -> None:
+        """See `Transport`; the others gather nothing to `src`'s."""
+        parts = [flat if rank == src else flat[:0] for rank in range(len(self._names))]
+        self.all_gather(parts, parts[self._rank], tag)
 
     def isend(self, flat: Tensor, to: int) -> Sending | SentWork:
         """See `Transport`."""
@@ -156,7 +156,7 @@ def open_segment(members: Members) -> Transport | None:
             )
     except (DSError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
-    told = {"host": _host(), "pid": os.getpid(), "file": mine, "key": key, "reason": (reason or "")[:800]}
+    told = {"host": host_key(), "pid": os.getpid(), "file": mine, "key": key, "reason": (reason or "")[:800]}
     records = members.exchange(told)
     pids, first = [r["pid"] for r in records], records[0]
     segment, reason = None, _why_apart(records, members)
@@ -207,16 +207,6 @@ def _make(size: int, rings: int, key: str) -> int:
     return file
 
 
-def _host() -> str:
-    """What is equal exactly on processes that see each other in /proc: the kernel's boot and the pid namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError as error:
-        return f"unknown {secrets.token_hex(8)} ({error.strerror})"
-
-
 def _why_apart(records: Sequence[dict[str, Any]], members: Members) -> str | None:
     if (reason := _first_reason(records, members)) is not None:
         return reason
@@ -232,6 +222,10 @@ def _arithmetic(dtype: torch.dtype, op: str) -> tuple[int, int, int, bool]:
     """Width, type, operation and whether to average, in the numbers of fold_table.h."""
     ops = _BOOL_OPS if dtype == torch.bool else _OPS
     return dtype.itemsize, _TYPES[dtype], ops[op], op == "AVG"
+
+
+def _uneven(sizes: Sequence[int]) -> str:
+    return "" if len(set(sizes)) == 1 else f" in parts of {list(sizes)}"
 
 
 def _is_main() -> bool:

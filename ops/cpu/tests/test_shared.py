@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_comm_gloo import transports
+from ds_comm_gloo import GlooCollectives, transports
 from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
 from ds_testing import CollectivesConformance, RemoteError, run_ranks
+from ds_testing.collectives import CHECKS as PROMISES
 from ds_testing.collectives import check_reductions, contribution, expected
 from torch import Tensor, nn
 
@@ -326,6 +327,42 @@ def test_the_guard_sees_these_collectives_too() -> None:
             assert all(word in str(failure) for word in words), str(failure)
 
 
+# -- between hosts -----------------------------------------------------------------------------------------------------
+
+
+def spread(layout: str) -> None:
+    """Take rank i's host for ``layout[i]`` from here on."""
+
+    def serve(group: Any, messages: bool) -> GlooCollectives:
+        return GlooCollectives(group, messages, ours.open_segment, key=lambda: layout[dist.get_rank()])
+
+    comm.use_providers({("cpu", "gloo"): serve})
+
+
+def inside_hosts(layout: str) -> None:
+    spread(layout)
+    checks = core_checks("test_two_level", ROOT / "ops" / "comm_gloo" / "tests")
+    checks.spread = lambda layout: spread(layout) or comm.open_transport(dist.group.WORLD)  # type: ignore
+    checks.several_blocks(layout)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone = layout.count(layout[rank]) == 1
+    assert transport().inside is None if alone else isinstance(transport().inside, ours.SharedMemory)
+    lots = [torch.arange(3 * r + rank) + 100 * rank for r in range(size)]
+    back = torch.empty(sum(3 * rank + r for r in range(size)), dtype=torch.int64)
+    for async_op in (False, True):
+        work = comm.all_to_all_single(
+            back, torch.cat(lots), [3 * rank + r for r in range(size)], [len(t) for t in lots], async_op=async_op
+        )
+        assert work is None or work.wait()
+        assert torch.equal(back, torch.cat([torch.arange(3 * rank + r) + 100 * r for r in range(size)]))
+    PROMISES["messages"](False)
+
+
+@pytest.mark.parametrize("layout", ["aabb", *(pytest.param(x, marks=pytest.mark.slow) for x in ("abab", "aaab"))])
+def test_ranks_of_a_host_share_memory_in_groups_that_span_hosts(layout: str) -> None:
+    run_ranks(len(layout), inside_hosts, layout)
+
+
 # -- where it cannot be used -------------------------------------------------------------------------------------------
 
 
@@ -337,7 +374,7 @@ def without(why: str) -> list[Any]:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_ops_cpu").addHandler(handler)
     logging.getLogger("ds_ops_cpu").setLevel(logging.DEBUG)
-    before = ours._host, native, resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = ours.host_key, native, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def no_compiler() -> Any:
         from ds_core.errors import KernelError
@@ -345,7 +382,7 @@ def without(why: str) -> list[Any]:
         raise KernelError("g++ not found")
 
     if why == "host" and rank == 1:
-        ours._host = lambda: "elsewhere"
+        ours.host_key = lambda: "elsewhere"
     if why == "compiler" and rank == 1:
         vars(ours)["native"] = no_compiler
     if why == "room" and rank == 0:
@@ -356,7 +393,7 @@ def without(why: str) -> list[Any]:
         comm.all_reduce(total)
         comm.all_reduce(total)
     finally:
-        ours._host, vars(ours)["native"] = before[:2]
+        ours.host_key, vars(ours)["native"] = before[:2]
         resource.setrlimit(resource.RLIMIT_FSIZE, before[2])
         logging.getLogger("ds_ops_cpu").removeHandler(handler)
     assert transport() is None

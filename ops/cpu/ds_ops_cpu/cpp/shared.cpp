@@ -172,24 +172,28 @@ class Segment {
         });
     }
 
-    uint32_t reduce_scatter(uint64_t tag, const std::string& text, bool interruptible, uintptr_t out, uintptr_t in,
-                            long n, int width, int type, int op, bool average) {
+    // in[r]: this rank's sizes[r] elements for rank r; out: this rank's own part of the reduction.
+    uint32_t reduce_scatter(uint64_t tag, const std::string& text, bool interruptible, uintptr_t out,
+                            const std::vector<uintptr_t>& in, const std::vector<long>& sizes, int width, int type,
+                            int op, bool average) {
+        if ((int)in.size() != size_ || (int)sizes.size() != size_) throw py::value_error("one part for each rank");
         return guarded(tag, text, interruptible, [&] {
-            const long step = (long)box_ / width / size_ / 8 * 8;
+            const long step = (long)box_ / width / size_ / 8 * 8, most = *std::max_element(sizes.begin(), sizes.end());
             std::vector<const void*> parts((size_t)size_);
-            for (long begin = 0; begin < n; begin += step) {
-                const long m = std::min(step, n - begin);
-                const char* rows = (const char*)in + begin * width;
+            for (long begin = 0; begin < most; begin += step) {
+                auto there = [&](int r) { return std::max(0L, std::min(step, sizes[(size_t)r] - begin)); };
+                auto row = [&](int r) { return (const char*)in[(size_t)r] + begin * width; };
                 char* box = enter();
                 for (int d = 1; d < size_; d++) {
                     const int r = (rank_ + d) % size_;
-                    memcpy(box + r * step * width, rows + r * n * width, (size_t)(m * width));
+                    memcpy(box + r * step * width, row(r), (size_t)(there(r) * width));
                 }
                 publish();
                 wait_all();
                 for (int r = 0; r < size_; r++)
-                    parts[(size_t)r] = r == rank_ ? rows + r * n * width : this->box(r) + rank_ * step * width;
-                fold_((char*)out + begin * width, parts.data(), size_, m, type, op, average);
+                    parts[(size_t)r] = r == rank_ ? row(r) : this->box(r) + rank_ * step * width;
+                if (there(rank_))
+                    fold_((char*)out + begin * width, parts.data(), size_, there(rank_), type, op, average);
             }
         });
     }
@@ -541,13 +545,22 @@ class Segment {
     bool compare_ = false, interruptible_ = false;
 };
 
+template <class T>
+std::vector<T> numbers(const py::list& list) {
+    std::vector<T> out;
+    for (auto item : list) out.push_back(item.cast<T>());
+    return out;
+}
+
+uint32_t reduce_scatter(Segment& segment, uint64_t tag, const std::string& text, bool interruptible, uintptr_t out,
+                        py::list in, py::list sizes, int width, int type, int op, bool average) {
+    return segment.reduce_scatter(tag, text, interruptible, out, numbers<uintptr_t>(in), numbers<long>(sizes), width,
+                                  type, op, average);
+}
+
 uint32_t all_gather(Segment& segment, uint64_t tag, const std::string& text, bool interruptible, py::list parts,
                     py::list sizes, uintptr_t mine) {
-    std::vector<uintptr_t> to;
-    std::vector<long> bytes;
-    for (auto part : parts) to.push_back(part.cast<uintptr_t>());
-    for (auto size : sizes) bytes.push_back(size.cast<long>());
-    return segment.all_gather(tag, text, interruptible, to, bytes, mine);
+    return segment.all_gather(tag, text, interruptible, numbers<uintptr_t>(parts), numbers<long>(sizes), mine);
 }
 
 void fold(const std::string& name, uintptr_t out, py::list parts, long n, int type, int op, bool average) {
@@ -566,7 +579,7 @@ void register_shared(py::module_& m) {
         .def_static("bytes_for", &Segment::bytes_for)
         .def_static("ring_bytes_for", &Segment::ring_bytes_for)
         .def("all_reduce", &Segment::all_reduce)
-        .def("reduce_scatter", &Segment::reduce_scatter)
+        .def("reduce_scatter", &reduce_scatter)
         .def("all_gather", &all_gather)
         .def("put", &Segment::put)
         .def("next", &Segment::next)
