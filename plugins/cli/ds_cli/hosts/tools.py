@@ -121,6 +121,7 @@ class _Loop:
                 self._loop()
             finally:
                 self._kill()
+                self._close()
         return self._say()
 
     def _start(self, tool: _Tool) -> None:
@@ -132,6 +133,7 @@ class _Loop:
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                bufsize=0,
                 start_new_session=True,  # Ctrl-C is for us, who ask them to end
                 preexec_fn=_end_with_us,  # noqa: PLW1509  this process has one thread
             )
@@ -231,6 +233,14 @@ class _Loop:
             if tool.process is not None and tool.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(tool.process.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        self.selector.close()
+        for process in (tool.process for tool in self.tools if tool.process is not None):
+            process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def _say(self) -> int:
         if self.stopped:
