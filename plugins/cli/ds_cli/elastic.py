@@ -6,6 +6,7 @@ This reaches into torch, whose parts for it are not public; it is imported for `
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from datetime import datetime, timedelta
@@ -33,13 +34,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from ds_cli.rendezvous import LIMIT
+from ds_cli.rendezvous import LIMIT, READ_LIMIT
+from ds_cli.supervision import Watch
 from ds_core.errors import CommError
 
 __all__ = ["ELASTIC", "register"]
 
 ELASTIC = "ds_core-elastic"
-READ_LIMIT = timedelta(minutes=1)  # for one answer of the store
 
 
 def register() -> None:
@@ -74,6 +75,7 @@ def elastic(params: RendezvousParameters) -> RendezvousHandler:
     state = _State(C10dRendezvousBackend(store, params.run_id), settings)
     handler = _Elastic(node, settings, ELASTIC, store, state)
     handler.bootstrap = RendezvousStoreInfo(place.address, place.port)
+    handler.watch, handler.guest, handler.hosts = params.config["watch"], dataclasses.replace(place, number=1), hosts
     return handler
 
 
@@ -81,10 +83,24 @@ class _Elastic(DynamicRendezvousHandler):
     """The ranks use the store at which the machines meet, instead of one more."""
 
     bootstrap: RendezvousStoreInfo
+    watch: Watch
+    guest: Participant
+    hosts: bool  # the store
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self.watch.end()
         self._bootstrap_store_info, self._shared_tcp_store_server = self.bootstrap, self._store
-        return super().next_rendezvous()
+        met = super().next_rendezvous()
+        if met.world_size > 1:
+            key, mine = f"{self._settings.run_id}/{self._state_holder.state.round}", reach_store(self.guest, READ_LIMIT)
+            self.watch.begin(mine, key, met.rank, met.world_size, self.guest.where, self.hosts)
+        return met
+
+    def num_nodes_waiting(self) -> int:
+        waiting = super().num_nodes_waiting()
+        if waiting:
+            self.watch.regroup()
+        return waiting
 
 
 class _State(_BackendRendezvousStateHolder):

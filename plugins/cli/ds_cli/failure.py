@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from ds_cli.guard import Ending, Started
 
-__all__ = ["WorkerFailure", "describe", "exit_code", "first", "gather", "signal_name"]
+__all__ = ["WorkerFailure", "describe", "exit_code", "first", "gather", "is_echo", "signal_name"]
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(
@@ -35,6 +36,7 @@ class WorkerFailure:
 
     code: exit code, or -n for signal n. time: monotonic seconds; infinite when it was not seen. error: the
     exception in one line, or "". traceback: as Python would print it, or "" when the process printed it itself.
+    host: where it ran, "" for this machine.
     """
 
     rank: int
@@ -43,6 +45,11 @@ class WorkerFailure:
     time: float
     error: str
     traceback: str
+    host: str = ""
+
+    def at(self, host: str) -> WorkerFailure:
+        """The same, for others to read."""
+        return dataclasses.replace(self, host=host)
 
 
 def gather(
@@ -90,9 +97,14 @@ def _failure(
     return WorkerFailure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
 
 
+def is_echo(failure: WorkerFailure) -> bool:
+    """Whether a process failed because a peer had gone."""
+    return bool(_LOST_PEER.search(failure.error))
+
+
 def first(failures: list[WorkerFailure]) -> WorkerFailure:
     """The failure to show: the earliest that is not a mere echo of a lost peer."""
-    return next((row for row in failures if not _LOST_PEER.search(row.error)), failures[0])
+    return next((row for row in failures if not is_echo(row)), failures[0])
 
 
 def exit_code(failure: WorkerFailure) -> int:
@@ -100,16 +112,18 @@ def exit_code(failure: WorkerFailure) -> int:
     return failure.code if failure.code > 0 else 128 - failure.code
 
 
-def describe(failures: list[WorkerFailure], ended: int, world_size: int) -> str:
-    """The whole message: the first failure's traceback once, then one line for each rank."""
-    root = first(failures)
+def describe(failures: list[WorkerFailure], ended: int, world_size: int, *, root: WorkerFailure | None = None) -> str:
+    """The whole message: the traceback of the first failure, or of `root`, once, then one line for each rank."""
+    root = root or first(failures)
     name = signal_name(-root.code)
     failed = f"failed with exit code {root.code}" if root.code > 0 else f"was killed by {name} (signal {-root.code})"
+    if root.code == -signal.SIGSTOP:
+        failed = "was stopped (SIGSTOP)"
     why = _head(root.error) or (_HINTS.get(name, "") if root.code < 0 else "")
     lines = [root.traceback] if root.traceback else []
     lines.append(
         f"dscore: rank {root.rank} of {world_size} {failed}{' first' if len(failures) > 1 else ''}"
-        f" (pid {root.pid} on {socket.gethostname()}){': ' if why else ''}{why}"
+        f" (pid {root.pid} on {root.host or socket.gethostname()}){': ' if why else ''}{why}"
     )
     for row in failures:
         if row is not root:

@@ -8,6 +8,7 @@ what gets ended here.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -20,11 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_cli import watcher
 from ds_cli.show import say_error
-from ds_cli.watcher import kill_session, starts
+from ds_cli.watcher import kill_session, members, starts
 
 __all__ = ["Ending", "Guard", "Started", "Stopped"]
 
@@ -124,6 +125,26 @@ class Guard:
             if attempt in (None, one.attempt):
                 kill_session(one.session)
 
+    def ask(self, attempt: int) -> int:
+        """Ask the processes of `attempt` to end (SIGTERM), by force after the grace; how many are alive."""
+        alive = [one for one in self.started() if one.attempt == attempt and one.pid in members(one.session)]
+        for one in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGTERM)
+                os.kill(one.pid, signal.SIGCONT)  # a stopped one would not hear it
+        self._end_later(attempt)
+        return len(alive)
+
+    def alive(self, attempt: int) -> bool:
+        """Whether a process of `attempt` still runs."""
+        return any(one.attempt == attempt and one.pid in members(one.session) for one in self.started())
+
+    def condemn(self, one: Started, why: str) -> None:
+        """End a process that is stopped; `why` is what is said of it."""
+        word = {"time": time.monotonic(), "code": -int(signal.SIGSTOP), "error": why, "traceback": ""}
+        (self.folder / f"{one.attempt}-{one.local_rank}.error").write_text(json.dumps(word))
+        kill_session(one.session)
+
     def forget(self, attempt: int) -> None:
         """End what is left of `attempt`, and take none of its ends for a failure: processes are started anew.
 
@@ -170,10 +191,22 @@ class Guard:
         """End all, and this process too if its main thread waits inside torch for machines that do not come."""
         self.end()
         if not self._left.wait(DEAF_SECONDS):
-            self._dismiss_watcher()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            say_error(f"stopped by {signal.Signals(number).name}; all processes were ended")
-            os._exit(128 + number)
+            with contextlib.suppress(OSError):
+                say_error(f"stopped by {signal.Signals(number).name}; all processes were ended")
+            self.leave(128 + number)
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process here and now, from any thread, when its main thread cannot; nothing is left behind."""
+        for one in self.started():
+            kill_session(one.session)
+        self._dismiss_watcher()
+        for path in map(Path, self.files):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:

@@ -27,6 +27,7 @@ from ds_cli.failure import describe, exit_code, first, gather, signal_name
 from ds_cli.guard import Guard, Stopped
 from ds_cli.last_failure import keep
 from ds_cli.show import say_error
+from ds_cli.supervision import Ended, Watch
 from ds_cli.surroundings import (
     activated,
     cores_of_ranks,
@@ -46,12 +47,17 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 LOOPBACK = "127.0.0.1"
+MANY = 1_000_000
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")  # which accelerators a process sees
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 
-def launch(request: LaunchRequest) -> int:
-    """Start the processes, wait for all of them, and return the exit code of the first that failed, or 0."""
+def launch(request: LaunchRequest, problem: str = "") -> int:
+    """Start the processes, wait for all of them, and return the exit code of the first that failed, or 0.
+
+    problem: what keeps this machine from taking part in a run of several, which all should hear of.
+    """
+    _import_torch()
     with contextlib.ExitStack() as stack:
         python = sys.executable
         if request.venv_script:
@@ -67,6 +73,15 @@ def launch(request: LaunchRequest) -> int:
         (folder / "settings").write_text(json.dumps({"local_rank": request.local_rank, "cores": cores, "logs": logs}))
         guard = stack.enter_context(Guard(folder, request.grace, files))
         run = _Run(request, nproc, folder, guard, python)
+        run.watch = stack.enter_context(
+            Watch(
+                guard,
+                elastic=request.min_nodes != request.max_nodes,
+                restarts=request.max_restarts,
+                problem=problem,
+                say=run.say_and_keep,
+            )
+        )
         try:
             return run()
         finally:
@@ -88,9 +103,11 @@ def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dic
 class _Run:
     """One launch: holds what must be known when an attempt fails."""
 
+    watch: Watch
+
     def __init__(self, request: LaunchRequest, nproc: int, folder: Path, guard: Guard, python: str) -> None:
         self.request, self.nproc, self.folder, self.guard, self.python = request, nproc, folder, guard, python
-        self.attempt, self.world_size, self.failed = 0, nproc, True
+        self.attempt, self.restarts, self.world_size, self.failed = 0, 0, nproc, True
 
     def __call__(self) -> int:
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -102,7 +119,9 @@ class _Run:
         arguments = (WORKER, str(self.folder), kind, request.script, *request.arguments)
         self._say(logging.DEBUG, f"each process runs the {kind} {request.script!r} with {self.python}")
         try:
-            elastic_launch(_launch_config(request, self.nproc, self._logs()), self.python)(*arguments)
+            elastic_launch(_launch_config(request, self.nproc, self._logs(), self.watch), self.python)(*arguments)
+        except Ended as error:  # on several machines, where all is said
+            return error.code
         except ChildFailedError as error:
             known = [(rank, f.local_rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
             return self._say_failure(known)
@@ -118,23 +137,35 @@ class _Run:
 
     def _say_failure(self, known: list[tuple[int, int, int, int]]) -> int:
         failures, ended = gather(self.folder, self.attempt, self.guard.endings, known, self.request.grace)
-        said = describe(failures, ended, self.world_size)
-        sys.stderr.write(said + "\n")
-        keep(said, shlex.join([self.request.script, *self.request.arguments]))
+        self.say_and_keep(describe(failures, ended, self.world_size))
         return exit_code(first(failures))
+
+    def say_and_keep(self, said: str) -> None:
+        """Show what is said of a failure, also to `dscore doctor --report`."""
+        with contextlib.suppress(OSError):  # nobody may listen any more
+            sys.stderr.write(said + "\n")
+            sys.stderr.flush()
+        keep(said, shlex.join([self.request.script, *self.request.arguments]))
 
     def _begins(self, envs: dict[int, dict[str, str]]) -> None:
         """Called by torch as an attempt begins, with the variables of each process."""
         some = next(iter(envs.values()))
         attempt, self.world_size = int(some["TORCHELASTIC_RESTART_COUNT"]), int(some["WORLD_SIZE"])
-        if attempt > self.attempt:
+        alone, restarts = self.request.max_nodes == 1, self.request.max_restarts
+        if alone and attempt > self.attempt:
             failures, ended = gather(self.folder, self.attempt, self.guard.endings, grace=self.request.grace)
             if failures and self.request.level <= logging.WARNING:
                 sys.stderr.write(describe(failures, ended, self.world_size) + "\n")
-            self._say(logging.WARNING, f"restart {attempt} of {self.request.max_restarts}")
+            self._say(logging.WARNING, f"restart {attempt} of {restarts}")
+        elif not alone and self.watch.used > self.restarts:
+            self.restarts = self.watch.used
+            self._say(logging.WARNING, f"restart {self.restarts} of {restarts}")
+        for env in envs.values():
+            env["TORCHELASTIC_MAX_RESTARTS"] = str(restarts)
         self.guard.forget(self.attempt)
         self.attempt = attempt
         ranks = sorted(int(env["RANK"]) for env in envs.values())
+        self.watch.ranks(attempt, ranks, self.world_size)
         self._say(
             logging.INFO,
             f"starting ranks {ranks[0]} to {ranks[-1]} of {self.world_size}; they meet at "
@@ -162,17 +193,18 @@ class _Run:
         return Specs(log_dir=str(logs), tee=Std.ALL if self.request.tag else Std.NONE)
 
 
-def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs) -> LaunchConfig:
+def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs, watch: Watch) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
     options: dict[str, Any] = _rendezvous(request)
+    options["rdzv_configs"]["watch"] = watch
     if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:  # newer torch
         options["shutdown_timeout"] = math.ceil(request.grace) + 5
     return LaunchConfig(
         min_nodes=request.min_nodes,
         max_nodes=request.max_nodes,
         nproc_per_node=nproc,
-        max_restarts=request.max_restarts,
+        max_restarts=request.max_restarts if request.max_nodes == 1 else MANY,  # where `watch` counts them
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if request.tag else None,
         **options,
@@ -187,7 +219,9 @@ def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
         elastic.register()
         host, colon, number = request.rdzv_endpoint.rpartition(":")
         endpoint = f"{host}:{number}" if colon else f"{number}:29400"
-        configs = {} if request.node_rank is None else {"is_host": str(request.node_rank == 0).lower()}
+        configs: dict[str, Any] = {}
+        if request.node_rank is not None:
+            configs["is_host"] = str(request.node_rank == 0).lower()
         return {
             "rdzv_backend": elastic.ELASTIC,
             "rdzv_endpoint": endpoint,
@@ -222,6 +256,12 @@ def _no_start(error: Exception) -> str:
         error = error.__cause__
     text = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
     return f"the processes could not be started: {text.splitlines()[0]}"
+
+
+def _import_torch() -> None:
+    """With its warnings in C++ off, for this process alone: a store that has gone is told of by us."""
+    with environment({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}):
+        import torch  # noqa: F401
 
 
 @contextlib.contextmanager

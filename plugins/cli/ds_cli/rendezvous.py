@@ -6,8 +6,9 @@ store, which on one machine listens on the loopback only, and what goes through 
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_rendezvous.meeting import Participant, host_store, meet, reach_store
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -19,10 +20,14 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-__all__ = ["FIXED", "LIMIT", "register"]
+if TYPE_CHECKING:
+    from ds_cli.supervision import Watch
+
+__all__ = ["FIXED", "LIMIT", "READ_LIMIT", "register"]
 
 FIXED = "ds_core-fixed"
 LIMIT = timedelta(minutes=10)  # for machines to come, as in torch
+READ_LIMIT = timedelta(minutes=1)  # for one answer of the store
 
 
 def register() -> None:
@@ -33,7 +38,8 @@ def register() -> None:
 class Fixed(RendezvousHandler):
     """A known number of machines, each with its number; one machine needs no rendezvous.
 
-    config: ``rank``, this machine's. endpoint: of machine 0's store; port 0 on one machine: any free one.
+    config: ``rank``, this machine's; ``watch``, who watches over several. endpoint: of machine 0's store; port 0 on one
+    machine: any free one.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -42,6 +48,7 @@ class Fixed(RendezvousHandler):
             int(params.config["rank"]), params.max_nodes, address.strip("[]"), int(port), "machine", "--nnodes"
         )
         self.run_id = params.run_id
+        self.watch: Watch = params.config["watch"]
         self._store: Any = None
 
     def get_backend(self) -> str:
@@ -54,13 +61,19 @@ class Fixed(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Open or reach the store and wait for all machines. Called again for each restart."""
         place = self.place
+        self.watch.end()
         if place.size == 1:
             # A new one for each attempt: processes that use torch alone would find the addresses of those before.
             self._store = None
         if self._store is None:
             self._store = (host_store if place.number == 0 else reach_store)(place, LIMIT)
-        prefix = "ds_core/machine" if place.size == 1 else f"machines/{self._meet()}"
         port = place.port or self._store.port
+        prefix = "ds_core/machine"
+        if place.size > 1:
+            prefix = f"machines/{self._meet()}"
+            guest = dataclasses.replace(place, port=port, number=max(1, place.number))
+            mine = reach_store(guest, READ_LIMIT)
+            self.watch.begin(mine, prefix, place.number, place.size, place.where, place.number == 0)
         return RendezvousInfo(
             PrefixStore(prefix, self._store), place.number, place.size, RendezvousStoreInfo(place.address, port)
         )

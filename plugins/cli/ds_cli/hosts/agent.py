@@ -14,14 +14,11 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from ds_cli.hosts.settings import LONGEST, SETTINGS, Settings, read_settings
+from ds_cli.launch import LaunchRequest, check_script
 from ds_cli.show import CommandError, say_error
 from ds_core.errors import DSError
-
-if TYPE_CHECKING:
-    from ds_cli.launch import LaunchRequest
 
 __all__ = ["main", "on_host"]
 
@@ -34,8 +31,9 @@ def main() -> None:
         sys.path.pop(0)
     try:
         code = _run(_words())
-    except DSError as error:
-        say_error(f"host {os.uname().nodename}: {error}")
+    except (DSError, OSError) as error:  # the latter: no room for a file, perhaps
+        here = f"host {os.uname().nodename}"
+        say_error(str(error) if here in str(error) else f"{here}: {error}")
         code = 2 if isinstance(error, CommandError) else 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,17 +58,27 @@ def _run(words: argparse.Namespace) -> int:
     for name, value in settings.variables.items():
         os.environ[name] = value
     sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    try:
-        os.chdir(settings.folder)
-    except OSError as error:
-        raise CommandError(f"{settings.folder!r}, where the launcher runs, is not here: {error.strerror}") from error
     number = words.number if words.number is not None else _number(words.number_from)
     request = on_host(settings.request, number)
     if words.lifeline:
         threading.Thread(target=_watch, args=(lifeline,), name="dscore-lifeline", daemon=True).start()
     from ds_cli.local import launch
 
-    return launch(request)
+    return launch(request, _problem(request, settings.folder))
+
+
+def _problem(request: LaunchRequest, folder: str) -> str:
+    """Go to the folder of the launcher; what keeps this host from running the script, or ""."""
+    here = f"host {os.uname().nodename}"
+    try:
+        os.chdir(folder)
+        if not request.is_module and not request.is_command:
+            check_script(request.script)
+    except OSError as error:
+        return f"{here} has no {folder!r}, where the launcher runs ({error.strerror}); files are not copied to hosts"
+    except CommandError as error:
+        return f"{here}: {error}; files are not copied to hosts"
+    return ""
 
 
 def on_host(request: LaunchRequest, number: int) -> LaunchRequest:

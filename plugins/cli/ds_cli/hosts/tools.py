@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["run_tool", "run_tools"]
 
 BEAT_SECONDS = 5.0
-OTHERS_SECONDS = 20.0  # after the first bad end: how long the other agents may take to hear of it by themselves
+OTHERS_SECONDS = 10.0  # after the first bad end: how long the other agents may take to hear of it by themselves
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )")
 
