@@ -98,6 +98,16 @@ pathlib.Path("config.json").write_text(json.dumps({"train_micro_batch_size_per_g
     "plugins/access/README.md": ENGINE + "loss = engine(x, y)\n",
     "plugins/checkpoint/README.md": ENGINE,
     "plugins/checkpoint_deepspeed/README.md": ENGINE + DEEPSPEED_CHECKPOINT,
+    "plugins/elasticity/README.md": ENGINE
+    + """
+import json, pathlib
+
+sections = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [4]},
+    "autosave": {"folder": "runs/a", "every": 500},
+}
+pathlib.Path("ds_config.json").write_text(json.dumps({**sections, "optimizer": {"type": "AdamW"}}))
+""",
     "plugins/moe/README.md": TORCH,
     "plugins/pipeline/README.md": TORCH
     + """

@@ -1,4 +1,4 @@
-"""The section ``elasticity`` (torch-free)."""
+"""The sections ``elasticity`` and ``autosave`` (torch-free)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from typing_extensions import Self
 
 from ds_core.config import Section, option
 
-__all__ = ["Elasticity", "VERSIONS"]
+__all__ = ["Autosave", "Elasticity", "VERSIONS"]
 
 VERSIONS = (0.1, 0.2)
+
+
+class Autosave(Section):
+    """Checkpoints by themselves, and the folder from which ``engine.resume()`` goes on."""
+
+    folder: str = option(..., "Where checkpoints are saved; every rank must see it.", min_length=1)
+    every: int = option(0, "Steps from one checkpoint to the next; 0: only when the run is told to stop.", ge=0)
+    on_sigterm: bool = option(
+        True, "On SIGTERM at any rank, all ranks save at the end of their step and end with exit code 75."
+    )
 
 
 class Elasticity(Section):

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_core.config import Batch, RunConfig
+    from ds_core.context import Context
+    from ds_core.data import Loader, LoaderRequest
     from ds_core.errors import Problem
     from ds_elasticity.config import Elasticity
 
-__all__ = ["ds_batch", "ds_check", "ds_config"]
+__all__ = ["ds_batch", "ds_check", "ds_config", "ds_loader"]
 
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -50,3 +52,21 @@ def ds_batch(config: RunConfig, dp_world: int) -> Batch | None:
     from ds_elasticity.batches import run_batch
 
     return run_batch(section, dp_world)
+
+
+def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
+    """The core's loader, over an order of samples whose batches are the same at every number of ranks.
+
+    For the training data, where the user has no sampler; data that cannot be indexed comes as it comes.
+    """
+    import dataclasses
+
+    from torch.utils.data import IterableDataset
+
+    from ds_core.data import DistributedLoader
+    from ds_elasticity.loader import WholeBatches
+
+    own = request.sampler is not None or isinstance(request.dataset, IterableDataset)
+    if _switched_on(ctx.config) is None or own or request.route != "train" or request.batch_size != ctx.batch.micro:
+        return None
+    return DistributedLoader(dataclasses.replace(request, sampler=WholeBatches(request, ctx.batch.train)))
