@@ -22,7 +22,7 @@ _TAGS = 0x44530010  # beside those of `ds_comm_gloo.gloo`
 class Lane:
     """Kinds of messages, by which those of a pair of ranks are told apart; of a tag's lowest three bits."""
 
-    SCATTER, GATHER, CARRIED, EXCHANGED = range(1, 5)
+    SCATTER, GATHER, CARRIED, EXCHANGED, RECORDS = range(1, 6)
 
 
 def wire_tag(tag: int, lane: int) -> int:

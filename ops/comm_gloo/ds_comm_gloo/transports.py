@@ -18,15 +18,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_comm_gloo import gloo
 from ds_comm_gloo.group_queue import GroupQueue
-from ds_comm_gloo.some_ranks import SomeRanks
+from ds_comm_gloo.some_ranks import Lane, SomeRanks, wire_tag
 from ds_core.errors import CommError
 
 __all__ = ["Members", "Opener", "Transport", "exchange_among", "members"]
@@ -92,21 +92,30 @@ Opener = Callable[[Members], "Transport | None"]
 
 def members(queue: GroupQueue) -> Members:
     """The `Members` of a queue's group."""
-
-    def exchange(mine: dict[str, Any]) -> list[dict[str, Any]]:
-        records = torch.empty(queue.size * RECORD, dtype=torch.uint8)
-        gloo.all_gather(records, _record(mine), queue, False)
-        return [json.loads(bytes(row.tolist())) for row in records.view(queue.size, RECORD)]
-
     group = queue.group
-    return Members(queue.rank, queue.size, tuple(dist.get_process_group_ranks(group)), _timeout(group), exchange)
+    names = tuple(dist.get_process_group_ranks(group))
+    everyone = SomeRanks(queue, range(queue.size), {i: f"rank {name}" for i, name in enumerate(names)})
+    exchange = partial(exchange_among, everyone)
+    return Members(queue.rank, queue.size, names, _timeout(group), exchange)
 
 
 def exchange_among(ranks: SomeRanks, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """`Members.exchange` among some ranks of a group."""
-    records = torch.empty(ranks.size, RECORD, dtype=torch.uint8)
-    ranks.all_gather(records.unbind(), _record(mine), 0)
-    return [json.loads(bytes(row.tolist())) for row in records]
+    """`Members.exchange` among some ranks of a group.
+
+    What each rank knows doubles in every round, so it talks to 2 log2(size) others: gloo connects two ranks when they
+    first talk (TORCH_GLOO_LAZY_INIT), and one of a large group is not to be connected with all of it.
+    """
+    records = torch.empty(ranks.size, RECORD, dtype=torch.uint8)  # record i is that of the rank i places to the right
+    records[0] = _record(mine)
+    known, tag = 1, wire_tag(0, Lane.RECORDS)
+    while known < ranks.size:
+        more = min(known, ranks.size - known)
+        works = ranks.receive(records[known : known + more].view(-1), (ranks.rank + known) % ranks.size, tag)
+        works += ranks.send(records[:more].view(-1), (ranks.rank - known) % ranks.size, tag)
+        for work in works:
+            work.wait()
+        known += more
+    return [json.loads(bytes(records[i - ranks.rank].tolist())) for i in range(ranks.size)]
 
 
 def _record(mine: dict[str, Any]) -> Tensor:

@@ -92,6 +92,8 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
 def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dict[str, str | None]:
     """Variables that the processes get unless the user has set them."""
     wanted = {"OMP_NUM_THREADS": str(threads_per_rank(nproc, cores))}
+    # gloo connects two ranks when they first talk, instead of each rank with all others for each group (torch 2.8).
+    wanted["TORCH_GLOO_LAZY_INIT"] = "1"
     if request.max_nodes == 1 and is_loopback(request.master_addr or LOOPBACK) and sys.platform.startswith("linux"):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen at the address of this host's name
     changes: dict[str, str | None] = {name: value for name, value in wanted.items() if name not in os.environ}
