@@ -78,10 +78,10 @@ def find_elsewhere(engine: Any, name: str, error: AttributeError) -> Any:
 
     Raises AttributeError where there is none: `error`, which the engine's module raised, or a better one.
     """
-    module = engine.module
+    module, plugins = engine.module, engine.ctx.plugins
     if hasattr(type(module), name) or str(error) != f"{type(module).__name__!r} object has no attribute {name!r}":
         raise error  # a property of the model's that failed, or a model that has words of its own
-    given = engine.ctx.plugins.merged("ds_engine_methods", installed=True, ctx=engine.ctx)
+    given = plugins.merged("ds_engine_methods", installed=True, newer_than=plugins.members(), ctx=engine.ctx)
     if name in given:
         return functools.partial(given[name].value, engine)
     text = f"neither the engine nor its module, a {type(module).__name__}, has an attribute {name!r}"

@@ -142,8 +142,8 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:  # type: ignore
     """Hook: what is called around every collective from here on, in order of `Interceptor.order`. Every rank.
 
     Called by ``initialize`` when the process group runs and ranks have agreed on the config, and by
-    ``init_distributed(config=...)``: so it may be called several times in a process, and one that is installed already
-    can be returned again. They stay until `ds_core.comm.remove_interceptor`.
+    ``init_distributed(config=...)``, of installed backends too: so it may be called several times in a process, and one
+    that is installed already can be returned again. They stay until `ds_core.comm.remove_interceptor`.
     """
 
 

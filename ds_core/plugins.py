@@ -312,13 +312,13 @@ class Plugins:
     ) -> list[Answer]:
         """What those who take part answer to `hook`, in plugin order; None is left out. Errors are fatal.
 
-        newer_than: leave out those who took part by then. installed: ask every backend, not those who take part.
+        newer_than: leave out those who took part by then. installed: ask every backend, also one that takes no part.
         """
-        among: Container[str] = self._members - newer_than
+        among = self._members
         if installed:
             self._try_all(BACKENDS)
-            among = {found.module for found in self._reports if found.group == BACKENDS}
-        answers = [Answer(i.plugin, i.answer(arguments)) for i in self._implementations(hook, among)]
+            among = among | {found.module for found in self._reports if found.group == BACKENDS}
+        answers = [Answer(i.plugin, i.answer(arguments)) for i in self._implementations(hook, among - newer_than)]
         return [a for a in answers if a.value is not None]
 
     def offers(self, hook: str) -> list[Answer]:
@@ -353,7 +353,7 @@ class Plugins:
     def driver(self, hook: str, *, installed: bool = False, **arguments: Any) -> Answer | None:
         """The one answer to a driver hook, or None. Two answers are an error that names both.
 
-        installed: ask every backend, not those who take part; the one that answers takes part.
+        installed: ask every backend, also one that takes no part; the one that answers takes part.
         """
         answers = self.ask(hook, installed=installed, **arguments)
         if len(answers) > 1:
@@ -369,7 +369,8 @@ class Plugins:
 
         Raises UsageError where there is none: the text `needed`, and a package to install.
         """
-        answer = self.driver(hook, **arguments) or self.driver(hook, installed=True, **arguments)
+        others = {"installed": True, "newer_than": self.members(), **arguments}
+        answer = self.driver(hook, **arguments) or self.driver(hook, **others)
         if answer is not None:
             return answer.value
         from ds_core.catalogue import missing
@@ -396,10 +397,7 @@ class Plugins:
         return [i.plugin for i in self._implementations(hook, self._members)]
 
     def merged(self, hook: str, *, installed: bool = False, **arguments: Any) -> dict[str, Answer]:
-        """Merge the mappings that `hook` gives. Two plugins with one name are an error that names both.
-
-        installed: as in `ask`.
-        """
+        """Merge the mappings that `hook` gives; two of one name are an error that names both. installed: see `ask`."""
         merged: dict[str, Answer] = {}
         for answer in self.ask(hook, installed=installed, **arguments):
             for name, value in answer.value.items():

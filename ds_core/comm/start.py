@@ -214,8 +214,8 @@ def find_rendezvous(
 
 
 def add_interceptors_of(plugins: Plugins, config: RunConfig) -> None:
-    """Install the interceptors of the plugins that take part. Every rank calls it, with an equal config."""
-    for answer in plugins.ask("ds_interceptors", config=config):
+    """Install the interceptors of those that take part and of backends. Every rank calls it, with an equal config."""
+    for answer in plugins.ask("ds_interceptors", installed=True, config=config):
         for interceptor in answer.value:
             comm.add_interceptor(interceptor)
 

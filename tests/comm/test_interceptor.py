@@ -103,12 +103,12 @@ def taking_part() -> list[Any]:
         engine = ds_core.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[
             0
         ]
-        assert comm.interceptors() == (noting,)
+        assert [i for i in comm.interceptors() if i is noting] == [noting]
         seen.clear()
         engine.backward(engine(torch.ones(1, 2)).sum())
         engine.step()
         engine.destroy()
-    assert comm.interceptors() == (noting,)
+    assert noting in comm.interceptors()
     comm.remove_interceptor(noting)
     return [row[1:3] for row in seen if row[1] == "all_reduce"]
 

@@ -1,14 +1,16 @@
-"""Ranks that do not make the same collectives in the same order get an error, instead of waiting for the time-out.
+"""Collectives are numbered, so that who waits for long can say who has not come, and end a job that cannot go on.
 
-[Note: how it is known] Every collective of a group gets a number and is folded into the group's digest: operation,
+[Note: how it is known] Every collective of a group, and every message from one rank to another, gets a number. Whoever
+waits for half of `patience` publishes its position (numbers, place in the program) in the job's store and asks the
+others for theirs; one of those who wait, the judge, tells who has not come. A wait is seen in the host, or by events of
+the device where the host goes on (NCCL). A collective pays for a count and a small object. The store hears once which
+process a rank is, and no more until somebody stands still.
+
+[Note: how a difference is proved] With ``enabled``, a collective is folded into the group's digest too: operation,
 size, dtype, and what the caller said of it (`ds_core.comm.label`). The digest is the collective's tag, which transports
-send along, so collectives that do not belong together never exchange data. Whoever waits longer than `patience` seconds
-publishes its position (number, digests, place in the program) in the job's store; one of those who wait compares. Only
-proof ends the job: two ranks made different collectives under one number, or some wait for each other or for a rank
-that has ended. A rank that is only slow proves nothing, and the others wait for it; it is asked where it is, which is
-logged.
-
-The fast path costs a dict look-up and a small object per collective; the store is asked nothing until somebody waits.
+send along, so collectives that do not belong together never exchange data. Only proof ends the job: two ranks made
+different collectives under one number, or some wait for each other or for a rank that has ended. A rank that is only
+slow proves nothing, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,24 +30,24 @@ from torch.distributed import ProcessGroup
 
 from ds_comms_guard.board import Board
 from ds_comms_guard.config import CommsGuard
-from ds_comms_guard.ledger import Call, Ledger
+from ds_comms_guard.ledger import MESSAGES, Call, Ledger
 from ds_comms_guard.watcher import Watcher
 from ds_core import comm
-from ds_core.errors import CommError, ConfigError, LostRankError
+from ds_core.accelerator import Accelerator, get_accelerator
+from ds_core.errors import CommError, LostRankError
 from ds_core.plugins import discover
 
 __all__ = ["HangGuard", "guard_of_job", "installed_guard"]
-
-_MESSAGES = ("send", "recv", "isend", "irecv")
 
 
 class GuardedWork:
     """A collective under way, of which the guard knows whether somebody waits for it."""
 
-    __slots__ = ("_call", "_guard", "_work")
+    __slots__ = ("_call", "_collective", "_guard", "_work")
 
-    def __init__(self, work: Any, call: Call, guard: HangGuard) -> None:
+    def __init__(self, work: Any, call: Call, collective: comm.Collective, guard: HangGuard) -> None:
         self._work, self._call, self._guard = work, call, guard
+        self._collective = collective if guard.ledger.device is not None else None  # it holds the message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is in its tensor. Raises CommError when the backend fails, saying who has ended."""
@@ -56,6 +59,9 @@ class GuardedWork:
             raise self._guard.explain(self._call, error) from error
         finally:
             ledger.end_wait()
+        if self._collective is not None:
+            ledger.note_stream(self._collective)
+            self._collective = None
         return True
 
     def is_completed(self) -> bool:
@@ -66,36 +72,52 @@ class GuardedWork:
 class HangGuard(comm.Interceptor):
     """Numbers this process's collectives, and watches for waits without end.
 
-    world: the process group of the job. store: the job's, for this guard alone. patience: seconds. packages: top-level
-    names of modules whose lines are not shown as the user's.
+    world: the process group of the job. store: connects to the job's, to keys for this guard alone. patience: seconds.
+    proves: whether the job ends when it provably cannot go on; else waits are only told. packages: top-level names of
+    modules whose lines are not shown as the user's. device: the accelerator, where collectives may run on one.
     """
 
     order = comm.Order.CHECK
 
-    def __init__(self, world: ProcessGroup, store: Any, patience: float, packages: Iterable[str] = ()) -> None:
-        self.world = weakref.ref(world)
-        self.ledger = Ledger()
+    def __init__(
+        self,
+        world: ProcessGroup,
+        store: Callable[[], Any],
+        patience: float,
+        proves: bool,
+        packages: Iterable[str] = (),
+        device: Accelerator | None = None,
+    ) -> None:
+        self.world, self.proves = weakref.ref(world), proves
+        self.ledger = Ledger(proves, device)
         self._rank = world.rank()
-        self._board = Board(store, self._rank)
-        self._watcher = Watcher(self.ledger, self._board, self._rank, world.size(), patience, frozenset(packages))
+        self._board = Board(store, self._rank, world.size())
+        place = self._rank, world.size()
+        self._watcher = Watcher(self.ledger, self._board, place, patience, proves, frozenset(packages), self.world)
         atexit.register(self._leave)
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
-        """Number a collective, watch who waits for it, and explain its failure. Messages pass as they are."""
-        if collective.op in _MESSAGES:
-            return call()
-        made = self.ledger.record(collective)
-        self.ledger.begin_wait(made)
+        """Number a collective or message, watch who waits for it, and explain its failure."""
+        ledger = self.ledger
+        made = ledger.record(collective)
+        ledger.begin_wait(made)
         try:
             work = call()
         except RuntimeError as error:
             raise self.explain(made, error) from error
         finally:
-            self.ledger.end_wait()
-        return None if work is None else GuardedWork(work, made, self)
+            ledger.end_wait()
+        if ledger.device is not None:
+            ledger.note_stream(collective)
+        return None if work is None else GuardedWork(work, made, collective, self)
 
     def explain(self, call: Call, error: Exception) -> Exception:
-        """The error to raise for a collective that the backend gave up: the verdict, or who has ended."""
+        """The error to raise for a collective that the backend gave up: the verdict, or who has ended.
+
+        Those of messages, and all where nothing is to be proved, are passed on as they are.
+        """
+        if not self.proves or call.key[0] in MESSAGES:
+            return error
         if isinstance(error, CommError) and not isinstance(error, LostRankError):
             return error
         text = f"rank {self._rank}: {call.describe()} failed"
@@ -104,7 +126,7 @@ class HangGuard(comm.Interceptor):
             while time.monotonic() < until:
                 if (verdict := self._board.verdict()) is not None:
                     return CommError(verdict)
-                if ended := [p for p in self._board.positions() if p.ended]:
+                if ended := [p for p in self._board.positions().values() if p.ended]:
                     who = "; ".join(f"rank {p.rank} has ended ({p.ended})" for p in ended)
                     return CommError(f"{text}, for {who}. {_first_line(error)}")
                 time.sleep(0.1)
@@ -123,6 +145,8 @@ class HangGuard(comm.Interceptor):
         error = getattr(sys, "last_value", None)
         how = f"{type(error).__name__}: {_first_line(error)}" if error is not None else "its program is over"
         self._watcher.stop()
+        if not self._board.connected:
+            return
         try:
             self._board.publish(self._watcher.position(None, ended=how))
         except RuntimeError:
@@ -139,33 +163,30 @@ def installed_guard() -> HangGuard | None:
 
 
 def guard_of_job(section: CommsGuard, packages: Iterable[str] = ()) -> HangGuard | None:
-    """The guard to install: the installed one, or a new one; None when none is wanted or there is one rank.
+    """The guard to install: the installed one, or a new one; None when there is one rank.
 
     Every rank calls it with the same section, the process group running. packages: modules whose lines are not the
-    user's, besides those of installed plugins. A guard stays on when a later engine does not want it.
-    Raises ConfigError over a backend other than gloo.
+    user's, besides those of installed plugins. A guard that proves stays on when a later engine does not want it.
     """
     world, installed = dist.group.WORLD, installed_guard()
-    if installed is not None and installed.world() is not world:
-        comm.remove_interceptor(installed)  # it watched a process group that is gone
+    if installed is not None and (installed.world() is not world or (section.enabled and not installed.proves)):
+        comm.remove_interceptor(installed)  # it watched a process group that is gone, or proves nothing
         installed = None
-    if installed is not None or not section.enabled or world is None or world.size() < 2:
+    if installed is not None or world is None or world.size() < 2:
         return installed
-    if dist.get_backend() != "gloo":
-        raise ConfigError(
-            f"comms_guard.enabled: the guard watches waits on the host, and over {dist.get_backend()!r} the host does "
-            "not wait; set it to false (for NCCL there is the flight recorder of torch)"
-        )
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    store = dist.distributed_c10d._get_default_store()
-    # A connection of its own, since a rank that waits for a key holds the other one.
-    own = store.clone() if hasattr(store, "clone") else store
     made = _made.get(world, 0)
     _made[world] = made + 1
     modules = (*packages, *(found.module for found in discover()))
     tops = {module.partition(".")[0] for module in modules}
-    return HangGuard(world, PrefixStore(f"ds_comms_guard/{made}", own), section.patience, tops)
+    connect = partial(_connect, dist.distributed_c10d._get_default_store(), f"ds_comms_guard/{made}")
+    return HangGuard(world, connect, section.seconds, section.enabled, tops, get_accelerator())
+
+
+def _connect(store: Any, prefix: str) -> Any:
+    """A connection of its own, since a rank that waits for a key holds the other one."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
 
 
 def _first_line(error: BaseException | None) -> str:

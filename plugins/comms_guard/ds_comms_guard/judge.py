@@ -1,55 +1,79 @@
-"""The judge: one of the ranks that wait compares the positions of all, until they prove something."""
+"""The judge: one of the ranks that wait compares the positions of all, and tells what they say or ends the job."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from ds_comms_guard.board import Board
-from ds_comms_guard.ledger import Call
+from ds_comms_guard.board import Board, Question
+from ds_comms_guard.report import describe_waits
 from ds_comms_guard.verdict import SHOWN, Position, prove
+from ds_comms_guard.waits import Wait
+from ds_comms_guard.whereabouts import Home, State
 
-__all__ = ["ASK_EVERY", "Judge"]
+__all__ = ["Judge"]
 
 log = logging.getLogger("ds_core.comm")
 
 HEAR_ALL = 5.0
 """Seconds, at most, that a proof waits for more ranks to publish their positions."""
 
-ASK_EVERY = 5.0
-"""Seconds between questions of a rank that does not wait: have the others given up, or do they ask where it is?"""
+ANSWERS = 3
+"""Looks in which ranks can answer a question, before others are asked about those that do not."""
+
+JUDGE_LOST = 6
+"""Looks in which a judge does not move until another rank takes its place."""
 
 
 class Judge:
-    """What this rank has found out as the judge, or would if it became it. patience: seconds; size: of the job."""
+    """What this rank has found out as the judge, or would if it became it.
 
-    def __init__(self, board: Board, rank: int, size: int, patience: float) -> None:
-        self._board, self._rank, self._size, self._patience = board, rank, size, patience
+    patience, tick (between looks): seconds. proves: whether the job ends when positions prove that it cannot go on."""
+
+    def __init__(self, board: Board, rank: int, size: int, patience: float, tick: float, proves: bool) -> None:
+        self._board, self._rank, self._size, self._patience, self._tick = board, rank, size, patience, tick
+        self._proves = proves
         self._suspected: dict[int, tuple[int, int]] = {}  # rank -> (issued, beat) when the proof was first seen
         self._proven = math.inf  # since when there has been a proof
-        self._asking: tuple[str, float] = ("", 0.0)  # the question, and since when; inf: it was answered
+        self._questions = 0
+        self._wait: Wait | None = None
+        self._due = 0.0  # seconds of the wait after which it is told
+        self._question = Question()  # asked before it is told, about the silent too
+        self._asked = self._searched = math.inf  # when that was, and when it was asked about them
+        self._home = Home.here()
 
     def reset(self) -> None:
         """This rank goes on: what was suspected is void."""
-        self._suspected = {}
+        if self._wait is not None and self._due > self._patience:
+            seconds = time.monotonic() - self._wait.since
+            log.warning("rank %d goes on: it has waited %.3g s for %s", self._rank, seconds, self._wait.text)
+        self._suspected, self._wait = {}, None
 
-    def consider(self, call: Call) -> str | None:
+    def consider(self, wait: Wait) -> str | None:
         """Compare positions if this rank is the judge; the verdict when they prove that no rank can go on.
 
-        call: what this rank waits for.
+        wait: this rank's, whose position is published.
         """
-        if not self._board.is_judge():
+        if not wait.same(self._wait):
+            self._wait, self._due, self._asked = wait, self._patience, math.inf
+        if not self._board.is_judge(JUDGE_LOST):
             return None
         positions = self._board.positions()
-        proof = prove({p.rank: p for p in positions}, self._size)
+        if self._proves and (verdict := self._judge(positions)) is not None:
+            return verdict
+        self._tell(positions, time.monotonic() - wait.since)
+        return None
+
+    def _judge(self, found: Mapping[int, Position]) -> str | None:
+        positions = {r: p for r, p in found.items() if p.wait is not None or p.device or p.ended}
+        proof = prove(found, self._size)
         if proof is None:
             self._suspected, self._proven = {}, math.inf
-            self._ask(call, positions)
             return None
         # Positions are read one after the other. What rests on who waits must still be so a while later.
-        beats = {p.rank: (p.issued, p.beat) for p in positions if p.rank in proof.waiting}
+        beats = {r: (p.issued, p.beat) for r, p in positions.items() if r in proof.waiting}
         before, self._suspected = self._suspected, self._suspected or beats
         # A proof can wait a little for ranks that have not published yet, since the message shall name them.
         self._proven = min(self._proven, time.monotonic())
@@ -64,18 +88,39 @@ class Judge:
             self._suspected = beats
         return None
 
-    def _ask(self, call: Call, positions: Sequence[Position]) -> None:
-        """Log, once per wait, where the ranks are that do not wait: all that can be said when nothing is proven."""
-        about, now = "/".join(map(str, call.place)), time.monotonic()
-        if self._asking[0] != about:
-            self._asking = (about, now)
-            self._board.ask(about)
-        there = {p.rank for p in positions}
-        busy = [rank for rank in range(self._size) if rank not in there][:SHOWN]
-        answers = {rank: self._board.answer_of(rank, about) for rank in busy}
-        late = now - self._asking[1] > 2 * ASK_EVERY
-        if self._asking[1] < math.inf and (late or all(answers.values())):
-            self._asking = (about, math.inf)
-            silent = "does not answer: its process is gone, or runs something that stops all its threads"
-            who = "; ".join(f"rank {rank} {where or silent}" for rank, where in answers.items())
-            log.warning("rank %d still waits for %s: %s", self._rank, call.describe(), who)
+    def _tell(self, found: Mapping[int, Position], waited: float) -> None:
+        """Ask where all are when half the time has passed, and tell it in time; later once more."""
+        now = time.monotonic()
+        if self._asked == math.inf:
+            if waited >= self._due - self._patience / 2:
+                self._questions += 1
+                self._question = Question(f"{self._rank}/{self._questions}")
+                self._board.ask(self._question)
+                self._asked, self._searched = now, math.inf
+            return
+        heard = {r: p for r, p in found.items() if p.ended or p.heard == self._question.id or r == self._rank}
+        silent = [r for r in range(self._size) if r not in heard][:SHOWN]
+        if silent and self._searched == math.inf and now - self._asked >= ANSWERS * self._tick:
+            self._question, self._searched = Question(self._question.id, self._board.homes(silent)), now
+            self._board.ask(self._question)
+        states = self._states(silent)
+        # Who runs may answer yet: while it makes other collectives it looks at the board now and then only.
+        settled = all(rank in states and states[rank].settled for rank in silent)
+        if waited >= self._due + (0 if settled else self._patience / 4):
+            told = {rank: self._silence(rank, states) for rank in silent}
+            log.warning("%s", describe_waits(heard, told, self._size, waited))
+            self._due, self._asked = 2 * waited, math.inf
+
+    def _states(self, silent: list[int]) -> dict[int, State]:
+        """What is known of silent ranks, by this rank for its own machine and by others for theirs."""
+        here = {r: h.state() for r, h in self._question.silent.items() if h.machine == self._home.machine}
+        said = self._board.states(self._question) | here
+        return {rank: said[rank] for rank in silent if rank in said}
+
+    def _silence(self, rank: int, states: Mapping[int, State]) -> str:
+        home = self._question.silent.get(rank)
+        if home is None:
+            return "does not answer, and has not said where it runs"
+        if rank in states:
+            return f"({home}) {states[rank].text}"
+        return f"({home}) does not answer, nor does another rank there say why: the host or its link may be down"

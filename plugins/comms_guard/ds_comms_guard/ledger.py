@@ -1,4 +1,4 @@
-"""The collectives of this process, numbered by group, and those that somebody waits for."""
+"""The collectives and messages of this process, numbered by group, and those that somebody waits for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_comms_guard.verdict import GroupHistory
+from ds_core.accelerator import Accelerator
 from ds_core.comm.interceptor import TAG_BITS, Collective
 
-__all__ = ["Call", "Ledger"]
+__all__ = ["MESSAGES", "Call", "Ledger"]
 
 KEPT = 64
 """Collectives per group that are remembered for comparison; tags stop ranks within a few of a difference."""
+
+MESSAGES = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
+"""Each operation between two ranks, and the argument that names the other one."""
 
 _UNEVEN = ("all_to_all_single", "barrier", "open_transport")  # sizes may differ between ranks
 _BY_OUTPUT = ("all_gather_into_tensor", "reduce_scatter_tensor")
@@ -44,47 +48,64 @@ class Call:
         """``weights of 'h.0.weight' (all_gather_into_tensor of 4096 float32)``."""
         op, text, numel, dtype = self.key
         what = f"{op} of {numel} {str(dtype).removeprefix('torch.')}" if numel >= 0 else op
+        if op in MESSAGES:
+            source, target = self.group.members
+            what += f" to rank {target}" if MESSAGES[op] == "dst" else f" from rank {source}"
         return f"{text} ({what})" if text else what
 
 
 class _GroupCalls:
-    """What this rank has called on one group. members: global ranks. digest: of all calls so far, in order."""
+    """What this rank has called on one group. members: global ranks. digest: of all calls so far, in order.
 
-    __slots__ = ("calls", "count", "digest", "members", "name")
+    Messages from one rank to another are a group of their own: `channels`, by the argument that names the other one.
+    """
+
+    __slots__ = ("calls", "channels", "count", "digest", "members", "name")
 
     def __init__(self, name: str, members: Sequence[int]) -> None:
         self.name, self.members = name, tuple(members)
         self.count = 0
         self.digest = 1
         self.calls: deque[Call] = deque(maxlen=KEPT)
+        self.channels: dict[tuple[str, int], _GroupCalls] = {}
 
 
 class Ledger:
-    """Every collective of this process gets a number and is folded into the digest of its group.
+    """Every collective of this process gets a number in its group.
 
-    waiting: by thread, the call that it waits for.
+    proves: it is folded into the group's digest too, which is its tag. waiting: by thread, the call that it waits for.
+    device: the accelerator, where the host may go on before a collective has ended; None: it waits. streams: those that
+    calls were queued on since somebody took the set; index: of their device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, proves: bool = False, device: Accelerator | None = None) -> None:
+        self.proves = proves
         self.waiting: dict[int, Call] = {}
+        host = device is None or (device.device_type == "cpu" and device.current_stream() is None)
+        self.device = None if host else device
+        self.streams: set[Any] = set()
+        self.index = 0
         self._groups: WeakKeyDictionary[ProcessGroup, _GroupCalls] = WeakKeyDictionary()
         self._marks: dict[Key, int] = {}
         self._since: dict[Call, float] = {}
 
     def record(self, collective: Collective) -> Call:
-        """Number `collective` and set its tag, which is part of the digest."""
+        """Number `collective`; with `proves`, set its tag."""
         group = self._groups.get(collective.group) or self._group(collective.group)
-        op, numel, dtype = collective.op, -1, None
+        op, numel, dtype, arguments = collective.op, -1, None, collective.arguments
+        if op in MESSAGES:
+            return self._message(collective, group)
         if op not in _UNEVEN:
-            message = collective.arguments["output" if op in _BY_OUTPUT else "tensor"]
+            message = arguments["output" if op in _BY_OUTPUT else "tensor"]
             numel, dtype = message.numel(), message.dtype
         key = (op, collective.label, numel, dtype)
-        mark = self._marks.get(key)
-        if mark is None:  # crc: Python's own hash of a string differs between processes
-            mark = self._marks[key] = zlib.crc32(repr(key).encode())
         group.count += 1
-        group.digest = (group.digest * 1000003 + mark) & 0xFFFFFFFF
-        collective.tag = group.digest >> (32 - TAG_BITS)
+        if self.proves:
+            mark = self._marks.get(key)
+            if mark is None:  # crc: Python's own hash of a string differs between processes
+                mark = self._marks[key] = zlib.crc32(repr(key).encode())
+            group.digest = (group.digest * 1000003 + mark) & 0xFFFFFFFF
+            collective.tag = group.digest >> (32 - TAG_BITS)
         call = Call(group, group.count, key, group.digest)
         group.calls.append(call)
         return call
@@ -97,12 +118,33 @@ class Ledger:
         """This thread no longer waits."""
         self.waiting.pop(threading.get_ident(), None)
 
-    def overdue(self, patience: float) -> Call | None:
-        """The call that somebody has waited for longest, if that is at least `patience` seconds. One thread asks."""
+    def note_stream(self, collective: Collective) -> None:
+        """A collective, or a wait for it, may have been queued on the device's current stream."""
+        message = collective.message
+        if self.device is None or message is None or message.device.type != self.device.device_type:
+            return
+        self.index, stream = self.device.current_index(), self.device.current_stream()
+        if stream is None:  # the device has no streams, so the host waits for it
+            self.device = None
+        else:
+            self.streams.add(stream)
+
+    def take_streams(self) -> set[Any]:
+        """`streams`, which is empty afterwards."""
+        taken, self.streams = self.streams, set()
+        return taken
+
+    def longest(self) -> tuple[Call, float] | None:
+        """The call that somebody has waited for longest, and since when it was seen. One thread asks, often."""
         now = time.monotonic()
         self._since = {call: self._since.get(call, now) for call in list(self.waiting.values())}
         first = min(self._since, key=lambda c: self._since[c], default=None)
-        return first if first is not None and now - self._since[first] >= patience else None
+        return None if first is None else (first, self._since[first])
+
+    @property
+    def issued(self) -> int:
+        """All calls so far."""
+        return sum(group.count for group in self._all())
 
     def histories(self) -> dict[str, GroupHistory]:
         """The last calls of each group, by its name."""
@@ -110,9 +152,26 @@ class Ledger:
             group.name: GroupHistory(
                 group.members, group.count, tuple((c.number, c.digest, c.describe()) for c in list(group.calls))
             )
-            for group in list(self._groups.values())
+            for group in self._all()
         }
+
+    def _all(self) -> list[_GroupCalls]:
+        groups = list(self._groups.values())
+        return groups + [channel for group in groups for channel in list(group.channels.values())]
 
     def _group(self, group: ProcessGroup) -> _GroupCalls:
         self._groups[group] = found = _GroupCalls(group.group_name, dist.get_process_group_ranks(group))
         return found
+
+    def _message(self, collective: Collective, group: _GroupCalls) -> Call:
+        """A message; they are matched by their order, and have no tag."""
+        side = MESSAGES[collective.op]
+        peer, message = collective.arguments[side], collective.arguments["tensor"]
+        channel = group.channels.get((side, peer))
+        if channel is None:
+            ends = (dist.get_rank(), peer) if side == "dst" else (peer, dist.get_rank())
+            channel = group.channels[side, peer] = _GroupCalls(f"{group.name} {ends[0]}>{ends[1]}", ends)
+        channel.count += 1
+        call = Call(channel, channel.count, (collective.op, collective.label, message.numel(), message.dtype), 0)
+        channel.calls.append(call)
+        return call

@@ -1,4 +1,7 @@
-"""What ds-comms-guard offers to ds_core: the section ``comms_guard`` and its interceptor (torch-free)."""
+"""What ds-comms-guard offers to ds_core: the section ``comms_guard`` and its interceptor (torch-free).
+
+It stands in both groups of entry points: as a backend it is asked for interceptors in every run.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,15 @@ def ds_config() -> type[BaseModel]:
 
 
 def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
-    """The guard of this job, with several ranks and ``comms_guard.enabled``."""
+    """The guard of this job, with several ranks: it tells of waits, and may end wrong jobs."""
+    from ds_core import comm
+
+    if comm.world_size() == 1 and not comm.interceptors():
+        return ()
     from ds_comms_guard.config import CommsGuard
     from ds_comms_guard.guard import guard_of_job
 
     section = config.section("comms_guard")
-    if not isinstance(section, CommsGuard):
-        return ()
     own = (item.rpartition("=")[2].strip() for item in config.core.plugins.load)
-    guard = guard_of_job(section, packages=own)
+    guard = guard_of_job(section if isinstance(section, CommsGuard) else CommsGuard(), packages=own)
     return () if guard is None else (guard,)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["SHOWN", "Activity", "GroupHistory", "Position", "Verdict", "prove"]
+__all__ = ["SHOWN", "Activity", "GroupHistory", "Position", "Verdict", "prove", "ranks_text", "where"]
 
 SHOWN = 8
 FIX = (
@@ -35,10 +35,12 @@ class GroupHistory:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank stands that waits, or has ended.
+    """Where a rank stands that waits, was asked, or has ended.
 
     beat: grows with each publication. groups: what it has called, by group name. wait: (group name, number) of the call
-    that it waits for. at: the user's line. activities: of its engines. ended: how, "" for a rank that waits.
+    that it waits for. at: the user's line. activities: of its engines. ended: how, "" for a rank that lives. waits:
+    what it waits for, in words; "" if for nothing. device: its device waits, and the host has gone on. heard: the last
+    question that it has heard. home: its process, in words.
     """
 
     rank: int
@@ -48,6 +50,10 @@ class Position:
     at: str = ""
     activities: tuple[Activity, ...] = ()
     ended: str = ""
+    waits: str = ""
+    device: bool = False
+    heard: str = ""
+    home: str = ""
 
     @property
     def issued(self) -> int:
@@ -67,14 +73,29 @@ class Position:
         }
         activities = tuple(Activity(a["text"], a["passes"], tuple(a["trail"])) for a in data["activities"])
         wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
-        return cls(data["rank"], data["beat"], groups, wait, data["at"], activities, data["ended"])
+        return cls(**{**data, "groups": groups, "wait": wait, "activities": activities})
 
-    def waits_for(self) -> str:
-        """A description of what it waits for."""
-        if self.wait is None:
-            return "nothing"
-        name, number = self.wait
-        return next((text for n, _, text in self.groups[name].calls if n == number), f"collective {number}")
+    def missing(self, positions: Mapping[int, Position]) -> dict[int, tuple[str, int]]:
+        """Who has not made a call that it waits for, and which: (group name, number).
+
+        Ranks not in `positions` have not. Of a device: the first call that a rank has not made, of those made here.
+        """
+        calls = [self.wait] if self.wait is not None else []
+        if self.device:
+            calls = [(name, group.count) for name, group in self.groups.items() if group.count]
+        found: dict[int, tuple[str, int]] = {}
+        for name, number in calls:
+            for rank in self.groups[name].members:
+                made = positions[rank].groups.get(name) if rank in positions else None
+                count = number - 1 if rank not in positions else made.count if made is not None else 0
+                if count < number:
+                    found.setdefault(rank, self.wait or (name, count + 1))
+        return found
+
+    def describe(self, call: tuple[str, int]) -> str:
+        """One of its last calls, by group name and number."""
+        name, number = call
+        return next((text for n, _, text in self.groups[name].calls if n == number), f"collective {number} of {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +108,7 @@ class Verdict:
 
 
 def prove(positions: Mapping[int, Position], size: int) -> Verdict | None:
-    """What the positions of ranks that wait or have ended prove; None: nothing (the others may be only slow)."""
+    """What the positions prove; None: nothing (ranks without one, and those that do not wait, may be only slow)."""
     return _difference(positions) or _deadlock(positions, size)
 
 
@@ -115,26 +136,27 @@ def _describe_difference(
     lines = ["ranks disagree on the next collective, so that none can go on:"]
     for digest, ranks in by_digest.items():
         first = positions[ranks[0]]
-        lines.append(f"  {_ranks(ranks)}: {texts[number, digest]}{_where(first)}")
+        lines.append(f"  {ranks_text(ranks)}: {texts[number, digest]}{where(first)}")
     lines += _divergence([positions[ranks[0]] for ranks in by_digest.values()])
     return "\n".join([*lines, FIX])
 
 
 def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
     """Ranks that wait for each other, or for one that has ended."""
-    may_go_on = {rank for rank in range(size) if rank not in positions}
-    waiting = {rank: p for rank, p in positions.items() if p.wait is not None and not p.ended}
-    missing = {rank: _missing(p, positions) for rank, p in waiting.items()}
-    while freed := [r for r in waiting if r not in may_go_on and missing[r] <= may_go_on]:
+    waiting = {rank: p for rank, p in positions.items() if (p.wait is not None or p.device) and not p.ended}
+    may_go_on = {r for r in range(size) if r not in waiting and not (r in positions and positions[r].ended)}
+    missing = {rank: _lacking(p, positions) for rank, p in waiting.items()}
+    while freed := [r for r in waiting if r not in may_go_on and missing[r].keys() <= may_go_on]:
         may_go_on.update(freed)
     dead = sorted(r for r in waiting if r not in may_go_on)
     if not dead:
         return None
     lines = ["ranks wait for each other, so that none can go on:"]
     for rank in dead[:SHOWN]:
-        lacking = sorted(missing[rank] - may_go_on)
+        lacking = sorted(missing[rank].keys() - may_go_on)
+        what = waiting[rank].describe(missing[rank][lacking[0]])
         lines.append(
-            f"  rank {rank} waits for {waiting[rank].waits_for()}{_where(waiting[rank])}, to which {_ranks(lacking)} "
+            f"  rank {rank} waits for {what}{where(waiting[rank])}, to which {ranks_text(lacking)} "
             f"{'has' if len(lacking) == 1 else 'have'} not come"
         )
     if len(dead) > SHOWN:
@@ -144,16 +166,10 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
     return Verdict("\n".join([*lines, FIX]), False, dead)
 
 
-def _missing(position: Position, positions: Mapping[int, Position]) -> set[int]:
-    """Members of the group it waits on that have not made the call; of those not published it is not known."""
-    assert position.wait is not None
-    name, number = position.wait
-
-    def made(rank: int) -> bool:
-        theirs = positions[rank].groups.get(name)
-        return theirs is not None and theirs.count >= number
-
-    return {r for r in position.groups[name].members if r not in positions or not made(r)}
+def _lacking(position: Position, positions: Mapping[int, Position]) -> dict[int, tuple[str, int]]:
+    """Whom it cannot go on without. A device waits for ended ranks alone: its host may still call what others need."""
+    missing = position.missing(positions)
+    return {r: call for r, call in missing.items() if not position.device or (r in positions and positions[r].ended)}
 
 
 def _divergence(positions: Sequence[Position]) -> list[str]:
@@ -172,11 +188,13 @@ def _divergence(positions: Sequence[Position]) -> list[str]:
     return []
 
 
-def _where(position: Position) -> str:
+def where(position: Position) -> str:
+    """What it is doing and the user's line, to be appended; "" where neither is known."""
     parts = [p.text for p in position.activities if p.text] + ([f"at {position.at}"] if position.at else [])
     return "".join(f", {part}" for part in parts)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 1, 2``; a few of many."""
     shown = ", ".join(map(str, sorted(ranks)[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

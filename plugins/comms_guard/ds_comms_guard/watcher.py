@@ -1,4 +1,4 @@
-"""The watcher: a thread that sees when this rank waits too long, tells the others, and ends the process."""
+"""The watcher: a thread that sees when this rank waits too long, tells the others, and may end the process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
-import ds_core
-from ds_comms_guard import judge
-from ds_comms_guard.board import Board
-from ds_comms_guard.ledger import Call, Ledger
+from ds_comms_guard.board import Board, Question
+from ds_comms_guard.judge import Judge
+from ds_comms_guard.ledger import Ledger
 from ds_comms_guard.verdict import Activity, Position
+from ds_comms_guard.waits import Wait, Waits
+from ds_comms_guard.whereabouts import Home, user_line
 from ds_core.process import STATE
 
 __all__ = ["EXIT_CODE", "Watcher"]
@@ -24,8 +25,6 @@ log = logging.getLogger("ds_core.comm")
 
 EXIT_CODE = 86
 """Of a process that the guard ended."""
-
-_CORE = os.path.dirname(os.path.abspath(ds_core.__file__)) + os.sep
 
 
 @runtime_checkable
@@ -37,19 +36,36 @@ class TellsActivity(Protocol):
 
 
 class Watcher:
-    """Runs until `stop`. packages: top-level names of modules whose lines are not shown as the user's."""
+    """Runs until `stop`, or until the process group is gone.
+
+    alive: whether the process group is there. proves: whether the job ends when positions prove that it cannot go on.
+    packages: top-level names of modules whose lines are not shown as the user's.
+
+    The store is looked at when this rank has waited for half of `patience`, or has made no collective for a quarter of
+    it, and else after every half.
+    """
 
     def __init__(
-        self, ledger: Ledger, board: Board, rank: int, size: int, patience: float, packages: Collection[str]
+        self,
+        ledger: Ledger,
+        board: Board,
+        place: tuple[int, int],
+        patience: float,
+        proves: bool,
+        packages: Collection[str],
+        alive: Callable[[], Any],
     ) -> None:
-        self._ledger, self._board, self._rank, self._patience = ledger, board, rank, patience
-        self._judge = judge.Judge(board, rank, size, patience)
-        self._packages = frozenset(packages)
-        self._beat = 0
-        self._warned: Call | None = None
-        self._answered = ""
+        self._ledger, self._board, self._patience, self._proves = ledger, board, patience, proves
+        self._rank, size = place
+        self._alive, self._packages = alive, frozenset(packages)
+        self._tick = min(5.0, patience / 10)
+        self._waits = Waits(ledger, patience / 4)
+        self._judge = Judge(board, self._rank, size, patience, self._tick, proves)
+        self._home, self._keeper = Home.here(), Home("", "", 0, "")  # the keeper of the store: rank 0, as far as known
+        self._introduced = self._waited = False
+        self._beat, self._question = 0, Question()  # the last one that was seen
+        self._alone_due = patience * (1 if self._rank == 1 else 2)  # one is enough, if it can
         self._stop = threading.Event()
-        self._tick = min(1.0, patience / 4)
         self._thread = threading.Thread(target=self._watch, name="ds_comms_guard watcher", daemon=True)
         self._thread.start()
 
@@ -59,52 +75,96 @@ class Watcher:
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
-    def position(self, call: Call | None, ended: str = "") -> Position:
-        """Where this rank stands. call: what it waits for. ended: how it ended, "" if it did not."""
+    def position(self, wait: Wait | None, ended: str = "") -> Position:
+        """Where this rank stands. wait: what it waits for. ended: how it ended, "" if it did not."""
         self._beat += 1
-        at = "" if ended else self._where()
-        wait = call.place if call is not None else None
-        return Position(self._rank, self._beat, self._ledger.histories(), wait, at, _activities(), ended)
+        return Position(
+            self._rank,
+            self._beat,
+            self._ledger.histories(),
+            wait.call.place if wait is not None and wait.call is not None else None,
+            "" if ended else user_line(self._packages),
+            _activities(),
+            ended,
+            wait.text if wait is not None else "",
+            wait is not None and wait.device,
+            self._question.id,
+            str(self._home),
+        )
 
     def _watch(self) -> None:
-        asked = time.monotonic()
-        while not self._stop.wait(self._tick):
-            try:
-                call = self._ledger.overdue(self._patience)
-                if call is not None:
-                    self._publish(call)
-                elif self._board.published:
-                    self._board.withdraw()
-                    self._judge.reset()
-                if call is None and time.monotonic() - asked < judge.ASK_EVERY:
-                    continue
-                asked = time.monotonic()
-                if call is None:
-                    self._answer()
-                verdict = self._board.verdict() or (self._judge.consider(call) if call is not None else None)
-            except RuntimeError:  # the store has gone with rank 0; gloo tells those that wait
+        looked = time.monotonic()
+        while not self._stop.wait(self._tick) and self._alive() is not None:
+            wait, now = self._overdue(self._patience / 2), time.monotonic()
+            moves = wait is None and not self._waited and not self._waits.still()
+            if self._introduced and moves and now - looked < self._patience / 2:
                 continue
+            looked, answered = now, threading.Event()
+            # The store does not answer if its process is stopped; another thread then looks at this rank's waits.
+            threading.Thread(target=self._watch_alone, args=(answered,), daemon=True).start()
+            verdict = None
+            try:
+                verdict = self._converse(wait)
+            except RuntimeError:  # it has ended
+                self._tell_alone(wait, "has gone")
+            finally:
+                answered.set()
             if verdict is not None:
                 self._end(verdict)
 
-    def _publish(self, call: Call) -> None:
-        self._board.publish(self.position(call))
-        if self._warned is not call:
-            self._warned = call
-            log.warning(
-                "rank %d has waited %g s for %s; no mistake is proven, so it goes on waiting",
-                self._rank,
-                self._patience,
-                call.describe(),
-            )
+    def _overdue(self, seconds: float) -> Wait | None:
+        wait = self._waits.look()
+        return wait if wait is not None and time.monotonic() - wait.since >= seconds else None
 
-    def _answer(self) -> None:
-        """Say where this rank is, if one that waits asks."""
-        about = self._board.question()
-        if about != self._answered:
-            self._answered = about
-            where = [a.text for a in _activities() if a.text] + [f"at {self._where() or 'an unknown line'}"]
-            self._board.answer(about, f"is busy {', '.join(where)}")
+    def _converse(self, wait: Wait | None) -> str | None:
+        """Say what has changed, hear what was asked, and judge: the verdict, if there is one."""
+        if not self._introduced:
+            self._board.introduce(self._home)
+            self._introduced = True
+        if not self._keeper.pid:
+            self._keeper = self._board.homes([0]).get(0, self._keeper)
+        question = self._board.question()
+        news, self._question = question != self._question, question
+        if wait is not None or self._waited or news:
+            self._board.publish(self.position(wait))
+        for rank, home in question.silent.items() if news else ():
+            if home.machine == self._home.machine and rank != self._rank:
+                self._board.tell_state(rank, question, home.state())
+        if wait is None and self._waited:
+            self._board.resign()
+            self._judge.reset()
+        self._waited = wait is not None
+        verdict = self._board.verdict() if self._proves else None
+        return self._judge.consider(wait) if verdict is None and wait is not None else verdict
+
+    def _watch_alone(self, answered: threading.Event) -> None:
+        """Tell of this rank's wait while the store does not answer."""
+        if answered.wait(self._patience / 4):
+            return
+        while not answered.wait(self._tick) and not self._stop.is_set():
+            self._tell_alone(self._overdue(self._patience), "does not answer")
+
+    def _tell_alone(self, wait: Wait | None, why: str) -> None:
+        """What this rank knows by itself."""
+        waited = time.monotonic() - wait.since if wait is not None else 0.0
+        if wait is None or waited < self._alone_due:
+            return
+        self._alone_due = 2 * waited
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeper = "the launcher keeps it" if agent else "rank 0 keeps it"
+        if self._keeper.machine == self._home.machine:
+            keeper += f"; rank 0 ({self._keeper}) {self._keeper.state().text}"
+        elif self._keeper.pid:
+            keeper += f"; rank 0 is {self._keeper}"
+        log.warning(
+            "rank %d has waited %.3g s for %s, at %s; nothing is known of the others, since the job's store %s (%s)",
+            self._rank,
+            waited,
+            wait.text,
+            user_line(self._packages),
+            why,
+            keeper,
+        )
 
     def _end(self, verdict: str) -> None:
         """A wait in the backend cannot be broken off, so the process ends; the others shall read the verdict first."""
@@ -114,24 +174,6 @@ class Watcher:
         print(f"{stack}[ds_core] rank {self._rank}: {verdict}", file=sys.stderr, flush=True)
         time.sleep(3.0 if self._rank == 0 else 1.0)  # the store ends with rank 0
         os._exit(EXIT_CODE)
-
-    def _where(self) -> str:
-        """The user's line that the main thread is at."""
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
-        for frame, line in traceback.walk_stack(main):
-            if _users(frame) and str(frame.f_globals.get("__name__")).split(".")[0] not in self._packages:
-                return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
-        return ""
-
-
-def _users(frame: Any) -> bool:
-    """Whether a frame is outside the core, installed packages and Python's own library."""
-    name = frame.f_code.co_filename
-    return not (
-        name.startswith((_CORE, "<"))
-        or f"{os.sep}site-packages{os.sep}" in name
-        or f"{os.sep}lib{os.sep}python" in name
-    )
 
 
 def _activities() -> tuple[Activity, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ds_comm_gloo import GlooCollectives
-from ds_comms_guard import judge
 from ds_comms_guard.config import CommsGuard
 from ds_comms_guard.guard import guard_of_job, installed_guard
 from ds_testing import RemoteError, run_ranks
@@ -22,10 +20,9 @@ from ds_testing import RemoteError, run_ranks
 from ds_core import comm
 from ds_core.comm import collectives
 from ds_core.comm.interceptor import reset
-from ds_core.errors import ConfigError
 
 
-def start(enabled: bool = True, patience: float = 0.4) -> None:
+def start(enabled: bool = True, patience: float | None = 0.4) -> None:
     """What a run with this section does; collectives of ds-comm-gloo, unless others are in use."""
     if not collectives._makers:
         comm.use_providers({("cpu", "gloo"): GlooCollectives})
@@ -36,8 +33,9 @@ def start(enabled: bool = True, patience: float = 0.4) -> None:
 def everything(on: bool) -> list[Any]:
     """Every collective, at sizes of every algorithm; the results."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    start(enabled=on)
-    assert (installed_guard() is not None) == on
+    comm.use_providers({("cpu", "gloo"): GlooCollectives})
+    if on:
+        start()
     torch.manual_seed(rank)
     out: list[Any] = []
     for numel in (0, 1, 7, 4096, 300_000, 2_500_000):
@@ -125,19 +123,12 @@ def test_ranks_that_disagree_are_ended_with_a_message(size: int, how: str, words
 
 def slow(seconds: float) -> list[float]:
     start()
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_core.comm").addHandler(handler)
     total = torch.ones(5)
     for step in range(2):
         if dist.get_rank() == 1 and step == 1:
             time.sleep(seconds)  # as in a data loader
         comm.label("loss")
         comm.all_reduce(total)
-    logging.getLogger("ds_core.comm").removeHandler(handler)
-    if dist.get_rank() == 0:
-        assert len([m for m in logged if "rank 0 has waited 0.4 s for loss" in m]) == 1, logged
     return [float(x) for x in total]
 
 
@@ -183,8 +174,14 @@ def test_many_short_waits_prove_nothing() -> None:
 def off_and_on() -> int:
     assert installed_guard() is None
     comm.label("nothing")  # off: does nothing
+    start(enabled=False)
+    watching = installed_guard()
+    assert watching is not None and not watching.proves
+    comm.all_reduce(torch.ones(1))
     start()
     first = installed_guard()
+    assert first is not watching
+    comm.all_reduce(torch.ones(1))
     start()
     assert installed_guard() is first  # on stays on
     comm.all_reduce(torch.ones(1))
@@ -206,50 +203,6 @@ def test_it_can_be_switched_off_and_on() -> None:
 def test_one_rank_needs_no_guard() -> None:
     start()
     assert installed_guard() is None
-
-
-def busy(seconds: float) -> list[str]:
-    """Rank 1 comes late; what rank 0 logged."""
-    judge.ASK_EVERY = 0.2
-    start()
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_core.comm").addHandler(handler)
-    for _ in range(2):  # each wait is told of once
-        if dist.get_rank() == 1:
-            time.sleep(seconds)
-        comm.label("loss")
-        comm.all_reduce(torch.ones(1))
-    logging.getLogger("ds_core.comm").removeHandler(handler)
-    reset()
-    judge.ASK_EVERY = 5.0
-    return [text for text in logged if "still waits" in text]
-
-
-def test_where_a_busy_rank_is_gets_logged() -> None:
-    waited, came_late = run_ranks(2, busy, 1.6)
-    assert not came_late
-    assert len(waited) == 2
-    assert all(
-        "rank 0 still waits for loss (all_reduce of 1 float32): rank 1 is busy at test_guard.py:" in t for t in waited
-    )
-
-
-def over_another_backend() -> str:
-    name, dist.get_backend = dist.get_backend, lambda *_: "nccl"  # type: ignore[assignment]
-    try:
-        start()
-    except ConfigError as error:
-        return str(error)
-    finally:
-        dist.get_backend = name
-    return ""
-
-
-def test_it_refuses_backends_whose_waits_it_cannot_see() -> None:
-    said = run_ranks(2, over_another_backend)
-    assert all("comms_guard.enabled" in text and "'nccl'" in text for text in said)
 
 
 ENDS = """

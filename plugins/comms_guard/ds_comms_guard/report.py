@@ -1,0 +1,61 @@
+"""What is told of a wait that has lasted: who waits for what, who has not come, and where those are (no processes)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ds_comms_guard.verdict import SHOWN, Position, ranks_text, where
+
+__all__ = ["describe_waits"]
+
+
+def describe_waits(positions: Mapping[int, Position], silent: Mapping[int, str], size: int, seconds: float) -> str:
+    """The text for the log. positions: of the ranks that answered. silent: what is known of the others."""
+    waiting = {rank: p for rank, p in positions.items() if p.waits and not p.ended}
+    alike: dict[tuple[object, str], list[int]] = {}
+    for rank, position in sorted(waiting.items()):
+        alike.setdefault((position.wait, position.waits), []).append(rank)
+    lines, wanted = [], set(silent)
+    for ranks in alike.values():
+        what, missing = _missing(waiting[ranks[0]], positions, size)
+        wanted.update(missing)
+        wait = "waits" if len(ranks) == 1 else "wait"
+        lines.append(f"  {ranks_text(ranks)} {wait} for {what}{where(waiting[ranks[0]])}; {_not_come(missing)}")
+    if len(lines) > SHOWN:
+        lines[SHOWN:] = [f"  and {len(lines) - SHOWN} more waits"]
+    first = sorted(wanted, key=lambda r: (r in waiting, r))  # those that do not wait are the cause
+    lines += [f"  rank {rank} {_told(rank, positions, silent)}" for rank in first[:SHOWN]]
+    if len(first) > SHOWN:
+        lines.append(f"  and {len(first) - SHOWN} more ranks")
+    return "\n".join([f"{_has(len(waiting), f'of {size} rank')} waited {seconds:.3g} s:", *lines])
+
+
+def _missing(position: Position, positions: Mapping[int, Position], size: int) -> tuple[str, Sequence[int]]:
+    """What a rank waits for, and who has not come to it; of a call that is not numbered, who waits for nothing."""
+    if position.wait is None and not position.device:
+        return position.waits, [r for r in range(size) if r not in positions or not positions[r].waits]
+    calls = position.missing(positions)
+    known = [call for rank, call in calls.items() if rank in positions]
+    what = f"{position.describe(known[0])} on the device" if position.device and known else position.waits
+    return what, sorted(calls)
+
+
+def _not_come(missing: Sequence[int]) -> str:
+    if not missing:
+        return "all have come, so the backend or the network does not bring it to an end"
+    return f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not come"
+
+
+def _told(rank: int, positions: Mapping[int, Position], silent: Mapping[int, str]) -> str:
+    position = positions.get(rank)
+    if position is None:
+        return silent.get(rank, "has not answered")
+    if position.ended:
+        return f"({position.home}) has ended ({position.ended})"
+    if position.waits:
+        return f"({position.home}) waits itself"
+    return f"({position.home}) is busy{where(position) or ', at an unknown line'}"
+
+
+def _has(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'} {'has' if count == 1 else 'have'}"

@@ -1,0 +1,116 @@
+"""Where a process is: its machine and number, what the system says of it, and the line that its program is at."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import ds_core
+
+__all__ = ["Home", "State", "main_stack", "user_line"]
+
+_CORE = os.path.dirname(os.path.abspath(ds_core.__file__)) + os.sep
+
+
+class State(NamedTuple):
+    """What the system says of a process that does not answer. settled: it cannot answer."""
+
+    text: str
+    settled: bool = False
+
+
+class Home(NamedTuple):
+    """A process. machine: equal for processes that see each other's numbers. born: tells it from a later one."""
+
+    host: str
+    machine: str
+    pid: int
+    born: str
+
+    @classmethod
+    def here(cls) -> Home:
+        """This process."""
+        pid = os.getpid()
+        return cls(socket.gethostname(), _machine(), pid, (_stat(pid) or ("", ""))[1])
+
+    @classmethod
+    def read(cls, fields: Any) -> Home:
+        """The reverse of a trip through JSON."""
+        host, machine, pid, born = fields
+        return cls(str(host), str(machine), int(pid), str(born))
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"
+
+    def state(self) -> State:
+        """What the system says, on the process's machine."""
+        found = _stat(self.pid)
+        if found is None or found[1] != self.born or found[0] in "ZX":
+            return State("has ended: its process is gone", True)
+        if found[0] in "Tt":
+            text = f"is stopped (by SIGSTOP, Ctrl-Z or a debugger; `kill -CONT {self.pid}` lets it go on)"
+            return State(text, True)
+        if found[0] == "D":
+            return State("waits in the kernel, for a disk or a device (state D)")
+        return State("runs, but has not answered: it makes other collectives, or a call holds Python's interpreter")
+
+
+def _machine() -> str:
+    """The boot of this machine and the name space of its process numbers; the host's name where there is no /proc."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """(state, start time) of a process; None: there is none. Without /proc only whether it is there is known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except OSError:
+        if os.path.isdir("/proc/self"):
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "S", ""
+
+
+def main_stack() -> Iterator[FrameType]:
+    """The frames of the main thread, innermost first."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    return (frame for frame, _ in traceback.walk_stack(main)) if main is not None else iter(())
+
+
+def user_line(packages: Collection[str]) -> str:
+    """The user's line that the main thread is at ("train.py:30 in load"); "" where there is none.
+
+    packages: top-level names of modules whose lines are not the user's.
+    """
+    for frame in main_stack():
+        if _users(frame) and str(frame.f_globals.get("__name__")).split(".")[0] not in packages:
+            function = frame.f_code.co_name
+            where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return where if function.startswith("<") else f"{where} in {function}"
+    return ""
+
+
+def _users(frame: FrameType) -> bool:
+    """Whether a frame is outside the core, installed packages and Python's own library."""
+    name = frame.f_code.co_filename
+    return not (
+        name.startswith((_CORE, "<"))
+        or f"{os.sep}site-packages{os.sep}" in name
+        or f"{os.sep}lib{os.sep}python" in name
+    )
