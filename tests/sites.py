@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ds_testing.hosts import Host, Lab
 
-__all__ = ["CASES", "QUICKSTART", "Site"]
+__all__ = ["CASES", "ENDLESS", "LIMIT", "QUICKSTART", "Site", "quickstart_losses", "read_cases"]
 
 ROOT = Path(__file__).parents[1]
 CASES = str(ROOT / "tests/hosts/cases.py")
+ENDLESS = str(ROOT / "tests/hosts/endless.py")
 QUICKSTART = str(ROOT / "examples/gpt/train.py")
 LIMIT = 170
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,9 +27,9 @@ def on_every_rank(
         result = work()
         mine = {"report": report(result)}
     except Exception as error:  # whatever it is, the other ranks are waiting for word
-        cause, mine = error, {"error": describe(error)}
+        cause, mine = error, _row(error)
     everyone = comm.all_gather_json(mine)
-    _raise_first(action, {rank: row["error"] for rank, row in enumerate(everyone) if "error" in row}, cause)
+    _raise_first(action, {rank: row for rank, row in enumerate(everyone) if "error" in row}, cause)
     return result, [row["report"] for row in everyone]
 
 
@@ -40,9 +41,9 @@ def on_first_rank(action: str, work: Callable[[], Any]) -> Any:
         try:
             answer = {"result": work()}
         except Exception as error:  # as above
-            cause, answer = error, {"error": describe(error)}
+            cause, answer = error, _row(error)
     answer = comm.all_gather_json(answer)[0]
-    _raise_first(action, {0: answer["error"]} if "error" in answer else {}, cause)
+    _raise_first(action, {0: answer} if "error" in answer else {}, cause)
     return answer["result"]
 
 
@@ -51,10 +52,15 @@ def describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _raise_first(action: str, errors: dict[int, str], cause: Exception | None) -> None:
+def _row(error: Exception) -> dict[str, str]:
+    return {"error": describe(error), "host": socket.gethostname()}
+
+
+def _raise_first(action: str, errors: dict[int, dict[str, str]], cause: Exception | None) -> None:
     if not errors:
         return
-    rank, text = min(errors.items())
-    where = f"rank {rank}: " if comm.world_size() > 1 else ""
+    rank, row = min(errors.items())
+    place = "" if row["host"] == socket.gethostname() else f" on {row['host']}"
+    where = f"rank {rank}{place}: " if comm.world_size() > 1 else ""
     others = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
-    raise CheckpointError(f"{action}: {where}{text}{others}") from cause
+    raise CheckpointError(f"{action}: {where}{row['error']}{others}") from cause

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from pathlib import Path
 
 from ds_core.errors import CheckpointError
@@ -30,6 +31,7 @@ class FolderLock:
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
+        weakref.finalize(self, _close, self._held)
 
     def take(self, folder: Path) -> None:
         """Hold `folder`, which exists; CheckpointError naming who has it when that is another job."""
@@ -67,11 +69,12 @@ class FolderLock:
 
     def close(self) -> None:
         """Give all folders back."""
-        while self._held:
-            os.close(self._held.popitem()[1])
+        _close(self._held)
 
-    def __del__(self) -> None:
-        self.close()
+
+def _close(held: dict[Path, int]) -> None:
+    while held:
+        os.close(held.popitem()[1])
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

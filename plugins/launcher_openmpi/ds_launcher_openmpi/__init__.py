@@ -1,1 +1,0 @@
-"""``dscore run --launcher openmpi``: one agent per host of a hostfile, started with Open MPI's mpirun."""
