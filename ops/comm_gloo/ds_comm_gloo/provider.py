@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_comm_gloo import gloo
-from ds_comm_gloo.group_queue import GroupQueue, Messages
+from ds_comm_gloo.group_queue import GroupQueue, Messages, QueueWork
 from ds_comm_gloo.hosts import Hosts, host_key, meet
 from ds_comm_gloo.some_ranks import Lane
 from ds_comm_gloo.transports import Members, Opener, Transport, members
-from ds_comm_gloo.two_level import open_two_level
+from ds_comm_gloo.two_level import TwoLevel, open_two_level
 from ds_core.comm import AfterWork, GroupCollectives
 
 __all__ = ["GlooCollectives"]
@@ -38,9 +38,9 @@ class GlooCollectives(GroupCollectives):
     ) -> None:
         super().__init__(group, messages)
         self.queue = GroupQueue(group)
-        self.transport: Transport | None = None
-        self.carrier: Transport | None = None
-        self.exchanger: Transport | None = None
+        self.transport: Transport | TwoLevel | None = None
+        self.carrier: Transport | TwoLevel | None = None
+        self.exchanger: Transport | TwoLevel | None = None
         self._messages = messages  # whether there have been any, by whatever way
         self._opener, self._key = opener, key
         self._hosts: Hosts | None = None
@@ -56,7 +56,7 @@ class GlooCollectives(GroupCollectives):
         if self.transport is not None and not any(r["messages"] for r in ranks.exchange({"messages": self._messages})):
             self.carrier = self.transport
 
-    def _open(self, ranks: Members, lane: int) -> Transport | None:
+    def _open(self, ranks: Members, lane: int) -> Transport | TwoLevel | None:
         """A transport of the group; collective. lane: of its messages between hosts."""
         self._hosts = self._hosts or meet(ranks, self._key())
         if self._hosts.two_level:
@@ -70,7 +70,7 @@ class GlooCollectives(GroupCollectives):
         if (transport := self._taker("all_reduce", tensor, op, async_op)) is None:
             return gloo.all_reduce(tensor, op, self.queue, async_op)
         name, tag = _NAMES[op], self._tag()
-        return self.queue.run(lambda: transport.all_reduce(tensor, name, tag), async_op, tensor.is_inference())
+        return self._run(lambda: transport.all_reduce(tensor, name, tag), async_op, tensor.is_inference())
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: Any, async_op: bool) -> Any:
         """See `GroupCollectives.reduce_scatter`."""
@@ -79,23 +79,21 @@ class GlooCollectives(GroupCollectives):
         if (transport := self._taker("reduce_scatter", input, op, async_op)) is None:
             return gloo.reduce_scatter(output, input, op, self.queue, async_op)
         parts, name, tag = input.view(self.queue.size, -1).unbind(), _NAMES[op], self._tag()
-        return self.queue.run(
-            lambda: transport.reduce_scatter(output, parts, name, tag), async_op, output.is_inference()
-        )
+        return self._run(lambda: transport.reduce_scatter(output, parts, name, tag), async_op, output.is_inference())
 
     def all_gather_into(self, output: Tensor, input: Tensor, async_op: bool) -> Any:
         """See `GroupCollectives.all_gather_into`."""
         if (transport := self._taker("all_gather", output, None, async_op)) is None:
             return gloo.all_gather(output, input, self.queue, async_op)
         parts, tag = output.view(self.queue.size, -1).unbind(), self._tag()
-        return self.queue.run(lambda: transport.all_gather(parts, input, tag), async_op, output.is_inference())
+        return self._run(lambda: transport.all_gather(parts, input, tag), async_op, output.is_inference())
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Any:
         """See `GroupCollectives.broadcast`."""
         if (transport := self._taker("all_gather", tensor, None, async_op)) is None:
             return super().broadcast(tensor, src, async_op)
         tag = self._tag()
-        return self.queue.run(lambda: transport.broadcast(tensor, src, tag), async_op, tensor.is_inference())
+        return self._run(lambda: transport.broadcast(tensor, src, tag), async_op, tensor.is_inference())
 
     def all_to_all(
         self, output: Tensor, input: Tensor, taken: list[int] | None, given: list[int] | None, async_op: bool
@@ -132,7 +130,7 @@ class GlooCollectives(GroupCollectives):
             return self.carrier.irecv(tensor, src)
         return Messages([dist.irecv(tensor, dist.get_global_rank(self.group, src), self.group)])
 
-    def _taker(self, kind: str, tensor: Tensor, op: Any, async_op: bool) -> Transport | None:
+    def _taker(self, kind: str, tensor: Tensor, op: Any, async_op: bool) -> Transport | TwoLevel | None:
         """The transport, if it is to run this collective."""
         if tensor.nbytes == 0:
             return None
@@ -141,6 +139,11 @@ class GlooCollectives(GroupCollectives):
         if self.transport is None or not self.transport.takes(kind, tensor.nbytes, tensor.dtype, _NAMES.get(op, "")):
             return None
         return self.transport
+
+    def _run(self, call: Callable[[], Any], async_op: bool, inference: bool) -> QueueWork | None:
+        """Run a collective of the transport, after those before it."""
+        runner = self.transport.pipeline if isinstance(self.transport, TwoLevel) else self.queue
+        return runner.run(call, async_op, inference)
 
     def _tag(self) -> int:
         return self.queue.tag(_KIND) if self.queue.tagged else 0

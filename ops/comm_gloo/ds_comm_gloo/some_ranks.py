@@ -20,9 +20,13 @@ _TAGS = 0x44530010  # beside those of `ds_comm_gloo.gloo`
 
 
 class Lane:
-    """Kinds of messages, by which those of a pair of ranks are told apart; of a tag's lowest three bits."""
+    """Kinds of messages, in a tag's lowest three bits.
 
-    SCATTER, GATHER, CARRIED, EXCHANGED, RECORDS = range(1, 6)
+    Those of one kind and pair of ranks are matched in the order of blocks, in which both ends post them; those of
+    different kinds may overtake each other.
+    """
+
+    SCATTER, GATHER, TOTAL, SPREAD, CARRIED, EXCHANGED, RECORDS = range(1, 8)
 
 
 def wire_tag(tag: int, lane: int) -> int:
@@ -73,9 +77,9 @@ class SomeRanks:
         works = [work for i in self.peers() for work in self.receive(rows[i], i, tag)]
         return works + [work for i in self.peers() for work in self.send(parts[i], i, tag)]
 
-    def gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> list[PeerWork]:
+    def gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int, lane: int = Lane.GATHER) -> list[PeerWork]:
         """Start filling ``parts[i]`` with rank i's `mine`; not this rank's own part."""
-        tag = wire_tag(tag, Lane.GATHER)
+        tag = wire_tag(tag, lane)
         works = [work for i in self.peers() for work in self.receive(parts[i], i, tag)]
         return works + [work for i in self.peers() for work in self.send(mine, i, tag)]
 

@@ -4,20 +4,18 @@ Inside a host data goes through a transport (shared memory), where one opens, el
 messages, and crosses the link once per host, not once per rank. The first ranks of each host, as many as the smallest
 host has, are its carriers; the r-th ones of all hosts form rail r, and each rail carries a slice of its own. For an
 all_reduce the carriers of a host get slices of the host's sum, exchange them on their rails, and share the totals with
-their host. Long tensors go in blocks, and the next blocks are on the wire while one is worked on.
+their host. Long tensors go in blocks, through a `Pipeline`.
 
 [Note: the order of sums] Host by host, in the order of the hosts' first ranks, and rank by rank in each: the same bits
 on every rank and in every run, whatever the size. 16-bit floats are added in fp32, also across the link, and rounded
 once.
-
-[Note: stages] A block's work is a generator that yields the messages to wait for. Between them the ranks of a host meet
-in its transport, so all of them go through the same stages in the same order, those without a rail too.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch.distributed import ReduceOp
 from ds_comm_gloo import gloo
 from ds_comm_gloo.group_queue import GroupQueue, Messages
 from ds_comm_gloo.hosts import Hosts
+from ds_comm_gloo.pipeline import Pipeline, Stages
 from ds_comm_gloo.some_ranks import Lane, PeerWork, SomeRanks, wire_tag
 from ds_comm_gloo.transports import Members, Opener, Transport, exchange_among
 from ds_core.comm.providers import average
@@ -35,18 +34,14 @@ __all__ = ["TwoLevel", "open_two_level"]
 
 log = logging.getLogger("ds_comm_gloo")
 
-MESSAGE = 1 << 20
+MESSAGE = 1 << 19
 """Bytes of a message on a rail; longer tensors go in blocks of such messages."""
-
-AHEAD = 2
-"""Blocks that are on the wire before the oldest one is waited for."""
 
 DIRECT = 1 << 16
 """all_reduce of up to so many bytes: carriers send each other all they have; one trip over the link instead of two."""
 
 _REAL = (torch.float32, torch.float64, *gloo.LOW, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _BITS = ("BAND", "BOR", "BXOR")
-_Stages = Iterator[Sequence[PeerWork]]
 
 
 def open_two_level(queue: GroupQueue, members: Members, hosts: Hosts, opener: Opener | None, lane: int) -> TwoLevel:
@@ -72,8 +67,9 @@ def open_two_level(queue: GroupQueue, members: Members, hosts: Hosts, opener: Op
 
 
 class TwoLevel:
-    """A `Transport` over hosts; parts of `reduce_scatter` and `all_gather` must have one length.
+    """As a `Transport`, over hosts, but that its collectives give blocks, which its `pipeline` runs.
 
+    Parts of `reduce_scatter` and `all_gather` must have one length.
     near: the ranks of this host. inside: their transport; None: messages. rail: this rank's; None: it carries nothing.
     """
 
@@ -92,6 +88,7 @@ class TwoLevel:
         self._host = self.hosts.index(near.ranks)
         self._others = [(self._host + d) % len(self.hosts) for d in range(1, len(self.hosts))]
         self._rails, self._even = hosts.rails, hosts.even
+        self.pipeline = Pipeline(functools.partial(_agree, near, inside))
 
     def takes(self, kind: str, size: int, dtype: torch.dtype, op: str) -> bool:
         """See `Transport`."""
@@ -101,14 +98,14 @@ class TwoLevel:
 
     # -- reductions ------------------------------------------------------------------------------------------
 
-    def all_reduce(self, flat: Tensor, op: str, tag: int) -> None:
+    def all_reduce(self, flat: Tensor, op: str, tag: int) -> Iterator[Stages]:
         """See `Transport`."""
         # Between two hosts the direct exchange has no more bytes, unless they are widened.
         direct = flat.nbytes <= DIRECT or (len(self.hosts) == 2 and not _widens(flat.dtype, op))
         step = MESSAGE // flat.itemsize * self._rails * (1 if direct else len(self.hosts))
-        _in_turn(self._reduced(flat[begin:end], op, direct, tag) for begin, end in gloo.cut(len(flat), step))
+        return (self._reduced(flat[begin:end], op, direct, tag) for begin, end in gloo.cut(len(flat), step))
 
-    def _reduced(self, block: Tensor, op: str, direct: bool, tag: int) -> _Stages:
+    def _reduced(self, block: Tensor, op: str, direct: bool, tag: int) -> Stages:
         totals = self._slices(block)
         mine = self._reduce_inside(self._slices(_wide(block, op)), op, tag)
         sent, kept = (
@@ -119,17 +116,17 @@ class TwoLevel:
         yield self._rail.scatter(rows, sent, tag) if self._rail else ()
         self._fold(kept[self._host], rows, op)
         if not direct:
-            yield self._rail.gather(kept, kept[self._host], tag) if self._rail else ()
+            yield self._rail.gather(kept, kept[self._host], tag, Lane.TOTAL) if self._rail else ()
         self._gather_inside(totals, tag)
 
-    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> None:
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: str, tag: int) -> Iterator[Stages]:
         """See `Transport`."""
-        _in_turn(
+        return (
             self._scattered(output[begin:end], [p[begin:end] for p in parts], op, tag)
             for begin, end in gloo.cut(len(output), MESSAGE // output.itemsize)
         )
 
-    def _scattered(self, output: Tensor, rows: Sequence[Tensor], op: str, tag: int) -> _Stages:
+    def _scattered(self, output: Tensor, rows: Sequence[Tensor], op: str, tag: int) -> Stages:
         """rows: what this rank has for each rank, all as long as `output`."""
         region, lane = output, wire_tag(tag, Lane.SCATTER)
         totals: Sequence[Tensor] = [output] * self._near.size
@@ -186,16 +183,16 @@ class TwoLevel:
 
     # -- what is only moved ----------------------------------------------------------------------------------
 
-    def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> None:
+    def all_gather(self, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Iterator[Stages]:
         """See `Transport`."""
         if parts[self._queue.rank].data_ptr() != mine.data_ptr():
             gloo.copy(parts[self._queue.rank], mine)
-        _in_turn(
+        return (
             self._gathered([p[begin:end] for p in parts], tag)
             for begin, end in gloo.cut(len(mine), MESSAGE // mine.itemsize)
         )
 
-    def _gathered(self, rows: Sequence[Tensor], tag: int) -> _Stages:
+    def _gathered(self, rows: Sequence[Tensor], tag: int) -> Stages:
         """rows: all ranks', this one's being there."""
         by_host = [[rows[rank] for rank in ranks] for ranks in self.hosts]
         joined: list[Tensor] = []
@@ -220,24 +217,24 @@ class TwoLevel:
                 for row, piece in zip(by_host[host], joined[host].split(len(by_host[host][0])), strict=True):
                     gloo.copy(row, piece)
 
-    def broadcast(self, flat: Tensor, src: int, tag: int) -> None:
+    def broadcast(self, flat: Tensor, src: int, tag: int) -> Iterator[Stages]:
         """See `Transport`. From host to host in a chain; one block goes from the first host to all."""
         raw = flat.view(torch.uint8)
         step = MESSAGE * self._rails
         chain = len(raw) > step
-        _in_turn(self._spread(raw[begin:end], src, chain, tag) for begin, end in gloo.cut(len(raw), step))
+        return (self._spread(raw[begin:end], src, chain, tag) for begin, end in gloo.cut(len(raw), step))
 
-    def _spread(self, block: Tensor, src: int, chain: bool, tag: int) -> _Stages:
+    def _spread(self, block: Tensor, src: int, chain: bool, tag: int) -> Stages:
         first = next(h for h, ranks in enumerate(self.hosts) if src in ranks)
         order = [(first + d) % len(self.hosts) for d in range(len(self.hosts))]
-        place, lane = order.index(self._host), wire_tag(tag, Lane.GATHER)
+        place, lane = order.index(self._host), wire_tag(tag, Lane.SPREAD)
+        source = order[place - 1] if chain else first
+        onward = order[place + 1 : place + 2] if chain else order[1:] if place == 0 else ()
         slices = self._slices(block)
         mine = slices[self._near.rank]
         if place == 0:
             self._gather_inside([block if rank == src else block[:0] for rank in self._near.ranks], tag)
-        else:
-            yield self._rail.receive(mine, order[place - 1] if chain else first, lane) if self._rail else ()
-        onward = (order[place + 1 : place + 2] if chain else order[1:]) if chain or place == 0 else ()
+        yield self._rail.receive(mine, source, lane) if self._rail and place > 0 else ()
         sending = [work for host in onward for work in self._rail.send(mine, host, lane)] if self._rail else ()
         if place > 0:
             self._gather_inside(slices, tag)
@@ -272,27 +269,15 @@ class TwoLevel:
         return Messages([self._queue.recv(flat, source, wire_tag(0, self._lane))])
 
 
-def _in_turn(blocks: Iterable[_Stages]) -> None:
-    """Run the stages of all blocks: those of the next `AHEAD` are on the wire before a block's messages are waited for.
-
-    The order depends on the numbers of blocks and stages alone, so it is the same on all ranks of a host.
-    """
-    under_way: list[tuple[_Stages, Sequence[PeerWork]]] = []
-    for stages in blocks:
-        under_way = [*_advanced(under_way[:-AHEAD]), *under_way[-AHEAD:], (stages, next(stages))]
-    while under_way:
-        under_way = _advanced(under_way)
-
-
-def _advanced(blocks: Sequence[tuple[_Stages, Sequence[PeerWork]]]) -> list[tuple[_Stages, Sequence[PeerWork]]]:
-    """Each by one stage; those that go on."""
-    going = []
-    for stages, works in blocks:
-        for work in works:
-            work.wait()
-        if (coming := next(stages, None)) is not None:
-            going.append((stages, coming))
-    return going
+def _agree(near: SomeRanks, inside: Transport | None, mine: bool) -> bool:
+    """Whether all ranks of the host say so."""
+    if near.size == 1:
+        return mine
+    votes = torch.zeros(near.size, 1, dtype=torch.uint8)
+    votes[near.rank] = mine
+    rows = votes.unbind()
+    (near if inside is None else inside).all_gather(rows, rows[near.rank], 0)
+    return bool(votes.all())
 
 
 def _widens(dtype: torch.dtype, op: str) -> bool:

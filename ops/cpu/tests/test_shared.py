@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ds_comm_gloo import GlooCollectives, transports
+from ds_comm_gloo.two_level import TwoLevel
 from ds_ops_cpu import shared as ours
 from ds_ops_cpu.kernels import native
 from ds_testing import CollectivesConformance, RemoteError, run_ranks
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.comm import collectives
+from ds_core.entries import CollectivesEntry
 from ds_core.errors import CommError
 
 ROOT = Path(__file__).parents[3]
@@ -330,19 +333,20 @@ def test_the_guard_sees_these_collectives_too() -> None:
 # -- between hosts -----------------------------------------------------------------------------------------------------
 
 
-def spread(layout: str) -> None:
+def spread(layout: str) -> Callable[[Any, bool], GlooCollectives]:
     """Take rank i's host for ``layout[i]`` from here on."""
 
     def serve(group: Any, messages: bool) -> GlooCollectives:
         return GlooCollectives(group, messages, ours.open_segment, key=lambda: layout[dist.get_rank()])
 
     comm.use_providers({("cpu", "gloo"): serve})
+    return serve
 
 
 def inside_hosts(layout: str) -> None:
     spread(layout)
     checks = core_checks("test_two_level", ROOT / "ops" / "comm_gloo" / "tests")
-    checks.spread = lambda layout: spread(layout) or comm.open_transport(dist.group.WORLD)  # type: ignore
+    checks.spread = lambda layout: (spread(layout), comm.open_transport(dist.group.WORLD))  # type: ignore
     checks.several_blocks(layout)
     rank, size = dist.get_rank(), dist.get_world_size()
     alone = layout.count(layout[rank]) == 1
@@ -425,6 +429,22 @@ def test_where_one_rank_cannot_all_use_the_backend_and_say_why(why: str, words: 
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+def offer(layout: str) -> str:
+    """A plugin whose provider ``spread`` takes rank i's host for ``layout[i]``."""
+    module: Any = ModuleType("spread_plugin")
+    module.serve = spread(layout)
+    entry = CollectivesEntry("spread_plugin:serve", device="cpu", backend="gloo", priority=-1)
+    module.ds_collectives = lambda: {"spread": entry}
+    sys.modules["spread_plugin"] = module
+    return "spread_plugin"
+
+
+def levels() -> bool:
+    """Whether a group's collectives go in two levels."""
+    used = [known.serving.get("cpu") for known in collectives._groups.values()]
+    return any(isinstance(getattr(w, "transport", None), TwoLevel) for w in used)
+
+
 def train(stage: int, provider: str, dtype: str) -> list[Any]:
     import ds_core
 
@@ -435,7 +455,7 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "plugins": {"load": ["ds_zero.plugin", "ds_ops_cpu.plugin"]},
+        "plugins": {"load": ["ds_zero.plugin", "ds_ops_cpu.plugin", offer("aabb")]},
         "zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 4000},
         "collectives": provider,
         "bf16": {"enabled": dtype == "bf16"},
@@ -451,6 +471,16 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
         losses.append(loss.item())
     used = [known.serving.get("cpu") for known in collectives._groups.values()]
     assert any(isinstance(getattr(w, "transport", None), ours.SharedMemory) for w in used) == (provider == "shm")
+    assert levels() == (provider == "spread")
+    engine.destroy()
+    return losses
+
+
+def train_experts(stage: int, provider: str) -> list[float]:
+    moe = core_checks("test_moe_running", ROOT / "plugins" / "moe" / "tests")
+    engine = moe.start(2, stage, collectives=provider, plugins={"load": [offer("abab")]})
+    losses: list[float] = moe.steps(engine, 0, 4)
+    assert levels() == (provider == "spread")
     engine.destroy()
     return losses
 
@@ -459,3 +489,10 @@ def train(stage: int, provider: str, dtype: str) -> list[Any]:
 def test_training_is_that_over_gloo_bit_for_bit(size: int, dtype: str) -> None:
     for stage in (1, 2, 3):
         assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(size, train, stage, "composed", dtype)
+
+
+def test_training_over_two_hosts_is_that_over_one() -> None:
+    for stage in (1, 2, 3):
+        ways = [run_ranks(4, train, stage, provider, "fp32") for provider in ("spread", "composed")]
+        assert all(mine == pytest.approx(flat, rel=1e-5) for mine, flat in zip(*ways, strict=True))
+    assert run_ranks(4, train_experts, 1, "spread")[0] == pytest.approx(run_ranks(4, train_experts, 1, "composed")[0])

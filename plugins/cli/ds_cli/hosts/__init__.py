@@ -8,6 +8,7 @@ launcher alike.
 
 from __future__ import annotations
 
+from ds_cli.hosts.choice import named_hosts
 from ds_cli.hosts.hostfile import Host
 from ds_cli.hosts.settings import FromVariable, agent_command, settings_line, settings_variable
 from ds_cli.hosts.tools import run_tool, run_tools
@@ -16,6 +17,7 @@ __all__ = [
     "FromVariable",
     "Host",
     "agent_command",
+    "named_hosts",
     "run_tool",
     "run_tools",
     "settings_line",

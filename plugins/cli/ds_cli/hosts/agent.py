@@ -49,7 +49,7 @@ def _words() -> argparse.Namespace:
     settings.add_argument("--settings")
     settings.add_argument("--settings-by-stdin", action="store_true")
     settings.add_argument("--settings-by-variable", action="store_true")
-    parser.add_argument("--lifeline", action="store_true")
+    parser.add_argument("--lifeline", choices=("beats", "end"))
     return parser.parse_args()
 
 
@@ -61,7 +61,8 @@ def _run(words: argparse.Namespace) -> int:
     number = words.number if words.number is not None else _number(words.number_from)
     request = on_host(settings.request, number)
     if words.lifeline:
-        threading.Thread(target=_watch, args=(lifeline,), name="dscore-lifeline", daemon=True).start()
+        silence = SILENCE_SECONDS if words.lifeline == "beats" else float("inf")
+        threading.Thread(target=_watch, args=(lifeline, silence), name="dscore-lifeline", daemon=True).start()
     from ds_cli.local import launch
 
     return launch(request, _problem(request, settings.folder))
@@ -131,10 +132,10 @@ def _read_line(descriptor: int) -> bytes:
     return line.strip()
 
 
-def _watch(lifeline: int) -> None:
+def _watch(lifeline: int, silence: float) -> None:
     """End this process and its ranks when the launcher is gone; what is said then, nobody hears."""
     heard = time.monotonic()
-    while time.monotonic() < heard + SILENCE_SECONDS:
+    while time.monotonic() < heard + silence:
         if select.select([lifeline], [], [], 1.0)[0]:
             if not os.read(lifeline, 4096):
                 break

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ds_cli.hosts.hostfile import DEFAULT, Host, filter_hosts, read_hostfile
 from ds_cli.show import CommandError
 
-__all__ = ["Choice", "choose_hosts", "is_here", "slots_here"]
+if TYPE_CHECKING:
+    from ds_cli.launch import LaunchRequest
+
+__all__ = ["Choice", "choose_hosts", "is_here", "named_hosts", "slots_here"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,20 @@ def choose_hosts(words: Choice) -> tuple[Host, ...]:
                 raise CommandError(f"--nproc {words.nproc}, but host {name!r} has {len(slots_there)} slots")
         rows = [(name, slots_there[: words.nproc]) for name, slots_there in rows]
     return tuple(Host(name, tuple(slots_there)) for name, slots_there in rows)
+
+
+def named_hosts(request: LaunchRequest, launcher: str, users: bool = False) -> tuple[Host, ...]:
+    """The hosts, for a launcher that takes them from the hostfile and cannot add any later. Raises CommandError.
+
+    users: ``user@host`` is understood.
+    """
+    if not request.hosts:
+        raise CommandError(f"the launcher {launcher} needs --hostfile FILE, with a line `name slots=K` for each host")
+    if request.min_nodes != request.max_nodes:
+        raise CommandError(f"the launcher {launcher} cannot start a host again; elastic runs need --launcher ssh")
+    if not users and (named := next((host.name for host in request.hosts if "@" in host.name), "")):
+        raise CommandError(f"the launcher {launcher} takes no user's name as in {named!r}; put it into ~/.ssh/config")
+    return request.hosts
 
 
 def slots_here(include: str, exclude: str) -> tuple[int, ...] | None:

@@ -62,17 +62,18 @@ def agent_command(
     number: int | str | FromVariable,
     *,
     settings: Literal["stdin", "variable", "argument"] = "stdin",
-    lifeline: bool = False,
+    lifeline: bool | Literal["end"] = False,
 ) -> list[str]:
     """What to run on a host. Its folder may be any; the same Python must be at the same path.
 
     number: the host's, from 0; a text is one that the tool replaces (pdsh's "%n"). settings: how they reach the agent.
-    lifeline: its standard input stays open as long as the launcher lives, with a line break every few seconds.
+    lifeline: its standard input stays open as long as the launcher lives, with a line break every few seconds; "end":
+    with nothing.
     """
     words = [sys.executable, "-m", "ds_cli.hosts.agent"]
     words += ["--number-from", number.name] if isinstance(number, FromVariable) else ["--number", str(number)]
     words += ["--settings", _pack(request)] if settings == "argument" else [f"--settings-by-{settings}"]
-    return [*words, "--lifeline"] if lifeline else words
+    return [*words, "--lifeline", "end" if lifeline == "end" else "beats"] if lifeline else words
 
 
 def settings_line(request: LaunchRequest) -> bytes:

@@ -33,6 +33,17 @@ BEAT_SECONDS = 5.0
 OTHERS_SECONDS = 10.0  # after the first bad end: how long the other agents may take to hear of it by themselves
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )")
+_TOLD = re.compile(rb"dscore: (rank|host) ")  # an agent says what went wrong there
+
+End = tuple[str, int]  # a host, or "" for all, and the exit code of what ran for it
+
+
+def _silent(where: str, code: int) -> str:
+    return ""
+
+
+def _no_end(line: bytes) -> End | None:
+    return None
 
 
 def run_tool(
@@ -42,9 +53,16 @@ def run_tool(
     environment: Mapping[str, str] | None = None,
     feed: bytes = b"",
     lifeline: bool = False,
+    explain: Callable[[str, int], str] = _silent,
+    ends: Callable[[bytes], End | None] = _no_end,
 ) -> int:
-    """Run one program that reaches all hosts; see `run_tools`."""
-    return run_tools(request, {"": argv}, environment=environment, feed=feed, lifeline=lifeline)
+    """Run one program that reaches all hosts; see `run_tools`.
+
+    ends: host and exit code where a line of the program's stderr says that one host's agent has ended badly; the line
+    itself is not shown. For programs that then wait for the others.
+    """
+    loop = _Loop(request, [_Tool("", list(argv), bytearray(feed))], dict(environment or {}), lifeline, explain, ends)
+    return _run(request, {"": argv}, loop)
 
 
 def run_tools(
@@ -54,7 +72,7 @@ def run_tools(
     environment: Mapping[str, str] | None = None,
     feed: bytes = b"",
     lifeline: bool = False,
-    explain: Callable[[str, int], str] = lambda where, code: "",
+    explain: Callable[[str, int], str] = _silent,
 ) -> int:
     """Run all `commands` (by host) until all have ended; the exit code of the first that ends badly, or 0.
 
@@ -63,11 +81,15 @@ def run_tools(
     they are asked to end; otherwise it is SIGTERM. explain: called as ``explain(where, code)`` for the first bad end,
     gives what to say of it; "" where the agents say it.
     """
+    tools = [_Tool(where, list(argv), bytearray(feed)) for where, argv in commands.items()]
+    return _run(request, commands, _Loop(request, tools, dict(environment or {}), lifeline, explain, _no_end))
+
+
+def _run(request: LaunchRequest, commands: Mapping[str, Sequence[str]], loop: _Loop) -> int:
     if request.show:
         _show(request, commands)
         return 0
-    tools = [_Tool(where, list(argv), bytearray(feed)) for where, argv in commands.items()]
-    return _Loop(request, tools, dict(environment or {}), lifeline, explain).run()
+    return loop.run()
 
 
 def _show(request: LaunchRequest, commands: Mapping[str, Sequence[str]]) -> None:
@@ -103,12 +125,14 @@ class _Loop:
         environment: dict[str, str],
         lifeline: bool,
         explain: Callable[[str, int], str],
+        ends: Callable[[bytes], End | None],
     ) -> None:
         self.request, self.tools, self.environment = request, tools, environment
-        self.lifeline, self.explain = lifeline, explain
+        self.lifeline, self.explain, self.ends = lifeline, explain, ends
         self.selector = selectors.DefaultSelector()
         self.said: set[bytes] = set()
-        self.first: _Tool | None = None  # that has ended badly
+        self.told = False  # by an agent, what went wrong
+        self.first: End | None = None  # the first bad one
         self.stopped = 0  # by this signal
         self.deadline = float("inf")  # when to ask who is left to end
         self.asked = False
@@ -153,7 +177,7 @@ class _Loop:
             now = time.monotonic()
             for tool in self.tools:
                 self._feed(tool, now >= beat)
-                self._look(tool, now)
+                self._look(tool)
             beat = now + BEAT_SECONDS if now >= beat else beat
             if now >= self.deadline:
                 self._ask(now)
@@ -170,10 +194,19 @@ class _Loop:
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if data and len(text) < 1 << 20 else len(text)
         if text[end:]:
             tool.partial[target] = text[end:]
-        lines = [line for line in text[:end].splitlines(keepends=True) if self._is_new(line)]
+        lines = [line for line in text[:end].splitlines(keepends=True) if self._is_shown(line, target)]
         with contextlib.suppress(OSError):  # nobody reads us any more: the run goes on
             _write(target, b"".join(lines))
         return bool(data)
+
+    def _is_shown(self, line: bytes, target: int) -> bool:
+        if target == 2 and (end := self.ends(line)) is not None:
+            self._ended(end)
+            return False
+        if self.told and not self.stopped and line.startswith(b"dscore: stopped by "):
+            return False  # by the tool, since another agent has failed
+        self.told = self.told or _TOLD.match(line) is not None
+        return self._is_new(line)
 
     def _is_new(self, line: bytes) -> bool:
         if not _SAID_BY_ALL.match(line):
@@ -198,7 +231,7 @@ class _Loop:
         if not self.lifeline:
             pipe.close()
 
-    def _look(self, tool: _Tool, now: float) -> None:
+    def _look(self, tool: _Tool) -> None:
         """Note the end of a tool, when all that it has written is read."""
         if tool.code is not None or (code := tool.process.poll()) is None:
             return
@@ -208,10 +241,15 @@ class _Loop:
             if key.fileobj in self.selector.get_map():  # somebody who lives on keeps it open
                 self.selector.unregister(key.fileobj)
         tool.code = code
-        if code != 0 and self.first is None:
-            self.first = tool
-            own = self.explain(tool.where, code)  # of which the other agents do not hear by themselves
-            self.deadline = min(self.deadline, now + (1.0 if own else OTHERS_SECONDS))
+        if code != 0:
+            self._ended((tool.where, code))
+
+    def _ended(self, end: End) -> None:
+        """The first bad end is the end of all."""
+        if self.first is None:
+            self.first = end
+            own = self.explain(*end)  # of which the other agents do not hear by themselves
+            self.deadline = min(self.deadline, time.monotonic() + (1.0 if own else OTHERS_SECONDS))
 
     def _ask(self, now: float) -> None:
         """Ask who is left to end; later, end them."""
@@ -250,10 +288,10 @@ class _Loop:
             return 128 + self.stopped
         if self.first is None:
             return 0
-        code = self.first.code
-        assert code is not None
-        if why := self.explain(self.first.where, code):
-            if not any(line.startswith(b"dscore: lost ") for line in self.said):
+        code = self.first[1]
+        why, lost = self.explain(*self.first), any(line.startswith(b"dscore: lost ") for line in self.said)
+        if why and (lost or not self.told):
+            if not lost:
                 say_error(why)
             return 1
         return code if code > 0 else 128 - code

@@ -1,0 +1,14 @@
+"""The declaration of ds-launcher-pdsh (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_core.entries import LauncherEntry
+
+__all__ = ["ds_launchers"]
+
+
+def ds_launchers() -> Mapping[str, LauncherEntry]:
+    """The hosts of a hostfile, by pdsh."""
+    return {"pdsh": LauncherEntry("ds_launcher_pdsh.pdsh:launch", "the hosts of --hostfile, reached with pdsh and ssh")}

@@ -1,0 +1,9 @@
+"""The declaration of ds-launcher-ray."""
+
+from __future__ import annotations
+
+from ds_testing import PluginConformance
+
+
+class TestDeclaration(PluginConformance):
+    entry_point = "ds_launcher_ray.plugin"
