@@ -1,4 +1,4 @@
-"""Where ranks meet: rank 0's store, who may listen for it, and making sure that those who come belong together.
+"""Where ranks meet, at rank 0's store: making sure that those who come belong together.
 
 torch's store accepts every connection, and what does not fit (a job on the same port, a rank too many) shows up later
 as a connection that is reset. So the ranks compare notes first, as JSON, and rank 0 says go or what is wrong.
@@ -7,23 +7,31 @@ as a connection that is reset. So the ranks compare notes first, as JSON, and ra
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 from ds_core.errors import CommError
+from ds_rendezvous.stores import (
+    Participant,
+    host_store,
+    is_loopback,
+    listen,
+    reach_store,
+    wait_for_listener,
+    within,
+)
 from ds_rendezvous.waiting import Waiting
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
     "Participant",
@@ -37,175 +45,15 @@ __all__ = [
     "within",
 ]
 
-T = TypeVar("T")
 LATE_SECONDS = 60.0  # how long a rank that comes after the start waits for a start of its own
 TELL_SECONDS = 5.0  # how long rank 0 keeps its store for ranks that have yet to read why it gives up
 AGAIN_SECONDS = 10.0  # how long who has lost number 0's store looks for another one there
 LONGEST_NOTE = 4096  # characters
+MOST_AT_ONCE = 4096  # notes; strangers may count too
 
 
 class StoreLostError(CommError):
     """Number 0's store has closed while others were waiting at it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Participant:
-    """Who meets where. what: ``"rank"``, or ``"machine"`` for launchers; size: how many of them there are.
-
-    address, port: of the store of number 0. setting: the name under which users give `size`.
-    """
-
-    number: int
-    size: int
-    address: str
-    port: int
-    what: str = "rank"
-    setting: str = "WORLD_SIZE"
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.number} of {self.size}"
-
-    @property
-    def where(self) -> str:
-        """``address:port``."""
-        return f"{self.address}:{self.port}"
-
-
-# -- the store ---------------------------------------------------------------------------------------------------------
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine can reach `address`."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens at `port` (0: any free one) of `address` and nowhere else.
-
-    A name, which may mean another interface to other machines, and an address that this machine does not have (it is
-    translated on the way) listen on every interface. Raises OSError, for example for a port in use.
-    """
-    host = "127.0.0.1" if address == "localhost" else address
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
-    except (ValueError, OSError):
-        both = socket.has_dualstack_ipv6()
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=4096, dualstack_ipv6=both
-        )
-    return socket.create_server((host, port), family=family, backlog=4096)
-
-
-def host_store(place: Participant, timeout: timedelta) -> TCPStore:
-    """Number 0's store, listening no wider than `listen` does. Raises CommError when the port is taken."""
-    import torch
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    taken: OSError | None = None
-    port, descriptor = place.port, dict[str, Any]()
-    try:
-        listener = listen(place.address, place.port)
-        port = listener.getsockname()[1]  # place.port is 0: any
-        # before torch 2.8, libuv takes no socket
-        descriptor = {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= "2.8"}
-    except OSError as error:  # perhaps by our own store of an earlier process group, which torch then shares
-        taken = error
-    try:
-        return TCPStore(
-            place.address,
-            port,
-            is_master=True,
-            timeout=timeout,
-            multi_tenant=True,
-            wait_for_workers=False,
-            **descriptor,
-        )
-    except (OSError, RuntimeError) as error:
-        if taken is None:
-            raise
-        raise CommError(
-            f"{place} cannot open the job's store: port {place.port} of {place.address} is already in use or not "
-            f"allowed ({os.strerror(taken.errno or 0)}); choose another one with MASTER_PORT or --master-port, "
-            "the same for all"
-        ) from error
-
-
-def reach_store(place: Participant, timeout: timedelta) -> TCPStore:
-    """A connection to number 0's store. Raises CommError within `timeout`, saying what is there instead of it."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    start, seconds = time.monotonic(), timeout.total_seconds()
-    expected = f"{place} expected the store of {place.what} 0 at {place.where}"
-    advice = f"see that {place.what} 0 is started and that all were given the same address and port"
-    if refused := _wait_for_listener(place, seconds):
-        raise CommError(f"{expected}, but nothing can be reached there ({refused}); {advice}")
-    left = max(1.0, seconds - (time.monotonic() - start))
-
-    def connect() -> TCPStore:
-        # Half, since torch tries for as long again after the first try has failed.
-        half = timedelta(seconds=left / 2)
-        return TCPStore(place.address, place.port, is_master=False, timeout=half, wait_for_workers=False)
-
-    try:
-        store = within(left, connect)
-    except (OSError, RuntimeError) as error:
-        raise CommError(
-            f"{expected}, but what listens there does not answer as one, so another program has the port; {advice}"
-        ) from error
-    store.set_timeout(timeout)
-    return store
-
-
-def _wait_for_listener(place: Participant, seconds: float) -> str:
-    """Return "" as soon as somebody listens at the place, or after `seconds` why it could not be reached."""
-    end, pause = time.monotonic() + seconds, 0.01
-    waiting = Waiting(place.number)
-    while True:
-        waiting.tell(lambda: f"{place} waits for {place.what} 0, which does not listen at {place.where} yet")
-        try:
-            socket.create_connection((place.address, place.port), max(0.1, min(10.0, end - time.monotonic()))).close()
-            return ""
-        except OSError as error:
-            if time.monotonic() + pause > end:
-                return error.strerror or str(error)
-        time.sleep(pause)
-        pause = min(0.5, pause * 1.5)
-
-
-def within(seconds: float, function: Callable[[], T], stop: threading.Event | None = None) -> T:
-    """What `function` returns or raises, or TimeoutError: torch's store waits without limit for some answers.
-
-    stop: set when the wait is broken off (by a signal), for `function` to end too: a thread that still calls the store
-    when the interpreter ends would abort the process.
-    """
-    done: list[tuple[T | None, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            done.append((function(), None))
-        except BaseException as error:
-            done.append((None, error))
-
-    thread = threading.Thread(target=run, name="ds_core.comm meeting", daemon=True)
-    thread.start()
-    try:
-        thread.join(seconds + 1.0)  # torch's own message, if there is one, is the better
-    except BaseException:
-        if stop is not None:
-            stop.set()
-            thread.join(1.0)
-        raise
-    if not done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    value, fault = done[0]
-    if fault is not None:
-        raise fault
-    return value  # type: ignore[return-value]
 
 
 def meet_at_store(place: Participant, timeout: timedelta, *, kept: bool = False) -> Store:
@@ -225,7 +73,7 @@ def meet_at_store(place: Participant, timeout: timedelta, *, kept: bool = False)
             return PrefixStore(meet(store, place, left, kept=kept), store)
         except StoreLostError as lost:
             again = min(left, timedelta(seconds=AGAIN_SECONDS))
-            if hosts or kept or time.monotonic() > end or _wait_for_listener(place, again.total_seconds()):
+            if hosts or kept or time.monotonic() > end or wait_for_listener(place, again.total_seconds()):
                 raise
             try:
                 store = reach_store(place, again)
@@ -237,7 +85,7 @@ def meet_at_store(place: Participant, timeout: timedelta, *, kept: bool = False)
 # -- the meeting -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Note:
     """What one process says of itself. job: which run it belongs to, as far as the environment tells."""
 
@@ -250,17 +98,22 @@ class _Note:
     def text(self) -> str:
         return json.dumps([self.number, self.size, self.job, self.who, self.token])
 
-    @classmethod
-    def read(cls, text: bytes) -> _Note | None:
-        """None for what no rank wrote: strangers may write to the store too."""
-        try:
-            number, size, job, who, token = json.loads(text[:LONGEST_NOTE])
-        except (ValueError, TypeError):
-            return None
-        note = cls(number, size, job, who, token)
-        if type(number) is int and type(size) is int and all(isinstance(x, str) for x in (job, who, token)):
-            return note
+
+_HEARD, _TOLD = "/heard/", "/told/"  # between the prefix and the token of who has the answer; the end of it
+
+
+def _read(text: bytes) -> _Note | str | None:
+    """A note, or who has heard; None for what no rank wrote: strangers may write there too."""
+    try:
+        posted = json.loads(text[:LONGEST_NOTE])
+        if isinstance(posted, str):
+            return posted
+        number, size, job, who, token = posted
+    except (ValueError, TypeError):
         return None
+    if type(number) is int and type(size) is int and all(isinstance(x, str) for x in (job, who, token)):
+        return _Note(number, size, job, who, token)
+    return None
 
 
 def meet(store: Store, place: Participant, timeout: timedelta, *, kept: bool = False, job: str | None = None) -> str:
@@ -268,6 +121,10 @@ def meet(store: Store, place: Participant, timeout: timedelta, *, kept: bool = F
 
     kept: the store outlives the processes that meet at it, since a launcher keeps it over restarts. job: names the run;
     None takes what the environment tells.
+
+    [Note: traffic] A process makes about ten calls, however many there are, and a few per second of waiting: it posts
+    its note, waits for the answer, posts that it has heard, and waits for the go. Number 0 reads what was posted, and
+    answers, in one call for all.
 
     [Note: who is alive] In such a store a rank would also find notes of processes that are gone. Attempts cannot be
     told apart by their number: machines that joined later count from 0. So number 0 draws a number, answers every
@@ -312,9 +169,24 @@ def _job(env: Mapping[str, str]) -> str:
     return env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
 
 
-def _pause(stop: threading.Event, seconds: float) -> None:
-    if stop.wait(seconds):
-        raise InterruptedError("the wait was broken off")
+class _Pauses:
+    """Between two looks at the store: a quarter of the wait so far, at most `longest` seconds.
+
+    Not the store's own `wait`: it prints a warning each time that it is broken off, and a signal must break it off.
+    """
+
+    def __init__(self, stop: threading.Event, longest: float) -> None:
+        self._stop, self._longest, self._start = stop, longest, time.monotonic()
+
+    def __call__(self) -> None:
+        waited = time.monotonic() - self._start
+        if self._stop.wait(min(self._longest, 0.002 + waited / 4)):
+            raise InterruptedError("the wait was broken off")
+
+
+def _post(store: Store, text: str) -> None:
+    """Add `text` to what number 0 reads."""
+    store.set(f"ds_core/note/{store.add('ds_core/notes', 1)}", text)
 
 
 class _Host:
@@ -323,14 +195,14 @@ class _Host:
     def __init__(self, store: Store, place: Participant, note: _Note, seconds: float, stop: threading.Event) -> None:
         self.store, self.place, self.note, self.seconds, self.stop = store, place, note, seconds, stop
         self.prefix = f"ds_core/start{store.add('ds_core/starts', 1)}"
-        self.unread = 0  # notes up to this number have been answered
+        self.counted = 0  # what was posted up to this number has been read, but for `holes`
+        self.holes: list[int] = []  # numbers under which nothing stands yet
         self.answered: dict[str, tuple[_Note, str]] = {}  # by token; with what is wrong with it
         self.here: dict[int, _Note] = {}
 
     def run(self) -> str:
         """The prefix, when all have heard it."""
-        end, pause = time.monotonic() + self.seconds, 0.002
-        waiting = Waiting(0)
+        end, waiting, pause = time.monotonic() + self.seconds, Waiting(0), _Pauses(self.stop, 0.05)
         while len(self.here) < self.place.size - 1:
             waiting.tell(lambda: f"{self.place} waits at {self.place.where} for {self._missing()}")
             if wrong := self._look():
@@ -341,8 +213,7 @@ class _Host:
                     f"s; see that all are started, with the same address and port, or wait longer (DEEPSPEED_TIMEOUT, "
                     f"in minutes)"
                 )
-            _pause(self.stop, pause)
-            pause = min(0.05, pause * 1.2)
+            pause()
         what = self.place.what
         self.store.set("ds_core/begun", f"{self.place.size} {what}s, {what} 0 is {self.note.who}")
         self.store.set(f"{self.prefix}/go", "")
@@ -354,33 +225,41 @@ class _Host:
         return f"{self.place.what} {', '.join(map(str, missing[:8]))}{' ...' if len(missing) > 8 else ''}"
 
     def _look(self) -> str:
-        """Answer new notes and see who has heard; what is wrong, or ""."""
-        for note in self._new_notes():
-            self._answer(note, self._wrong(note))
-        for token, (note, wrong) in list(self.answered.items()):
-            if not self.store.check([f"{self.prefix}/heard/{token}"]):
-                continue
-            del self.answered[token]
+        """Answer what was posted and see who has heard; what is wrong, or ""."""
+        notes, tokens = self._posted(_HEARD)
+        self._answer({note: self._wrong(note) for note in notes})
+        for token in tokens:
+            note, wrong = self.answered.pop(token, (self.note, ""))
             if wrong and note.job == self.note.job:
                 return wrong
-            if not wrong and (other := self.here.setdefault(note.number, note)) is not note:
+            if not wrong and note is not self.note and (other := self.here.setdefault(note.number, note)) is not note:
                 return (
                     f"two processes are {self.place.what} {note.number}: {other.who} and {note.who}; there is one "
                     f"too many, or two jobs use {self.place.where}"
                 )
         return ""
 
-    def _new_notes(self) -> Iterator[_Note]:
-        arrived = self.store.add("ds_core/notes", 0)
-        while self.unread < arrived and self.store.check([f"ds_core/note/{self.unread + 1}"]):
-            self.unread += 1
-            note = _Note.read(self.store.get(f"ds_core/note/{self.unread}"))
-            if note is not None:
-                yield note
+    def _posted(self, what: str) -> tuple[list[_Note], list[str]]:
+        """Notes posted since the last call, and tokens of who has `what`; read at once, however many there are."""
+        before = self.counted
+        self.counted = min(self.store.add("ds_core/notes", 0), before + MOST_AT_ONCE)
+        numbers = [*self.holes, *range(before + 1, self.counted + 1)]
+        if numbers and not self.store.check([f"ds_core/note/{n}" for n in numbers]):
+            self.holes = [n for n in numbers if not self.store.check([f"ds_core/note/{n}"])]
+        else:
+            self.holes = []
+        if not (keys := [f"ds_core/note/{n}" for n in numbers if n not in self.holes]):
+            return [], []
+        posted = [_read(text) for text in self.store.multi_get(keys)]
+        head = self.prefix + what
+        tokens = [text[len(head) :] for text in posted if isinstance(text, str) and text.startswith(head)]
+        return [note for note in posted if isinstance(note, _Note)], tokens
 
-    def _answer(self, note: _Note, wrong: str) -> None:
-        self.answered[note.token] = (note, wrong)
-        self.store.set(f"ds_core/answer/{note.token}", json.dumps([self.prefix, wrong]))
+    def _answer(self, answers: Mapping[_Note, str]) -> None:
+        self.answered |= {note.token: (note, wrong) for note, wrong in answers.items()}
+        texts = [json.dumps([self.prefix, wrong]) for wrong in answers.values()]
+        if texts:
+            self.store.multi_set([f"ds_core/answer/{note.token}" for note in answers], texts)  # type: ignore[attr-defined]
 
     def _wrong(self, note: _Note) -> str:
         what, mine = self.place.what, f"{self.place.what} 0 ({self.note.who})"
@@ -399,13 +278,14 @@ class _Host:
         """Raise what is wrong here and on all that have come, who must read it before this store closes."""
         self.store.set(f"{self.prefix}/go", wrong)
         end = time.monotonic() + TELL_SECONDS
-        while time.monotonic() < end:
-            for note in self._new_notes():
-                self._answer(note, wrong)
-            tokens = {note.token for note in self.here.values()} | self.answered.keys()
-            if not tokens or self.store.check([f"ds_core/told/{token}" for token in tokens]):
-                break
-            _pause(self.stop, 0.01)
+        waiting = {note.token for note in self.here.values()} | self.answered.keys()
+        pause = _Pauses(self.stop, 0.05)
+        while waiting and time.monotonic() < end:
+            notes, tokens = self._posted(_TOLD)
+            self._answer(dict.fromkeys(notes, wrong))
+            waiting |= {note.token for note in notes}
+            waiting -= set(tokens)
+            pause()
         raise CommError(wrong)
 
 
@@ -423,12 +303,12 @@ class _Guest:
     def run(self) -> str:
         """The prefix, when all have come."""
         store, note, place = self.store, self.note, self.place
-        store.set(f"ds_core/note/{store.add('ds_core/notes', 1)}", note.text())
+        _post(store, note.text())
         answer = f"ds_core/answer/{note.token}"
         if not self._comes(answer, None if self.kept else "ds_core/begun"):
             raise CommError(self._too_late() if self.begun else self._not_answered())
         prefix, wrong = json.loads(store.get(answer))
-        store.set(f"{prefix}/heard/{note.token}", "")
+        _post(store, json.dumps(prefix + _HEARD + note.token))
         if not wrong:
             if not self._comes(f"{prefix}/go"):
                 raise CommError(
@@ -437,23 +317,22 @@ class _Guest:
                 )
             wrong = store.get(f"{prefix}/go").decode()
         if wrong:
-            store.set(f"ds_core/told/{note.token}", "")
+            _post(store, json.dumps(prefix + _TOLD + note.token))
             raise CommError(wrong)
         return str(prefix)
 
     def _comes(self, key: str, instead: str | None = None) -> bool:
         """Wait for `key`; False when it is too late, which is sooner where there is `instead`."""
-        pause, waiting = 0.002, Waiting(self.place.number)
+        waiting, limit, pause = Waiting(self.place.number), self.seconds, _Pauses(self.stop, 0.25)
         while not self.store.check([key]):
             if "/answer/" in key:  # later number 0 tells for all
                 waiting.tell(lambda: f"{self.place} waits at {self.place.where} for {self.place.what} 0")
-            waited = time.monotonic() - self.start
             if not self.begun and instead and self.store.check([instead]):
                 self.begun = self.store.get(instead).decode(errors="replace")
-            if waited > (min(LATE_SECONDS, self.seconds / 2) if self.begun else self.seconds):
+                limit = min(LATE_SECONDS, self.seconds / 2)
+            if time.monotonic() - self.start > limit:
                 return False
-            _pause(self.stop, pause)
-            pause = min(0.25, pause * 1.2)
+            pause()
         return True
 
     def _too_late(self) -> str:

@@ -149,7 +149,18 @@ def test_another_job_is_refused_and_this_one_goes_on(store: Any) -> None:
 
 
 def test_what_strangers_write_is_no_note(store: Any) -> None:
-    for junk in (b"\x80\x04.", b"[", b"{}", b"[1, 2, 3]", b'[true, 2, "", "", "x"]', b"9" * 10_000, b"\xff"):
+    store.add("ds_core/notes", 1)  # and one who ended before it wrote
+    for junk in (
+        b"\x80\x04.",
+        b"[",
+        b'"heard"',
+        b'"x told"',
+        b"{}",
+        b"[1, 2, 3]",
+        b'[true, 2, "", "", "x"]',
+        b"9" * 10_000,
+        b"\xff",
+    ):
         store.set(f"ds_core/note/{store.add('ds_core/notes', 1)}", junk)
     assert come(store, (0, 2), (1, 2)) == ["ds_core/start1"] * 2
 
