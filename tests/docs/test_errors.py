@@ -15,6 +15,7 @@ sys.path.remove(str(DOCS))
 
 NOT_AS_WRITTEN = {
     "unknown key …": "a word of the message stands for itself",
+    "train_batch_size … is not …": "ds_core.config.core.resolve_batch, in two pieces",
     "section … is served by …, which is not installed": "ds_core.catalogue.missing",
 }
 
