@@ -23,7 +23,7 @@ import pytest
 import torch
 from ds_testing.processes import clean_environment, free_port
 
-EVERY, PER_KILL, HOSTS, RANKS = 4, 16, 3, 2
+EVERY, PER_KILL, HOSTS, RANKS = 4, 16, 3, 1
 
 SCRIPT = """
 import json, os, pathlib, sys, time

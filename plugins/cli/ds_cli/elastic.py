@@ -41,6 +41,7 @@ from ds_core.errors import CommError
 __all__ = ["ELASTIC", "register"]
 
 ELASTIC = "ds_core-elastic"
+LAST_CALL = timedelta(seconds=5)  # for more machines, when there are enough; who comes later makes a new round
 
 
 def register() -> None:
@@ -67,9 +68,9 @@ def elastic(params: RendezvousParameters) -> RendezvousHandler:
         params.run_id,
         params.min_nodes,
         params.max_nodes,
-        RendezvousTimeout(join=LIMIT),
-        keep_alive_interval=timedelta(seconds=5),
-        keep_alive_max_attempt=3,
+        RendezvousTimeout(join=LIMIT, last_call=LAST_CALL),
+        keep_alive_interval=timedelta(seconds=2),
+        keep_alive_max_attempt=5,
     )
     node = _NodeDescGenerator().generate(params.local_addr)
     state = _State(C10dRendezvousBackend(store, params.run_id), settings)

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_cli.guard import Ending, Started
+from ds_cli.guard import PREEMPTED, Ending, Started
 
-__all__ = ["WorkerFailure", "describe", "exit_code", "first", "gather", "is_echo", "signal_name"]
+__all__ = ["SAVED", "WorkerFailure", "describe", "exit_code", "first", "gather", "is_echo", "signal_name"]
+
+SAVED = f"exit code {PREEMPTED}: a checkpoint was saved first, and the same command goes on from it"
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(
@@ -115,6 +117,8 @@ def exit_code(failure: WorkerFailure) -> int:
 def describe(failures: list[WorkerFailure], ended: int, world_size: int, *, root: WorkerFailure | None = None) -> str:
     """The whole message: the traceback of the first failure, or of `root`, once, then one line for each rank."""
     root = root or first(failures)
+    if root.code == PREEMPTED:
+        return f"dscore: rank {root.rank} of {world_size} ended with {SAVED}"
     name = signal_name(-root.code)
     failed = f"failed with exit code {root.code}" if root.code > 0 else f"was killed by {name} (signal {-root.code})"
     if root.code == -signal.SIGSTOP:

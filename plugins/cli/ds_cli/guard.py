@@ -27,7 +27,10 @@ from ds_cli import watcher
 from ds_cli.show import say_error
 from ds_cli.watcher import kill_session, members, starts
 
-__all__ = ["Ending", "Guard", "Started", "Stopped"]
+__all__ = ["Ending", "Guard", "PREEMPTED", "Started", "Stopped"]
+
+PREEMPTED = 75
+"""Exit code of ranks that saved a checkpoint because one of them was told to stop: EX_TEMPFAIL of sysexits.h."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
@@ -64,19 +67,20 @@ class Guard:
     """While entered: notes how processes end and ends what does not end by itself. Use it in the main thread.
 
     folder: where the processes leave word. grace: seconds between the first failure, or the signal to stop, and
-    the end by force. files: to be removed, as `folder`, by the `watcher` when this process is killed.
+    the end by force. files: to be removed, as `folder`, by the `watcher` when this process is killed. notice: what
+    SIGTERM gives instead of `grace`, where it is longer.
     """
 
-    def __init__(self, folder: Path, grace: float, files: Sequence[str] = ()) -> None:
-        self.folder, self.grace, self.files = folder, grace, files
+    def __init__(self, folder: Path, grace: float, files: Sequence[str] = (), notice: float = 0.0) -> None:
+        self.folder, self.grace, self.files, self.notice = folder, grace, files, max(grace, notice)
         self.endings: dict[Started, Ending] = {}
-        self._timers: dict[int | None, threading.Timer] = {}
+        self._timers: dict[int, threading.Timer] = {}  # by attempt, or by minus the signal
         self._handlers: dict[int, Any] = {}
         self._left = threading.Event()
 
     def __enter__(self) -> Guard:
         self._watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", watcher.__file__, str(self.folder), str(self.grace), *self.files],
+            [sys.executable, "-I", "-S", watcher.__file__, str(self.folder), str(self.notice), *self.files],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -139,6 +143,19 @@ class Guard:
         """Whether a process of `attempt` still runs."""
         return any(one.attempt == attempt and one.pid in members(one.session) for one in self.started())
 
+    def heed(self, attempt: int) -> bool:
+        """After SIGTERM: wait until the processes of `attempt` have ended, or the notice has; whether they have saved.
+
+        In the main thread. More signals of the kind are passed over.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while self.alive(attempt):
+            time.sleep(0.05)
+        codes = {end.code for one, end in self.endings.items() if one.attempt == attempt}
+        for word in self.folder.glob(f"{attempt}-*.error"):  # torch may have collected the process before we saw it
+            codes.add(json.loads(word.read_text())["code"])
+        return PREEMPTED in codes
+
     def condemn(self, one: Started, why: str) -> None:
         """End a process that is stopped; `why` is what is said of it."""
         word = {"time": time.monotonic(), "code": -int(signal.SIGSTOP), "error": why, "traceback": ""}
@@ -176,12 +193,13 @@ class Guard:
         while heard := os.read(self._read, 64):
             number = next((n for n in STOPS if n in heard), None)
             if number is not None:
-                self._later(None, self.grace if any(self.started()) else 0, partial(self._force, number))
+                seconds = self.notice if number == signal.SIGTERM else self.grace
+                self._later(-number, seconds if any(self.started()) else 0, partial(self._force, number))
 
     def _end_later(self, attempt: int) -> None:
         self._later(attempt, self.grace, partial(self.end, attempt))
 
-    def _later(self, key: int | None, seconds: float, act: Callable[[], None]) -> None:
+    def _later(self, key: int, seconds: float, act: Callable[[], None]) -> None:
         if key not in self._timers:
             self._timers[key] = timer = threading.Timer(seconds, act)
             timer.daemon = True

@@ -30,7 +30,8 @@ class LaunchRequest:
     rendezvous decide.
     rdzv_endpoint: ``host[:port]`` where machines meet, "" for none. rdzv_id: names the run among several that
     meet there. master_addr, master_port: of rank 0's store; "" and None let the launcher choose.
-    tag: put the rank before every line of output. grace: seconds that processes get to end by themselves.
+    tag: put the rank before every line of output. grace: seconds that processes get to end by themselves. notice: the
+    same after SIGTERM, for those that save something.
     local_rank: pass ``--local_rank=i`` as the script's first argument. is_command: `script` is a program that is run
     as it is. log_folder: each rank's output goes to a file there, "" for none. bind, cores: tie each process to its
     share of these cores, or of all when empty. venv_script: is sourced first, "" for none. save_pid: leave this
@@ -55,6 +56,7 @@ class LaunchRequest:
     master_port: int | None = None
     tag: bool = False
     grace: float = 5.0
+    notice: float = 30.0
     local_rank: bool = False
     is_command: bool = False
     log_folder: str = ""

@@ -14,6 +14,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_rendezvous.meeting import is_loopback
 
-from ds_cli.failure import describe, exit_code, first, gather, signal_name
-from ds_cli.guard import Guard, Stopped
+from ds_cli.failure import SAVED, describe, exit_code, first, gather, signal_name
+from ds_cli.guard import PREEMPTED, Guard, Stopped
 from ds_cli.last_failure import keep
 from ds_cli.show import say_error
 from ds_cli.supervision import Ended, Watch
@@ -71,7 +72,7 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dscore-")))
         logs = log_prefix(request.log_folder) if request.log_folder else ""
         (folder / "settings").write_text(json.dumps({"local_rank": request.local_rank, "cores": cores, "logs": logs}))
-        guard = stack.enter_context(Guard(folder, request.grace, files))
+        guard = stack.enter_context(Guard(folder, request.grace, files, request.notice))
         run = _Run(request, nproc, folder, guard, python)
         run.watch = stack.enter_context(
             Watch(
@@ -129,6 +130,9 @@ class _Run:
             return self._say_failure(known)
         except (SignalException, Stopped) as error:
             number = int(error.sigval) if isinstance(error, SignalException) else error.number
+            if number == signal.SIGTERM and self.guard.heed(self.attempt):
+                say_error(f"stopped by SIGTERM, {SAVED}")
+                return PREEMPTED
             self.guard.end()
             say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number
@@ -201,7 +205,7 @@ def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs, watch: W
     options: dict[str, Any] = _rendezvous(request)
     options["rdzv_configs"]["watch"] = watch
     if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:  # newer torch
-        options["shutdown_timeout"] = math.ceil(request.grace) + 5
+        options["shutdown_timeout"] = math.ceil(max(request.grace, request.notice)) + 5
     return LaunchConfig(
         min_nodes=request.min_nodes,
         max_nodes=request.max_nodes,

@@ -114,6 +114,9 @@ def run(
     grace: Annotated[
         float, typer.Option(min=0, max=30, help="Seconds that processes get to end by themselves before a kill.")
     ] = 5.0,
+    notice: Annotated[
+        float, typer.Option(min=0, help="The same after SIGTERM: what a scheduler gives, to save a checkpoint.")
+    ] = 30.0,
     local_rank: Annotated[
         bool,
         typer.Option(
@@ -178,6 +181,7 @@ def run(
         master_port=master_port,
         tag=tag,
         grace=grace,
+        notice=notice,
         local_rank=local_rank,
         is_command=no_python,
         log_folder=each_rank_log,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_cli.failure import WorkerFailure, describe, exit_code, first, is_echo
+from ds_cli.guard import PREEMPTED
 
 __all__ = ["Report", "Verdict", "decide", "unequal"]
 
@@ -103,6 +104,8 @@ def decide(
         more = sorted({cause[3] for cause in causes if cause[2] is None} - {number})
         text += "".join(f"\ndscore: lost {hosts[other]} too" for other in more)
         return Verdict(me, 1, text, again=elastic and not finished, used=used)
+    if row.code == PREEMPTED:  # a host that was told to stop may have left already
+        return Verdict(number, PREEMPTED, describe([row], 0, world_size), again=elastic and not finished, used=used)
     ended = sum(report.ended for report in reports)
     text = describe([row, *(other for other in rows if other is not row)], ended, world_size, root=row)
     again = used < most and not finished and (elastic or not silent)

@@ -207,7 +207,7 @@ def test_the_last_restart_decides(script: Any, capfd: Any) -> None:
 )
 def test_a_stopped_launcher_ends_everything(script: Any, tmp_path: Path, number: int, code: int) -> None:
     file = script(STUBBORN + "time.sleep(600)")
-    running = command(tmp_path, "--nproc", "2", "--grace", "0.3", file)
+    running = command(tmp_path, "--nproc", "2", "--grace", "0.3", "--notice", "0.3", file)
     wait_until(lambda: {"child0", "child1"} <= set(pids(tmp_path)))
     running.send_signal(number)
     _, err = running.communicate(timeout=300)
@@ -216,10 +216,37 @@ def test_a_stopped_launcher_ends_everything(script: Any, tmp_path: Path, number:
     wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
 
 
+SAVES = """
+def save(*_):
+    wait_for("heard")
+    sys.exit(75 if RANK else 0)  # the first to end must not take the others along
+signal.signal(signal.SIGTERM, save)
+leave("ready", 1)
+while True:
+    time.sleep(600)
+"""
+
+
+def test_ranks_that_save_have_the_notice_and_their_exit_code_is_kept(script: Any, tmp_path: Path) -> None:
+    """Longer than the grace, and through a second SIGTERM."""
+    running = command(tmp_path, "--nproc", "2", "--grace", "0.1", "--notice", "60", script(SAVES))
+    wait_until(lambda: {"ready0", "ready1"} <= set(pids(tmp_path)))
+    running.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.communicate(timeout=0.5)
+    running.terminate()
+    (tmp_path / "heard.pid").write_text("1")
+    _, err = running.communicate(timeout=300)
+    assert running.returncode == 75
+    assert err == (
+        "dscore: stopped by SIGTERM, exit code 75: a checkpoint was saved first, and the same command goes on from it\n"
+    )
+
+
 def test_a_killed_launcher_takes_all_along_and_leaves_nothing(script: Any, tmp_path: Path) -> None:
     """Deaf ranks, their own children, the folder and the file with its id."""
     file = script(STUBBORN + "time.sleep(600)")
-    running = command(tmp_path, "--nproc", "2", "--grace", "0.3", "--save_pid", file)
+    running = command(tmp_path, "--nproc", "2", "--grace", "0.3", "--notice", "0.3", "--save_pid", file)
     wait_until(lambda: {"child0", "child1"} <= set(pids(tmp_path)))
     assert (tmp_path / f"{running.pid}.dscore").read_text() == f"{running.pid}\n"
     assert list(tmp_path.glob("dscore-*"))

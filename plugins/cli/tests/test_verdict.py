@@ -61,6 +61,17 @@ def test_when_processes_are_started_again() -> None:
     assert (verdict.again, verdict.used) == (True, 0)  # a host that goes is no failure
 
 
+def test_ranks_that_were_told_to_stop_are_no_failure_of_an_elastic_run() -> None:
+    """Their host may have left already; no restart is counted."""
+    told = Report(0, "a", 1, (dataclasses.replace(CAUSE, rank=0, code=75, error="", traceback=""),))
+    verdict = judged(told, elastic=True)
+    assert (verdict.again, verdict.used, verdict.code) == (True, 0, 75)
+    verdict = judged(told, Report(1, "b", 2, (ECHO,)), most=3)
+    assert (verdict.again, verdict.code, verdict.number) == (False, 75, 0)
+    said = "exit code 75: a checkpoint was saved first, and the same command goes on from it"
+    assert verdict.text == f"dscore: rank 0 of 4 ended with {said}"
+
+
 def test_machines_that_do_not_fit_are_named() -> None:
     def facts(host: str, problem: str = "", **versions: str) -> dict[str, Any]:
         return {"host": host, "problem": problem, "versions": {"torch": "2.8", **versions}}

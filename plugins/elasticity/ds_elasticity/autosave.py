@@ -43,7 +43,10 @@ def _section(ctx: Context) -> Autosave:
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``engine.resume``."""
+    """``engine.resume``. From here on SIGTERM is heard, also by the children that loaders fork."""
+    from ds_elasticity.notice import listen
+
+    ctx.stash[NOTICE] = listen() if _section(ctx).on_sigterm else None
     return {"resume": resume}
 
 
@@ -58,12 +61,7 @@ def resume(engine: RunningEngine) -> str | None:
 
 def ds_request(ctx: Context, step: int) -> Request | None:
     """Save now and then; and when this rank was told to stop, have all ranks save and end."""
-    section = _section(ctx)
-    if NOTICE not in ctx.stash:  # after the first step: until then there is nothing to save
-        from ds_elasticity.notice import listen
-
-        ctx.stash[NOTICE] = listen() if section.on_sigterm else None
-    notice = ctx.stash[NOTICE]
+    section, notice = _section(ctx), ctx.stash.get(NOTICE)
     if notice is not None and notice.heard:
         where = f"rank {ctx.rank} on {socket.gethostname()}"
         log.warning("%s was told to stop (SIGTERM): all ranks save step %d and end", where, step + 1)

@@ -67,7 +67,8 @@ def _run(words: argparse.Namespace) -> int:
         asked = bundles(ray.nodes(), wanted)
         nodes = _place(ray, asked, words.wait, gone)
         names = _start(ray, nodes, settings, wanted, asked)
-        return _Watch(ray, nodes, names, settings.request.grace, gone).run()
+        grace = max(settings.request.grace, settings.request.notice)
+        return _Watch(ray, nodes, names, grace, gone).run()
     except ray.exceptions.RayError as error:
         raise CommError(f"ray: {_line(error)}") from error
     finally:

@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Pat
 
 
 def words(folder: Path, *arguments: str, options: tuple[str, ...] = ("--nnodes", "2", "--nproc", "2")) -> list[str]:
-    run = [sys.executable, "-m", "ds_cli", "run", "--launcher", "ray", "--grace", "2", *options]
+    run = [sys.executable, "-m", "ds_cli", "run", "--launcher", "ray", "--grace", "2", "--notice", "2", *options]
     return [*run, str(folder / "script.py"), *arguments]
 
 

@@ -38,7 +38,7 @@ from ds_cli.launch import LaunchRequest
 from ds_core.entries import resolve
 if __name__ == "__main__":
     load, script, arguments, more = json.loads(sys.argv[1])
-    code = resolve(load)(LaunchRequest(script, tuple(arguments), grace=1.0, **more))
+    code = resolve(load)(LaunchRequest(script, tuple(arguments), grace=1.0, notice=1.0, **more))
     assert isinstance(code, int), f"the launcher gave {code!r}, not an exit code"
     sys.exit(code)
 """

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ds_cli.failure import SAVED
+from ds_cli.guard import PREEMPTED
 from ds_cli.show import CommandError, say_error
 
 if TYPE_CHECKING:
@@ -257,7 +259,7 @@ class _Loop:
             self._kill()
             self.deadline = now + 1.0
             return
-        self.asked, self.deadline = True, now + self.request.grace + 10.0
+        self.asked, self.deadline = True, now + max(self.request.grace, self.request.notice) + 10.0
         for tool in self.tools:
             if tool.code is None:
                 if self.lifeline:
@@ -281,6 +283,9 @@ class _Loop:
                     pipe.close()
 
     def _say(self) -> int:
+        if self.stopped == signal.SIGTERM and any(tool.code == PREEMPTED for tool in self.tools):
+            say_error(f"stopped by SIGTERM, {SAVED}")
+            return PREEMPTED
         if self.stopped:
             text = f"stopped by {signal.Signals(self.stopped).name}; all processes were ended"
             if self._is_new(f"dscore: {text}\n".encode()):
