@@ -32,8 +32,8 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "agreement": "all_gather_json check_ranks_agree",
         "collectives": (
-            "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast irecv isend open_transport rank "
-            "recv reduce reduce_scatter_tensor send use_providers world_size"
+            "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast called irecv isend open_transport "
+            "rank recv reduce reduce_scatter_tensor send use_providers world_size"
         ),
         "interceptor": "Collective Interceptor Order add_interceptor interceptors label remove_interceptor tag",
         "providers": "AfterWork GroupCollectives Work choose_providers",

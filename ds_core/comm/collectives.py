@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -28,6 +29,7 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "called",
     "irecv",
     "isend",
     "open_transport",
@@ -50,7 +52,7 @@ class _Group:
 
     made: by maker, also those in use no longer. serving: by device type, those in use. carriers: by device type, who
     carries messages, since a receive must look where its message is: the first provider, or torch.distributed if there
-    were messages before it.
+    were messages before it. count, messages: what this rank called; messages by sender and receiver.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -59,6 +61,7 @@ class _Group:
         self.made: dict[Maker, GroupCollectives] = {GroupCollectives: plain}
         self.serving: dict[str, GroupCollectives] = {}
         self.carriers: dict[str, GroupCollectives] = {}
+        self.count, self.messages = 0, Counter[tuple[int, int]]()
 
 
 _groups: WeakKeyDictionary[ProcessGroup, _Group] = WeakKeyDictionary()
@@ -84,16 +87,12 @@ def reset() -> None:
 
 def world_size(group: ProcessGroup | None = None) -> int:
     """The number of ranks in `group` (None: all); 1 when no process group runs."""
-    if group is ALONE:
-        return 1
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return dist.get_world_size(group) if group is not ALONE and dist.is_initialized() else 1
 
 
 def rank(group: ProcessGroup | None = None) -> int:
     """This process's place in `group` (None: all); 0 when no process group runs."""
-    if group is ALONE:
-        return 0
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return dist.get_rank(group) if group is not ALONE and dist.is_initialized() else 0
 
 
 def members(group: ProcessGroup | None) -> int:
@@ -209,34 +208,36 @@ def send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> None:
 
     To be received by this module's `recv` or `irecv`, not by torch.distributed's: they may look elsewhere.
     """
-    _carrier(tensor, dst, group).isend(_flat(tensor)[0], _place(group, dst)).wait()
+    _carrier(tensor, group, to=dst).isend(_flat(tensor)[0], _place(group, dst)).wait()
 
 
 @_intercepted
 def recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
     """Receive into `tensor` from global rank `src`."""
     flat, back = _flat(tensor, fill=False)
-    AfterWork([_carrier(tensor, src, group).irecv(flat, _place(group, src))], back).wait()
+    AfterWork([_carrier(tensor, group, source=src).irecv(flat, _place(group, src))], back).wait()
 
 
 @_intercepted
 def isend(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> Work:
     """Start sending `tensor` to global rank `dst`; it must stay as it is until the work is done."""
-    return _carrier(tensor, dst, group).isend(_flat(tensor)[0], _place(group, dst))
+    return _carrier(tensor, group, to=dst).isend(_flat(tensor)[0], _place(group, dst))
 
 
 @_intercepted
 def irecv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> Work:
     """Start receiving into `tensor` from global rank `src`."""
     flat, back = _flat(tensor, fill=False)
-    work = _carrier(tensor, src, group).irecv(flat, _place(group, src))
-    return work if back is None else AfterWork([work], back)
+    return cast(Work, _after(_carrier(tensor, group, source=src).irecv(flat, _place(group, src)), back, True))
 
 
 @_intercepted
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Return when every rank of `group` has called it."""
-    return _nothing(async_op) if members(group) == 1 else cast("Work | None", dist.barrier(group, async_op))
+    if members(group) == 1:
+        return _nothing(async_op)
+    _known(_live(group)).count += 1
+    return _after(dist.barrier(group, async_op), None, async_op)
 
 
 @_intercepted
@@ -251,16 +252,19 @@ def open_transport(group: ProcessGroup) -> None:
 
 
 def _known(group: ProcessGroup) -> _Group:
-    found = _groups.get(group)
-    if found is None:
-        found = _groups[group] = _Group(group)
-    return found
+    return _groups.get(group) or _groups.setdefault(group, _Group(group))
 
 
-def _serving(group: ProcessGroup | None, device: str) -> GroupCollectives:
-    """What serves the group's collectives of tensors on `device`."""
+def called() -> list[tuple[ProcessGroup, int, Mapping[tuple[int, int], int]]]:
+    """Each group, how many collectives this rank has called on it, and how many messages by sender and receiver."""
+    return [(group, known.count, known.messages) for group, known in list(_groups.items())]
+
+
+def _serving(group: ProcessGroup | None, device: str, count: int = 1) -> GroupCollectives:
+    """What serves the group's collectives of tensors on `device`. count: of collectives that are called now."""
     live = _live(group)
     known = _known(live)
+    known.count += count
     found = known.serving.get(device)
     if found is None:
         maker = _makers.get((device, known.backends.get(device, "")), GroupCollectives)
@@ -272,13 +276,14 @@ def _serving(group: ProcessGroup | None, device: str) -> GroupCollectives:
     return found
 
 
-def _carrier(tensor: Tensor, peer: int, group: ProcessGroup | None) -> GroupCollectives:
-    """Who carries the group's messages of such tensors; peer: the other end's global rank."""
+def _carrier(tensor: Tensor, group: ProcessGroup | None, *, to: int = -1, source: int = -1) -> GroupCollectives:
+    """Who carries the group's messages of such tensors. to, source: the other end's global rank, one of them."""
     members(group)
-    if peer == dist.get_rank():
-        raise CommError(f"rank {peer} is this rank; a message to oneself is a copy")
-    serving, device = _serving(group, tensor.device.type), tensor.device.type
-    return _known(_live(group)).carriers.setdefault(device, serving)
+    if (me := dist.get_rank()) in (to, source):
+        raise CommError(f"rank {me} is this rank; a message to oneself is a copy")
+    serving, known = _serving(group, tensor.device.type, count=0), _known(_live(group))
+    known.messages[(me, to) if source < 0 else (source, me)] += 1
+    return known.carriers.setdefault(tensor.device.type, serving)
 
 
 # -- tensors and works -------------------------------------------------------------------------------------------------
@@ -298,11 +303,11 @@ def _nothing(async_op: bool) -> Work | None:
 
 
 def _after(work: Any, finish: Callable[[], Any] | None, async_op: bool) -> Work | None:
-    if not async_op:
-        if finish is not None:
-            finish()
-        return None
-    return cast(Work, work) if finish is None else AfterWork([work], finish)
+    if async_op:
+        return AfterWork([work], finish) if finish is not None or isinstance(work, dist.Work) else cast(Work, work)
+    if finish is not None:
+        finish()
+    return None
 
 
 def _place(group: ProcessGroup | None, global_rank: int) -> int:
@@ -311,9 +316,7 @@ def _place(group: ProcessGroup | None, global_rank: int) -> int:
 
 
 def _live(group: ProcessGroup | None) -> ProcessGroup:
-    live = dist.group.WORLD if group is None else group
-    assert live is not None
-    return live
+    return cast(ProcessGroup, dist.group.WORLD if group is None else group)
 
 
 def _lengths(whole: Tensor, rows: Sequence[int] | None, size: int) -> list[int] | None:

@@ -136,8 +136,7 @@ def label(text: str) -> None:
 
 def tag() -> int | None:
     """For transports: the tag of the collective that this thread is starting; None: messages need none."""
-    current = _local.current
-    return None if current is None else current.tag
+    return _local.current.tag if _local.current is not None else None
 
 
 def intercept(collective: Collective, call: Callable[[], Any]) -> Any:

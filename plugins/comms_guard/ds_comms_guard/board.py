@@ -32,7 +32,7 @@ class Board:
     """
 
     def __init__(self, open: Callable[[], Any], rank: int, size: int) -> None:
-        self._open, self._rank, self._size = open, rank, size
+        self._open, self.rank, self.size = open, rank, size
         self._opened: Any = None
         self._lease, self._count = "", 0  # the judge's key as last seen, and for how many looks it was the same
 
@@ -49,7 +49,7 @@ class Board:
 
     def introduce(self, home: Home) -> None:
         """Say which process this rank is, while it can."""
-        self._store.set(f"home/{self._rank}", json.dumps(home))
+        self._store.set(f"home/{self.rank}", json.dumps(home))
 
     def homes(self, ranks: Iterable[int]) -> dict[int, Home]:
         """Which processes other ranks are, as far as they have said."""
@@ -58,17 +58,17 @@ class Board:
 
     def publish(self, position: Position) -> None:
         """Put this rank's position in the place of its last one."""
-        self._store.set(f"position/{self._rank}", json.dumps(position.as_json()))
+        self._store.set(f"position/{self.rank}", json.dumps(position.as_json()))
 
     def resign(self) -> None:
         """This rank goes on, so it is no longer the judge."""
-        if self._lease.startswith(f"{self._rank} "):
+        if self._lease.startswith(f"{self.rank} "):
             self._store.compare_set("judge", self._lease, "")
         self._lease, self._count = "", 0
 
     def positions(self) -> dict[int, Position]:
         """Of all ranks that wait, were asked or have ended, read one after the other."""
-        texts = {rank: self._read(f"position/{rank}") for rank in range(self._size)}
+        texts = {rank: self._read(f"position/{rank}") for rank in range(self.size)}
         return {rank: Position.from_json(json.loads(text)) for rank, text in texts.items() if text}
 
     def is_judge(self, patient: int) -> bool:
@@ -76,7 +76,7 @@ class Board:
 
         A judge asks again and again, which shows that it lives.
         """
-        mine, expected = f"{self._rank} ", self._lease
+        mine, expected = f"{self.rank} ", self._lease
         if not expected.startswith(mine) and self._count < patient:
             expected = ""
         beat = int(expected.split()[1]) + 1 if expected.startswith(mine) else 0

@@ -1,22 +1,20 @@
-"""Collectives are numbered, so that who waits for long can say who has not come, and end a job that cannot go on.
+"""Who waits for long says who has not come, and a job that provably cannot go on is ended.
 
-[Note: how it is known] Every collective of a group, and every message from one rank to another, gets a number. Whoever
-waits for half of `patience` publishes its position (numbers, place in the program) in the job's store and asks the
-others for theirs; one of those who wait, the judge, tells who has not come. A wait is seen in the host, or by events of
-the device where the host goes on (NCCL). A collective pays for a count and a small object. The store hears once which
-process a rank is, and no more until somebody stands still.
+[Note: how it is known] The core counts the calls of each group. A thread sees when this rank waits: in the host, or,
+where the host goes on (NCCL), by events of the device. After half of `patience` it publishes this rank's position
+(counts, place in the program) in the job's store and asks the others for theirs; one of those who wait, the judge,
+tells who has not come. A collective pays for a count alone, and the store hears once which process a rank is, and no
+more until somebody stands still.
 
-[Note: how a difference is proved] With ``enabled``, a collective is folded into the group's digest too: operation,
-size, dtype, and what the caller said of it (`ds_core.comm.label`). The digest is the collective's tag, which transports
-send along, so collectives that do not belong together never exchange data. Only proof ends the job: two ranks made
-different collectives under one number, or some wait for each other or for a rank that has ended. A rank that is only
-slow proves nothing, and the others wait for it.
+[Note: how a difference is proved] With ``enabled``, `HangGuard` is called around every collective, and folds it into
+its group's digest: operation, size, dtype, and what the caller said of it (`ds_core.comm.label`). The digest is the
+collective's tag, which transports send along, so collectives that do not belong together never exchange data. Only
+proof ends the job: two ranks made different collectives under one number, or some wait for each other or for a rank
+that has ended. A rank that is only slow proves nothing, and the others wait for it.
 """
 
 from __future__ import annotations
 
-import atexit
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,10 +28,11 @@ from torch.distributed import ProcessGroup
 
 from ds_comms_guard.board import Board
 from ds_comms_guard.config import CommsGuard
+from ds_comms_guard.counts import Counts
 from ds_comms_guard.ledger import MESSAGES, Call, Ledger
-from ds_comms_guard.watcher import Watcher
+from ds_comms_guard.watcher import Watcher, first_line
 from ds_core import comm
-from ds_core.accelerator import Accelerator, get_accelerator
+from ds_core.accelerator import get_accelerator
 from ds_core.errors import CommError, LostRankError
 from ds_core.plugins import discover
 
@@ -70,31 +69,13 @@ class GuardedWork:
 
 
 class HangGuard(comm.Interceptor):
-    """Numbers this process's collectives, and watches for waits without end.
-
-    world: the process group of the job. store: connects to the job's, to keys for this guard alone. patience: seconds.
-    proves: whether the job ends when it provably cannot go on; else waits are only told. packages: top-level names of
-    modules whose lines are not shown as the user's. device: the accelerator, where collectives may run on one.
-    """
+    """Numbers this process's collectives, for a watcher that proves. world: the process group of the job."""
 
     order = comm.Order.CHECK
 
-    def __init__(
-        self,
-        world: ProcessGroup,
-        store: Callable[[], Any],
-        patience: float,
-        proves: bool,
-        packages: Iterable[str] = (),
-        device: Accelerator | None = None,
-    ) -> None:
-        self.world, self.proves = weakref.ref(world), proves
-        self.ledger = Ledger(proves, device)
-        self._rank = world.rank()
-        self._board = Board(store, self._rank, world.size())
-        place = self._rank, world.size()
-        self._watcher = Watcher(self.ledger, self._board, place, patience, proves, frozenset(packages), self.world)
-        atexit.register(self._leave)
+    def __init__(self, world: ProcessGroup, ledger: Ledger, watcher: Watcher) -> None:
+        self.world, self.ledger, self._watcher = weakref.ref(world), ledger, watcher
+        self._rank, self._board = world.rank(), watcher.board
 
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         """Number a collective or message, watch who waits for it, and explain its failure."""
@@ -114,11 +95,9 @@ class HangGuard(comm.Interceptor):
     def explain(self, call: Call, error: Exception) -> Exception:
         """The error to raise for a collective that the backend gave up: the verdict, or who has ended.
 
-        Those of messages, and all where nothing is to be proved, are passed on as they are.
+        Those of messages are passed on as they are.
         """
-        if not self.proves or call.key[0] in MESSAGES:
-            return error
-        if isinstance(error, CommError) and not isinstance(error, LostRankError):
+        if call.key[0] in MESSAGES or (isinstance(error, CommError) and not isinstance(error, LostRankError)):
             return error
         text = f"rank {self._rank}: {call.describe()} failed"
         until = time.monotonic() + 2.0
@@ -128,33 +107,23 @@ class HangGuard(comm.Interceptor):
                     return CommError(verdict)
                 if ended := [p for p in self._board.positions().values() if p.ended]:
                     who = "; ".join(f"rank {p.rank} has ended ({p.ended})" for p in ended)
-                    return CommError(f"{text}, for {who}. {_first_line(error)}")
+                    return CommError(f"{text}, for {who}. {first_line(error)}")
                 time.sleep(0.1)
         except RuntimeError:
             if self._rank != 0:
                 text += ", and rank 0, which keeps the job's store, does not answer: it has probably ended"
-        return CommError(f"{text}. {_first_line(error)}")
+        return CommError(f"{text}. {first_line(error)}")
 
     def close(self) -> None:
         """Stop watching."""
-        atexit.unregister(self._leave)
         self._watcher.stop()
-
-    def _leave(self) -> None:
-        """This process ends: those who wait for it may know."""
-        error = getattr(sys, "last_value", None)
-        how = f"{type(error).__name__}: {_first_line(error)}" if error is not None else "its program is over"
-        self._watcher.stop()
-        if not self._board.connected:
-            return
-        try:
-            self._board.publish(self._watcher.position(None, ended=how))
-        except RuntimeError:
-            pass  # rank 0 has ended before
 
 
 _made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""How many guards each process group of a whole job has had: keys of the store are not used twice."""
+"""How many watchers each process group of a whole job has had: keys of the store are not used twice."""
+
+_watchers: WeakKeyDictionary[ProcessGroup, Watcher] = WeakKeyDictionary()
+"""Those that only tell."""
 
 
 def installed_guard() -> HangGuard | None:
@@ -163,23 +132,34 @@ def installed_guard() -> HangGuard | None:
 
 
 def guard_of_job(section: CommsGuard, packages: Iterable[str] = ()) -> HangGuard | None:
-    """The guard to install: the installed one, or a new one; None when there is one rank.
+    """Watch the waits of this job, and give the guard to install: the installed one, or with `enabled` a new one.
 
     Every rank calls it with the same section, the process group running. packages: modules whose lines are not the
-    user's, besides those of installed plugins. A guard that proves stays on when a later engine does not want it.
+    user's, besides those of installed plugins. A guard stays on when a later engine does not want it. None: nothing is
+    to be proved, or there is one rank.
     """
     world, installed = dist.group.WORLD, installed_guard()
-    if installed is not None and (installed.world() is not world or (section.enabled and not installed.proves)):
-        comm.remove_interceptor(installed)  # it watched a process group that is gone, or proves nothing
+    if installed is not None and installed.world() is not world:
+        comm.remove_interceptor(installed)  # its process group is gone
         installed = None
     if installed is not None or world is None or world.size() < 2:
         return installed
-    made = _made.get(world, 0)
-    _made[world] = made + 1
+    watcher = _watchers.get(world)
+    if watcher is not None and (watcher.patience == section.seconds and not section.enabled):
+        return None
+    if watcher is not None:
+        _watchers.pop(world).stop()
+    _made[world] = made = _made.get(world, 0) + 1
     modules = (*packages, *(found.module for found in discover()))
     tops = {module.partition(".")[0] for module in modules}
     connect = partial(_connect, dist.distributed_c10d._get_default_store(), f"ds_comms_guard/{made}")
-    return HangGuard(world, connect, section.seconds, section.enabled, tops, get_accelerator())
+    board = Board(connect, world.rank(), world.size())
+    calls = Ledger(get_accelerator()) if section.enabled else Counts(get_accelerator())
+    watcher = Watcher(calls, board, section.seconds, section.enabled, tops, weakref.ref(world))
+    if isinstance(calls, Ledger):
+        return HangGuard(world, calls, watcher)
+    _watchers[world] = watcher
+    return None
 
 
 def _connect(store: Any, prefix: str) -> Any:
@@ -187,7 +167,3 @@ def _connect(store: Any, prefix: str) -> Any:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     return PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
-
-
-def _first_line(error: BaseException | None) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -32,8 +32,8 @@ class Judge:
 
     patience, tick (between looks): seconds. proves: whether the job ends when positions prove that it cannot go on."""
 
-    def __init__(self, board: Board, rank: int, size: int, patience: float, tick: float, proves: bool) -> None:
-        self._board, self._rank, self._size, self._patience, self._tick = board, rank, size, patience, tick
+    def __init__(self, board: Board, patience: float, tick: float, proves: bool) -> None:
+        self._board, self._rank, self._size, self._patience, self._tick = board, board.rank, board.size, patience, tick
         self._proves = proves
         self._suspected: dict[int, tuple[int, int]] = {}  # rank -> (issued, beat) when the proof was first seen
         self._proven = math.inf  # since when there has been a proof
@@ -56,7 +56,7 @@ class Judge:
 
         wait: this rank's, whose position is published.
         """
-        if not wait.same(self._wait):
+        if self._wait is None or (wait.since, wait.text) != (self._wait.since, self._wait.text):
             self._wait, self._due, self._asked = wait, self._patience, math.inf
         if not self._board.is_judge(JUDGE_LOST):
             return None
@@ -67,7 +67,7 @@ class Judge:
         return None
 
     def _judge(self, found: Mapping[int, Position]) -> str | None:
-        positions = {r: p for r, p in found.items() if p.wait is not None or p.device or p.ended}
+        positions = {r: p for r, p in found.items() if p.wait is not None or p.queued or p.ended}
         proof = prove(found, self._size)
         if proof is None:
             self._suspected, self._proven = {}, math.inf

@@ -17,7 +17,7 @@ from ds_comms_guard.verdict import GroupHistory
 from ds_core.accelerator import Accelerator
 from ds_core.comm.interceptor import TAG_BITS, Collective
 
-__all__ = ["MESSAGES", "Call", "Ledger"]
+__all__ = ["MESSAGES", "Call", "Ledger", "channel_name", "describe"]
 
 KEPT = 64
 """Collectives per group that are remembered for comparison; tags stop ranks within a few of a difference."""
@@ -47,11 +47,21 @@ class Call:
     def describe(self) -> str:
         """``weights of 'h.0.weight' (all_gather_into_tensor of 4096 float32)``."""
         op, text, numel, dtype = self.key
-        what = f"{op} of {numel} {str(dtype).removeprefix('torch.')}" if numel >= 0 else op
-        if op in MESSAGES:
-            source, target = self.group.members
-            what += f" to rank {target}" if MESSAGES[op] == "dst" else f" from rank {source}"
+        what = describe(op, numel, dtype, self.group.members)
         return f"{text} ({what})" if text else what
+
+
+def describe(op: str, numel: int, dtype: Any, ends: Sequence[int] | None) -> str:
+    """An operation in words. numel: -1 where it has no message. ends: of a message between two ranks."""
+    what = f"{op} of {numel} {str(dtype).removeprefix('torch.')}" if numel >= 0 else op
+    if op in MESSAGES and ends is not None:
+        what += f" to rank {ends[1]}" if MESSAGES[op] == "dst" else f" from rank {ends[0]}"
+    return what
+
+
+def channel_name(group: str, ends: Sequence[int]) -> str:
+    """The name of the group of two that a message's sender and receiver are."""
+    return f"{group} {ends[0]}>{ends[1]}"
 
 
 class _GroupCalls:
@@ -71,26 +81,23 @@ class _GroupCalls:
 
 
 class Ledger:
-    """Every collective of this process gets a number in its group.
+    """Every collective of this process gets a number in its group, and is folded into the group's digest, its tag.
 
-    proves: it is folded into the group's digest too, which is its tag. waiting: by thread, the call that it waits for.
-    device: the accelerator, where the host may go on before a collective has ended; None: it waits. streams: those that
-    calls were queued on since somebody took the set; index: of their device.
+    waiting: by thread, the call that it waits for. device: the accelerator, where the host may go on before a
+    collective has ended; None: it waits. streams: those that calls were queued on since somebody took the set.
     """
 
-    def __init__(self, proves: bool = False, device: Accelerator | None = None) -> None:
-        self.proves = proves
+    def __init__(self, device: Accelerator) -> None:
         self.waiting: dict[int, Call] = {}
-        host = device is None or (device.device_type == "cpu" and device.current_stream() is None)
-        self.device = None if host else device
+        waits = device.device_type == "cpu" and device.current_stream() is None
+        self.device = None if waits else device
         self.streams: set[Any] = set()
-        self.index = 0
         self._groups: WeakKeyDictionary[ProcessGroup, _GroupCalls] = WeakKeyDictionary()
         self._marks: dict[Key, int] = {}
         self._since: dict[Call, float] = {}
 
     def record(self, collective: Collective) -> Call:
-        """Number `collective`; with `proves`, set its tag."""
+        """Number `collective` and set its tag."""
         group = self._groups.get(collective.group) or self._group(collective.group)
         op, numel, dtype, arguments = collective.op, -1, None, collective.arguments
         if op in MESSAGES:
@@ -100,12 +107,11 @@ class Ledger:
             numel, dtype = message.numel(), message.dtype
         key = (op, collective.label, numel, dtype)
         group.count += 1
-        if self.proves:
-            mark = self._marks.get(key)
-            if mark is None:  # crc: Python's own hash of a string differs between processes
-                mark = self._marks[key] = zlib.crc32(repr(key).encode())
-            group.digest = (group.digest * 1000003 + mark) & 0xFFFFFFFF
-            collective.tag = group.digest >> (32 - TAG_BITS)
+        mark = self._marks.get(key)
+        if mark is None:  # crc: Python's own hash of a string differs between processes
+            mark = self._marks[key] = zlib.crc32(repr(key).encode())
+        group.digest = (group.digest * 1000003 + mark) & 0xFFFFFFFF
+        collective.tag = group.digest >> (32 - TAG_BITS)
         call = Call(group, group.count, key, group.digest)
         group.calls.append(call)
         return call
@@ -123,7 +129,7 @@ class Ledger:
         message = collective.message
         if self.device is None or message is None or message.device.type != self.device.device_type:
             return
-        self.index, stream = self.device.current_index(), self.device.current_stream()
+        stream = self.device.current_stream()
         if stream is None:  # the device has no streams, so the host waits for it
             self.device = None
         else:
@@ -170,7 +176,7 @@ class Ledger:
         channel = group.channels.get((side, peer))
         if channel is None:
             ends = (dist.get_rank(), peer) if side == "dst" else (peer, dist.get_rank())
-            channel = group.channels[side, peer] = _GroupCalls(f"{group.name} {ends[0]}>{ends[1]}", ends)
+            channel = group.channels[side, peer] = _GroupCalls(channel_name(group.name, ends), ends)
         channel.count += 1
         call = Call(channel, channel.count, (collective.op, collective.label, message.numel(), message.dtype), 0)
         channel.calls.append(call)

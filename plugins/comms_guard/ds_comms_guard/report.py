@@ -27,16 +27,17 @@ def describe_waits(positions: Mapping[int, Position], silent: Mapping[int, str],
     lines += [f"  rank {rank} {_told(rank, positions, silent)}" for rank in first[:SHOWN]]
     if len(first) > SHOWN:
         lines.append(f"  and {len(first) - SHOWN} more ranks")
-    return "\n".join([f"{_has(len(waiting), f'of {size} rank')} waited {seconds:.3g} s:", *lines])
+    have = "has" if len(waiting) == 1 else "have"
+    return "\n".join([f"{len(waiting)} of {size} ranks {have} waited {seconds:.3g} s:", *lines])
 
 
 def _missing(position: Position, positions: Mapping[int, Position], size: int) -> tuple[str, Sequence[int]]:
     """What a rank waits for, and who has not come to it; of a call that is not numbered, who waits for nothing."""
-    if position.wait is None and not position.device:
+    if position.wait is None and not position.queued:
         return position.waits, [r for r in range(size) if r not in positions or not positions[r].waits]
     calls = position.missing(positions)
     known = [call for rank, call in calls.items() if rank in positions]
-    what = f"{position.describe(known[0])} on the device" if position.device and known else position.waits
+    what = f"{position.waits}, {position.describe(known[0])}" if position.queued and known else position.waits
     return what, sorted(calls)
 
 
@@ -55,7 +56,3 @@ def _told(rank: int, positions: Mapping[int, Position], silent: Mapping[int, str
     if position.waits:
         return f"({position.home}) waits itself"
     return f"({position.home}) is busy{where(position) or ', at an unknown line'}"
-
-
-def _has(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'} {'has' if count == 1 else 'have'}"

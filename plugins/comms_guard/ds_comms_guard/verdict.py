@@ -39,8 +39,8 @@ class Position:
 
     beat: grows with each publication. groups: what it has called, by group name. wait: (group name, number) of the call
     that it waits for. at: the user's line. activities: of its engines. ended: how, "" for a rank that lives. waits:
-    what it waits for, in words; "" if for nothing. device: its device waits, and the host has gone on. heard: the last
-    question that it has heard. home: its process, in words.
+    what it waits for, in words; "" if for nothing. queued: it waits for some of what it called, not known for which.
+    heard: the last question that it has heard. home: its process, in words.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Position:
     activities: tuple[Activity, ...] = ()
     ended: str = ""
     waits: str = ""
-    device: bool = False
+    queued: bool = False
     heard: str = ""
     home: str = ""
 
@@ -78,10 +78,10 @@ class Position:
     def missing(self, positions: Mapping[int, Position]) -> dict[int, tuple[str, int]]:
         """Who has not made a call that it waits for, and which: (group name, number).
 
-        Ranks not in `positions` have not. Of a device: the first call that a rank has not made, of those made here.
+        Ranks not in `positions` have not. With `queued`: the first call that a rank has not made, of those made here.
         """
         calls = [self.wait] if self.wait is not None else []
-        if self.device:
+        if self.queued:
             calls = [(name, group.count) for name, group in self.groups.items() if group.count]
         found: dict[int, tuple[str, int]] = {}
         for name, number in calls:
@@ -95,7 +95,10 @@ class Position:
     def describe(self, call: tuple[str, int]) -> str:
         """One of its last calls, by group name and number."""
         name, number = call
-        return next((text for n, _, text in self.groups[name].calls if n == number), f"collective {number} of {name}")
+        made = next((text for n, _, text in self.groups[name].calls if n == number), None)
+        if made is None and ">" in name:  # a sender and a receiver
+            return f"message {number} from rank {self.groups[name].members[0]} to rank {self.groups[name].members[1]}"
+        return made or f"collective {number} of group {name!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ def _describe_difference(
 
 def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
     """Ranks that wait for each other, or for one that has ended."""
-    waiting = {rank: p for rank, p in positions.items() if (p.wait is not None or p.device) and not p.ended}
+    waiting = {rank: p for rank, p in positions.items() if (p.wait is not None or p.queued) and not p.ended}
     may_go_on = {r for r in range(size) if r not in waiting and not (r in positions and positions[r].ended)}
     missing = {rank: _lacking(p, positions) for rank, p in waiting.items()}
     while freed := [r for r in waiting if r not in may_go_on and missing[r].keys() <= may_go_on]:
@@ -167,9 +170,9 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
 
 
 def _lacking(position: Position, positions: Mapping[int, Position]) -> dict[int, tuple[str, int]]:
-    """Whom it cannot go on without. A device waits for ended ranks alone: its host may still call what others need."""
+    """Whom it cannot go on without. A device waits for ended ranks alone: its host may still make calls."""
     missing = position.missing(positions)
-    return {r: call for r, call in missing.items() if not position.device or (r in positions and positions[r].ended)}
+    return {r: call for r, call in missing.items() if not position.queued or (r in positions and positions[r].ended)}
 
 
 def _divergence(positions: Sequence[Position]) -> list[str]:

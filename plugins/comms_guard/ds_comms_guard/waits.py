@@ -1,49 +1,41 @@
-"""What this rank waits for, seen from a thread beside it: nothing of it costs a collective anything."""
+"""When this rank waits, and for what, seen from a thread beside it."""
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
-from ds_comms_guard.ledger import Call, Ledger
-from ds_comms_guard.whereabouts import main_stack
+from ds_comms_guard.counts import Counts, find_wait
+from ds_comms_guard.ledger import Ledger
+from ds_core import comm
 
 __all__ = ["Wait", "Waits"]
-
-_TORCH = os.path.join(os.path.dirname(os.path.abspath(dist.__file__)), "distributed_c10d.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What is waited for, and since when it was seen.
+    """What is waited for, in words, and since when it was seen.
 
-    call: a collective or message of `ds_core.comm` in which the host waits. device: the host has gone on, and the
-    device does not end what was queued up to the last collective. Neither: `text`, a function of torch.distributed.
+    call: (group name, number), where one collective or message of `ds_core.comm` is waited for. queued: it is for some
+    of what was called, by the host or by its device. Neither: for a function of torch.distributed.
     """
 
     since: float
     text: str
-    call: Call | None = None
-    device: bool = False
-
-    def same(self, other: Wait | None) -> bool:
-        """Whether `other` is an earlier look at the same wait."""
-        return other is not None and (self.since, self.call, self.text) == (other.since, other.call, other.text)
+    call: tuple[str, int] | None = None
+    queued: bool = False
 
 
 class Waits:
-    """Looks for waits. still_after: seconds without a call until the device and torch.distributed are looked at."""
+    """Looks for waits. still_after: seconds without a call until this rank stands still. packages: see `find_wait`."""
 
-    def __init__(self, ledger: Ledger, still_after: float) -> None:
-        self._ledger, self._still_after = ledger, still_after
+    def __init__(self, calls: Ledger | Counts, still_after: float, packages: Collection[str]) -> None:
+        self._calls, self._still_after, self._packages = calls, still_after, packages
         self._issued, self._moved = -1, 0.0
-        self._events: list[Any] = []
-        self._marked = 0.0
+        self._events: list[Any] | None = None  # behind all that was queued when this rank had moved last
         self._frame: tuple[FrameType | None, float] = (None, 0.0)
 
     def still(self) -> bool:
@@ -52,33 +44,37 @@ class Waits:
 
     def look(self) -> Wait | None:
         """The longest wait, as far as it was seen; called every few seconds, by one thread."""
-        now, issued = time.monotonic(), self._ledger.issued
+        now, issued = time.monotonic(), self._calls.issued
+        held, self._frame = self._frame, (None, now)
         if issued != self._issued:
-            self._issued, self._moved, self._events = issued, now, []
-        found = self._ledger.longest()
-        if found is None and self.still():
-            return self._on_device(now) or self._in_torch(now)
-        self._frame = (None, now)
-        return Wait(found[1], found[0].describe(), found[0]) if found is not None else None
-
-    def _on_device(self, now: float) -> Wait | None:
-        """Events behind all that was queued: they end when the collectives have ended."""
-        device = self._ledger.device
-        if device is None:
+            self._issued, self._moved, self._events = issued, now, None
+            held = (None, now)
+        if (known := self._calls.longest()) is not None:
+            return Wait(known[1], known[0].describe(), known[0].place)
+        if self._moved == now:
             return None
-        if streams := self._ledger.take_streams():
-            device.set_device(self._ledger.index)  # of this thread
-            self._marked = self._moved
-        for stream in streams:
-            with device.stream(stream):
-                self._events.append(device.new_event())
-                self._events[-1].record()
-        self._events = [event for event in self._events if not event.query()]
-        return Wait(self._marked, "what was queued on its device", device=True) if self._events else None
+        return self._in_frames(now, held) or (self._on_device() if self.still() else None)
 
-    def _in_torch(self, now: float) -> Wait | None:
-        """Somebody else's call of torch.distributed. The frame is held, so that another call is another frame."""
-        frame = next((f for f in reversed(list(main_stack())) if f.f_code.co_filename == _TORCH), None)
-        if frame is None or frame is not self._frame[0]:
-            self._frame = (frame, now)
-        return None if frame is None else Wait(self._frame[1], f"torch.distributed.{frame.f_code.co_name}")
+    def _in_frames(self, now: float, held: tuple[FrameType | None, float]) -> Wait | None:
+        """A frame is held until the next look, so that another call is another frame."""
+        seen = find_wait(self._packages)
+        if seen is None:
+            return None
+        since = self._moved if seen.exact else held[1] if seen.frame is held[0] else now
+        self._frame = (None if seen.exact else seen.frame, since)
+        return Wait(since, seen.text, seen.wait, seen.queued)
+
+    def _on_device(self) -> Wait | None:
+        """By events behind all that was queued: they end when the collectives have ended."""
+        device = self._calls.device
+        if device is None or not self._issued:
+            return None
+        if self._events is None:
+            self._events = []
+            device.set_device(device.local_index(comm.local_rank()))  # of this thread
+            for stream in self._calls.take_streams():
+                with device.stream(stream):
+                    self._events.append(device.new_event())
+                    self._events[-1].record()
+        self._events = [event for event in self._events if not event.query()]
+        return Wait(self._moved, "what was queued on its device", queued=True) if self._events else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
 from ds_comms_guard.board import Board, Question
+from ds_comms_guard.counts import Counts
 from ds_comms_guard.judge import Judge
 from ds_comms_guard.ledger import Ledger
 from ds_comms_guard.verdict import Activity, Position
@@ -19,7 +21,7 @@ from ds_comms_guard.waits import Wait, Waits
 from ds_comms_guard.whereabouts import Home, user_line
 from ds_core.process import STATE
 
-__all__ = ["EXIT_CODE", "Watcher"]
+__all__ = ["EXIT_CODE", "Watcher", "first_line"]
 
 log = logging.getLogger("ds_core.comm")
 
@@ -47,20 +49,19 @@ class Watcher:
 
     def __init__(
         self,
-        ledger: Ledger,
+        calls: Ledger | Counts,
         board: Board,
-        place: tuple[int, int],
         patience: float,
         proves: bool,
         packages: Collection[str],
         alive: Callable[[], Any],
     ) -> None:
-        self._ledger, self._board, self._patience, self._proves = ledger, board, patience, proves
-        self._rank, size = place
+        self._calls, self.board, self.patience, self._proves = calls, board, patience, proves
+        self._rank = board.rank
         self._alive, self._packages = alive, frozenset(packages)
         self._tick = min(5.0, patience / 10)
-        self._waits = Waits(ledger, patience / 4)
-        self._judge = Judge(board, self._rank, size, patience, self._tick, proves)
+        self._waits = Waits(calls, patience / 4, self._packages)
+        self._judge = Judge(board, patience, self._tick, proves)
         self._home, self._keeper = Home.here(), Home("", "", 0, "")  # the keeper of the store: rank 0, as far as known
         self._introduced = self._waited = False
         self._beat, self._question = 0, Question()  # the last one that was seen
@@ -68,9 +69,11 @@ class Watcher:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ds_comms_guard watcher", daemon=True)
         self._thread.start()
+        atexit.register(self._leave)
 
     def stop(self) -> None:
         """Stop watching."""
+        atexit.unregister(self._leave)
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
@@ -81,13 +84,13 @@ class Watcher:
         return Position(
             self._rank,
             self._beat,
-            self._ledger.histories(),
-            wait.call.place if wait is not None and wait.call is not None else None,
+            self._calls.histories(),
+            wait.call if wait is not None else None,
             "" if ended else user_line(self._packages),
             _activities(),
             ended,
             wait.text if wait is not None else "",
-            wait is not None and wait.device,
+            wait is not None and wait.queued,
             self._question.id,
             str(self._home),
         )
@@ -95,9 +98,9 @@ class Watcher:
     def _watch(self) -> None:
         looked = time.monotonic()
         while not self._stop.wait(self._tick) and self._alive() is not None:
-            wait, now = self._overdue(self._patience / 2), time.monotonic()
+            wait, now = self._overdue(self.patience / 2), time.monotonic()
             moves = wait is None and not self._waited and not self._waits.still()
-            if self._introduced and moves and now - looked < self._patience / 2:
+            if self._introduced and moves and now - looked < self.patience / 2:
                 continue
             looked, answered = now, threading.Event()
             # The store does not answer if its process is stopped; another thread then looks at this rank's waits.
@@ -119,30 +122,30 @@ class Watcher:
     def _converse(self, wait: Wait | None) -> str | None:
         """Say what has changed, hear what was asked, and judge: the verdict, if there is one."""
         if not self._introduced:
-            self._board.introduce(self._home)
+            self.board.introduce(self._home)
             self._introduced = True
         if not self._keeper.pid:
-            self._keeper = self._board.homes([0]).get(0, self._keeper)
-        question = self._board.question()
+            self._keeper = self.board.homes([0]).get(0, self._keeper)
+        question = self.board.question()
         news, self._question = question != self._question, question
         if wait is not None or self._waited or news:
-            self._board.publish(self.position(wait))
+            self.board.publish(self.position(wait))
         for rank, home in question.silent.items() if news else ():
             if home.machine == self._home.machine and rank != self._rank:
-                self._board.tell_state(rank, question, home.state())
+                self.board.tell_state(rank, question, home.state())
         if wait is None and self._waited:
-            self._board.resign()
+            self.board.resign()
             self._judge.reset()
         self._waited = wait is not None
-        verdict = self._board.verdict() if self._proves else None
+        verdict = self.board.verdict() if self._proves else None
         return self._judge.consider(wait) if verdict is None and wait is not None else verdict
 
     def _watch_alone(self, answered: threading.Event) -> None:
         """Tell of this rank's wait while the store does not answer."""
-        if answered.wait(self._patience / 4):
+        if answered.wait(self.patience / 4):
             return
         while not answered.wait(self._tick) and not self._stop.is_set():
-            self._tell_alone(self._overdue(self._patience), "does not answer")
+            self._tell_alone(self._overdue(self.patience), "does not answer")
 
     def _tell_alone(self, wait: Wait | None, why: str) -> None:
         """What this rank knows by itself."""
@@ -166,6 +169,18 @@ class Watcher:
             keeper,
         )
 
+    def _leave(self) -> None:
+        """This process ends: those who wait for it may know."""
+        error = getattr(sys, "last_value", None)
+        how = f"{type(error).__name__}: {first_line(error)}" if error is not None else "its program is over"
+        self.stop()
+        if not self.board.connected:
+            return
+        try:
+            self.board.publish(self.position(None, ended=how))
+        except RuntimeError:
+            pass  # who keeps the store has ended before
+
     def _end(self, verdict: str) -> None:
         """A wait in the backend cannot be broken off, so the process ends; the others shall read the verdict first."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -174,6 +189,11 @@ class Watcher:
         print(f"{stack}[ds_core] rank {self._rank}: {verdict}", file=sys.stderr, flush=True)
         time.sleep(3.0 if self._rank == 0 else 1.0)  # the store ends with rank 0
         os._exit(EXIT_CODE)
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message."""
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _activities() -> tuple[Activity, ...]:

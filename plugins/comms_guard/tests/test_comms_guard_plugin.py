@@ -18,20 +18,27 @@ class TestInterceptor(InterceptorConformance):
     config: ClassVar[Any] = {"comms_guard": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 
 
-def guarded(config: dict[str, Any]) -> list[bool]:
-    """Whether each guard that is installed proves anything."""
+def guarded(config: dict[str, Any]) -> list[str]:
+    """Who watches over this job: the guard, or the watcher alone, with its patience."""
+    import torch.distributed as dist
+    from ds_comms_guard import guard
+
     from ds_core import comm
 
     comm.init_distributed(config=config)
-    found = comm.interceptors()
+    found, watchers = comm.interceptors(), dict(guard._watchers)
     comm.init_distributed(config=config)
-    assert comm.interceptors() == found  # one is enough
-    return [guard.proves for guard in found]  # type: ignore[attr-defined]
+    assert comm.interceptors() == found and dict(guard._watchers) == watchers  # one is enough
+    for watcher in watchers.values():
+        watcher.stop()
+    guard._watchers.clear()
+    assert set(watchers) <= {dist.group.WORLD}
+    return [type(i).__name__ for i in found] + [f"{watcher.patience:g} s" for watcher in watchers.values()]
 
 
 def test_it_watches_without_any_config_and_proves_where_the_config_says_so() -> None:
-    assert run_ranks(2, guarded, {}) == [[False]] * 2
-    assert run_ranks(2, guarded, {"comms_guard": {"patience": 5}}) == [[False]] * 2
-    assert run_ranks(2, guarded, {"comms_guard": {"enabled": True}}) == [[True]] * 2
+    assert run_ranks(2, guarded, {}) == [["60 s"]] * 2
+    assert run_ranks(2, guarded, {"comms_guard": {"patience": 5}}) == [["5 s"]] * 2
+    assert run_ranks(2, guarded, {"comms_guard": {"enabled": True}}) == [["HangGuard"]] * 2
     assert run_ranks(2, guarded, {"plugins": {"disable": ["comms_guard"]}}) == [[]] * 2
     assert guarded({"comms_guard": {"enabled": True}}) == []  # alone
