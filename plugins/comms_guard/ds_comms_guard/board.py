@@ -37,11 +37,6 @@ class Board:
         self._lease, self._count = "", 0  # the judge's key as last seen, and for how many looks it was the same
 
     @property
-    def connected(self) -> bool:
-        """Whether the store was used."""
-        return self._opened is not None
-
-    @property
     def _store(self) -> Any:
         if self._opened is None:
             self._opened = self._open()

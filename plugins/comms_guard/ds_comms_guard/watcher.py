@@ -63,7 +63,7 @@ class Watcher:
         self._waits = Waits(calls, patience / 4, self._packages)
         self._judge = Judge(board, patience, self._tick, proves)
         self._home, self._keeper = Home.here(), Home("", "", 0, "")  # the keeper of the store: rank 0, as far as known
-        self._introduced = self._waited = False
+        self._introduced = self._waited = self._lost = False
         self._beat, self._question = 0, Question()  # the last one that was seen
         self._alone_due = patience * (1 if self._rank == 1 else 2)  # one is enough, if it can
         self._stop = threading.Event()
@@ -97,23 +97,28 @@ class Watcher:
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._stop.wait(self._tick) and self._alive() is not None:
+        while not self._stop.wait(self._tick if self._introduced or self._lost else 0.0) and self._alive() is not None:
             wait, now = self._overdue(self.patience / 2), time.monotonic()
             moves = wait is None and not self._waited and not self._waits.still()
-            if self._introduced and moves and now - looked < self.patience / 2:
-                continue
-            looked, answered = now, threading.Event()
-            # The store does not answer if its process is stopped; another thread then looks at this rank's waits.
-            threading.Thread(target=self._watch_alone, args=(answered,), daemon=True).start()
-            verdict = None
-            try:
-                verdict = self._converse(wait)
-            except RuntimeError:  # it has ended
+            if self._lost:
                 self._tell_alone(wait, "has gone")
-            finally:
-                answered.set()
-            if verdict is not None:
-                self._end(verdict)
+            elif not self._introduced or not moves or now - looked >= self.patience / 2:
+                looked = now
+                self._talk(wait)
+
+    def _talk(self, wait: Wait | None) -> None:
+        """Converse. If the store's process is stopped, that blocks, so another thread looks at this rank's waits."""
+        answered = threading.Event()
+        threading.Thread(target=self._watch_alone, args=(answered,), daemon=True).start()
+        verdict = None
+        try:
+            verdict = self._converse(wait)
+        except RuntimeError:  # its process has ended; gloo tells those that wait
+            self._lost = True
+        finally:
+            answered.set()
+        if verdict is not None:
+            self._end(verdict)
 
     def _overdue(self, seconds: float) -> Wait | None:
         wait = self._waits.look()
@@ -174,7 +179,7 @@ class Watcher:
         error = getattr(sys, "last_value", None)
         how = f"{type(error).__name__}: {first_line(error)}" if error is not None else "its program is over"
         self.stop()
-        if not self.board.connected:
+        if not self._introduced or self._lost or os.getpid() != self._home.pid:
             return
         try:
             self.board.publish(self.position(None, ended=how))
