@@ -53,9 +53,9 @@ def test_reach_tells_of_a_bad_end(tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\necho "$@"\nexit 255\n')
     ssh.chmod(0o755)
-    words = [sys.executable, "-I", "-S", REACH, "-o", "BatchMode=yes", "-p", "22", "-x", "h7", "proxy", "a b"]
+    words = [sys.executable, "-x", "-I", "-S", REACH, "-o", "BatchMode=yes", "-p", "22", "h7", "proxy", "a b"]
     ended = subprocess.run(words, env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True, check=False)
-    assert ended.stdout == b"-o BatchMode=yes -p 22 -x h7 proxy a b\n"
+    assert ended.stdout == b"-x -o BatchMode=yes -p 22 h7 proxy a b\n"
     assert ended.returncode == 255
     assert ends(ended.stderr) == ("h7", 255)
     assert "lost host h7" in explain("h7", 255)
