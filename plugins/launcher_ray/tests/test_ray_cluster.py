@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 from ds_testing.hosts import Lab
 from ds_testing.hosts_ray import start_ray
 
-pytestmark = pytest.mark.hosts
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed; make test-hosts brings it"),
+]
 
 SCRIPT = """
 import os, socket, sys, time

@@ -334,7 +334,11 @@ def test_a_plugin_without_a_transform_is_found(plant: Plant) -> None:
 # -- launchers ---------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
-import os, subprocess, sys, time
+import ctypes, os, subprocess, sys, time
+
+def die_with_us():
+    if {dies}:
+        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 
 def start(request):
     script = ["-m", request.script] if request.is_module and not {modules!r} else [request.script]
@@ -343,7 +347,7 @@ def start(request):
         names = dict(RANK=str({rank}), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         sizes = dict(WORLD_SIZE=str(request.nproc), LOCAL_WORLD_SIZE=str(request.nproc))
         arguments = [sys.executable, *script, *{arguments}]
-        ranks.append(subprocess.Popen(arguments, env={{**os.environ, **names, **sizes}}))
+        ranks.append(subprocess.Popen(arguments, env={{**os.environ, **names, **sizes}}, preexec_fn=die_with_us))
     code = 0
     ended = []
     while len(ended) < len(ranks) and not code:
@@ -355,14 +359,22 @@ def start(request):
         r.wait()
     return {code}
 """
-RIGHT = {"modules": False, "rank": "rank", "arguments": "request.arguments", "ends": True, "code": "code"}
+RIGHT = {
+    "modules": False,
+    "rank": "rank",
+    "arguments": "request.arguments",
+    "ends": True,
+    "code": "code",
+    "dies": True,
+}
 LAUNCHERS = {
     "right": ({}, "", ""),
     "one rank for all": ({"rank": "0"}, "every_rank", "processes had RANK"),
     "arguments through a shell": ({"arguments": "' '.join(request.arguments).split()"}, "every_rank", "arguments were"),
     "always 0": ({"code": "0"}, "fails", "the launcher with 0"),
-    "leaves others": ({"ends": False}, "fails", "1 processes were still running"),
+    "leaves others": ({"ends": False, "dies": False}, "fails", "1 processes were still running"),
     "no modules": ({"modules": True}, "module", "no process ran"),
+    "leaves orphans": ({"dies": False}, "killed", "2 processes were still running after the launcher was killed"),
 }
 
 
