@@ -24,7 +24,7 @@ import torch
 from ds_testing.processes import clean_environment, free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-EVERY, PER_KILL, HOSTS, RANKS, KILLS = 4, 16, 3, 1, 5
+EVERY, PER_KILL, HOSTS, RANKS, KILLS = 4, 16, 3, 1, 3
 
 SCRIPT = """
 import json, os, pathlib, sys, time
@@ -162,14 +162,23 @@ def undisturbed(folder: Path, steps: int) -> dict[int, float]:
 
 
 def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
-    """Kill a rank or a host now and then; hosts come back at once, or when the run has gone on without them."""
+    """Kill a rank or a host now and then, or tell a host to stop.
+
+    Hosts come back at once, or when the run has gone on without them.
+    """
     seen = []
     for count in range(1, kills + 1):
         run.wait_for(count * PER_KILL - chance.randint(0, PER_KILL // 2))
         time.sleep(chance.uniform(0, 0.25))
         number, before, missing = chance.randrange(HOSTS), run.saved(), None
         pids = run.ranks(number)
-        if chance.random() < 0.5 and pids:
+        kind = chance.random()
+        if kind < 0.2:
+            seen.append(f"host {number} is told to stop at step {run.done()}")
+            run.running[number].terminate()
+            assert run.running.pop(number).wait(timeout=60) == 75, run.output()
+            before, missing = run.done(), number  # nothing is done again
+        elif kind < 0.6 and pids:
             seen.append(f"a rank of host {number} at step {run.done()}")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chance.choice(pids), signal.SIGKILL)
@@ -196,9 +205,9 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(17))
 def test_kills_lose_no_step_before_the_last_checkpoint(seed: int, tmp_path: Path) -> None:
-    steps = (KILLS + 1) * PER_KILL
+    steps = (KILLS + 4) * PER_KILL
     with hosts(tmp_path / "elastic", steps) as run:
         for number in range(HOSTS):
             run.start(number)

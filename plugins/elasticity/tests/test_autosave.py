@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -152,6 +155,21 @@ def test_fewer_samples_than_one_batch() -> None:
     with pytest.raises(UsageError, match="50 samples, fewer than the train batch of 60"):
         WholeBatches(LoaderRequest(DATA, 1, drop_last=True), 60)
     assert len(WholeBatches(LoaderRequest(DATA, 1), 120)) == 120
+
+
+def example(folder: str, steps: int) -> str:
+    """What rank 0 of the example prints."""
+    said = io.StringIO()
+    sys.argv = ["train.py", "--folder", folder, "--steps", str(steps)]
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(Path(__file__).parents[3] / "examples/elastic/train.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_example_goes_on_with_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1, example, str(tmp_path), 51)[0].endswith(", 1 ranks\n")
+    said = ranks(2, example, str(tmp_path), 100)[0].splitlines()
+    assert said[0] == "going on from step 50 with 2 ranks" and said[1].startswith("step 100: loss ")
 
 
 class TestAutosave(ObserverConformance):
