@@ -94,7 +94,7 @@ def _failure(
         word = json.loads((folder / f"{attempt}-{local_rank}.error").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it died without a word
         return WorkerFailure(rank, pid, code, ended, "", "")
-    if code in _ENDED:  # after its word, while Python was shutting down
+    if code < 0:  # after its word, while Python was shutting down
         code = word["code"]
     return WorkerFailure(rank, pid, code, min(ended, word["time"]), word["error"], word["traceback"])
 

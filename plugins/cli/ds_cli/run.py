@@ -202,7 +202,7 @@ def run(
     choice = Choice(hostfile, include, exclude, max_nodes, count)
     if hostfile or not ((by_hand and not no_ssh) or launcher == "local"):
         request = dataclasses.replace(request, hosts=choose_hosts(choice))
-    if by_hand and launcher not in ("", "local"):
+    if by_hand and (request.hosts or no_ssh) and launcher not in ("", "local"):
         raise CommandError(f"--launcher {launcher} starts all hosts; leave out --no-ssh, --node-rank, --rdzv-endpoint")
     if request.hosts:
         name, request = _with_hosts(request, launcher or "ssh", by_hand, force_multi)

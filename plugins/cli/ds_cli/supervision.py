@@ -128,7 +128,8 @@ class Watch:
     def ranks(self, attempt: int, ranks: Sequence[int], world_size: int) -> None:
         """The processes of this round are about to start."""
         if (now := self._round) is not None:
-            now.store.set(f"ranks/{now.number}", f"ranks {ranks[0]} to {ranks[-1]} of {world_size}")
+            own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+            now.store.set(f"ranks/{now.number}", f"{own} of {world_size}")
             now.attempt, now.world_size = attempt, world_size
 
     def regroup(self) -> None:
@@ -274,9 +275,11 @@ class Watch:
                     self._without_store(now)
 
     def _without_store(self, now: _Round) -> None:
-        owner = self.where if self.elastic else now.names[0]
+        owner = f"{now.names[0]}, which has the store of the run"
+        if self.elastic:
+            owner = f"the store of the run at {self.where}"
         self.guard.end()
-        self.say(f"dscore: lost {owner}, which has the store of the run; all processes of {_here()} were ended")
+        self.say(f"dscore: lost {owner}; all processes were ended")
         self.guard.leave(1)
 
     def _look_for_stopped(self, since: dict[int, float]) -> None:
@@ -290,10 +293,6 @@ class Watch:
             elif time.monotonic() - since.setdefault(one.pid, time.monotonic()) > STOPPED_SECONDS:
                 if not alone or len(stopped) < len(begun):
                     self.guard.condemn(one, f"it stood still for {STOPPED_SECONDS:g} s, stopped by a signal")
-
-
-def _here() -> str:
-    return f"host {socket.gethostname()}"
 
 
 def _state(pid: int) -> str:

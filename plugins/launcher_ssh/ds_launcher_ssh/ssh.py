@@ -27,7 +27,12 @@ def launch(request: LaunchRequest) -> int:
     if not request.hosts:
         raise CommandError("the launcher ssh needs --hostfile FILE, with a line `name slots=K` for each host")
     commands = {host.name: command(request, number) for number, host in enumerate(request.hosts)}
-    return run_tools(request, commands, feed=settings_line(request), lifeline=True, explain=explain)
+    names = {host.name: f"host {host.name}{_ranks(request, number)}" for number, host in enumerate(request.hosts)}
+
+    def say(where: str, code: int) -> str:
+        return explain(names[where], code)
+
+    return run_tools(request, commands, feed=settings_line(request), lifeline=True, explain=say)
 
 
 def command(request: LaunchRequest, number: int) -> list[str]:
@@ -38,12 +43,23 @@ def command(request: LaunchRequest, number: int) -> list[str]:
     return ["ssh", "-T", *request.launcher_args, *options, *port, "--", request.hosts[number].name, remote]
 
 
+def _ranks(request: LaunchRequest, number: int) -> str:
+    """Which ranks run on host `number`, as far as that is known before they start."""
+    counts = [len(host.slots) if host.slots is not None else request.nproc for host in request.hosts]
+    if None in counts or request.min_nodes != request.max_nodes:
+        return ""
+    known = [count or 0 for count in counts]
+    first = sum(known[:number])
+    last, total = first + known[number] - 1, sum(known)
+    return f" (rank {first} of {total})" if first == last else f" (ranks {first} to {last} of {total})"
+
+
 def explain(host: str, code: int) -> str:
     """What to say of an end that the agent itself does not tell of."""
     if code == SSH_FAILED:
-        return f"lost host {host}, or ssh could not reach it (what ssh says is above)"
+        return f"lost {host}, or ssh could not reach it (what ssh says is above)"
     if code in (126, 127):
-        return f"host {host} cannot run this Python (above); the same path must lead to it on every host"
+        return f"{host} cannot run this Python (above); the same path must lead to it on every host"
     if code < 0:
-        return f"lost host {host}: its ssh was killed by signal {-code}"
+        return f"lost {host}: its ssh was killed by signal {-code}"
     return ""
