@@ -92,9 +92,9 @@ class _Elastic(DynamicRendezvousHandler):
         self.watch.end()
         self._bootstrap_store_info, self._shared_tcp_store_server = self.bootstrap, self._store
         met = super().next_rendezvous()
-        if met.world_size > 1:
-            key, mine = f"{self._settings.run_id}/{self._state_holder.state.round}", reach_store(self.guest, READ_LIMIT)
-            self.watch.begin(mine, key, met.rank, met.world_size, self.guest.where, self.hosts)
+        round_, mine = self._state_holder.state.round, reach_store(self.guest, READ_LIMIT)
+        key = f"{self._settings.run_id}/{round_}"
+        self.watch.begin(mine, key, met.rank, met.world_size, self.guest.where, self.hosts, attempt=round_)
         return met
 
     def num_nodes_waiting(self) -> int:

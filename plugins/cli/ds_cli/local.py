@@ -33,6 +33,7 @@ from ds_cli.surroundings import (
     activated,
     cores_of_ranks,
     environment,
+    import_torch,
     log_prefix,
     pid_file,
     threads_per_rank,
@@ -58,7 +59,7 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
 
     problem: what keeps this machine from taking part in a run of several, which all should hear of.
     """
-    _import_torch()
+    import_torch()
     with contextlib.ExitStack() as stack:
         python = sys.executable
         if request.venv_script:
@@ -166,8 +167,9 @@ class _Run:
         elif not alone and self.watch.used > self.restarts:
             self.restarts = self.watch.used
             self._say(logging.WARNING, f"restart {self.restarts} of {restarts}")
-        for env in envs.values():
-            env["TORCHELASTIC_MAX_RESTARTS"] = str(restarts)
+        attempt = attempt if self.watch.attempt is None else self.watch.attempt
+        for env in envs.values():  # the processes of all machines must see the same
+            env |= {"TORCHELASTIC_MAX_RESTARTS": str(restarts), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         self.guard.forget(self.attempt)
         self.attempt = attempt
         ranks = sorted(int(env["RANK"]) for env in envs.values())
@@ -262,12 +264,6 @@ def _no_start(error: Exception) -> str:
         error = error.__cause__
     text = str(error) if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
     return f"the processes could not be started: {text.splitlines()[0]}"
-
-
-def _import_torch() -> None:
-    """With its warnings in C++ off, for this process alone: a store that has gone is told of by us."""
-    with environment({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}):
-        import torch  # noqa: F401
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ class Watch:
     def __init__(self, guard: Guard, *, elastic: bool, restarts: int, problem: str, say: Callable[[str], None]) -> None:
         self.guard, self.elastic, self.restarts, self.problem, self.say = guard, elastic, restarts, problem, say
         self.used = 0  # restarts
+        self.attempt: int | None = None
         self.where = ""  # the store is, for messages
         self._round: _Round | None = None
         self._heard = time.monotonic()
@@ -104,11 +105,17 @@ class Watch:
 
     # -- rounds, as the rendezvous and torch's launcher see them -------------------------------------------------------
 
-    def begin(self, store: Store, key: str, number: int, size: int, where: str, main: bool) -> None:
-        """The machines have met. store: a connection for this alone. Raises for machines that do not fit together."""
+    def begin(
+        self, store: Store, key: str, number: int, size: int, where: str, main: bool, attempt: int | None = None
+    ) -> None:
+        """The machines have met. Raises for machines that do not fit together.
+
+        store: a connection for this alone; main: it is this machine's. attempt: a number that all have for the start of
+        the processes, where each machine counts for itself.
+        """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self.where = where
+        self.where, self.attempt = where, attempt
         base = PrefixStore(f"supervision/{key}", store)
         facts = {"host": socket.gethostname(), "problem": self.problem, "versions": _versions()}
         base.set(f"beat/{number}", "0")
@@ -217,7 +224,8 @@ class Watch:
             for other in now.names.keys() - reports.keys():
                 if now.store.check([f"report/{other}"]):
                     reports[other] = Report.read(now.store.get(f"report/{other}"))
-            if len(reports) == len(now.names) or time.monotonic() > end:
+            missing = now.names.keys() - reports.keys() - set(now.lost)
+            if not missing or time.monotonic() > end:
                 now.store.compare_set("verdict", "", self._decide(now, list(reports.values())).json())
             self._beat(now)
             self._closed.wait(TICK_SECONDS)

@@ -15,7 +15,22 @@ from pathlib import Path
 
 from ds_cli.show import CommandError
 
-__all__ = ["activated", "cores_of_ranks", "environment", "log_prefix", "parse_cores", "pid_file", "threads_per_rank"]
+__all__ = [
+    "activated",
+    "cores_of_ranks",
+    "environment",
+    "import_torch",
+    "log_prefix",
+    "parse_cores",
+    "pid_file",
+    "threads_per_rank",
+]
+
+
+def import_torch() -> None:
+    """With its warnings in C++ off, for this process alone: a store that has gone is told of by us."""
+    with environment({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}):
+        import torch  # noqa: F401
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from ds_cli.hosts import agent_command, run_tools, settings_line
+from ds_cli.hosts.elastic_store import store_here
 from ds_cli.show import CommandError
 
 if TYPE_CHECKING:
@@ -26,13 +27,21 @@ def launch(request: LaunchRequest) -> int:
     """Start the agents of all hosts and wait for them; the run's exit code."""
     if not request.hosts:
         raise CommandError("the launcher ssh needs --hostfile FILE, with a line `name slots=K` for each host")
+    if request.min_nodes != request.max_nodes:
+        with store_here(request) as placed:
+            return _run(placed)
+    return _run(request)
+
+
+def _run(request: LaunchRequest) -> int:
     commands = {host.name: command(request, number) for number, host in enumerate(request.hosts)}
     names = {host.name: f"host {host.name}{_ranks(request, number)}" for number, host in enumerate(request.hosts)}
 
     def say(where: str, code: int) -> str:
         return explain(names[where], code)
 
-    return run_tools(request, commands, feed=settings_line(request), lifeline=True, explain=say)
+    elastic = request.min_nodes != request.max_nodes
+    return run_tools(request, commands, feed=settings_line(request), lifeline=True, explain=say, again=elastic)
 
 
 def command(request: LaunchRequest, number: int) -> list[str]:

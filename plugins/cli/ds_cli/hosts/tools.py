@@ -33,8 +33,10 @@ __all__ = ["run_tool", "run_tools"]
 
 BEAT_SECONDS = 5.0
 OTHERS_SECONDS = 10.0  # after the first bad end: how long the other agents may take to hear of it by themselves
+RETRY_SECONDS = 10.0
+ALONE_SECONDS = 60.0  # how long hosts are tried that have all gone
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )")
+_SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )|ssh: ")
 _TOLD = re.compile(rb"dscore: (rank|host) ")  # an agent says what went wrong there
 
 End = tuple[str, int]  # a host, or "" for all, and the exit code of what ran for it
@@ -63,7 +65,7 @@ def run_tool(
     ends: host and exit code where a line of the program's stderr says that one host's agent has ended badly; the line
     itself is not shown. For programs that then wait for the others.
     """
-    loop = _Loop(request, [_Tool("", list(argv), bytearray(feed))], dict(environment or {}), lifeline, explain, ends)
+    loop = _Loop(request, [_Tool("", list(argv), feed)], dict(environment or {}), lifeline, explain, ends)
     return _run(request, {"": argv}, loop)
 
 
@@ -75,16 +77,18 @@ def run_tools(
     feed: bytes = b"",
     lifeline: bool = False,
     explain: Callable[[str, int], str] = _silent,
+    again: bool = False,
 ) -> int:
     """Run all `commands` (by host) until all have ended; the exit code of the first that ends badly, or 0.
 
     With ``request.show`` they are printed instead. environment: theirs, besides this process's own. feed: goes to the
     standard input of each. lifeline: that then stays open, with a line break every few seconds, and its end is how
     they are asked to end; otherwise it is SIGTERM. explain: called as ``explain(where, code)`` for the first bad end,
-    gives what to say of it; "" where the agents say it.
+    gives what to say of it; "" where the agents say it. again: one that ends badly while others go on is tried again
+    until they end too.
     """
-    tools = [_Tool(where, list(argv), bytearray(feed)) for where, argv in commands.items()]
-    return _run(request, commands, _Loop(request, tools, dict(environment or {}), lifeline, explain, _no_end))
+    tools = [_Tool(where, list(argv), feed) for where, argv in commands.items()]
+    return _run(request, commands, _Loop(request, tools, dict(environment or {}), lifeline, explain, _no_end, again))
 
 
 def _run(request: LaunchRequest, commands: Mapping[str, Sequence[str]], loop: _Loop) -> int:
@@ -111,9 +115,11 @@ def _show(request: LaunchRequest, commands: Mapping[str, Sequence[str]]) -> None
 class _Tool:
     where: str
     argv: list[str]
-    feed: bytearray
+    first: bytes  # that it gets to read
+    feed: bytearray = field(default_factory=bytearray)  # what it has still to get
     process: Any = None
     code: int | None = None
+    retry: float = float("inf")
     partial: dict[int, bytes] = field(default_factory=dict)  # what has come since the last whole line, by target
 
 
@@ -128,14 +134,16 @@ class _Loop:
         lifeline: bool,
         explain: Callable[[str, int], str],
         ends: Callable[[bytes], End | None],
+        again: bool = False,
     ) -> None:
         self.request, self.tools, self.environment = request, tools, environment
-        self.lifeline, self.explain, self.ends = lifeline, explain, ends
+        self.lifeline, self.explain, self.ends, self.again = lifeline, explain, ends, again
         self.selector = selectors.DefaultSelector()
         self.said: set[bytes] = set()
         self.told = False  # by an agent, what went wrong
         self.first: End | None = None  # the first bad one
         self.stopped = 0  # by this signal
+        self.alone = 0.0  # when the last one ended
         self.deadline = float("inf")  # when to ask who is left to end
         self.asked = False
 
@@ -151,7 +159,8 @@ class _Loop:
         return self._say()
 
     def _start(self, tool: _Tool) -> None:
-        piped = self.lifeline or bool(tool.feed)
+        piped = self.lifeline or bool(tool.first)
+        tool.feed, tool.code, tool.retry = bytearray(tool.first), None, float("inf")
         try:
             tool.process = subprocess.Popen(
                 tool.argv,
@@ -173,16 +182,30 @@ class _Loop:
 
     def _loop(self) -> None:
         beat = time.monotonic()
-        while any(tool.code is None for tool in self.tools):
+        while self._goes_on():
             for key, _ in self.selector.select(0.1):
                 self._copy(key.fileobj, *key.data)
             now = time.monotonic()
             for tool in self.tools:
                 self._feed(tool, now >= beat)
                 self._look(tool)
+                if now >= tool.retry:
+                    self._close_pipes(tool)
+                    self._start(tool)
             beat = now + BEAT_SECONDS if now >= beat else beat
             if now >= self.deadline:
                 self._ask(now)
+
+    def _goes_on(self) -> bool:
+        """Whether a tool runs, or all that have not ended well are to be tried again."""
+        if any(tool.code is None for tool in self.tools):
+            return True
+        codes = [(tool.where, tool.code) for tool in self.tools if tool.code]
+        return (
+            len(codes) == len(self.tools)
+            and time.monotonic() < self.alone + ALONE_SECONDS
+            and all(tool.retry < float("inf") and self.explain(tool.where, tool.code or 0) for tool in self.tools)
+        )
 
     def _copy(self, pipe: Any, tool: _Tool, target: int) -> bool:
         """Bring what has come: whole lines, or what ends as a progress bar does. False when nothing has come."""
@@ -242,8 +265,12 @@ class _Loop:
                 pass
             if key.fileobj in self.selector.get_map():  # somebody who lives on keeps it open
                 self.selector.unregister(key.fileobj)
-        tool.code = code
-        if code != 0:
+        tool.code, self.alone = code, time.monotonic()
+        if code != 0 and self.again and not self.asked:
+            tool.retry = self.alone + RETRY_SECONDS
+            if (text := self.explain(tool.where, code)) and any(other.code is None for other in self.tools):
+                self._tell(f"{text}; tried again every {RETRY_SECONDS:g} s")
+        elif code != 0:
             self._ended((tool.where, code))
 
     def _ended(self, end: End) -> None:
@@ -276,21 +303,33 @@ class _Loop:
 
     def _close(self) -> None:
         self.selector.close()
-        for process in (tool.process for tool in self.tools if tool.process is not None):
-            process.wait()
-            for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for tool in self.tools:
+            if tool.process is not None:
+                self._close_pipes(tool)
+
+    def _close_pipes(self, tool: _Tool) -> None:
+        tool.process.wait()
+        for pipe in filter(None, (tool.process.stdin, tool.process.stdout, tool.process.stderr)):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _tell(self, text: str) -> None:
+        """Say it, unless it was said."""
+        if self._is_new(f"dscore: {text}\n".encode()):
+            say_error(text)
 
     def _say(self) -> int:
         if self.stopped == signal.SIGTERM and any(tool.code == PREEMPTED for tool in self.tools):
             say_error(f"stopped by SIGTERM, {SAVED}")
             return PREEMPTED
         if self.stopped:
-            text = f"stopped by {signal.Signals(self.stopped).name}; all processes were ended"
-            if self._is_new(f"dscore: {text}\n".encode()):
-                say_error(text)
+            self._tell(f"stopped by {signal.Signals(self.stopped).name}; all processes were ended")
             return 128 + self.stopped
+        if self.again:  # the run's code is that of the agents that have seen its end
+            seen = [tool for tool in self.tools if not self.explain(tool.where, tool.code or 0)]
+            self.first = next(((tool.where, tool.code) for tool in seen or self.tools if tool.code), None)
+            if any(tool.code == 0 for tool in seen):
+                return 0
         if self.first is None:
             return 0
         code = self.first[1]
