@@ -34,7 +34,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from ds_cli.rendezvous import LIMIT, READ_LIMIT
+from ds_cli.hosts.elastic_store import address_towards
+from ds_cli.rendezvous import LIMIT, READ_LIMIT, RanksStore
 from ds_cli.supervision import Watch
 from ds_core.errors import CommError
 
@@ -75,27 +76,30 @@ def elastic(params: RendezvousParameters) -> RendezvousHandler:
     node = _NodeDescGenerator().generate(params.local_addr)
     state = _State(C10dRendezvousBackend(store, params.run_id), settings)
     handler = _Elastic(node, settings, ELASTIC, store, state)
-    handler.bootstrap = RendezvousStoreInfo(place.address, place.port)
+    handler.ranks = RanksStore()
     handler.watch, handler.guest, handler.hosts = params.config["watch"], dataclasses.replace(place, number=1), hosts
     return handler
 
 
 class _Elastic(DynamicRendezvousHandler):
-    """The ranks use the store at which the machines meet, instead of one more."""
+    """With a store for the ranks of each round, and one who watches over the machines."""
 
-    bootstrap: RendezvousStoreInfo
+    ranks: RanksStore
     watch: Watch
     guest: Participant
     hosts: bool  # the store
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.watch.end()
-        self._bootstrap_store_info, self._shared_tcp_store_server = self.bootstrap, self._store
+        # What torch would open itself is on all interfaces.
+        self._bootstrap_store_info, self._shared_tcp_store_server = RendezvousStoreInfo("", 0), self._store
         met = super().next_rendezvous()
         round_, mine = self._state_holder.state.round, reach_store(self.guest, READ_LIMIT)
         key = f"{self._settings.run_id}/{round_}"
         self.watch.begin(mine, key, met.rank, met.world_size, self.guest.where, self.hosts, attempt=round_)
-        return met
+        address = address_towards([self.guest.address]) if met.rank == 0 else ""
+        where = self.ranks.open(met.store, met.rank, met.world_size, address)
+        return RendezvousInfo(met.store, met.rank, met.world_size, where)
 
     def num_nodes_waiting(self) -> int:
         waiting = super().num_nodes_waiting()

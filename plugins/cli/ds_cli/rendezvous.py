@@ -7,6 +7,7 @@ store, which on one machine listens on the loopback only, and what goes through 
 from __future__ import annotations
 
 import dataclasses
+import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 if TYPE_CHECKING:
     from ds_cli.supervision import Watch
 
-__all__ = ["FIXED", "LIMIT", "READ_LIMIT", "register"]
+__all__ = ["FIXED", "LIMIT", "READ_LIMIT", "RanksStore", "register"]
 
 FIXED = "ds_core-fixed"
 LIMIT = timedelta(minutes=10)  # for machines to come, as in torch
@@ -33,6 +34,22 @@ READ_LIMIT = timedelta(minutes=1)  # for one answer of the store
 def register() -> None:
     """Make it known to torch's launcher."""
     rendezvous_handler_registry.register(FIXED, Fixed)
+
+
+class RanksStore:
+    """The store for the ranks of one round, on machine 0: a script that uses torch alone would find in one store for
+    all rounds the addresses of ranks that have ended."""
+
+    def __init__(self) -> None:
+        self._server: Any = None
+
+    def open(self, store: Any, number: int, size: int, address: str) -> RendezvousStoreInfo:
+        """Where it is, on all machines. store: a part of the machines' for this round alone. address: machine 0's."""
+        self._server = None
+        if number == 0:
+            self._server = host_store(Participant(0, size, address, 0, "machine"), LIMIT)
+            store.set("ranks", json.dumps([address, self._server.port]))
+        return RendezvousStoreInfo(*json.loads(store.get("ranks")))
 
 
 class Fixed(RendezvousHandler):
@@ -50,6 +67,7 @@ class Fixed(RendezvousHandler):
         self.run_id = params.run_id
         self.watch: Watch = params.config["watch"]
         self._store: Any = None
+        self._ranks: RanksStore | None = None  # of the first round: the machines' own does
 
     def get_backend(self) -> str:
         return FIXED
@@ -74,9 +92,12 @@ class Fixed(RendezvousHandler):
             guest = dataclasses.replace(place, port=port, number=max(1, place.number))
             mine = reach_store(guest, READ_LIMIT)
             self.watch.begin(mine, prefix, place.number, place.size, place.where, place.number == 0)
-        return RendezvousInfo(
-            PrefixStore(prefix, self._store), place.number, place.size, RendezvousStoreInfo(place.address, port)
-        )
+        store, where = PrefixStore(prefix, self._store), RendezvousStoreInfo(place.address, port)
+        if place.size > 1:
+            if self._ranks is not None:
+                where = self._ranks.open(store, place.number, place.size, place.address)
+            self._ranks = self._ranks or RanksStore()
+        return RendezvousInfo(store, place.number, place.size, where)
 
     def _meet(self) -> str:
         """Wait for the other machines, in a part of the store that ranks do not use."""

@@ -37,6 +37,7 @@ TICK_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between looks for an alarm
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 16.0  # without a beat, or an answer of the store
+SILENT_SECONDS = 6.0  # without a beat, when there has been an alarm
 BROKEN_SECONDS = 3.0  # after the store has closed: time for a run that has ended well to end
 STOPPED_SECONDS = 10.0
 DEAF_SECONDS = 5.0  # how long the main thread may take to ask for a verdict that is there
@@ -219,12 +220,13 @@ class Watch:
         report = Report(now.number, socket.gethostname(), order, tuple(failures), ended, finished, now.lost, self.used)
         now.store.set(f"report/{now.number}", report.text())
         end = time.monotonic() + grace + 5.0
-        reports = {now.number: report}
+        reports, beats = {now.number: report}, dict[int, tuple[bytes, float]]()
         while not now.store.check(["verdict"]):
             for other in now.names.keys() - reports.keys():
                 if now.store.check([f"report/{other}"]):
                     reports[other] = Report.read(now.store.get(f"report/{other}"))
             missing = now.names.keys() - reports.keys() - set(now.lost)
+            missing = {other for other in missing if _beats(now.store, other, beats)}
             if not missing or time.monotonic() > end:
                 now.store.compare_set("verdict", "", self._decide(now, list(reports.values())).json())
             self._beat(now)
@@ -301,6 +303,16 @@ class Watch:
             elif time.monotonic() - since.setdefault(one.pid, time.monotonic()) > STOPPED_SECONDS:
                 if not alone or len(stopped) < len(begun):
                     self.guard.condemn(one, f"it stood still for {STOPPED_SECONDS:g} s, stopped by a signal")
+
+
+def _beats(store: Store, number: int, seen: dict[int, tuple[bytes, float]]) -> bool:
+    """Whether a machine that should report still gives a sign of life; `seen` remembers the last."""
+    beat, at = store.get(f"beat/{number}"), time.monotonic()
+    last, since = seen.setdefault(number, (beat, at))
+    if beat != last:
+        seen[number] = beat, at
+        return True
+    return at - since < SILENT_SECONDS
 
 
 def _state(pid: int) -> str:
