@@ -67,7 +67,7 @@ class LaunchRequest:
     level: int = logging.WARNING
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
-    exported: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    exported: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
     show: bool = False
 
 
