@@ -9,15 +9,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from ds_cli.hosts.hostfile import filter_hosts, read_hostfile
 
 from ds_deepspeed_compat.constants import DLTS_HOSTFILE
 from ds_deepspeed_compat.finder import VARIABLE, displaced
-from ds_deepspeed_compat.hosts import fetch_hostfile, parse_resource_filter
 
-__all__ = ["main", "parse_args", "words"]
+__all__ = ["fetch_hostfile", "main", "parse_args", "parse_resource_filter", "words"]
 
-LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Host -> slots, in the file's order; None when there is no such file. Raises ValueError, naming file and line."""
+    return read_hostfile(hostfile_path)
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, list[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Host -> slots to use: only those of `include_str`, or all but those of `exclude_str`. Raises ValueError."""
+    return filter_hosts(host_info, include_str, exclude_str)
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,12 +50,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--master_addr", default="", help="address of the first host")
     add("--master_port", type=int, default=None, help="port there; on one machine any free one, else 29500")
     add("--node_rank", type=int, default=-1, help="with --no_ssh: which host this is, from 0")
-    add("--no_ssh", action="store_true", help="this same command is started on every host")
-    add("--no_ssh_check", action="store_true", help="without effect: no host is reached by ssh")
-    add("--ssh_port", type=int, default=None, help="not built")
-    add("--launcher", default="pdsh", type=str.lower, choices=LAUNCHERS, help="for several hosts; not built")
-    add("--launcher_args", default="", help="for several hosts; not built")
-    add("--force_multi", action="store_true", help="not built")
+    add("--no_ssh", action="store_true", help="this same command is started on every host, with its --node_rank")
+    add("--no_ssh_check", action="store_true", help="without effect: hosts are not tried before they are used")
+    add("--ssh_port", type=int, default=None, help="the port of ssh on the hosts")
+    add("--launcher", default="", type=str.lower, choices=LAUNCHERS, help="who reaches the hosts; ssh unless told")
+    add("--launcher_args", default="", help="more arguments for the program that does, as one word")
+    add("--force_multi", action="store_true", help="use the launcher even where the only host is this one")
     add("--module", action="store_true", help="the script is a module, as in `python -m`")
     add("--no_python", action="store_true", help="the script is a program, run as it is")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script")
@@ -65,26 +78,18 @@ def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a message about what is not built, or does not go together."""
     if args.autotuning:
         parser.error("--autotuning is not built; `dscore plan` says which stage fits")
-    if args.force_multi:
-        parser.error("--force_multi: no host is reached by ssh; start `deepspeed --no_ssh` on each")
     if (args.num_nodes >= 0 or args.num_gpus >= 0) and (args.include or args.exclude):
         parser.error("--num_nodes and --num_gpus do not go together with --include and --exclude")
-    if args.elastic_training and not (1 <= args.min_elastic_nodes <= args.max_elastic_nodes and args.master_addr):
-        parser.error("--elastic_training needs --min_elastic_nodes, --max_elastic_nodes and --master_addr")
+    bounds = 1 <= args.min_elastic_nodes <= args.max_elastic_nodes
+    if args.elastic_training and not _hostfile(args) and not (bounds and args.master_addr):
+        parser.error(
+            "--elastic_training without a hostfile needs --min_elastic_nodes, --max_elastic_nodes and --master_addr"
+        )
 
 
 def words(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The words of ``dscore run`` for these arguments, and variables that the processes get besides."""
-    slots, count = _hosts(args)
-    found = ["run"]
-    variables = {VARIABLE: "1"}
-    if args.num_gpus > 0:
-        found += ["--nproc", str(args.num_gpus)]
-    elif slots is not None:
-        found += ["--nproc", str(len(slots))]
-        if args.include or args.exclude:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-    found += _meeting(args, count)
+    found = ["run", *_meeting(args)]
     flags = {
         "--module": args.module,
         "--no-python": args.no_python,
@@ -92,69 +97,53 @@ def words(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         "--save-pid": args.save_pid,
         "--bind-cores-to-rank": args.bind_cores_to_rank,
         "--quiet": args.quiet,
+        "--force-multi": args.force_multi,
+        "--no-ssh-check": args.no_ssh_check,
     }
     found += [flag for flag, wanted in flags.items() if wanted]
     options = {
+        "--nproc": str(args.num_gpus) if args.num_gpus > 0 else "",
+        "--include": args.include,
+        "--exclude": args.exclude,
+        "--launcher": args.launcher,
+        "--launcher-args": args.launcher_args,
+        "--ssh-port": args.ssh_port and str(args.ssh_port),
         "--enable-each-rank-log": args.enable_each_rank_log,
         "--bind-core-list": args.bind_core_list,
         "--venv-script": args.venv_script,
         "--log-level": args.log_level,
     }
-    found += [word for flag, value in options.items() if value for word in (flag, value)]
-    return [*found, args.user_script, *args.user_args], variables
+    found += [f"{flag}={value}" for flag, value in options.items() if value]
+    return [*found, args.user_script, *args.user_args], {VARIABLE: "1"}
 
 
-def _meeting(args: argparse.Namespace, count: int) -> list[str]:
-    """How the machines meet."""
+def _hostfile(args: argparse.Namespace) -> bool:
+    """Whether there is one, or one was named (that it does not exist is for ``dscore run`` to say)."""
+    return args.hostfile != DLTS_HOSTFILE or os.path.isfile(args.hostfile)
+
+
+def _meeting(args: argparse.Namespace) -> list[str]:
+    """Which machines, and where they meet."""
     port = args.master_port or 29500
-    if args.elastic_training:
+    found = []
+    if args.elastic_training and not _hostfile(args):
         nodes = f"{args.min_elastic_nodes}:{args.max_elastic_nodes}"
-        return ["--nnodes", nodes, "--rdzv-endpoint", f"{args.master_addr}:{port}"]
-    if count == 1:
-        return ["--master-port", str(port)] if args.master_port is not None else []
-    return [
-        *("--nnodes", str(count), "--node-rank", str(args.node_rank)),
-        *("--master-addr", args.master_addr, "--master-port", str(port)),
-    ]
-
-
-def _hosts(args: argparse.Namespace) -> tuple[list[int] | None, int]:
-    """This machine's slots (None: not told), and how many machines there are."""
-    hosts = fetch_hostfile(args.hostfile)
-    if hosts is None:
-        if args.hostfile != DLTS_HOSTFILE:
-            raise ValueError(f"there is no hostfile {args.hostfile!r}")
-        if not (args.include or args.exclude):
-            return None, _several(args, max(args.num_nodes, 1))
-        hosts = {"localhost": _devices()}
-    chosen = parse_resource_filter({h: list(range(n)) for h, n in hosts.items()}, args.include, args.exclude)
-    if not chosen:
-        raise ValueError("the filters leave no host")
-    if args.num_nodes > len(chosen):
-        raise ValueError(f"--num_nodes {args.num_nodes}, but there are {len(chosen)} hosts")
-    rows = list(chosen.values())[: args.num_nodes if args.num_nodes > 0 else None]
-    count = _several(args, len(rows))
-    if not args.master_addr and count > 1:
-        args.master_addr = next(iter(chosen))
-    return rows[args.node_rank if count > 1 else 0], count
-
-
-def _several(args: argparse.Namespace, count: int) -> int:
-    """`count`, if there is a way to start so many machines."""
-    if count > 1 and (not args.no_ssh or not 0 <= args.node_rank < count):
-        raise ValueError(
-            f"{count} machines, which are not started by ssh: run the same command on each of them with --no_ssh, "
-            f"--node_rank 0 to {count - 1} and --master_addr HOST"
-        )
-    if count > 1 and not args.master_addr and not os.path.isfile(args.hostfile):
-        raise ValueError(f"{count} machines need --master_addr HOST")
-    return count
-
-
-def _devices() -> int:
-    from ds_core.accelerator import get_accelerator
-
-    return max(1, get_accelerator().device_count())
+        return [f"--nnodes={nodes}", f"--rdzv-endpoint={args.master_addr}:{port}"]
+    if _hostfile(args):
+        found += [f"--hostfile={args.hostfile}", *["--no-ssh"] * args.no_ssh]
+    if args.elastic_training:
+        found += ["--elastic-training", f"--min-elastic-nodes={args.min_elastic_nodes}"]
+        found += [f"--max-elastic-nodes={args.max_elastic_nodes}"]
+    several = args.num_nodes > 1 or args.no_ssh
+    if args.num_nodes > 0:
+        found.append(f"--nnodes={args.num_nodes}")
+    if args.node_rank >= 0:
+        found.append(f"--node-rank={args.node_rank}")
+    if args.master_addr and (several or _hostfile(args)):
+        found.append(f"--master-addr={args.master_addr}")
+    if args.master_port is not None or several:
+        found.append(f"--master-port={port}")
+    return found
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -167,11 +156,7 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     from ds_cli.app import make_app
 
-    parsed = parse_args(args)
-    try:
-        command, variables = words(parsed)
-    except ValueError as error:
-        sys.exit(f"deepspeed: {error}")
+    command, variables = words(parse_args(args))
     os.environ.update(variables)
     make_app()(command, prog_name="deepspeed")
 

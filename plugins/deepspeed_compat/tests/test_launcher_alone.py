@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ds_deepspeed_compat.hosts import fetch_hostfile, parse_resource_filter
-from ds_deepspeed_compat.launcher import parse_args, words
+from ds_deepspeed_compat.launcher import fetch_hostfile, parse_args, parse_resource_filter, words
 
 DEVICES = {"a": [0, 1, 2, 3], "b": [0, 1]}
 
@@ -21,21 +20,31 @@ def command(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("", "run --local-rank --log-level warning"),
-        ("--num_gpus 2 --no_local_rank", "run --nproc 2 --log-level warning"),
-        ("--num_accelerators=2 --master_port 29501", "run --nproc 2 --master-port 29501 --local-rank"),
+        ("", "run --local-rank --log-level=warning"),
+        ("--num_gpus 2 --no_local_rank", "run --nproc=2 --log-level=warning"),
+        ("--num_accelerators=2 --master_port 29501", "run --master-port=29501 --local-rank --nproc=2"),
         ("--module --save_pid -q", "run --module --local-rank --save-pid --quiet"),
         (
             "--enable_each_rank_log logs --bind_cores_to_rank",
-            "run --local-rank --bind-cores-to-rank --enable-each-rank-log",
+            "run --local-rank --bind-cores-to-rank --enable-each-rank-log=logs",
         ),
         (
             "--num_nodes 2 --no_ssh --node_rank 1 --master_addr h0",
-            "run --nnodes 2 --node-rank 1 --master-addr h0 --master-port 29500 --local-rank",
+            "run --nnodes=2 --node-rank=1 --master-addr=h0 --master-port=29500 --local-rank",
         ),
         (
             "--elastic_training --min_elastic_nodes 1 --max_elastic_nodes 3 --master_addr h0",
-            "run --nnodes 1:3 --rdzv-endpoint h0:29500 --local-rank",
+            "run --nnodes=1:3 --rdzv-endpoint=h0:29500 --local-rank",
+        ),
+        (
+            "-H f --elastic_training --launcher PDSH --launcher_args=-f --ssh_port 23 --force_multi --no_ssh_check",
+            "run --hostfile=f --elastic-training --min-elastic-nodes=-1 --max-elastic-nodes=-1 --local-rank "
+            "--force-multi --no-ssh-check --launcher=pdsh --launcher-args=-f --ssh-port=23",
+        ),
+        (
+            "-H f -i h0:1,3 --master_addr h0 --node_rank 1 --no_ssh",
+            "run --hostfile=f --no-ssh --node-rank=1 --master-addr=h0 --master-port=29500 --local-rank "
+            "--include=h0:1,3",
         ),
     ],
 )
@@ -45,42 +54,16 @@ def test_flags(given: str, expected: str) -> None:
     assert found[-4:] == ["train.py", "--deepspeed", "-x", "1"]
 
 
-def test_a_hostfile_and_filters(tmp_path: Path) -> None:
+def test_hostfiles_and_filters_by_their_documented_names(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\nh0 slots=4\n\nh1 slots=2  # small\n")
-    assert fetch_hostfile(str(file)) == {"h0": 4, "h1": 2}
-    found, variables = words(parse_args(["-H", str(file), "--include", "h0:1,3", "train.py"]))
-    assert found[:3] == ["run", "--nproc", "2"]
-    assert variables["CUDA_VISIBLE_DEVICES"] == "1,3"
-    with pytest.raises(ValueError, match=r"2 machines, .* --no_ssh, --node_rank 0 to 1"):
-        words(parse_args(["-H", str(file), "train.py"]))
-    found, _ = words(parse_args(["-H", str(file), "--no_ssh", "--node_rank", "1", "train.py"]))
-    assert found[:5] == ["run", "--nproc", "2", "--nnodes", "2"]
-    assert found[found.index("--master-addr") + 1] == "h0"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("h0 slots=x\n", "line 1: 'h0 slots=x'"), ("h0 slots=1\nh0 slots=1\n", "line 2.*twice"), ("#\n", "names no host")],
-)
-def test_bad_hostfiles(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "hosts").write_text(text)
-    with pytest.raises(ValueError, match=said):
-        fetch_hostfile(str(tmp_path / "hosts"))
-
-
-def test_filters() -> None:
+    assert fetch_hostfile(hostfile_path=str(file)) == {"h0": 4, "h1": 2}
+    assert fetch_hostfile(str(tmp_path / "none")) is None
     assert parse_resource_filter(DEVICES, include_str="b@a:2,0") == {"a": [0, 2], "b": [0, 1]}
     assert parse_resource_filter(DEVICES, exclude_str="a:0,1@b") == {"a": [2, 3]}
-    assert parse_resource_filter(DEVICES) == DEVICES
-    for filters in ({"include_str": "c"}, {"include_str": "b:2"}, {"include_str": "a", "exclude_str": "b"}):
-        with pytest.raises(ValueError, match=r"'c'|\[2\]|give one"):
-            parse_resource_filter(DEVICES, **filters)
 
 
-@pytest.mark.parametrize(
-    "given", ["--autotuning run", "--force_multi", "--num_gpus 1 --include a", "--elastic_training"]
-)
+@pytest.mark.parametrize("given", ["--autotuning run", "--num_gpus 1 --include a", "--elastic_training"])
 def test_what_is_not_built_or_does_not_go_together_ends_with_a_message(given: str) -> None:
     with pytest.raises(SystemExit):
         command(given)

@@ -12,10 +12,7 @@ _COMET = differs("ds_monitor_comet.monitor", "made by the section comet")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.launcher.runner": {
-        "main parse_args": differs(
-            "ds_deepspeed_compat.launcher", "other machines are not started by ssh: run it on each with --no_ssh"
-        ),
-        "fetch_hostfile parse_resource_filter": "ds_deepspeed_compat.hosts",
+        "main parse_args fetch_hostfile parse_resource_filter": "ds_deepspeed_compat.launcher",
         "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE": "ds_deepspeed_compat.constants",
     },
     "deepspeed.env_report": {"main cli_main": "ds_deepspeed_compat.report"},
