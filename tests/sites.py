@@ -65,7 +65,7 @@ def read_cases(file: Path) -> dict[str, list[float]]:
     return found
 
 
-def quickstart_losses(folder: Path) -> list[str]:
-    """What the quickstart's CSV monitor wrote under its working folder, digit by digit."""
+def quickstart_losses(folder: Path) -> list[float]:
+    """What the quickstart's CSV monitor wrote under its working folder."""
     with open(folder / "runs/gpt/Train_Samples_train_loss.csv", newline="") as file:
-        return [row[1] for row in list(csv.reader(file))[1:]]
+        return [float(row[1]) for row in list(csv.reader(file))[1:]]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
-TRAIN = "training configuration running choosing-a-stage optimizers pipeline moe autoep checkpoints migrate frontends"
+TRAIN = "training configuration running clusters choosing-a-stage optimizers pipeline moe autoep checkpoints migrate"
 WATCH = "monitors reports profiling when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format"
 REFERENCE = (

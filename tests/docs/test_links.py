@@ -16,12 +16,16 @@ OURS = re.compile(
 HOSTS = {
     "arxiv.org",
     "docs.pytorch.org",
+    "docs.ray.io",
     "github.com",
     "huggingface.co",
     "pre-commit.com",
     "pytorch.org",
+    "slurm.schedmd.com",
     "ui.perfetto.dev",
     "www.deepspeed.ai",
+    "www.mpich.org",
+    "www.open-mpi.org",
 }
 """Where links may lead beside this repository. They are checked for their form alone: tests use no network."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -79,6 +80,22 @@ def test_a_host_is_lost(own: Site, name: str, fault: Callable[[Host], None]) -> 
     code, text = end(own, process)
     assert code == 1
     said_once(text, rf"^dscore: .*lost host {name}\b")
+
+
+OTHERS: dict[str, tuple[str, list[str]]] = {"pdsh": ("pdsh", [])}
+
+
+@pytest.mark.parametrize("launcher", OTHERS)
+def test_a_host_crashes_under_other_launchers(own: Site, launcher: str) -> None:
+    """Whatever the tool that started the agents makes of it."""
+    program, options = OTHERS[launcher]
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed; make test-hosts does so on Debian")
+    process = train(own, "--launcher", launcher, *options, ENDLESS)
+    own.lab.host("b").crash()
+    code, text = end(own, process)
+    assert code == 1
+    said_once(text, r"^dscore: .*lost host b\b")
 
 
 @pytest.mark.parametrize(
