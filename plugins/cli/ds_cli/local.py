@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 LOOPBACK = "127.0.0.1"
+MOST_FILES = 1 << 16  # some programs walk through all numbers that a file may have
 MANY = 1_000_000
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")  # which accelerators a process sees
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -60,6 +61,7 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
     problem: what keeps this machine from taking part in a run of several, which all should hear of.
     """
     import_torch()
+    _allow_many_files()
     with contextlib.ExitStack() as stack:
         python = sys.executable
         if request.venv_script:
@@ -89,6 +91,19 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
         finally:
             if run.failed:  # after a good end, what the script left running on purpose stays
                 guard.end()
+
+
+def _allow_many_files() -> None:
+    """Let this process and the ranks have as many open files as the system grants, instead of the usual 1024.
+
+    torch's store and gloo accept every connection: with none left, the store hears of nobody new and gloo aborts.
+    """
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dict[str, str | None]:

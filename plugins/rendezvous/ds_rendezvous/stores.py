@@ -57,20 +57,41 @@ def is_loopback(address: str) -> bool:
 def listen(address: str, port: int) -> socket.socket:
     """A socket that listens at `port` (0: any free one) of `address` and nowhere else.
 
-    A name, which may mean another interface to other machines, and an address that this machine does not have (it is
-    translated on the way) listen on every interface. Raises OSError, for example for a port in use.
+    A name that means one address of this machine listens there. One that means the loopback here (as Debian has it) or
+    several addresses may mean another one to other machines, and an address that this machine does not have is
+    translated on the way: these listen on every interface. Raises OSError, for example for a port in use.
     """
-    host = "127.0.0.1" if address == "localhost" else address
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
-    except (ValueError, OSError):
+    found = [own for own in _addresses(address) if _is_own(own)]
+    if len(found) != 1 or (is_loopback(found[0]) and not is_loopback(address)):
         both = socket.has_dualstack_ipv6()
         return socket.create_server(
             ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=4096, dualstack_ipv6=both
         )
-    return socket.create_server((host, port), family=family, backlog=4096)
+    return socket.create_server((found[0], port), family=_family(found[0]), backlog=4096)
+
+
+def _addresses(address: str) -> list[str]:
+    """What `address`, a name or an address, means on this machine."""
+    if address == "localhost":
+        return ["127.0.0.1"]
+    try:
+        return sorted({str(place[4][0]) for place in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return []
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine has `address`."""
+    try:
+        with socket.socket(_family(address)) as probe:
+            probe.bind((address, 0))
+            return True
+    except (ValueError, OSError):
+        return False
 
 
 def host_store(place: Participant, timeout: timedelta) -> TCPStore:

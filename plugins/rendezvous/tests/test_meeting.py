@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from ds_rendezvous import meeting, waiting
+from ds_rendezvous import meeting, stores, waiting
 from ds_rendezvous.meeting import Participant, host_store, is_loopback, listen, meet, meet_at_store, reach_store, within
 
 from ds_core.errors import CommError
@@ -333,6 +333,27 @@ def test_names_and_foreign_addresses_listen_everywhere(address: str) -> None:
     with listen(address, 0) as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
     assert not is_loopback(address)
+
+
+@pytest.mark.parametrize(
+    ("means", "at"),
+    [
+        (["127.0.0.5"], ("::", "0.0.0.0")),  # a loopback address: to others the name means something else
+        (["203.0.113.7"], ("::", "0.0.0.0")),  # not ours
+        (["10.9.8.7"], ("10.9.8.7",)),
+        (["10.9.8.7", "203.0.113.7"], ("10.9.8.7",)),
+        (["10.9.8.7", "10.9.8.8"], ("::", "0.0.0.0")),  # others may come by either
+    ],
+)
+def test_a_name_listens_at_the_one_address_that_it_means(
+    monkeypatch: pytest.MonkeyPatch, means: list[str], at: tuple[str, ...]
+) -> None:
+    create, where = socket.create_server, []
+    monkeypatch.setattr(stores, "_addresses", lambda _: means)
+    monkeypatch.setattr(stores, "_is_own", lambda address: address.startswith(("10.", "127.")))
+    monkeypatch.setattr(socket, "create_server", lambda place, **_: (where.append(place[0]), create((LOOPBACK, 0)))[1])
+    listen("some-host", 0).close()
+    assert (where[0] or "::") in at
 
 
 def test_the_store_is_where_it_should_be() -> None:
