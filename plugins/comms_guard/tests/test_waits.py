@@ -265,3 +265,30 @@ def test_what_the_system_says_of_a_process() -> None:
     assert not here.state().settled
     gone = here._replace(born="1")  # another process had the number
     assert gone.state() == ("has ended: its process is gone", True)
+
+
+@pytest.mark.gpu
+def test_events_of_a_gpu_are_looked_at_from_another_thread() -> None:
+    """As the watcher does: a wait while the device works, and none when it is done."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from ds_comms_guard.waits import Waits
+
+    from ds_core.accelerator import get_accelerator
+
+    class OnDevice:
+        issued, device = 1, get_accelerator()
+
+        def longest(self) -> None: ...
+
+        def take_streams(self) -> set[Any]:
+            return {self.device.current_stream()}
+
+    waits = Waits(OnDevice(), 0.0, ())  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(waits.look).result()  # the first look sees that this rank has moved
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        seen = thread.submit(waits.look).result()
+        assert seen is not None and seen.text == "what was queued on its device"
+        torch.cuda.synchronize()
+        assert thread.submit(waits.look).result() is None
