@@ -26,14 +26,16 @@ from ds_rendezvous.meeting import is_loopback
 
 from ds_cli.failure import SAVED, describe, exit_code, first, gather, signal_name
 from ds_cli.guard import PREEMPTED, Guard, Stopped
+from ds_cli.hosts.elastic_store import address_towards
 from ds_cli.last_failure import keep
-from ds_cli.show import say_error
+from ds_cli.show import CommandError, say_error
 from ds_cli.supervision import Ended, Watch
 from ds_cli.surroundings import (
     activated,
     cores_of_ranks,
     environment,
     import_torch,
+    interface_of,
     log_prefix,
     pid_file,
     threads_per_rank,
@@ -113,10 +115,23 @@ def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dic
     wanted["TORCH_GLOO_LAZY_INIT"] = "1"
     if request.max_nodes == 1 and is_loopback(request.master_addr or LOOPBACK) and sys.platform.startswith("linux"):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would listen at the address of this host's name
+    if request.max_nodes > 1 and (interface := _interface(request)):
+        wanted["GLOO_SOCKET_IFNAME"] = interface  # this host's name may mean a loopback address here (Debian)
     changes: dict[str, str | None] = {name: value for name, value in wanted.items() if name not in os.environ}
     if request.slots is not None and request.slots != tuple(range(len(request.slots))):
         changes |= dict.fromkeys(VISIBLE, ",".join(map(str, request.slots)))
     return changes
+
+
+def _interface(request: LaunchRequest) -> str:
+    """The interface on the way to the other machines, as far as their names tell; "" when unknown."""
+    others = [host.address for host in request.hosts]
+    others += [request.rdzv_endpoint.rpartition(":")[0] or request.rdzv_endpoint, request.master_addr]
+    try:
+        address = address_towards([name.strip("[]") for name in others if name])
+    except CommandError:  # the meeting will tell of it
+        return ""
+    return "" if is_loopback(address) else interface_of(address)
 
 
 class _Run:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ __all__ = [
     "cores_of_ranks",
     "environment",
     "import_torch",
+    "interface_of",
     "log_prefix",
     "parse_cores",
     "pid_file",
@@ -133,6 +135,25 @@ def _core(cpu: int) -> tuple[int, int]:
         return package, int(first[0]) if first else cpu
     except (OSError, ValueError):
         return 0, cpu
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this IPv4 address; "" when none has, or the system cannot tell."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                row = fcntl.ioctl(probe.fileno(), get_address, name.encode()[:15].ljust(256, b"\0"))
+                if socket.inet_ntoa(row[20:24]) == address:
+                    return name
+    return ""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

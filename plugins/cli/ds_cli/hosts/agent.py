@@ -91,7 +91,6 @@ def on_host(request: LaunchRequest, number: int) -> LaunchRequest:
     slots = own.slots if own is not None and own.slots is not None else request.slots
     return dataclasses.replace(
         request,
-        hosts=(),
         node_rank=None if request.rdzv_endpoint else number,
         slots=slots,
         nproc=len(slots) if slots is not None else request.nproc,

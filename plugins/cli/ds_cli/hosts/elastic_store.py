@@ -62,6 +62,6 @@ def address_towards(hosts: list[str]) -> str:
                 "this machine the hosts reach it"
             ) from error
         own = str(near)
-        if near != far:
+        if near != far and not near.startswith("127."):  # as another name of this host would give (Debian)
             return own
     return own

@@ -322,6 +322,9 @@ class _Loop:
         if self.stopped == signal.SIGTERM and any(tool.code == PREEMPTED for tool in self.tools):
             say_error(f"stopped by SIGTERM, {SAVED}")
             return PREEMPTED
+        if self.stopped and any(tool.code == PREEMPTED for tool in self.tools):
+            self._tell(f"stopped by {signal.Signals(self.stopped).name}, {SAVED}")
+            return PREEMPTED
         if self.stopped:
             self._tell(f"stopped by {signal.Signals(self.stopped).name}; all processes were ended")
             return 128 + self.stopped
