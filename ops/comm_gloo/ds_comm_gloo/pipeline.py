@@ -25,7 +25,7 @@ from ds_comm_gloo.group_queue import QueueWork
 
 __all__ = ["Pipeline", "Stages"]
 
-AHEAD = 3
+AHEAD = 4
 """Blocks that are on the wire before the oldest one is waited for."""
 
 Stages = Iterator[Sequence[Any]]

@@ -34,7 +34,7 @@ __all__ = ["TwoLevel", "open_two_level"]
 
 log = logging.getLogger("ds_comm_gloo")
 
-MESSAGE = 1 << 19
+MESSAGE = 1 << 20
 """Bytes of a message on a rail; longer tensors go in blocks of such messages."""
 
 DIRECT = 1 << 16
