@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from ds_testing.launched_hosts import SshHostsConformance
 
@@ -13,3 +15,4 @@ class TestPdsh(SshHostsConformance):
     programs = ("pdsh", "sshd")
     tool = "pdsh"
     secret = False
+    preempted = 128 + signal.SIGTERM  # pdsh passes no signal on, and does not wait

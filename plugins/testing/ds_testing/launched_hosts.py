@@ -24,7 +24,7 @@ from ds_testing.processes import clean_environment
 __all__ = ["HostsConformance", "Launched", "SshHostsConformance"]
 
 SCRIPT = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 folder, what, *rest = sys.argv[1:]
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LAB_SECRET", "PYTHONLAB")
@@ -33,6 +33,12 @@ def say(kind):
     passing = Path(folder, f"{kind}{said['RANK']}.tmp")
     passing.write_text(json.dumps(said))
     os.replace(passing, Path(folder, f"{kind}{said['RANK']}"))
+def save(*_):
+    time.sleep(1)
+    say("saved")
+    sys.exit(75)
+if what == "save":
+    signal.signal(signal.SIGTERM, save)
 print("rank", said["RANK"], "speaks", flush=True)
 say("began")
 if what != "end":
@@ -98,7 +104,8 @@ class HostsConformance:
     """Inherit, name the launcher, and mark the class with ``pytest.mark.hosts``. The class's name must start with Test.
 
     launcher: its name. more: words of ``dscore run`` besides. programs: what it needs. tool: the one that reaches the
-    hosts. secret: what goes to the hosts cannot be read in `ps`. lab_ssh: the hosts have ssh.
+    hosts. secret: what goes to the hosts cannot be read in `ps`. lab_ssh: the hosts have ssh. preempted: the
+    exit code after SIGTERM where ranks end with 75.
     """
 
     launcher: ClassVar[str] = ""
@@ -107,6 +114,7 @@ class HostsConformance:
     tool: ClassVar[str] = ""
     secret: ClassVar[bool] = True
     lab_ssh: ClassVar[bool] = False
+    preempted: ClassVar[int] = 75
 
     @classmethod
     def prepare(cls, lab: Lab, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -190,16 +198,45 @@ class HostsConformance:
         """Whether a process of the head is the program that reaches the hosts."""
         return os.path.basename(process.words[0]) == self.tool
 
-    def test_stopped(self, launched: Launched) -> None:
-        """Ctrl-C ends all, and the exit code says so."""
-        process, folder = launched.start("stopped", "wait")
+    def stop(self, launched: Launched, name: str, what: str, number: int) -> tuple[int, str, Path]:
+        """Exit code, output and folder of a run whose launcher gets a signal."""
+        process, folder = launched.start(name, what)
         launched.all_began(process, folder)
         for victim in launched.lab.head.processes():
-            if "ds_cli" in victim.words and "run" in victim.words and sys.executable in victim.words[0]:
-                os.kill(victim.pid, signal.SIGINT)
+            if "ds_cli" in victim.words and "run" in victim.words and victim.words[0] == sys.executable:
+                os.kill(victim.pid, number)
         said = process.communicate(timeout=30)[0]
-        assert "dscore: stopped by SIGINT" in said, said
         launched.gone(folder, 15)
+        return process.returncode, said, folder
+
+    def test_stopped(self, launched: Launched) -> None:
+        """Ctrl-C ends all, and the exit code says so."""
+        code, said, _ = self.stop(launched, "stopped", "wait", signal.SIGINT)
+        assert "dscore: stopped by SIGINT" in said, said
+        assert code == 128 + signal.SIGINT
+
+    def test_stopped_with_notice(self, launched: Launched) -> None:
+        """After SIGTERM ranks may save, and an exit code says that they have."""
+        code, said, folder = self.stop(launched, "saved", "save", signal.SIGTERM)
+        assert len(list(folder.glob("saved[0-9]"))) == 4, said
+        assert code == self.preempted, said
+
+    def test_link_is_cut(self, launched: Launched) -> None:
+        """The run ends within 30 s and names a host; what runs behind the cut ends too."""
+        process, folder = launched.start("cut", "wait")
+        launched.all_began(process, folder)
+        second = launched.lab.host("a" if self.first_host() == "b" else "b")
+        began = time.monotonic()
+        second.cut()
+        try:
+            said = process.communicate(timeout=60)[0]
+            seconds = time.monotonic() - began
+            launched.gone(folder, 30)
+        finally:
+            second.mend()
+        assert process.returncode not in (0, None), said
+        assert seconds < 30, f"after {seconds:.0f} s:\n{said}"
+        assert f"lost host {second.name}" in said, said
 
 
 class SshHostsConformance(HostsConformance):

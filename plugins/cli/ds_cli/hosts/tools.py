@@ -286,7 +286,8 @@ class _Loop:
             self._kill()
             self.deadline = now + 1.0
             return
-        self.asked, self.deadline = True, now + max(self.request.grace, self.request.notice) + 10.0
+        seconds = max(self.request.grace, self.request.notice if self.stopped == signal.SIGTERM else 0.0)
+        self.asked, self.deadline = True, now + seconds + 5.0
         for tool in self.tools:
             if tool.code is None:
                 if self.lifeline:
