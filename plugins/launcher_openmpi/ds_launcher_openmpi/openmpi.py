@@ -5,7 +5,6 @@ Settings travel in a variable that mpirun forwards. When mpirun is killed, its d
 
 from __future__ import annotations
 
-import math
 import shutil
 from typing import TYPE_CHECKING
 
@@ -31,10 +30,9 @@ def command(request: LaunchRequest) -> list[str]:
     name, _ = settings_variable(request)
     program = next(filter(shutil.which, NAMES), NAMES[-1])
     port = "" if request.ssh_port is None else f" -p {request.ssh_port}"
-    seconds = math.ceil(max(request.grace, request.notice)) + 5
     parameters = {
         "plm_rsh_args": SSH + port,
-        "odls_base_sigkill_timeout": seconds,  # between SIGTERM and SIGKILL
+        "odls_base_sigkill_timeout": 3,  # between SIGTERM and SIGKILL; mpirun sleeps so long after every bad end
         "oob_tcp_keepalive_time": 5,  # a host whose link is cut is noticed after 5 + 3 x 3 seconds, not 300
         "oob_tcp_keepalive_intvl": 3,
         "oob_tcp_keepalive_probes": 3,

@@ -19,13 +19,12 @@ REQUEST = LaunchRequest(
 
 def test_words(monkeypatch: Any) -> None:
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/mpirun" if name == "mpirun" else None)
-    changes: dict[str, Any] = {"launcher_args": ("--allow-run-as-root",), "grace": 2.5, "notice": 10.0}
-    words = command(dataclasses.replace(REQUEST, ssh_port=2222, **changes))
+    words = command(dataclasses.replace(REQUEST, ssh_port=2222, launcher_args=("--allow-run-as-root",)))
     agent = [sys.executable, *["-m", "ds_cli.hosts.agent", "--number"]]
     assert words == [
         "env",
         "OMPI_MCA_plm_rsh_args=-o BatchMode=yes -o ConnectTimeout=10 -p 2222",
-        "OMPI_MCA_odls_base_sigkill_timeout=15",
+        "OMPI_MCA_odls_base_sigkill_timeout=3",
         "OMPI_MCA_oob_tcp_keepalive_time=5",
         "OMPI_MCA_oob_tcp_keepalive_intvl=3",
         "OMPI_MCA_oob_tcp_keepalive_probes=3",

@@ -278,7 +278,9 @@ class _Loop:
         if self.first is None:
             self.first = end
             own = self.explain(*end)  # of which the other agents do not hear by themselves
-            self.deadline = min(self.deadline, time.monotonic() + (1.0 if own else OTHERS_SECONDS))
+            told = self.told or any(line.startswith(b"dscore: lost ") for line in self.said)  # so all have heard of it
+            seconds = 1.0 if own else 3.0 if told else OTHERS_SECONDS
+            self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _ask(self, now: float) -> None:
         """Ask who is left to end; later, end them."""
