@@ -322,8 +322,11 @@ class _Loop:
             say_error(text)
 
     def _say(self) -> int:
-        if self.stopped == signal.SIGTERM and any(tool.code == PREEMPTED for tool in self.tools):
-            say_error(f"stopped by SIGTERM, {SAVED}")
+        saved = f"stopped by SIGTERM, {SAVED}"
+        told = f"dscore: {saved}\n".encode() in self.said  # a tool's own exit code may be of the signal
+        if self.stopped == signal.SIGTERM and (told or any(tool.code == PREEMPTED for tool in self.tools)):
+            if not told:
+                say_error(saved)
             return PREEMPTED
         if self.stopped and any(tool.code == PREEMPTED for tool in self.tools):
             self._tell(f"stopped by {signal.Signals(self.stopped).name}, {SAVED}")
