@@ -27,6 +27,7 @@ from ds_rendezvous.meeting import is_loopback
 from ds_cli.failure import SAVED, describe, exit_code, first, gather, signal_name
 from ds_cli.guard import PREEMPTED, Guard, Stopped
 from ds_cli.hosts.elastic_store import address_towards
+from ds_cli.hosts.tools import show
 from ds_cli.last_failure import keep
 from ds_cli.show import CommandError, say_error
 from ds_cli.supervision import Ended, Watch
@@ -62,6 +63,9 @@ def launch(request: LaunchRequest, problem: str = "") -> int:
 
     problem: what keeps this machine from taking part in a run of several, which all should hear of.
     """
+    if request.show:
+        show(request, {})
+        return 0
     import_torch()
     _allow_many_files()
     with contextlib.ExitStack() as stack:

@@ -197,6 +197,15 @@ def test_show_runs_nothing_and_tells_no_values(capfd: Any) -> None:
     assert "hidden" not in out
 
 
+def test_show_runs_nothing_on_this_machine_either(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    (tmp_path / "x.py").write_text("raise SystemExit('must not run')")
+    monkeypatch.setattr(sys, "argv", ["dscore", "run", "--show", "--nproc", "2", str(tmp_path / "x.py"), "a b"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capfd.readouterr().out == f"this machine: 2 processes\neach process: python {tmp_path / 'x.py'} 'a b'\n"
+
+
 def test_a_program_that_is_not_there_is_named() -> None:
     with pytest.raises(CommandError, match="no-such-tool cannot be run"):
         run_tools(LaunchRequest("x"), {"": ["no-such-tool"]})

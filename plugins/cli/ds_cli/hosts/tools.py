@@ -29,7 +29,7 @@ from ds_cli.show import CommandError, say_error
 if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
-__all__ = ["run_tool", "run_tools"]
+__all__ = ["run_tool", "run_tools", "show"]
 
 BEAT_SECONDS = 5.0
 OTHERS_SECONDS = 10.0  # after the first bad end: how long the other agents may take to hear of it by themselves
@@ -93,18 +93,22 @@ def run_tools(
 
 def _run(request: LaunchRequest, commands: Mapping[str, Sequence[str]], loop: _Loop) -> int:
     if request.show:
-        _show(request, commands)
+        show(request, commands)
         return 0
     return loop.run()
 
 
-def _show(request: LaunchRequest, commands: Mapping[str, Sequence[str]]) -> None:
+def show(request: LaunchRequest, commands: Mapping[str, Sequence[str]]) -> None:
     """What would be run, as it could be typed; of the variables only the names."""
     for where, argv in commands.items():
         typer.echo(f"{where}: {shlex.join(argv)}" if where else shlex.join(argv))
-    for number, host in enumerate(request.hosts):
+    for number, host in enumerate(request.hosts if commands else ()):
         slots = "one process per accelerator" if host.slots is None else f"slots {', '.join(map(str, host.slots))}"
         typer.echo(f"host {number}: {host.name}, {slots if request.nproc is None else f'{request.nproc} processes'}")
+    if not commands:
+        count = "one process per accelerator" if request.nproc is None else f"{request.nproc} processes"
+        which = "" if request.node_rank is None else f", host {request.node_rank} of {request.max_nodes}"
+        typer.echo(f"this machine{which}: {count}")
     what = "-m " * request.is_module + shlex.join([request.script, *request.arguments])
     typer.echo(f"each process: {what if request.is_command else f'python {what}'}")
     if request.exported:
