@@ -82,7 +82,11 @@ def test_a_host_is_lost(own: Site, name: str, fault: Callable[[Host], None]) -> 
     said_once(text, rf"^dscore: .*lost host {name}\b")
 
 
-OTHERS: dict[str, tuple[str, list[str]]] = {"pdsh": ("pdsh", [])}
+OTHERS = {
+    "pdsh": ("pdsh", []),
+    "openmpi": ("mpirun.openmpi", ["--launcher-args=--allow-run-as-root"]),
+    "mpich": ("mpiexec.hydra", []),
+}
 
 
 @pytest.mark.parametrize("launcher", OTHERS)

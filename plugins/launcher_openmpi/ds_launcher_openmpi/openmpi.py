@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 NAMES = ("mpirun.openmpi", "mpirun")  # where several MPI are installed, Debian's name tells which one it is
-SSH = "-o BatchMode=yes -o ConnectTimeout=10"
+SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 
 
 def launch(request: LaunchRequest) -> int:

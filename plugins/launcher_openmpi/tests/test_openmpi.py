@@ -23,7 +23,8 @@ def test_words(monkeypatch: Any) -> None:
     agent = [sys.executable, *["-m", "ds_cli.hosts.agent", "--number"]]
     assert words == [
         "env",
-        "OMPI_MCA_plm_rsh_args=-o BatchMode=yes -o ConnectTimeout=10 -p 2222",
+        "OMPI_MCA_plm_rsh_args=-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
+        " -o ServerAliveCountMax=3 -p 2222",
         "OMPI_MCA_odls_base_sigkill_timeout=3",
         "OMPI_MCA_oob_tcp_keepalive_time=5",
         "OMPI_MCA_oob_tcp_keepalive_intvl=3",
