@@ -214,10 +214,12 @@ def test_kills_lose_no_step_before_the_last_checkpoint(seed: int, tmp_path: Path
         seen = disturb(run, random.Random(seed), KILLS)
         for process in run.running.values():
             assert process.wait(timeout=180) == 0, run.output()
-        rows = [row for part in run.rows() for row in part]
+        starts = run.rows()
+    rows = [row for part in starts for row in part]
     print(*seen, sep="\n")
     expected = undisturbed(tmp_path / "alone", steps)
-    assert sorted({row["step"] for row in rows}) == list(range(steps))
+    # A step after which the ranks were told to stop is done and saved, but train_batch ends the program.
+    assert set(range(steps)) - {row["step"] for row in rows} <= {part[0]["step"] - 1 for part in starts}
     assert {row["world"] for row in rows} <= {RANKS * n for n in range(1, HOSTS + 1)}
     for row in rows:
         assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-3, abs=1e-6), row
