@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_testing.hosts import Host, Lab
+from ds_testing.hosts import Host, Lab, Process
 
-__all__ = ["CASES", "ENDLESS", "LIMIT", "QUICKSTART", "Site", "quickstart_losses", "read_cases"]
+__all__ = ["CASES", "ENDLESS", "GOING_ON", "LIMIT", "QUICKSTART", "Site", "left", "quickstart_losses", "read_cases"]
 
 ROOT = Path(__file__).parents[1]
 CASES = str(ROOT / "tests/hosts/cases.py")
 ENDLESS = str(ROOT / "tests/hosts/endless.py")
+GOING_ON = str(ROOT / "tests/hosts/going_on.py")
 QUICKSTART = str(ROOT / "examples/gpt/train.py")
 LIMIT = 170
 
@@ -57,6 +58,11 @@ class Site:
         """Each case's losses of these steps."""
         self.run(names, *words, CASES, str(folder / "losses.json"), str(folder), str(first), str(last))
         return read_cases(folder / "losses.json")
+
+
+def left(host: Host) -> list[Process]:
+    """What runs on it besides OpenSSH's server, whose own part of a cut connection waits for its end."""
+    return [p for p in host.processes() if p.words and not p.words[0].startswith("sshd")] if host.on else []
 
 
 def read_cases(file: Path) -> dict[str, list[float]]:

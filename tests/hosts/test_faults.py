@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from ds_testing.hosts import Host, Lab, Process
-from sites import ENDLESS, Site
+from sites import ENDLESS, Site, left
 
 pytestmark = pytest.mark.hosts
 WITHIN = 30.0
@@ -41,11 +41,6 @@ def train(site: Site, *words: str) -> subprocess.Popen[str]:
 
 def rank(host: Host, number: int) -> Process:
     return next(p for p in host.processes() if p.environ.get("RANK") == str(number) and "sshd" not in p.words[0])
-
-
-def left(host: Host) -> list[Process]:
-    """What runs on it besides OpenSSH's server, whose own part of a cut connection waits for its end."""
-    return [p for p in host.processes() if p.words and not p.words[0].startswith("sshd")] if host.on else []
 
 
 def end(site: Site, process: subprocess.Popen[str], starting: float = 0.0) -> tuple[int, str]:

@@ -43,6 +43,7 @@ __all__ = ["ELASTIC", "register"]
 
 ELASTIC = "ds_core-elastic"
 LAST_CALL = timedelta(seconds=5)  # for more machines, when there are enough; who comes later makes a new round
+LAST_CALL_AGAIN = timedelta(seconds=2.5)  # after a round, which ends when all of its machines that live wait already
 
 
 def register() -> None:
@@ -94,6 +95,7 @@ class _Elastic(DynamicRendezvousHandler):
         # What torch would open itself is on all interfaces.
         self._bootstrap_store_info, self._shared_tcp_store_server = RendezvousStoreInfo("", 0), self._store
         met = super().next_rendezvous()
+        self._settings.timeout._last_call = LAST_CALL_AGAIN
         round_, mine = self._state_holder.state.round, reach_store(self.guest, READ_LIMIT)
         key = f"{self._settings.run_id}/{round_}"
         self.watch.begin(mine, key, met.rank, met.world_size, self.guest.where, self.hosts, attempt=round_)

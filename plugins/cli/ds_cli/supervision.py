@@ -37,6 +37,7 @@ TICK_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between looks for an alarm
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 16.0  # without a beat, or an answer of the store
+LOST_ELASTIC_SECONDS = 8.0  # without a beat, where that costs a restart and not the run
 SILENT_SECONDS = 6.0  # without a beat, when there has been an alarm
 BROKEN_SECONDS = 3.0  # after the store has closed: time for a run that has ended well to end
 STOPPED_SECONDS = 10.0
@@ -209,7 +210,7 @@ class Watch:
         beat = now.store.get(f"beat/{other}")
         last, since = now.heard.get(other, (b"", at))
         now.heard[other] = (beat, at if beat != last else since)
-        if beat == last and at - since > LOST_SECONDS:
+        if beat == last and at - since > (LOST_ELASTIC_SECONDS if self.elastic else LOST_SECONDS):
             now.lost = (other,)
 
     def _settle(self, now: _Round, failed: bool) -> None:
