@@ -186,12 +186,12 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
             seen.append(f"host {number} at step {run.done()}")
             run.kill(number)
             missing = number
-        began = len(run.rows())
+        began, far = len(run.rows()), run.done() + EVERY  # a host that had not joined yet stops nobody
         if missing is not None and chance.random() < 0.5:
             run.start(missing)
             missing = None
         at = time.monotonic()
-        while len(run.rows()) == began:
+        while len(run.rows()) == began and run.done() < far:
             run.wait_for(0)
             assert time.monotonic() - at < 90, f"nothing goes on after {seen[-1]}\n" + run.output()
             time.sleep(0.05)
