@@ -25,6 +25,9 @@ def guarded(config: dict[str, Any]) -> list[str]:
 
     from ds_core import comm
 
+    for left in dict(guard._watchers).values():  # of other tests in this process
+        left.stop()
+    guard._watchers.clear()
     comm.init_distributed(config=config)
     found, watchers = comm.interceptors(), dict(guard._watchers)
     comm.init_distributed(config=config)
