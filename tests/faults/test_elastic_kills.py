@@ -176,7 +176,9 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
         if kind < 0.2:
             seen.append(f"host {number} is told to stop at step {run.done()}")
             run.running[number].terminate()
-            assert run.running.pop(number).wait(timeout=60) == 75, run.output()
+            code = run.running.pop(number).wait(timeout=60)
+            # One that has just been started has no ranks yet, and perhaps no handler.
+            assert code == 75 or (not pids and code in (-signal.SIGTERM, 128 + signal.SIGTERM)), run.output()
             before, missing = run.done(), number  # nothing is done again
         elif kind < 0.6 and pids:
             seen.append(f"a rank of host {number} at step {run.done()}")
@@ -198,7 +200,7 @@ def disturb(run: Hosts, chance: random.Random, kills: int) -> list[str]:
         seen[-1] += (
             f", on after {time.monotonic() - at:.1f} s from step {run.rows()[-1][0]['step']}, saved was {before}"
         )
-        assert run.rows()[-1][0]["step"] >= before, seen
+        assert len(run.rows()) == began or run.rows()[-1][0]["step"] >= before, seen
         if missing is not None:
             run.start(missing)
     return seen
