@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ds_cli.failure import SAVED
-from ds_cli.guard import PREEMPTED
+from ds_cli.guard import PREEMPTED, STOPS
 from ds_cli.show import CommandError, say_error
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ BEAT_SECONDS = 5.0
 OTHERS_SECONDS = 10.0  # after the first bad end: how long the other agents may take to hear of it by themselves
 RETRY_SECONDS = 10.0
 ALONE_SECONDS = 60.0  # how long hosts are tried that have all gone
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )|ssh: ")
 _TOLD = re.compile(rb"dscore: (rank|host) ")  # an agent says what went wrong there
 
