@@ -1,4 +1,4 @@
-"""Random states: torch's, the accelerator's, Python's and numpy's, as JSON plus tensors."""
+"""Random states: torch's, the accelerator's, Python's, numpy's and the named streams, as JSON plus tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_run_state.random_streams import STREAMS
+
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
 
@@ -19,10 +21,12 @@ log = logging.getLogger("ds_run_state")
 
 
 def capture(accelerator: Accelerator) -> dict[str, Any]:
-    """The state of every global generator of this process. numpy's only when something has imported numpy."""
+    """The state of every global generator of this process, and the streams. numpy's only where numpy is imported."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if accelerator.device_type != "cpu":
         state["device"] = {"type": accelerator.device_type, "state": accelerator.get_rng_state().cpu()}
+    if STREAMS.states():
+        state["streams"] = STREAMS.state_dict()
     if "numpy" in sys.modules:
         state["numpy"] = _plain(sys.modules["numpy"].random.get_state(legacy=False))
     return state
@@ -39,6 +43,8 @@ def restore(state: Mapping[str, Any], accelerator: Accelerator) -> None:
         log.warning(
             "the checkpoint has no random state for %s: what is drawn there will differ", accelerator.device_type
         )
+    if "streams" in state:
+        STREAMS.load_state_dict(state["streams"])
     if "numpy" in state:
         import numpy as np
 

@@ -143,6 +143,7 @@ class RunState:
         optimizer = self.optimizer
         return {
             "random": rng.capture(self.ctx.accelerator),
+            "layout": self._layout(),
             "plugins": {name: item.state_dict() for name, item in _plugin_objects(self.ctx).items()},
             "module_extra": {name: m.get_extra_state() for name, m in self.extra_modules().items()},
             "optimizer": _optimizer_values(optimizer),
@@ -215,10 +216,17 @@ class RunState:
         self._load_common(saved.common, optimizer=optimizer is not None, scheduler=options.scheduler)
         self._engine.begin_anew()
         _load_plugins(self.ctx, saved.local["plugins"])
-        if saved.own and saved.local["random"] is not None:  # None: imported from another program
-            rng.restore(saved.local["random"], self.ctx.accelerator)
-        else:
+        random, layout = saved.local["random"], self._layout()
+        if saved.own and random is not None and saved.local.get("layout", layout) == layout:
+            rng.restore(random, self.ctx.accelerator)
+        else:  # another program's, another rank's, or of a rank with another place: along tp they must stay equal
             log.debug("rank %d is new: it keeps its random state and takes another's plugin states", self.rank)
+
+    def _layout(self) -> dict[str, int]:
+        """The axes that say which part of the model a rank runs, with their sizes."""
+        mesh = self.ctx.mesh
+        data = ("dp", *mesh.alias.get("dp", ()))
+        return {axis: size for axis, size in mesh.describe().items() if axis not in data and size > 1}
 
     def _load_common(self, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
         """Put `state` back; raises CheckpointError, with nothing changed, when its optimizer groups do not fit."""

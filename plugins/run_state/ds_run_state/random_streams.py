@@ -1,0 +1,168 @@
+"""Named random streams: states of the random generators that code switches to by name, and later goes on with.
+
+Ranks that hold parts of one layer need other random numbers than what they compute alike, so both have streams.
+A stream is the state of torch's CPU generator and, where there is one, of the accelerator's: some kernels on a device
+draw their seed on the host. Checkpoints keep the streams of the process, `STREAMS`, with the other random states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_core.accelerator import get_accelerator
+
+if TYPE_CHECKING:
+    from ds_core.accelerator import Accelerator
+
+__all__ = ["MODEL_PARALLEL", "STREAMS", "RandomStreams", "Snapshot"]
+
+log = logging.getLogger("ds_run_state")
+
+MODEL_PARALLEL = "model-parallel-rng"
+"""The stream that differs along ``tp``, for what a rank computes of its part of a layer."""
+_OFFSET = 2718  # from the seed of the run to those of model-parallel ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All random states at one moment. current: that of the generators. inside: the stream that is being used."""
+
+    current: Tensor
+    states: Mapping[str, Tensor]
+    inside: str | None
+
+
+class RandomStreams:
+    """Random states by name, of the CPU and one accelerator. accelerator: None: the one of the process."""
+
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
+        self._given = accelerator
+        self._host = torch.get_rng_state().numel()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self._states: dict[str, Tensor] = {}
+        self._seeds: set[int] = set()
+        self._inside: str | None = None
+
+    def add(self, name: str, seed: int) -> None:
+        """Add the stream that `seed` begins. ValueError for a seed or a name that is in use."""
+        if seed in self._seeds or name in self._states:
+            raise ValueError(f"random state {name!r} with seed {seed}: the seed or the name is in use; choose another")
+        state = torch.Generator().manual_seed(seed).get_state()
+        device = self._device
+        if device.device_type != "cpu":
+            before = device.get_rng_state()
+            device.manual_seed(seed)
+            state = torch.cat([state, device.get_rng_state()])
+            device.set_rng_state(before)
+        self._states[name] = state
+        self._seeds.add(seed)
+
+    def seed_model_parallel(self, seed: int, index: int) -> None:
+        """Seed the generators with `seed`, forget all streams, and begin `MODEL_PARALLEL` with a seed of its own.
+
+        index: the place of this rank among those that share the model's layers (along ``tp``).
+        """
+        torch.manual_seed(seed)
+        self._device.manual_seed(seed)
+        self.reset()
+        self.add(MODEL_PARALLEL, seed + _OFFSET + index)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Inside, random numbers come from the stream `name`, which goes on; afterwards from the one before.
+
+        ValueError for a name that was not added. Forks nest; a stream goes on where it was left, whoever uses it.
+        """
+        if name not in self._states:
+            raise ValueError(
+                f"there is no random state {name!r}; add it first, known: {', '.join(self._states) or 'none'}"
+            )
+        before, left = self._inside, self._read()
+        if before is not None:
+            self._states[before] = left
+        self._write(self._states[name])
+        self._inside = name
+        try:
+            yield
+        finally:
+            self._states[name] = self._read()
+            self._write(left if before is None else self._states[before])
+            self._inside = before
+
+    # -- all states ------------------------------------------------------------------------------------------
+
+    @property
+    def seeds(self) -> set[int]:
+        """The seeds that were given to `add`."""
+        return set(self._seeds)
+
+    def states(self) -> dict[str, Tensor]:
+        """The streams by name: 1-d uint8 tensors, the CPU generator's state and then the accelerator's."""
+        return dict(self._states)
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Replace all streams by what `states` gave."""
+        self._states = dict(states)
+
+    def snapshot(self) -> Snapshot:
+        """All random states as they are now, those of the generators too."""
+        return Snapshot(self._read(), dict(self._states), self._inside)
+
+    @contextlib.contextmanager
+    def replay(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, all random states begin as in `snapshot`; afterwards they are as before."""
+        now = self.snapshot()
+        self._put(snapshot)
+        try:
+            yield
+        finally:
+            self._put(now)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"device": self._device.device_type, "states": self.states(), "seeds": sorted(self._seeds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the saved streams; those that only this run has stay. Another kind of device: all stay."""
+        if state["device"] != self._device.device_type:
+            log.warning(
+                "the checkpoint has random streams of %s: those of %s begin anew",
+                state["device"],
+                self._device.device_type,
+            )
+            return
+        self._states |= state["states"]
+        self._seeds |= set(state["seeds"])
+
+    # -- the generators --------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> Accelerator:
+        return self._given or get_accelerator()
+
+    def _read(self) -> Tensor:
+        host, device = torch.get_rng_state(), self._device
+        return host if device.device_type == "cpu" else torch.cat([host, device.get_rng_state()])
+
+    def _write(self, state: Tensor) -> None:
+        torch.set_rng_state(state[: self._host].clone())  # torch 2.13 crashes on a view that begins later
+        if self._device.device_type != "cpu":
+            self._device.set_rng_state(state[self._host :].clone())
+
+    def _put(self, snapshot: Snapshot) -> None:
+        self._write(snapshot.current)
+        self._states, self._inside = dict(snapshot.states), snapshot.inside
+
+
+STREAMS = RandomStreams()
+"""The streams of this process."""
