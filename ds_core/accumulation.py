@@ -221,7 +221,7 @@ class Accumulation:
 
     def set_batch(self, change: Callable[[Batch, int, int], Batch], size: int) -> None:
         """Change the batch sizes; in the middle of a window for the next one."""
-        batch = change(self._next_batch or self._ctx.batch, size, self._ctx.mesh.size("dp"))
+        batch = change(self._next_batch or self._ctx.batch, size, self._ctx.mesh.size("batch"))
         if batch.micro != self._ctx.batch.micro:
             self._batches.check_resizable()
         self._next_batch = batch

@@ -97,7 +97,7 @@ def initialize(
     if chosen.notes and rank == 0:
         log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
     mesh = _plan(chosen, mesh_param, rank, world_size) if mpu is None else None
-    batch = chosen.batch(mesh.size("dp")) if mesh is not None else None
+    batch = chosen.batch(mesh.size("batch")) if mesh is not None else None
 
     # The first talk: start, and compare what ranks were started with.
     comm.init_distributed(
@@ -107,7 +107,7 @@ def initialize(
         needed = f"no installed package makes a mesh of mpu, a {type(mpu).__name__}"
         place = {"rank": comm.rank(), "world_size": comm.world_size()}
         mesh = cast(Mesh, chosen.plugins.installed_driver("ds_mesh", needed, mpu=mpu, **place))
-        batch = chosen.batch(mesh.size("dp"))
+        batch = chosen.batch(mesh.size("batch"))
     assert batch is not None
     precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
@@ -226,16 +226,14 @@ def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, wo
     mesh = plan_mesh(axes, world_size, rank)
     data, sequence = mesh_param or (chosen.config.core.data_parallel_size, None)
     where = "mesh_param" if mesh_param else "data_parallel_size"
-    if sequence not in (None, 1):
-        raise ConfigError(
-            f"{where}: sequence parallel size {sequence} is documented but not built yet; use 1", chosen.config.origin
-        )
-    if data is not None and data != mesh.size("dp"):
-        raise ConfigError(
-            f"{where}: data parallel size {data}, but this run has {mesh.size('dp')} (world {world_size}, "
-            f"mesh {mesh.describe()})",
-            chosen.config.origin,
-        )
+    batch, dp = mesh.size("batch"), mesh.size("dp")
+    for kind, wanted, size in (("data", data, batch), ("sequence", sequence, dp // batch)):
+        if wanted not in (None, size):
+            raise ConfigError(
+                f"{where}: {kind} parallel size {wanted}, but this run has {size} (world {world_size}, "
+                f"mesh {mesh.describe()})",
+                chosen.config.origin,
+            )
     return mesh
 
 

@@ -195,7 +195,7 @@ def make_loader(ctx: Context, dataset: Any, batch_size: int | None = None, **opt
     batch_size: samples per micro-batch; None: the config's. options: other fields of `LoaderRequest`.
     """
     options = {"drop_last": ctx.config.core.dataloader_drop_last, "collate_fn": ctx.collate_fn} | options
-    replicas, index = ctx.mesh.size("dp"), ctx.mesh.index("dp")
+    replicas, index = ctx.mesh.size("batch"), ctx.mesh.index("batch")
     request = LoaderRequest(dataset, batch_size or ctx.batch.micro, replicas, index, **options)
     answer = ctx.plugins.driver("ds_loader", ctx=ctx, request=request)
     return DistributedLoader(request) if answer is None else cast("Loader", answer.value)

@@ -267,13 +267,15 @@ class CommandEntry(_Record):
 class Axis(_Record):
     """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply the world.
 
-    outermost: its ranks are as far apart as can be (little is sent along it), whatever other axes there are.
+    outermost: its ranks are as far apart as can be (little is sent along it); along an axis that is neither that nor
+    inside dp they are neighbours. same_batch: ranks along it, inside dp, get the same samples, to work on a part each.
     """
 
     name: str
     size: int
     inside: str | None = None
     outermost: bool = False
+    same_batch: bool = False
 
 
 class Phase(IntEnum):

@@ -1,8 +1,7 @@
 """The named process grid: axis arithmetic (torch-free) and the groups over it.
 
-Ranks are laid out row-major over the outer axes in the order given, then ``dp`` (split into ``edp`` and the axes
-that fold inside it), so that neighbouring ranks are neighbours on the innermost axis. All groups are made up
-front, in one order, on every rank: making a group is itself a collective.
+Ranks are laid out row-major: axes that are `outermost`, then ``dp`` (``edp`` and the axes that fold inside it), then
+all others. All groups are made up front, in one order, on every rank: making a group is itself a collective.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ __all__ = ["Mesh", "plan_mesh"]
 class Mesh:
     """Where this rank stands on each axis, and the groups along any set of axes.
 
-    names, shape: the axes of the grid. ``dp`` is an alias of all its parts when something folds inside it.
-    A group over axes of size 1 is `ALONE`, over which collectives do nothing.
+    names, shape: the axes of the grid. ``dp`` is an alias of all its parts, ``batch`` of those whose ranks get other
+    samples (`Axis.same_batch`). A group over axes of size 1 is `ALONE`, over which collectives do nothing.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Mesh:
         self.shape = tuple(shape)
         self.rank = rank
         self.world_size = math.prod(self.shape)
-        self.alias = alias
+        self.alias = dict.fromkeys(("dp", "batch"), alias.get("dp", ("dp",))) | alias
         self.coord = dict(zip(self.names, self._unravel(rank), strict=True))
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
 
@@ -187,7 +186,7 @@ def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
         raise ConfigError(
             f"{inside} must divide dp {dp} (world {world_size}{' / ' + shown if outer else ''}); use {good}", "mesh"
         )
-    parts = ("edp", *(a.name for a in folded)) if folded else ("dp",)
-    sizes = (dp // inner, *(a.size for a in folded))
-    alias = {"dp": parts} if folded else {}
-    return Mesh([*(a.name for a in outer), *parts], [*(a.size for a in outer), *sizes], rank, alias)
+    parts = [Axis("edp" if folded else "dp", dp // inner), *folded]
+    grid = [*(a for a in outer if a.outermost), *parts, *(a for a in outer if not a.outermost)]
+    alias = {"batch": tuple(a.name for a in parts if not a.same_batch), "dp": tuple(a.name for a in parts)}
+    return Mesh([a.name for a in grid], [a.size for a in grid], rank, alias)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("clean_ds")
 
 
 def own_groups() -> list[float]:
-    mesh = plan_mesh([Axis("pp", 2), Axis("ep", 2, inside="dp")], comm.world_size(), comm.rank())
+    mesh = plan_mesh([Axis("pp", 2, outermost=True), Axis("ep", 2, inside="dp")], comm.world_size(), comm.rank())
     mesh.build_groups(own=True)
     sums = []
     for axes, only in ((("dp",), None), (("pp",), None), (("pp", "dp"), (0, 2, 3)), (("edp",), None), (("pp",), (1,))):

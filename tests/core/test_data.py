@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ds_testing import LoaderConformance
+from ds_testing import LoaderConformance, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
@@ -160,3 +160,43 @@ def test_a_pass_left_early_is_followed_by_the_next_epoch():
     second = next(iter(loader)).tolist()
     assert loader.epoch == 1
     assert first != second
+
+
+def _shares_of_samples(stage: int) -> tuple[list[list[float]], int, float]:
+    """What each of 4 ranks is given with an axis whose 2 ranks share samples, and the weight after a step."""
+    import ds_core
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]},
+        "fake_axes": {"axes": {"sp": 2}},
+        **({"zero_optimization": {"stage": stage}} if stage else {}),
+    }
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    data = [torch.tensor([float(i)]) for i in range(4)]
+    engine, _, loader, _ = ds_core.initialize(model=model, config=config, training_data=data)
+    loader.set_epoch(0)
+    given = []
+    for batch in loader:
+        given.append(batch.flatten().tolist())
+        # As with a part of each sequence: ranks of one sample have gradients of their own, and the mean counts.
+        engine.backward(engine(batch).sum() * (2 * engine.ctx.mesh.index("sp")))
+        engine.step()
+    weight = float(engine.module.state_dict()["weight"].sum()) if stage < 3 else 0.0
+    train = engine.ctx.batch.train
+    engine.destroy()
+    return given, train, weight
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_ranks_along_an_axis_with_the_same_batch_get_the_same_samples(stage):
+    shares = run_ranks(4, _shares_of_samples, stage)
+    (a, train, weight), (b, *_), (c, *_), (d, *_) = shares
+    assert a == b
+    assert c == d
+    assert sorted(x for batch in a + c for x in batch) == [0.0, 1.0, 2.0, 3.0]
+    assert train == 2
+    assert weight == -(0 + 1 + 2 + 3) / 2  # each sample's gradient once, averaged over the 2 samples of a step

@@ -17,11 +17,32 @@ from ds_core.mesh import plan_mesh
 
 def test_dp_takes_what_is_left():
     mesh = plan_mesh([Axis("pp", 2)], 8, 5)
-    assert mesh.describe() == {"pp": 2, "dp": 4}
-    assert mesh.coord == {"pp": 1, "dp": 1}
-    assert mesh.ranks("dp") == [4, 5, 6, 7]
-    assert mesh.ranks("pp") == [1, 5]
-    assert mesh.index("dp") == 1
+    assert mesh.describe() == {"dp": 4, "pp": 2}
+    assert mesh.coord == {"pp": 1, "dp": 2}
+    assert mesh.ranks("dp") == [1, 3, 5, 7]
+    assert mesh.ranks("pp") == [4, 5]
+    assert mesh.index("dp") == 2
+
+
+def test_outermost_axes_are_far_apart_and_others_next_to_each_other():
+    mesh = plan_mesh([Axis("tp", 2), Axis("pp", 2, outermost=True), Axis("ep", 2, inside="dp")], 16, 11)
+    assert mesh.describe() == {"pp": 2, "edp": 2, "ep": 2, "tp": 2}
+    assert mesh.ranks("pp") == [3, 11]
+    assert mesh.ranks("dp") == [9, 11, 13, 15]
+    assert mesh.ranks("tp") == [10, 11]
+
+
+def test_ranks_that_share_their_samples_count_once():
+    mesh = plan_mesh([Axis("ep", 2, inside="dp"), Axis("sp", 2, inside="dp", same_batch=True)], 8, 5)
+    assert (mesh.size("dp"), mesh.size("batch")) == (8, 4)
+    assert [plan_mesh([Axis("sp", 2, inside="dp", same_batch=True)], 4, r).index("batch") for r in range(4)] == [
+        0,
+        0,
+        1,
+        1,
+    ]
+    assert mesh.replicas(()) == ("edp", "ep", "sp")
+    assert plan_mesh([], 3, 1).ranks("batch") == [0, 1, 2]
 
 
 def test_folded_axis_splits_dp_and_keeps_the_alias():

@@ -74,7 +74,7 @@ def _batch(chosen: Composition, world: int) -> Batch:
     from ds_core.mesh import plan_mesh
 
     axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
-    return chosen.batch(plan_mesh(axes, world, 0).size("dp"))
+    return chosen.batch(plan_mesh(axes, world, 0).size("batch"))
 
 
 def schema() -> None:

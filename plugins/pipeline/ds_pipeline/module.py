@@ -259,7 +259,7 @@ class PipelineModule(nn.Module):
                 f"puts it on {here}; build the module in the process that trains it"
             )
         if self._given_topology is None:
-            parts = {part: axis for axis, inside in mesh.alias.items() for part in inside}
+            parts = dict.fromkeys(mesh.alias["dp"], "dp")
             names = list(dict.fromkeys(parts.get(n, n) for n in mesh.names))
             topology = ProcessTopology([AXES.get(n, n) for n in names], [mesh.size(n) for n in names])
             self._grid = PipelineParallelGrid(topology, rank=mesh.rank)

@@ -164,7 +164,7 @@ class StepLog:
         """Those of all ranks: each data-parallel rank is given as many as this one."""
         if (each := self._throughput.tokens_per_sample) is not None:
             return each * samples
-        return None if self._tokens is None else self._tokens * self._ctx.mesh.size("dp")
+        return None if self._tokens is None else self._tokens * self._ctx.mesh.size("batch")
 
     # -- printing --------------------------------------------------------------------------------------------
 

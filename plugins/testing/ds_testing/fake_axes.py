@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "held_axes"]
 
-FOLDED = ("ep",)
+FOLDED = ("ep", "sp")
+SAME_BATCH = ("sp",)
 
 
 def ds_config() -> type[BaseModel]:
@@ -30,7 +31,7 @@ def ds_config() -> type[BaseModel]:
     from ds_core.config import Section
 
     class FakeAxes(Section):
-        axes: dict[str, int] = Field(description="Axis name to size; ep folds inside dp, others stand outside.")
+        axes: dict[str, int] = Field(description="Axis name to size; ep and sp fold inside dp, others stand outside.")
 
     return FakeAxes
 
@@ -38,7 +39,10 @@ def ds_config() -> type[BaseModel]:
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """The axes that the section names."""
     section: Any = config.section("fake_axes")
-    return [Axis(name, size, inside="dp" if name in FOLDED else None) for name, size in section.axes.items()]
+    return [
+        Axis(name, size, inside="dp" if name in FOLDED else None, same_batch=name in SAME_BATCH)
+        for name, size in section.axes.items()
+    ]
 
 
 def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
