@@ -104,8 +104,6 @@ NOT_BUILT = {
     "sparse_gradients": True,
     "graph_harvesting": True,
     "use_data_before_expert_parallelism": True,
-    "sequence_parallel_size": 2,
-    "seq_parallel_communication_data_type": "bf16",
     "fp16.fp16_master_weights_and_grads": True,
     "bf16.bf16_master_weights_and_grads": True,
     "bf16.bf16_optimizer_states": True,

@@ -1,0 +1,31 @@
+"""The section ``sequence_parallel_size``, DeepSpeed's key for ``sequence_parallel.size`` (torch-free).
+
+Where the config has the section ``sequence_parallel`` as well, that section's module answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.entries import Axis
+
+__all__ = ["ds_config", "ds_mesh_axes"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section ``sequence_parallel_size``."""
+    from ds_sequence_parallel.config import SequenceParallelSize
+
+    return SequenceParallelSize
+
+
+def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
+    """See `ds_sequence_parallel.plugin`."""
+    from ds_sequence_parallel import plugin
+
+    return plugin.ds_mesh_axes(config) if config.section("sequence_parallel") is None else []
