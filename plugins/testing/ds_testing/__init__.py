@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ds_testing.rendezvous import RendezvousConformance
     from ds_testing.runner import RunnerConformance
     from ds_testing.scheduler import SchedulerConformance
+    from ds_testing.sharding import ShardedTransformConformance
     from ds_testing.store import StateStoreConformance
     from ds_testing.traffic import Traffic
     from ds_testing.transform import TransformConformance
@@ -64,6 +65,7 @@ __all__ = [
     "RendezvousConformance",
     "RunnerConformance",
     "SchedulerConformance",
+    "ShardedTransformConformance",
     "StateStoreConformance",
     "Traffic",
     "TransformConformance",
@@ -97,6 +99,7 @@ __getattr__, __dir__ = names_on_first_use(
         "rendezvous": "RendezvousConformance",
         "runner": "RunnerConformance",
         "scheduler": "SchedulerConformance",
+        "sharding": "ShardedTransformConformance",
         "store": "StateStoreConformance",
         "traffic": "Traffic",
         "transform": "TransformConformance",

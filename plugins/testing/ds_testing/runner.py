@@ -19,19 +19,21 @@ from ds_testing.pool import reference, run_ranks
 if TYPE_CHECKING:
     from torch import nn
 
+    from ds_core.mesh import Mesh
+
 __all__ = ["RunnerConformance"]
 
 WIDTH, MICRO = 6, 2
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 
 
-def _default_model() -> nn.Module:
+def default_model() -> nn.Module:
     from ds_testing.models import Case, build_model
 
     return build_model(Case())
 
 
-def _default_batch(step: int, micro: int, index: int) -> Any:
+def default_batch(step: int, micro: int, index: int) -> Any:
     from ds_testing.models import Case, micro_batch
 
     return micro_batch(Case(), step, micro, index)
@@ -52,8 +54,8 @@ class RunnerConformance:
     config: ClassVar[Mapping[str, Any]] = {}
     load: ClassVar[tuple[str, ...]] = ()
     worlds: ClassVar[tuple[int, ...]] = (1, 2)
-    make_model = staticmethod(_default_model)
-    make_batch = staticmethod(_default_batch)
+    make_model = staticmethod(default_model)
+    make_batch = staticmethod(default_batch)
     make_truth: ClassVar[Any] = None
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
     gas: ClassVar[tuple[int, ...]] = (1, 3)
@@ -103,6 +105,12 @@ class RunnerConformance:
         assert all(works), f"driven by hand it neither trains nor raises UsageError with manual_reason: {works}"
 
 
+def data_place(mesh: Mesh) -> tuple[int, int]:
+    """How many ranks have samples of their own, and which of them this is."""
+    axis = "batch" if mesh.has("batch") else "dp"
+    return mesh.size(axis), mesh.index(axis)
+
+
 def _parts(names: list[Any]) -> tuple[Any, Any, Any]:
     from ds_testing.worker import find_function
 
@@ -139,7 +147,7 @@ def _train(names: list[Any], extra: dict[str, Any], load: list[str], gas: int, d
 
     _, make_batch, make_truth = _parts(names)
     engine = _engine(names, extra, load, gas, dtype)
-    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    dp, index = data_place(engine.ctx.mesh)
     kind = getattr(torch, dtype)
     truth = make_truth().to(kind)
     optimizer = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)
@@ -188,7 +196,7 @@ def _evaluate(names: list[Any], extra: dict[str, Any], load: list[str]) -> list[
 
     _, make_batch, make_truth = _parts(names)
     engine = _engine(names, extra, load, 2)
-    dp, index = engine.ctx.mesh.size("dp"), engine.ctx.mesh.index("dp")
+    dp, index = data_place(engine.ctx.mesh)
     before = whole_weights(engine)
     ours = engine.eval_batch(iter([make_batch(0, m, index) for m in range(2)])).item()
     truth = make_truth().eval()

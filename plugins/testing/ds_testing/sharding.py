@@ -1,0 +1,456 @@
+"""`ShardedTransformConformance`: does a model whose parts lie on several ranks train as the whole one?
+
+Subclass it for a plugin that divides the work of a model among the ranks of a mesh axis: rows and columns of weights,
+the tokens of a sequence, and so on. Set `axis`, `configs` and `cut`, give `make_model` and `make_batch`, and pytest
+compares with one process of plain torch: losses, norms and weights, with frozen parameters and in 16 bits; what each
+rank has; evaluation; checkpoints and exports that are read at other sizes of the axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ds_testing.pool import reference, run_ranks
+from ds_testing.runner import MICRO, data_place, default_batch, default_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ds_core.mesh import Mesh
+
+__all__ = ["ShardedTransformConformance"]
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 3e-2}
+CLIP = 0.3
+
+
+class ShardedTransformConformance:
+    """Subclass me; see the module's docstring. The name must start with Test, so that pytest collects it.
+
+    axis: the mesh axis. configs: its size -> the sections that make it so long; every size but 1 is tested, 1 is how
+    checkpoints are read without the axis (default: without any section). cut: regular expressions, each matches the
+    whole names of parameters of which a rank has a part; none, where only the work is divided. load: modules for
+    ``plugins.load``, where the plugin is not installed.
+
+    make_model: ``() -> module`` whose output holds a scalar loss. make_batch: ``(step, micro, index) -> batch``; ranks
+    along an axis of model parallelism are given the same. make_truth: the model of one process with the same names,
+    where `make_model` is not one itself. All are module-level functions, given as ``staticmethod``.
+
+    frozen: as `cut`, of parameters that some cases freeze. data: numbers of data-parallel ranks. variants: by name what
+    is added to the config, such as ZeRO stages. gas, clip, dtypes: further factors; `cases` chooses of their product.
+    initialized_alike: whether `make_model` gives each rank the same weights whatever its seed; otherwise ranks must
+    agree on those of the first. checkpoints, exports: whether the checks of them apply.
+    """
+
+    axis: ClassVar[str] = ""
+    configs: ClassVar[Mapping[int, Mapping[str, Any]]] = {}
+    cut: ClassVar[tuple[str, ...]] = ()
+    frozen: ClassVar[tuple[str, ...]] = ()
+    load: ClassVar[tuple[str, ...]] = ()
+    make_model = staticmethod(default_model)
+    make_batch = staticmethod(default_batch)
+    make_truth: ClassVar[Any] = None
+    data: ClassVar[tuple[int, ...]] = (1, 2)
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"": {}}
+    gas: ClassVar[tuple[int, ...]] = (1, 2)
+    clip: ClassVar[tuple[float, ...]] = (0.0, CLIP)
+    dtypes: ClassVar[tuple[str, ...]] = ("float64", "float32", "bfloat16")
+    initialized_alike: ClassVar[bool] = False
+    checkpoints: ClassVar[bool] = True
+    exports: ClassVar[bool] = True
+    timeout: ClassVar[float] = 300.0
+
+    @classmethod
+    def cases(cls, size: int, data: int) -> list[tuple[str, int, float, str]]:
+        """(variant, gas, clip, dtype) of the cases for an axis of `size` and `data` data ranks.
+
+        By default each variant in every dtype, with the other factors in turn.
+        """
+        turns = itertools.cycle(itertools.product(cls.gas, cls.clip))
+        return [(v, *next(turns), d) for v, d in itertools.product(cls.variants, cls.dtypes)]
+
+    def _sizes(self) -> list[int]:
+        sizes = sorted(size for size in self.configs if size > 1)
+        assert self.axis, "set `axis`: the name of the mesh axis along which the model is divided"
+        assert sizes, "set `configs`: size of the axis -> sections; at least one size is above 1"
+        return sizes
+
+    def _run(self, world: int, size: int, function: Any, *arguments: Any) -> list[Any]:
+        cls = type(self)
+        names = [reference(f) for f in (cls.make_model, cls.make_batch, cls.make_truth or cls.make_model)]
+        config = {**self.configs.get(size, {}), "plugins": {"load": list(self.load if size in self.configs else ())}}
+        return run_ranks(world, function, names, config, *arguments, timeout=self.timeout)
+
+    def test_trains_as_one_process(self) -> None:
+        """Losses, gradient norms and weights of three steps: by hand and by `train_batch`, also with frozen weights."""
+        for size, data in itertools.product(self._sizes(), self.data):
+            cases = self.cases(size, data)
+            rows = [[dict(self.variants[variant]), *rest] for variant, *rest in cases]
+            for rank, answers in enumerate(self._run(size * data, size, _train_all, rows, list(self.frozen))):
+                for (variant, gas, clip, dtype), found in zip(cases, answers, strict=True):
+                    where = f"{self.axis} {size} x data {data}, {variant or 'plain'}, gas {gas}, clip {clip}, {dtype}"
+                    for what, error in found.items():
+                        assert error <= TOLERANCE[dtype], (
+                            f"rank {rank} of {where}: {what} is off by {error:.3g} (relative) from one process, "
+                            f"allowed {TOLERANCE[dtype]:.0e}"
+                        )
+
+    def test_ranks_hold_the_parts_of_one_whole(self) -> None:
+        """The parts of parameters in `cut` make the whole, without gaps; they and no others are held on the axis.
+
+        The wholes are the weights of the first rank's model, though ranks were seeded differently.
+        """
+        import torch
+
+        for size in self._sizes():
+            ranks = self._run(size, size, _parts_of, self.axis, self.initialized_alike)
+            names = set(ranks[0]["whole"])
+            for pattern in self.cut:
+                assert any(re.fullmatch(pattern, n) for n in names), f"cut: no parameter is {pattern!r}: {names}"
+            for name in names:
+                parts = [rank["parts"][name] for rank in ranks]
+                if any(re.fullmatch(pattern, name) for pattern in self.cut):
+                    assert all(self.axis in part["held"] for part in parts), (
+                        f"{name} is cut, but ds_param_axes does not put it on {self.axis!r}: {parts[0]['held']}"
+                    )
+                    assert all(part["sliced"] for part in parts), f"{name} is cut, but it is not in ds_run_state.SLICES"
+                    most = max(part["numel"] for part in parts)
+                    assert most < ranks[0]["whole"][name].numel(), f"{self.axis} {size}: a rank has all of {name}"
+                else:
+                    assert self.axis not in parts[0]["held"], f"{name} is on {self.axis!r} and not in `cut`"
+                    assert all(torch.equal(p["value"], parts[0]["value"]) for p in parts), (
+                        f"{name} is not cut, but ranks along {self.axis!r} start with different values; "
+                        "they must agree on those of the first"
+                    )
+                off = (ranks[0]["whole"][name] - ranks[0]["truth"][name]).abs().max()
+                assert not off, f"the parts of {name} are not those of the first rank's model: off by {float(off):.3g}"
+
+    def test_what_is_not_cut_stays_the_same(self) -> None:
+        """After training, all ranks have the same bits of what they share, and one gradient norm."""
+        import torch
+
+        for size, data in itertools.product(self._sizes(), self.data):
+            ranks = self._run(size * data, size, _trained)
+            assert len({rank["norm"] for rank in ranks}) == 1, f"gradient norms are {[r['norm'] for r in ranks]}"
+            for name, value in ranks[0]["weights"].items():
+                if not any(re.fullmatch(pattern, name) for pattern in self.cut):
+                    assert all(torch.equal(value, rank["weights"][name]) for rank in ranks), (
+                        f"{self.axis} {size} x data {data}: {name} differs between ranks after two steps; sum its "
+                        f"gradient over {self.axis!r} where its ranks use it for different elements"
+                    )
+
+    def test_evaluation(self) -> None:
+        """`eval_batch` and a forward in eval mode give the loss of one process, and change nothing."""
+        for size in self._sizes():
+            for rank, found in enumerate(self._run(size, size, _evaluated)):
+                for what, error in found.items():
+                    assert error <= 1e-12, f"{self.axis} {size}, rank {rank}: {what} is off by {error:.3g}"
+
+    def test_an_optimizer_of_the_users(self) -> None:
+        """One that was made from the model's parameters before `initialize` updates what ranks have now."""
+        for size in self._sizes():
+            for rank, found in enumerate(self._run(size, size, _own_optimizer)):
+                for what, error in found.items():
+                    assert error <= 1e-12, (
+                        f"{self.axis} {size}, rank {rank}: with an optimizer that was made before, {what} is off by "
+                        f"{error:.3g}; give parameters their parts by `param.data = ...`, so that they stay the same"
+                    )
+
+    def test_checkpoints_at_other_sizes(self, tmp_path: Path) -> None:
+        """What was saved at one size goes on at any other, without the axis too, as if it had never stopped."""
+        if not self.checkpoints:
+            return
+        for saved in self._sizes():
+            folder = str(tmp_path / str(saved))
+            self._run(saved, saved, _save, folder)
+            for size in sorted({1, *self._sizes()}):
+                for rank, found in enumerate(self._run(size, size, _go_on, folder)):
+                    for what, error in found.items():
+                        assert error <= 1e-12, (
+                            f"saved with {self.axis} {saved}, loaded with {size}, rank {rank}: {what} is off by {error:.3g}"
+                        )
+
+    def test_exports_have_the_whole(self, tmp_path: Path) -> None:
+        """`save_16bit_model` writes what the model that was never divided loads, and calculates the same with."""
+        if not self.exports:
+            return
+        for size in self._sizes():
+            for found in self._run(size, size, _export, str(tmp_path / str(size))):
+                assert found == "", f"{self.axis} {size}: {found}"
+
+
+# -- on the ranks ------------------------------------------------------------------------------------------------------
+
+
+def _functions(names: list[Any]) -> tuple[Any, Any, Any]:
+    from ds_testing.worker import find_function
+
+    return find_function(names[0]), find_function(names[1]), find_function(names[2])
+
+
+def _made(make: Any, dtype: Any, frozen: list[str] | None = None, seed: int = 0) -> nn.Module:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = make().to(dtype)
+    for name, param in model.named_parameters():
+        if any(re.fullmatch(pattern, name) for pattern in frozen or ()):
+            param.requires_grad_(False)
+    return model
+
+
+def _engine(model: nn.Module, extra: dict[str, Any], *, optimizer: Any = None, **keys: Any) -> Any:
+    import ds_core
+    from ds_testing.partitioner import with_plugins
+
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": 0.0, **keys}
+    if optimizer is None:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}}
+    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, []), optimizer=optimizer)
+    return engine
+
+
+def _plain_optimizer(model: nn.Module) -> Any:
+    """What `_engine` asks for, of torch. The eps keeps gradients that are nearly zero from being blown up."""
+    import torch
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.01, eps=1e-3, weight_decay=0.1)
+
+
+class _Truth:
+    """One process of plain torch that sees what all ranks do."""
+
+    def __init__(self, make: Any, make_batch: Any, dtype: Any, frozen: list[str] | None = None) -> None:
+        self.model, self.make_batch, self.dtype = _made(make, dtype, frozen), make_batch, dtype
+        self.optimizer = _plain_optimizer(self.model)
+
+    def step(self, step: int, ranks: int, gas: int = 1, clip: float = 0.0) -> tuple[float, float]:
+        """Train one step; its loss, and the norm of its gradients before they are clipped."""
+        import torch
+
+        total = 0.0
+        for micro, index in itertools.product(range(gas), range(ranks)):
+            loss = _loss(self.model, self.make_batch(step, micro, index), self.dtype) / gas / ranks
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip or 1e30)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, float(norm)
+
+
+def _loss(model: Any, batch: Any, dtype: Any) -> Tensor:
+    from ds_core.precision import cast_floats
+    from ds_core.runner import call_with_batch, loss_of
+
+    loss: Tensor = loss_of(call_with_batch(model, cast_floats(batch, dtype)))
+    return loss
+
+
+def _train_all(
+    names: list[Any], extra: dict[str, Any], cases: list[Any], frozen: list[str]
+) -> list[dict[str, float]]:
+    """Every other case is driven by hand, every third has frozen parameters."""
+    return [
+        _train(names, {**extra, **variant}, gas, clip, dtype, frozen if number % 3 == 2 else [], number % 2 == 0)
+        for number, (variant, gas, clip, dtype) in enumerate(cases)
+    ]
+
+
+def _train(
+    names: list[Any], extra: dict[str, Any], gas: int, clip: float, dtype: str, frozen: list[str], by_hand: bool
+) -> dict[str, float]:
+    import torch
+
+    from ds_core.precision import cast_floats
+    from ds_testing.partitioner import relative, whole_weights
+
+    make, make_batch, make_truth = _functions(names)
+    wide = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
+    keys: dict[str, Any] = {"gradient_accumulation_steps": gas, "gradient_clipping": clip}
+    if dtype == "bfloat16":
+        keys["bf16"] = {"enabled": True}
+    engine = _engine(_made(make, wide, frozen), extra, **keys)
+    own, (ranks, index) = getattr(torch, dtype), data_place(engine.ctx.mesh)
+    truth = _Truth(make_truth, make_batch, wide, frozen)
+    first = {n: p.detach().clone() for n, p in truth.model.named_parameters()}
+    worst = {"loss": 0.0, "norm": 0.0}
+    for step in range(3):
+        batches = [cast_floats(make_batch(step, micro, index), own) for micro in range(gas)]
+        ours = _mean_loss(engine, batches, own) if by_hand else engine.train_batch(iter(batches)).item()
+        theirs, norm = truth.step(step, ranks, gas, clip)
+        worst["loss"] = max(worst["loss"], abs(ours - theirs) / max(abs(theirs), 1e-3))
+        worst["norm"] = max(worst["norm"], abs(float(engine.get_global_grad_norm()) - norm) / max(norm, 1e-3))
+    mine = whole_weights(engine)
+    engine.destroy()
+    weights = dict(truth.model.named_parameters())
+    assert set(mine) == set(weights), f"names of parameters changed: {sorted(set(mine) ^ set(weights))}"
+    for name, weight in weights.items():
+        worst[f"weight {name}"] = relative(mine[name], weight.detach())
+        if not weight.requires_grad and dtype != "bfloat16":
+            worst[f"frozen {name}"] = relative(mine[name], first[name])
+    return worst
+
+
+def _mean_loss(engine: Any, batches: list[Any], dtype: Any) -> float:
+    """Forward, backward and step by hand; the mean of the losses over micro-batches and all ranks."""
+    import torch
+
+    from ds_core import comm
+
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        loss = _loss(engine, batch, dtype)
+        total += loss.detach().double() / len(batches)
+        engine.backward(loss)
+        engine.step()
+    comm.all_reduce(total)
+    return total.item() / comm.world_size()
+
+
+def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -> dict[str, Any]:
+    import torch
+    from ds_run_state.slices import SLICES
+
+    from ds_core import comm
+    from ds_testing.partitioner import whole_weights
+
+    make, _, make_truth = _functions(names)
+    engine = _engine(_made(make, torch.float64, seed=0 if alike else comm.rank()), extra)
+    assert engine.ctx.mesh.has(axis), f"the mesh {engine.ctx.mesh.describe()} has no axis {axis!r}; see ds_mesh_axes"
+    slices = engine.ctx.stash.get(SLICES) or {}
+    held = {info.name: list(info.held) for info in engine.ctx.params.values()}
+    parts = {
+        n: {"held": held[n], "sliced": n in slices, "numel": p.numel(), "value": p.detach().clone()}
+        for n, p in engine.module.named_parameters()
+    }
+    truth = {n: p.detach() for n, p in _made(make_truth, torch.float64).named_parameters()}
+    whole = whole_weights(engine)
+    engine.destroy()
+    return {"parts": parts, "whole": whole, "truth": truth}
+
+
+def _trained(names: list[Any], extra: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    make, make_batch, _ = _functions(names)
+    engine = _engine(_made(make, torch.float32), extra)
+    _, index = data_place(engine.ctx.mesh)
+    for step in range(2):
+        engine.backward(_loss(engine, make_batch(step, 0, index), torch.float32))
+        engine.step()
+    weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    found = {"weights": weights, "norm": engine.get_global_grad_norm()}
+    engine.destroy()
+    return found
+
+
+def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
+    import torch
+
+    from ds_testing.partitioner import relative, whole_weights
+
+    make, make_batch, make_truth = _functions(names)
+    engine = _engine(_made(make, torch.float64), extra)
+    ranks, index = data_place(engine.ctx.mesh)
+    plain = _made(make_truth, torch.float64).eval()
+    before = whole_weights(engine)
+    with torch.no_grad():
+        each = [_loss(plain, make_batch(0, 0, i), torch.float64).item() for i in range(ranks)]
+        theirs = sum(each) / ranks
+        batch = iter([make_batch(0, 0, index)])
+        ours = engine.eval_batch(batch)
+        engine.eval()
+        forward = _loss(engine, make_batch(0, 0, index), torch.float64).item()
+        engine.train()
+    after = whole_weights(engine)
+    engine.destroy()
+    scale = max(abs(theirs), 1e-3)
+    found = {"eval_batch": abs(float(ours) - theirs) / scale, "forward in eval mode": abs(forward - each[index]) / scale}
+    return found | {f"weight {n}": relative(after[n], before[n]) for n in before}
+
+
+def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
+    import torch
+
+    from ds_testing.partitioner import relative, whole_weights
+
+    make, make_batch, make_truth = _functions(names)
+    model, truth = _made(make, torch.float64), _Truth(make_truth, make_batch, torch.float64)
+    engine = _engine(model, extra, optimizer=_plain_optimizer(model))
+    ranks, index = data_place(engine.ctx.mesh)
+    for step in range(2):
+        engine.backward(_loss(engine, make_batch(step, 0, index), torch.float64))
+        engine.step()
+        truth.step(step, ranks)
+    whole = whole_weights(engine)
+    engine.destroy()
+    return {f"weight {n}": relative(whole[n], p.detach()) for n, p in truth.model.named_parameters()}
+
+
+def _save(names: list[Any], extra: dict[str, Any], folder: str) -> None:
+    import torch
+
+    make, make_batch, _ = _functions(names)
+    engine = _engine(_made(make, torch.float64), extra)
+    _, index = data_place(engine.ctx.mesh)
+    for step in range(2):
+        engine.backward(_loss(engine, make_batch(step, 0, index), torch.float64))
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+
+
+def _go_on(names: list[Any], extra: dict[str, Any], folder: str) -> dict[str, float]:
+    """The optimizer's states are loaded too: two more steps end where four of one process do."""
+    import torch
+
+    from ds_testing.partitioner import relative, whole_weights
+
+    make, make_batch, make_truth = _functions(names)
+    engine = _engine(_made(make, torch.float64, seed=1), extra)
+    engine.load_checkpoint(folder)
+    truth, (ranks, index) = _Truth(make_truth, make_batch, torch.float64), data_place(engine.ctx.mesh)
+    for step in range(4):
+        truth.step(step, ranks)
+        if step == 1:
+            loaded, wanted = whole_weights(engine), {n: p.detach().clone() for n, p in truth.model.named_parameters()}
+        if step > 1:
+            engine.backward(_loss(engine, make_batch(step, 0, index), torch.float64))
+            engine.step()
+    went_on = whole_weights(engine)
+    engine.destroy()
+    found = {f"loaded weight {n}": relative(loaded[n], w) for n, w in wanted.items()}
+    return found | {f"weight {n} two steps later": relative(went_on[n], p.detach()) for n, p in truth.model.named_parameters()}
+
+
+def _export(names: list[Any], extra: dict[str, Any], folder: str) -> str:
+    """What is wrong with the export, if anything is."""
+    import torch
+    from safetensors.torch import load_file
+
+    from ds_core import comm
+    from ds_testing.partitioner import relative, whole_weights
+
+    make, _, make_truth = _functions(names)
+    engine = _engine(_made(make, torch.float32), extra)
+    engine.save_16bit_model(folder)
+    whole = whole_weights(engine)
+    engine.destroy()
+    if comm.rank() != 0:
+        return ""
+    files = load_file(str(Path(folder) / "model.safetensors"))
+    plain = _made(make_truth, torch.float32, seed=1)
+    missing, unexpected = plain.load_state_dict(files, strict=False)
+    tied = {n for n, p in plain.named_parameters(remove_duplicate=False)} - {n for n, _ in plain.named_parameters()}
+    if set(missing) - tied or unexpected:
+        return f"it lacks {missing}, and has {unexpected}, which the model does not know"
+    wrong = [n for n, p in plain.named_parameters() if relative(p.detach(), whole[n].bfloat16()) > 0]
+    return f"{wrong} are not what was trained" if wrong else ""
