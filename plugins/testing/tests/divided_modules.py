@@ -39,6 +39,10 @@ class Summed(torch.autograd.Function):
         return grad, None
 
 
+copied: Any = Copied.apply
+summed: Any = Summed.apply
+
+
 class Up(nn.Linear):
     """Some rows of a layer."""
 
@@ -46,7 +50,7 @@ class Up(nn.Linear):
     fault: str
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.fault == "gradient" else Copied.apply(x, self.group))
+        return super().forward(x if self.fault == "gradient" else copied(x, self.group))
 
 
 class Down(nn.Linear):
@@ -57,9 +61,8 @@ class Down(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fault == "bias":
-            return Summed.apply(super().forward(x), self.group)  # type: ignore[no-any-return]
-        out: Tensor = Summed.apply(nn.functional.linear(x, self.weight), self.group)
-        return out + self.bias
+            return summed(super().forward(x), self.group)  # type: ignore[no-any-return]
+        return summed(nn.functional.linear(x, self.weight), self.group) + self.bias  # type: ignore[no-any-return]
 
 
 class Model(nn.Module):

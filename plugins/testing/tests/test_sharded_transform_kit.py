@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -30,7 +30,7 @@ class TestDividedLayers(ShardedTransformConformance):
     load = ("divided_layers=divided_layers",)
     make_model = staticmethod(model)
     variants = {"": {}, "zero3": zero(3)}
-    dtypes = ("float64", "bfloat16")
+    dtypes: ClassVar[tuple[str, ...]] = ("float64", "bfloat16")
 
 
 @pytest.mark.slow
