@@ -90,8 +90,8 @@ def _snapshot(accelerator: Accelerator, prepared: Prepared, copies: _HostCopies)
     """(`prepared` with copies of all tensors in host memory, that memory); copies: memory of an earlier save."""
     kept: _HostCopies = {}
 
-    def copy(kind: str, name: str, start: int, tensor: Tensor) -> Tensor:
-        key = (kind, name, start, tensor.numel(), tensor.dtype)
+    def copy(kind: str, name: str, place: object, tensor: Tensor) -> Tensor:
+        key = (kind, name, place, tensor.numel(), tensor.dtype)
         host = copies.get(key)
         if host is None:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -100,11 +100,11 @@ def _snapshot(accelerator: Accelerator, prepared: Prepared, copies: _HostCopies)
         return kept[key]
 
     pieces = [
-        dataclasses.replace(p, tensor=copy("state", p.name, p.start, p.values().reshape(-1)), read=None)
+        dataclasses.replace(p, tensor=copy("state", p.name, (p.start, p.box), p.values().reshape(-1)), read=None)
         for p in prepared.pieces
     ]
-    local = {name: copy("local", name, 0, t) for name, t in prepared.local_tensors.items()}
-    common = {name: copy("common", name, 0, t) for name, t in prepared.common_tensors.items()}
+    local = {name: copy("local", name, None, t) for name, t in prepared.local_tensors.items()}
+    common = {name: copy("common", name, None, t) for name, t in prepared.common_tensors.items()}
     accelerator.synchronize()
     snapshot = dataclasses.replace(prepared, pieces=pieces, local_tensors=local, common_tensors=common, buffers={})
     return snapshot, kept

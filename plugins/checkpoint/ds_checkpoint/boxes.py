@@ -28,13 +28,18 @@ class Move(NamedTuple):
     target_step: int
 
 
-def moves(source: Box, held: Range, target: Box, wanted: Range) -> Iterator[Move]:
+def moves(
+    source: Box, held: Range, target: Box, wanted: Range, *, at: Sequence[int] = (), within: Sequence[int] = ()
+) -> Iterator[Move]:
     """The copies from elements `held` of the row-major flattened `source` to elements `wanted` of `target`.
 
     Both are boxes of one array, and only what is in both is copied. Offsets are relative to ``held[0]`` and
     ``wanted[0]``. Boxes that differ in the first dimension only need one run; rows of equal distance are one `Move`.
+    at, within: where `target` begins in an array of the shape `within`, which has several boxes side by side;
+    `wanted` is then a range of that array flattened.
     """
-    if source == target:  # by far the most common
+    at, within = at or (0,) * len(target.size), within or target.size
+    if source == target and within == target.size:  # by far the most common
         start, stop = max(held[0], wanted[0]), min(held[1], wanted[1])
         if start < stop:
             yield Move(start - held[0], start - wanted[0], 1, stop - start, stop - start, stop - start)
@@ -44,7 +49,7 @@ def moves(source: Box, held: Range, target: Box, wanted: Range) -> Iterator[Move
     both = [max(0, end - start) for start, end in zip(low, ends, strict=True)]
     if 0 in both:
         return
-    alike = [n == a == b for n, a, b in zip(both, source.size, target.size, strict=True)]
+    alike = [n == a == b for n, a, b in zip(both, source.size, within, strict=True)]
     run = len(both) - 1  # the innermost dimension in which they differ: a run is what they share of it
     while run > 0 and alike[run]:
         run -= 1
@@ -52,19 +57,26 @@ def moves(source: Box, held: Range, target: Box, wanted: Range) -> Iterator[Move
     while outer > 0 and alike[outer]:
         outer -= 1
     length, rows = math.prod(both[run:]), math.prod(both[outer:run])
-    (to_source, source_step), (to_target, target_step) = (_places(box, low, run, length) for box in (source, target))
+    to_source, source_step = _places(source.size, _minus(low, source.first), run, length)
+    to_target, target_step = _places(within, _minus(low, _minus(target.first, at)), run, length)
     for index in itertools.product(*(range(n) for n in both[:outer])):
-        at, to = to_source(index), to_target(index)
-        first = max(_before(held[0], at, source_step, length), _before(wanted[0], to, target_step, length))
-        last = min(_before(held[1], at, source_step, length), _before(wanted[1], to, target_step, length))
-        places = (at - held[0], to - wanted[0])
+        here, to = to_source(index), to_target(index)
+        first = max(_before(held[0], here, source_step, length), _before(wanted[0], to, target_step, length))
+        last = min(_before(held[1], here, source_step, length), _before(wanted[1], to, target_step, length))
+        places = (here - held[0], to - wanted[0])
         yield from _pieces(first, min(last, rows * length), length, places, (source_step, target_step))
 
 
-def _places(box: Box, low: Sequence[int], run: int, length: int) -> tuple[Callable[[Sequence[int]], int], int]:
-    """The offset in flattened `box` of the rows of an index (relative to `low`), and the distance between rows."""
-    strides = [math.prod(box.size[d + 1 :]) for d in range(len(low))]
-    base = sum((x - f) * s for x, f, s in zip(low, box.first, strides, strict=True))
+def _minus(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _places(
+    shape: Sequence[int], low: Sequence[int], run: int, length: int
+) -> tuple[Callable[[Sequence[int]], int], int]:
+    """The offset in a flattened array of the rows of an index (relative to `low`), and the distance between rows."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(low))]
+    base = sum(x * s for x, s in zip(low, strides, strict=True))
 
     def place(index: Sequence[int]) -> int:
         return base + sum(i * s for i, s in zip(index, strides, strict=False))

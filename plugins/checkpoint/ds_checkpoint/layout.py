@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,11 +42,12 @@ def items_of(pieces: Sequence[StateTensor]) -> list[Item]:
 
 
 def _keyed(pieces: Sequence[StateTensor]) -> Iterator[tuple[str, StateTensor]]:
-    """Each piece under its state's name; further pieces of one state add where they start."""
-    taken: set[str] = set()
+    """Each piece under its state's name; further pieces of one state add a number."""
+    taken: Counter[str] = Counter()
     for piece in pieces:
-        yield piece.name if piece.name not in taken else f"{piece.name}@{piece.start}", piece
-        taken.add(piece.name)
+        count = taken[piece.name]
+        yield f"{piece.name}@{count}" if count else piece.name, piece
+        taken[piece.name] += 1
 
 
 def merge(rows: Iterable[Row]) -> tuple[SavedState, ...]:

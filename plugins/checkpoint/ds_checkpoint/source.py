@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from ds_run_state.slices import Box, Slice, param_of
+from ds_run_state.slices import Slice, param_of
 from torch import Tensor
 
 from ds_checkpoint.boxes import moves
@@ -53,7 +54,7 @@ class SavedStates:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole state's shape."""
-        return self._box(name).size
+        return self._slice(name).size
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
@@ -64,9 +65,10 @@ class SavedStates:
 
     def read(self, name: str, start: int = 0, stop: int | None = None, *, into: object = None) -> Tensor:
         """See `StateSource`. Fresh memory costs as much as reading: the system gives it out page by page."""
-        state, box = self._state(name), self._box(name)
-        stop = box.numel if stop is None else stop
-        assert 0 <= start <= stop <= box.numel, f"range [{start}, {stop}) of {name!r}, which has {box.numel}"
+        state, piece = self._state(name), self._slice(name)
+        shape, parts = piece.size, list(piece.parts())
+        stop = math.prod(shape) if stop is None else stop
+        assert 0 <= start <= stop <= math.prod(shape), f"range [{start}, {stop}) of {name!r}, which has {shape}"
         dtype = DTYPES[state.dtype]
         if _takes(into, stop - start, dtype):
             out = into.detach().view(-1)
@@ -75,26 +77,28 @@ class SavedStates:
         # Ranks that read the same begin with another file each, and find in the system's cache what another has read.
         first = self._turn % len(state.chunks)
         for chunk in state.chunks[first:] + state.chunks[:first]:
-            for move in moves(chunk.within(state.shape), (chunk.start, chunk.stop), box, (start, stop)):
-                self.file(chunk.file).read_move(chunk.key, move, out)
+            held = (chunk.start, chunk.stop)
+            for box, at in parts:
+                for move in moves(chunk.within(state.shape), held, box, (start, stop), at=at, within=shape):
+                    self.file(chunk.file).read_move(chunk.key, move, out)
         return out
 
     def whole(self, name: str) -> Tensor:
         """The whole state in its shape."""
         return self.read(name).view(self.shape(name))
 
-    def _box(self, name: str) -> Box:
+    def _slice(self, name: str) -> Slice:
         """What of a stored state this rank's parameter has.
 
         Of one that bears its name at other coordinates too, there may be less than the whole that the slice tells of.
         """
         stored, piece = self._state(name), self._slices.get(param_of(name))
-        whole = Box.whole(stored.shape)
+        whole = Slice.of(stored.shape)
         if piece is None or len(stored.shape) != len(piece.shape):
             return whole
-        dims = list(zip(stored.shape, piece.shape, piece.box.first, piece.box.size, strict=True))
-        if stored.shape == piece.shape or (stored.at and all(s in (n, size) for s, n, _, size in dims)):
-            return Box(tuple(f if s == n else 0 for s, n, f, _ in dims), piece.box.size)
+        dims = list(zip(stored.shape, piece.shape, piece.size, piece.ranges, strict=True))
+        if stored.shape == piece.shape or (stored.at and all(s in (n, size) for s, n, size, _ in dims)):
+            return Slice(stored.shape, tuple(r if s == n else ((0, s),) for s, n, _, r in dims), piece.axes)
         return whole
 
     def _state(self, name: str) -> SavedState:

@@ -46,6 +46,23 @@ def test_every_element_goes_where_it_belongs(given_: object) -> None:
     assert moved == int((out != 0).sum()), "something is moved twice"
 
 
+@given(pairs(), st.data())
+def test_a_box_may_lie_in_an_array_beside_others(given_: object, data: st.DataObject) -> None:
+    shape, (source, held), (target, _) = given_  # type: ignore[misc]
+    array = torch.arange(1, math.prod(shape) + 1).view(shape)
+    at = tuple(data.draw(st.integers(0, 2)) for _ in shape)
+    within = tuple(a + n + data.draw(st.integers(0, 2)) for a, n in zip(at, target.size, strict=True))
+    start = data.draw(st.integers(0, math.prod(within)))
+    stop = data.draw(st.integers(start, math.prod(within)))
+    values = array[source.slices()].reshape(-1)[slice(*held)]
+    out, right = torch.zeros(stop - start, dtype=torch.int64), torch.zeros(within, dtype=torch.int64)
+    for move in moves(source, held, target, (start, stop), at=at, within=within):
+        carry(move, values, out)
+    right[Box(at, target.size).slices()] = array[target.slices()]
+    right = right.where(torch.isin(right, values), torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(out, right.reshape(-1)[start:stop])
+
+
 def test_values_may_lie_anywhere_in_memory() -> None:
     whole = Box.whole((5,))
     for values in (torch.arange(10.0)[::2], torch.ones(1).expand(5)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ds_run_state import RunState, SavedRun
-from ds_run_state.slices import Slice, unslice
+from ds_run_state.slices import Box, Slice, unslice
 from ds_run_state.states import StateTensor
 from torch import Tensor, nn
 
@@ -113,4 +115,32 @@ def test_a_box_is_cut_out_of_the_full_parameter() -> None:
     mesh = plan_mesh([Axis("ep", 2, inside="dp"), Axis("tp", 2)], 4, 1)
     state = StateTensor("module/a", torch.zeros(2, 3), (2, 3), 0, 6, ("ep", "tp"), True)
     (boxed,) = unslice([state], {"a": piece}, mesh)
-    assert boxed == dataclasses.replace(state, shape=(4, 6), box=piece.box, held=())
+    assert boxed == dataclasses.replace(state, shape=(4, 6), box=Box((2, 1), (2, 3)), held=())
+
+
+@pytest.mark.parametrize("shape", [(10, 3), (3, 10), (2, 10, 3)])
+def test_fused_matrices_are_cut_each(shape: tuple[int, ...]) -> None:
+    """Whatever range of its part a rank has: views of it, each a range of one box of the whole."""
+    dim, full = shape.index(10), torch.arange(math.prod(shape)).view(shape)
+    piece = Slice.of(shape).keep("tp", dim, [(1, 2), (6, 0), (7, 3)])
+    assert piece.size == tuple(5 if n == 10 else n for n in shape)
+    mine = piece.take(full)
+    assert torch.equal(mine, full.index_select(dim, torch.tensor([1, 2, 7, 8, 9])))
+    flat, mesh = mine.reshape(-1), plan_mesh([Axis("tp", 2)], 2, 1)
+    for start, stop in itertools.combinations(range(0, flat.numel() + 1, 2), 2):
+        part = flat[start:stop]
+        state = StateTensor("module/a", part, piece.size, start, stop, ("tp",), True)
+        found = torch.full(shape, -1)
+        for one in unslice([state], {"a": piece}, mesh):
+            box = one.box or Box.whole(shape)
+            assert one.tensor.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+            indices = torch.arange(math.prod(shape)).view(shape)[box.slices()].reshape(-1)[one.start : one.stop]
+            assert one.tensor.numel() == indices.numel() and bool((found.view(-1)[indices] == -1).all())
+            found.view(-1)[indices] = one.tensor.reshape(-1)
+        assert sorted(found[found >= 0].tolist()) == sorted(part.tolist())
+        assert torch.equal(found[found >= 0], full[found >= 0])
+    for wrong, words in (([(0, 2), (1, 3)], "does not come after 2"), ([(8, 3)], r"not inside \[0, 10\)")):
+        with pytest.raises(ValueError, match=words):
+            Slice.of(shape).keep("tp", dim, wrong)
+    with pytest.raises(ValueError, match="second one with several ranges"):
+        piece.keep("ep", 1 - dim if dim < 2 and len(shape) == 2 else 0, [(0, 1), (1, 1)])

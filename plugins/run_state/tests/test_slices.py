@@ -26,6 +26,7 @@ from ds_core.errors import CheckpointError
 
 SHAPES = {"rows": (8, 3, 2), "rows_of_one": (8,), "plain": (5,), "columns": (3, 7, 4), "columns_end": (5, 7)}
 SHAPES |= {"both": (4, 7, 3), "both_end": (8, 7)}
+SHAPES |= {"fused": (10, 3), "fused_bias": (10,), "fused_columns": (3, 10, 2), "fused_both": (4, 10)}
 ADAM = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}
 
 
@@ -131,7 +132,8 @@ def test_any_size_and_partitioner_reads_what_another_saved(
         steps = [s for s in saved.manifest.states if s.name.startswith("optimizer/step/")]
         assert len(steps) == len(SHAPES) and all(s.at == {} for s in saved.manifest.states)
         boxed = {s.name.rpartition("/")[2] for s in saved.manifest.states if any(c.box for c in s.chunks)}
-        assert boxed == ({"columns", "columns_end", "both", "both_end"} if tp > 1 else set())
+        columns = {"columns", "columns_end", "both", "both_end", "fused_columns", "fused_both"}
+        assert boxed == (columns if tp > 1 else set())
     exported = load_file(tmp_path / "model.safetensors")
     for name, values in exported.items():
         assert torch.allclose(values.float(), wanted[f"module/{name}"], atol=2e-2), name
