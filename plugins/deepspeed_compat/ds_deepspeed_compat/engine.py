@@ -129,9 +129,12 @@ class DeepSpeedEngine(nn.Module):
     @property
     def dp_world_size(self) -> int:
         """Ranks that divide the batch."""
-        return self.core.ctx.mesh.size("dp")
+        return self.core.ctx.mesh.size("batch")
 
-    seq_dp_world_size = dp_world_size
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Ranks over which gradients are averaged: those that divide the batch, and its sequences."""
+        return self.core.ctx.mesh.size("dp")
 
     @property
     def mp_world_size(self) -> int:
@@ -152,9 +155,14 @@ class DeepSpeedEngine(nn.Module):
         """The group of `dp_world_size`."""
         from ds_deepspeed_compat.groups import group_of
 
-        return group_of(self.core.ctx.mesh, "dp")
+        return group_of(self.core.ctx.mesh, "batch")
 
-    seq_data_parallel_group = data_parallel_group
+    @property
+    def seq_data_parallel_group(self) -> ProcessGroup:
+        """The group of `seq_dp_world_size`."""
+        from ds_deepspeed_compat.groups import group_of
+
+        return group_of(self.core.ctx.mesh, "dp")
 
     @property
     def mpu(self) -> Any:

@@ -241,7 +241,7 @@ def checkpoint_tag_validation_fail(engine: Engine) -> bool:
 
 def get_data_parallel_rank(engine: Engine) -> int:
     """This rank's place among those that divide the batch."""
-    return engine.ctx.mesh.index("dp")
+    return engine.ctx.mesh.index("batch")
 
 
 def get_model_parallel_rank(engine: Engine) -> int:

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
 
 AXES = {
-    "data": ("dp",),
+    "data": ("batch",),
     "model": ("tp",),
     "tensor_model": ("tp",),
     "sequence": ("sp",),
-    "sequence_data": ("sp", "dp"),
+    "sequence_data": ("dp",),
     "expert": ("ep",),
     "expert_data": ("edp",),
     "max_expert": ("ep",),
     "pipe": ("pp",),
 }
-"""Kind of parallelism -> the axes of the mesh; an axis that the mesh does not have is of size 1."""
+"""Kind of parallelism -> the axes of the mesh; an axis that the mesh does not have is of size 1. As in DeepSpeed, ranks
+of "data" have different samples; gradients are averaged over "sequence_data"."""
 
 _alone: dict[ProcessGroup, ProcessGroup] = {}  # by the default group, which a process may start anew
 

@@ -21,26 +21,43 @@ def knows(mpu: Any) -> bool:
 
 
 class MpuMesh(Mesh):
-    """A mesh given by a Megatron-style `mpu` object: its data and model groups are used as they are.
+    """A mesh given by a Megatron-style `mpu` object: its data, sequence and model groups are used as they are.
 
     An mpu without model-parallel getters has no tensor parallelism. One without data-parallel getters leaves no rank
-    for it, unless it is a sequence-parallel unit of size 1. Raises ConfigError for what cannot be told from it.
+    for it, unless it is a sequence-parallel unit, whose ranks are neighbours. Raises ConfigError for what cannot be
+    told from it.
     """
 
     def __init__(self, mpu: Any, rank: int, world_size: int) -> None:
         tp, tp_rank, tp_group = _coordinates(mpu, "tensor_model_parallel", "model_parallel") or (1, 0, None)
-        dp, dp_rank, dp_group = _data_coordinates(mpu, tp, rank, world_size)
-        pp = world_size // (dp * tp)
-        if pp * dp * tp != world_size:
+        sp, sp_rank, sp_group = _coordinates(mpu, "sequence_parallel") or (1, 0, None)
+        data, data_rank, data_group = _data_coordinates(mpu, tp, rank, world_size)
+        pp = world_size // (data * sp * tp)
+        if pp * data * sp * tp != world_size:
+            sequence = f" x sequence parallel {sp}" if sp > 1 else ""
             raise ConfigError(
-                f"mpu says data parallel {dp} x model parallel {tp}, which does not divide the world of "
+                f"mpu says data parallel {data}{sequence} x model parallel {tp}, which does not divide the world of "
                 f"{world_size} ranks",
                 "mpu",
             )
-        super().__init__(("pp", "dp", "tp"), (pp, dp, tp), 0, {})
-        self.rank, self.coord = rank, {"pp": 0, "dp": dp_rank, "tp": tp_rank}
-        given = {"dp": dp_group, "tp": tp_group}
-        self._given = {axis: group for axis, group in given.items() if self.size(axis) > 1}
+        if sp == 1:
+            super().__init__(("pp", "dp", "tp"), (pp, data, tp), 0, {})
+            given: dict[tuple[str, ...], Any] = {("dp",): data_group}
+        else:
+            alias = {"dp": ("edp", "sp"), "batch": ("edp",)}
+            super().__init__(("pp", "edp", "sp", "tp"), (pp, data, sp, tp), 0, alias)
+            _, _, both = _coordinates(mpu, "sequence_data_parallel") or (0, 0, None)
+            if both is None and data > 1 and pp * tp > 1:
+                raise ConfigError(
+                    "the mpu does not tell over which ranks gradients are averaged; give it "
+                    "get_sequence_data_parallel_world_size, _rank and _group",
+                    "mpu",
+                )
+            given = {("edp",): data_group, ("sp",): sp_group, ("edp", "sp"): both}
+        places = {"dp": data_rank} if sp == 1 else {"edp": data_rank, "sp": sp_rank}
+        self.rank, self.coord = rank, {"pp": 0, **places, "tp": tp_rank}
+        given[("tp",)] = tp_group
+        self._given = {axes: group for axes, group in given.items() if axes == self.expand(axes)}
 
     def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
         """Take the mpu's groups, whether or not others use them; the world is added, for what concerns all ranks."""
@@ -48,8 +65,12 @@ class MpuMesh(Mesh):
 
         world = dist.group.WORLD
         assert world is not None or self.world_size == 1
-        for axis, group in self._given.items():
-            self._groups[(axis,)] = group
+        for axes, group in self._given.items():
+            if group is None and axes == ("edp",):  # of a sequence-parallel unit without data-parallel getters
+                sp = self.size("sp")
+                group = self._new_group([range(first, self.world_size, sp) for first in range(sp)], timeout)
+            if group is not None:
+                self._groups[axes] = group
         live = self.expand(self.names)
         if live and live not in self._groups:
             self._groups[live] = world  # type: ignore[assignment]
@@ -98,12 +119,13 @@ def _data_coordinates(mpu: Any, tp: int, rank: int, world_size: int) -> tuple[in
             "get_data_parallel_rank and get_data_parallel_group",
             "mpu",
         )
-    if sequence[0] != 1:
+    size, place, _ = sequence
+    if tp != 1 or world_size % size or rank % size != place:
         raise ConfigError(
-            f"the mpu has sequence parallel size {sequence[0]}, which is documented but not built yet; use 1", "mpu"
+            f"the mpu has model parallel size {tp}, and rank {rank} at place {place} of {size} of a sequence; without "
+            "get_data_parallel_* getters it needs model parallel size 1, and a sequence's ranks next to each other",
+            "mpu",
         )
-    if tp != 1:
-        raise ConfigError(f"the mpu has model parallel size {tp}, so it needs get_data_parallel_* getters too", "mpu")
     import torch.distributed as dist
 
-    return world_size, rank, dist.group.WORLD
+    return world_size // size, rank // size, dist.group.WORLD if size == 1 else None

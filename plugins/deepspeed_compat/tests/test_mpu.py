@@ -77,6 +77,10 @@ def _unit(kind: str, size: int, rank: int = 0, group: Any = None) -> dict[str, A
         ({**_unit("dp", 2), "mp_world_size": 1}, 2, {"dp": 2, "tp": 1}),
         (_unit("mp", 4), 4, {"dp": 1, "tp": 4}),
         (_unit("sp", 1), 2, {"dp": 2, "tp": 1}),
+        (_unit("sp", 2), 4, {"dp": 4, "batch": 2, "sp": 2}),
+        (_unit("sp", 4), 4, {"dp": 4, "batch": 1, "sp": 4}),
+        ({**_unit("dp", 2), **_unit("sp", 2)}, 4, {"dp": 4, "batch": 2, "sp": 2, "tp": 1}),
+        ({**_unit("sp", 2), **_unit("dp", 1), **_unit("mp", 2)}, 4, {"dp": 2, "batch": 1, "sp": 2, "tp": 2}),
     ],
 )
 def test_an_mpu_with_some_getters(unit: dict[str, Any], world: int, axes: dict[str, int]) -> None:
@@ -91,13 +95,53 @@ def test_an_mpu_with_some_getters(unit: dict[str, Any], world: int, axes: dict[s
         ({"dp_rank": 0}, "has get_data_parallel_rank, but not get_data_parallel_world_size, get_data_parallel_group"),
         ({"dp_world_size": 2}, "but not get_data_parallel_rank, get_data_parallel_group; give it all three"),
         (_unit("mp", 2), "the mpu does not tell which ranks hold the same weights"),
-        (_unit("sp", 2), "sequence parallel size 2, which is documented but not built yet"),
-        ({**_unit("sp", 1), **_unit("mp", 2)}, "model parallel size 2, so it needs get_data_parallel_"),
+        (_unit("sp", 2, 1), "rank 0 at place 1 of 2 of a sequence; without get_data_parallel_"),
+        ({**_unit("sp", 1), **_unit("mp", 2)}, "model parallel size 2, and .*without get_data_parallel_"),
+        (
+            {**_unit("dp", 1), **_unit("sp", 3)},
+            "data parallel 1 x sequence parallel 3 x model parallel 1",
+        ),
     ],
 )
 def test_an_mpu_that_does_not_tell_enough_is_refused(unit: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         MpuMesh(_Getters(**unit), 0, 4)
+
+
+def _train_sequences() -> list[Any]:
+    """Two ranks of a sequence are given halves of its tokens; the unit has no data-parallel getters."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    group = [dist.new_group(r) for r in ([0, 1], [2, 3])][rank // 2]
+    net = nn.Linear(4, 2).double()
+    with torch.no_grad():
+        net.weight.copy_(_samples(1)), net.bias.zero_()
+    engine, *_ = ds_core.initialize(
+        model=net, config=CONFIG | {"gradient_clipping": 0.0}, mpu=_Getters(**_unit("sp", 2, rank % 2, group))
+    )
+    mesh = engine.ctx.mesh
+    places = [mesh.ranks("sp"), mesh.ranks("batch"), mesh.index("batch"), mesh.size("dp"), engine.train_batch_size()]
+    engine.backward(engine(_samples(rank)).square().mean())
+    engine.step()
+    weight = net.weight.detach().clone()
+    engine.destroy()
+    return [*places, weight]
+
+
+def test_a_unit_of_sequences() -> None:
+    """The batch counts sequences, gradients are averaged over all ranks."""
+    answers = run_ranks(4, _train_sequences)
+    net = nn.Linear(4, 2).double()
+    with torch.no_grad():
+        net.weight.copy_(_samples(1)), net.bias.zero_()
+    torch.stack([net(_samples(rank)).square().mean() / 4 for rank in range(4)]).sum().backward()
+    assert net.weight.grad is not None
+    wanted = net.weight.detach() - 0.1 * net.weight.grad
+    for rank, (sequence, batch, index, dp, samples, weight) in enumerate(answers):
+        assert sequence == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert (batch, index, dp, samples) == ([rank % 2, rank % 2 + 2], rank // 2, 4, 4)
+        torch.testing.assert_close(weight, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_an_mpu_given_to_initialize() -> None:
