@@ -1,7 +1,8 @@
 """Ranks and whole hosts of an elastic run are killed at random moments; it goes on from the last checkpoint.
 
 Hosts are launchers on this machine, which meet at a store of the test's own: any of them may be killed, with all that
-it has started. Nothing before the last checkpoint is done again, and the final weights are those of an undisturbed run.
+it has started. Their clocks are hours apart. Nothing before the last checkpoint is done again, and the final weights
+are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -63,6 +64,18 @@ if engine.global_rank == 0:
 """
 
 
+CLOCK = """
+import datetime
+
+class Shifted(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(hours={hours})
+
+datetime.datetime = Shifted
+"""
+
+
 class Hosts:
     """Launchers of one elastic run, by number; each in a session of its own, as are its ranks."""
 
@@ -72,7 +85,9 @@ class Hosts:
             "127.0.0.1", self.port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5)
         )
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(HOSTS):
+            (folder / f"clock{number}").mkdir(parents=True)
+            (folder / f"clock{number}" / "sitecustomize.py").write_text(CLOCK.format(hours=number))
         (folder / "train.py").write_text(SCRIPT)
 
     def start(self, number: int) -> None:
@@ -81,7 +96,7 @@ class Hosts:
         with (self.folder / f"host{number}.out").open("ab") as out:
             self.running[number] = subprocess.Popen(
                 [sys.executable, "-m", "ds_cli", *words, str(self.steps), str(EVERY), "0.05"],
-                env=clean_environment(GLOO_SOCKET_IFNAME="lo"),
+                env=clean_environment(GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(self.folder / f"clock{number}")),
                 stdout=out,
                 stderr=out,
                 start_new_session=True,

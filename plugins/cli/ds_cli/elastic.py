@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import json
 import time
-from datetime import datetime, timedelta
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from ds_rendezvous.meeting import Participant, host_store, reach_store
@@ -111,14 +112,41 @@ class _Elastic(DynamicRendezvousHandler):
 
 
 class _State(_BackendRendezvousStateHolder):
-    """torch's holder of the shared state, which it would pickle; `sync` is the only place that does."""
+    """torch's holder of the shared state, which it would pickle; `sync` is the only place that does.
+
+    [Note: clocks] torch compares the stamps of all machines with its own clock. Here clocks may differ by any amount:
+    a stamp is as old as the time since this machine first saw it. What others wrote is written back as it was.
+    """
 
     _backend: RendezvousBackend
+
+    def __init__(self, backend: RendezvousBackend, settings: RendezvousSettings) -> None:
+        super().__init__(backend, settings)
+        self._seen: dict[_NodeDesc | None, tuple[datetime, float, datetime]] = {}
+
+    def _here(self, whose: _NodeDesc | None, told: datetime, later: timedelta = timedelta(0)) -> datetime:
+        """The time on this machine's clock of what `whose` clock tells, or `later` than when it was first seen."""
+        before, since, _ = self._seen.get(whose, (None, 0.0, told))
+        since = since if before == told else time.monotonic()
+        here = datetime.now(timezone.utc) + later - timedelta(seconds=time.monotonic() - since)
+        self._seen[whose] = told, since, here
+        return here
+
+    def _there(self, whose: _NodeDesc | None, here: datetime) -> datetime:
+        """What `_here` was told, unless the time has been changed since."""
+        told, _, same = self._seen.get(whose, (here, 0.0, here))
+        return told if same == here else here
+
+    def _stamps(self, change: Callable[..., datetime], *last_call: timedelta) -> None:
+        state = self._state
+        state.deadline = state.deadline and change(None, state.deadline, *last_call)
+        state.last_heartbeats = {node: change(node, at) for node, at in state.last_heartbeats.items()}
 
     def sync(self) -> bool | None:
         """Write the state if it was changed, else read it. Returns whether ours was written; None when not tried."""
         answer: tuple[Any, ...] | None
         if self._dirty:
+            self._stamps(self._there)
             answer = self._backend.set_state(_as_json(self._state), self._token)
         elif self._cache_duration > 0 and self._last_sync_time >= max(time.monotonic() - self._cache_duration, 0):
             return None
@@ -126,6 +154,7 @@ class _State(_BackendRendezvousStateHolder):
             answer = self._backend.get_state()
         written = None if not self._dirty else (answer is not None and len(answer) > 2 and bool(answer[2]))
         self._state = _RendezvousState() if answer is None else _from_json(answer[0])
+        self._stamps(self._here, self._settings.timeout.last_call)
         self._token = None if answer is None else answer[1]
         self._dirty = False
         self._last_sync_time = time.monotonic()

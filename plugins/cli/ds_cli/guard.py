@@ -74,6 +74,7 @@ class Guard:
     def __init__(self, folder: Path, grace: float, files: Sequence[str] = (), notice: float = 0.0) -> None:
         self.folder, self.grace, self.files, self.notice = folder, grace, files, max(grace, notice)
         self.endings: dict[Started, Ending] = {}
+        self.told = float("inf")  # when this process was told to stop
         self._timers: dict[int, threading.Timer] = {}  # by attempt, or by minus the signal
         self._handlers: dict[int, Any] = {}
         self._left = threading.Event()
@@ -193,6 +194,7 @@ class Guard:
         while heard := os.read(self._read, 64):
             number = next((n for n in STOPS if n in heard), None)
             if number is not None:
+                self.told = min(self.told, time.monotonic())
                 seconds = self.notice if number == signal.SIGTERM else self.grace
                 self._later(-number, seconds if any(self.started()) else 0, partial(self._force, number))
 

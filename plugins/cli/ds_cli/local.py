@@ -168,6 +168,8 @@ class _Run:
             if number == signal.SIGTERM and self.guard.heed(self.attempt):
                 say_error(f"stopped by SIGTERM, {SAVED}")
                 return PREEMPTED
+            if (code := self.watch.stopped()) is not None:
+                return code
             self.guard.end()
             say_error(f"stopped by {signal_name(number)}; all processes were ended")
             return 128 + number

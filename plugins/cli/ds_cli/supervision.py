@@ -5,7 +5,8 @@ Every machine's launcher (its agent) talks to the store at which the machines me
 - it beats every 2 seconds, and looks whether the machine before it (in a ring) still does;
 - when one of its processes fails, or that machine has gone, it raises an alarm; whoever hears of one ends its processes
   and reports; one verdict (`verdict.decide`) goes back to all; who has the failure shows it, all end with its code;
-- one that hears nothing from the store any more ends its processes and says whose store it was.
+- one that hears nothing from the store any more ends its processes and says whose store it was;
+- one that is told to stop while another is silent (by a tool that has noticed before us) says so too.
 
 A process that the system has stopped (SIGSTOP) for 10 seconds while others run is taken for a failed one.
 """
@@ -37,7 +38,7 @@ TICK_SECONDS = 0.1
 ASK_SECONDS = 0.5  # between looks for an alarm
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 16.0  # without a beat, or an answer of the store
-LOST_ELASTIC_SECONDS = 8.0  # without a beat, where that costs a restart and not the run
+LOST_ELASTIC_SECONDS = 8.0  # without a beat, where that costs a restart and not the run, or the run ends anyway
 SILENT_SECONDS = 6.0  # without a beat, when there has been an alarm
 BROKEN_SECONDS = 3.0  # after the store has closed: time for a run that has ended well to end
 STOPPED_SECONDS = 10.0
@@ -67,10 +68,12 @@ class _Round:
     next_ask: float = 0.0
     heard: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # last beat of a machine, and when it was new
     lost: tuple[int, ...] = ()
+    silent: str = ""  # the machine before us, while it does not beat, but is not lost yet
     expected: bool = False  # machines come: that processes end is no failure
     known: Sequence[tuple[int, int, int, int]] = ()
     verdict: Verdict | None = None
     asked: threading.Event = field(default_factory=threading.Event)
+    looked: threading.Event = field(default_factory=threading.Event)  # for who is silent, when we were told to stop
     decided: threading.Event = field(default_factory=threading.Event)
 
 
@@ -164,6 +167,15 @@ class Watch:
                 raise Ended(now.verdict.code)
         self._round = None
 
+    def stopped(self) -> int | None:
+        """This machine was told to stop: the run's exit code if it ends as a machine is lost, and that is said."""
+        now = self._round
+        if now is None or (now.looked.wait(1.0) and not now.lost):
+            return None
+        now.asked.set()
+        now.decided.wait(2.0)  # soon the tool kills us
+        return None if now.verdict is None or now.verdict.again else now.verdict.code
+
     # -- the thread that talks -----------------------------------------------------------------------------------------
 
     def _talk(self) -> None:
@@ -181,6 +193,10 @@ class Watch:
 
     def _turn(self, now: _Round) -> None:
         self._beat(now)
+        if self._stopping() and not now.looked.is_set():
+            if not self.elastic and now.store.check(["silent"]) and (silent := now.store.get("silent")):
+                now.lost = (int(silent),)
+            now.looked.set()
         failed = self._fails(now) or now.asked.is_set() or bool(now.lost)
         told = False
         if time.monotonic() >= now.next_ask:
@@ -192,6 +208,9 @@ class Watch:
             now.expected = True
             return
         self._settle(now, failed)
+
+    def _stopping(self) -> bool:
+        return self.guard.told < float("inf")
 
     def _fails(self, now: _Round) -> bool:
         return any(one.attempt == now.attempt and e.code != 0 for one, e in list(self.guard.endings.items()))
@@ -210,8 +229,12 @@ class Watch:
         beat = now.store.get(f"beat/{other}")
         last, since = now.heard.get(other, (b"", at))
         now.heard[other] = (beat, at if beat != last else since)
-        if beat == last and at - since > (LOST_ELASTIC_SECONDS if self.elastic else LOST_SECONDS):
+        silence = at - now.heard[other][1]
+        if silence > (LOST_ELASTIC_SECONDS if self.elastic else LOST_SECONDS):
             now.lost = (other,)
+        if (silent := str(other) if silence > LOST_ELASTIC_SECONDS else "") != now.silent:
+            now.silent = silent
+            now.store.set("silent", silent)
 
     def _settle(self, now: _Round, failed: bool) -> None:
         """End the processes of the round, report, and come to the one verdict."""
@@ -247,6 +270,8 @@ class Watch:
         mine = [one for one in self.guard.started() if one.attempt == now.attempt]
         finished = bool(mine) and all(one in self.guard.endings for one in mine) and not failed
         alive = self.guard.ask(now.attempt)
+        if now.lost and self._stopping():  # no time is left
+            self.guard.end(now.attempt)
         end = time.monotonic() + self.guard.grace + 3.0
         while self.guard.alive(now.attempt) and time.monotonic() < end:
             self._beat(now)
@@ -282,7 +307,8 @@ class Watch:
             self._look_for_stopped(stopped)
             now, at = self._round, time.monotonic()
             if now is not None and not now.decided.is_set():
-                if at - self._heard > LOST_SECONDS or at - self._broken > BROKEN_SECONDS:
+                silent = self.guard.told - self._heard > LOST_ELASTIC_SECONDS and self._stopping()
+                if silent or at - self._heard > LOST_SECONDS or at - self._broken > BROKEN_SECONDS:
                     self._without_store(now)
 
     def _without_store(self, now: _Round) -> None:

@@ -48,4 +48,4 @@ def command(request: LaunchRequest) -> list[str]:
 def explain(where: str, code: int) -> str:
     """What to say of an end of which no agent tells."""
     ended = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-    return f"mpirun {ended}: it could not start a host, or lost one (what it says is above)"
+    return f"mpirun {ended}: it could not start a host, or lost one (what ssh says is above)"
