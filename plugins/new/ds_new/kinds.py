@@ -64,6 +64,14 @@ KINDS: dict[str, Kind] = {
         "A mesh over groups that the user has",
     ),
     "transform": Kind("changes the model before training", ("ds_transforms",), True, "A transform"),
+    "divided-layers": Kind(
+        "divides layers among ranks",
+        ("ds_mesh_axes", "ds_param_axes", "ds_transforms"),
+        True,
+        "Layers that are divided among ranks",
+        needs=("ds-comm-autograd", "ds-run-state"),
+        test_needs=("ds-checkpoint",),
+    ),
     "partitioner": Kind(
         "how model states lie over ranks",
         ("ds_partitioner",),
