@@ -5,6 +5,7 @@ The environment itself is never changed. mpi4py is imported only to ask rank 0 f
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.util
@@ -83,8 +84,11 @@ def find(env: Mapping[str, str]) -> Job | None:
 
 def open_store(where: Rendezvous, timeout: timedelta) -> Store:
     """The store of the job, when all ranks are there and fit together. Raises CommError within `timeout`."""
+    from ds_rendezvous.leaving import settle
     from ds_rendezvous.meeting import Participant, meet_at_store
 
+    atexit.unregister(settle)
+    atexit.register(settle)
     place = Participant(where.rank, where.world_size, where.address, where.port)
     return meet_at_store(place, timeout, kept=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
