@@ -1,0 +1,266 @@
+"""Linear layers of which each rank has a part: some outputs (column) or some inputs (row).
+
+[Note: full until bound] A layer is made whole, like `nn.Linear`, with its names and its initial values. `bind` cuts it
+when the mesh is known, within ``ds_core.initialize``; until then it is a plain layer. So a model of these layers runs
+in one process too, and one that is written in `nn.Linear` becomes one of these: `column` and `row` change the class of
+a layer in place, so that its hooks, its name and its parameters stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from ds_comm_autograd import copy_to, gather, reduce_from, split
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_tensor_parallel.division import Division
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "Cut",
+    "ColumnParallelLinear",
+    "Place",
+    "RowParallelLinear",
+    "Siblings",
+    "column",
+    "is_linear",
+    "is_transposed",
+    "row",
+    "widths",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank's place among those that divide a layer."""
+
+    group: ProcessGroup
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter of a layer is cut."""
+
+    dim: int
+    division: Division
+
+
+class Siblings:
+    """Column-parallel layers that are given the same tensor: its gradient is then summed over ranks once."""
+
+    def __init__(self) -> None:
+        self._given: Tensor | None = None
+        self._copied: Tensor | None = None
+
+    def copied(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        """`copy_to(x)`, the same tensor for all siblings."""
+        if self._given is not x or self._copied is None:
+            self._given, self._copied = x, copy_to(x, group)
+        return self._copied
+
+    def forget(self, *_: Any) -> None:
+        """Let go of the tensors: called when the module around the layers begins and ends."""
+        self._given = self._copied = None
+
+
+class _Parallel(nn.Module):
+    """What both kinds have. tp: None until bound."""
+
+    tp: Place | None
+    division: Division
+
+    def cuts(self) -> dict[str, Cut]:
+        """How each parameter is cut; parameters that are not listed stay whole."""
+        raise NotImplementedError
+
+    def bind(self, place: Place, division: Division) -> None:
+        """Work as this rank's part from now on. The parameters are cut by the caller, as `cuts` says."""
+        self.division, self.tp = division, place
+
+
+class _Column(_Parallel):
+    """A layer of which each rank computes some outputs."""
+
+    gather_output: bool
+    siblings: Siblings | None
+
+    def cuts(self) -> dict[str, Cut]:
+        """The rows of the weight, which is [outputs, inputs], and the bias."""
+        return {
+            name: Cut(param.dim() - 1 if is_transposed(self) else 0, self.division)
+            for name, param in self.named_parameters(recurse=False)
+        }
+
+    def bind(self, place: Place, division: Division) -> None:
+        """See the base class."""
+        super().bind(place, division)
+        _set_widths(self, outputs=division.size(place.rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's outputs, or all of them with `gather_output`."""
+        if self.tp is None:
+            return cast(Tensor, super().forward(x))
+        group = self.tp.group
+        y: Tensor = super().forward(self.siblings.copied(x, group) if self.siblings else copy_to(x, group))
+        return gather_columns(y, self.tp, self.division) if self.gather_output else y
+
+
+class _Row(_Parallel):
+    """A layer of which each rank has some inputs: outputs are summed over the ranks."""
+
+    split_input: bool
+
+    def cuts(self) -> dict[str, Cut]:
+        """The columns of the weight, which is [outputs, inputs]; the bias stays whole."""
+        return {"weight": Cut(0 if is_transposed(self) else 1, self.division)}
+
+    def bind(self, place: Place, division: Division) -> None:
+        """See the base class."""
+        super().bind(place, division)
+        _set_widths(self, inputs=division.size(place.rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole output, on every rank; the bias is added once."""
+        if self.tp is None:
+            return cast(Tensor, super().forward(x))
+        if self.split_input:
+            x = split_columns(x, self.tp, self.division)
+        layer: Any = self
+        weight = layer.weight.t() if is_transposed(self) else layer.weight
+        y = reduce_from(functional.linear(x, weight), self.tp.group)
+        return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+def gather_columns(y: Tensor, place: Place, division: Division) -> Tensor:
+    """All outputs from the ranks' parts, in the order of the whole layer."""
+    whole = gather(y, place.group, -1, None if division.even else division.sizes())
+    order = division.order()
+    return whole if order is None else torch.cat([whole.narrow(-1, first, size) for first, size in order], -1)
+
+
+def split_columns(x: Tensor, place: Place, division: Division) -> Tensor:
+    """This rank's part of inputs that every rank has whole."""
+    if len(division.segments) == 1:
+        return split(x, place.group, -1, None if division.even else division.sizes())
+    order = [piece for rank in range(division.ranks) for piece in division.ranges(rank)]
+    sorted_by_rank = torch.cat([x.narrow(-1, first, size) for first, size in order], -1)
+    return split(sorted_by_rank, place.group, -1, division.sizes())
+
+
+class ColumnParallelLinear(_Column, nn.Linear):
+    """`nn.Linear` of which each rank computes some outputs: the first layer of a pair, or one with `gather_output`.
+
+    gather_output: every rank gets all outputs. segments: the lengths of matrices that are fused along the outputs
+    (such as queries, keys and values), each of which is cut by itself. unit: outputs are cut at multiples of it, such
+    as the size of a head.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        segments: Sequence[int] | None = None,
+        unit: int = 1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.segments, self.unit = _checked(segments, out_features, "out_features"), unit
+        self.tp, self.siblings, self.gather_output = None, None, gather_output
+
+
+class RowParallelLinear(_Row, nn.Linear):
+    """`nn.Linear` of which each rank has some inputs, those that a column-parallel layer leaves it.
+
+    split_input: the input is whole on every rank, each takes its part. segments, unit: as of `ColumnParallelLinear`,
+    of the inputs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        split_input: bool = False,
+        segments: Sequence[int] | None = None,
+        unit: int = 1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.segments, self.unit = _checked(segments, in_features, "in_features"), unit
+        self.tp, self.split_input = None, split_input
+
+
+# -- layers of others --------------------------------------------------------------------------------------------------
+
+
+def column(layer: Any, *, gather_output: bool = False, siblings: Siblings | None = None) -> Any:
+    """Make `layer`, a linear layer or a subclass of one, column-parallel in place."""
+    layer.__class__ = _subclass(_Column, layer.__class__, ColumnParallelLinear)
+    layer.tp, layer.siblings, layer.gather_output = None, siblings, gather_output
+    return layer
+
+
+def row(layer: Any, *, split_input: bool = False) -> Any:
+    """Make `layer`, a linear layer, row-parallel in place; TypeError for one that computes in a way of its own."""
+    if type(layer).forward is not nn.Linear.forward and not is_transposed(layer):
+        raise TypeError(f"a {type(layer).__name__} has a forward of its own")
+    layer.__class__ = _subclass(_Row, layer.__class__, RowParallelLinear)
+    layer.tp, layer.split_input = None, split_input
+    return layer
+
+
+@functools.cache
+def _subclass(kind: Any, base: Any, plain: Any) -> Any:
+    """The class of layers of class `base` that are parallel."""
+    if base is nn.Linear:
+        return plain
+    return type(f"{kind.__name__.removeprefix('_')}Parallel{base.__name__}", (kind, base), {"__module__": __name__})
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether the weight is [inputs, outputs], as in GPT-2's Conv1D."""
+    return not isinstance(layer, nn.Linear) and "nf" in layer.__dict__
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer: `nn.Linear` and subclasses, and GPT-2's Conv1D."""
+    if isinstance(module, nn.Linear):
+        return True
+    weight = getattr(module, "weight", None)
+    return "nf" in module.__dict__ and isinstance(weight, nn.Parameter) and weight.dim() == 2
+
+
+def widths(layer: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs)."""
+    shape = layer.weight.shape
+    assert isinstance(shape, torch.Size)
+    return (shape[0], shape[1]) if is_transposed(layer) else (shape[1], shape[0])
+
+
+def _set_widths(layer: Any, inputs: int | None = None, outputs: int | None = None) -> None:
+    """The attributes in which a layer says how wide it is."""
+    for names, value in ((("in_features", "nx"), inputs), (("out_features", "nf"), outputs)):
+        for name in names:
+            if value is not None and name in layer.__dict__:
+                setattr(layer, name, value)
+
+
+def _checked(segments: Sequence[int] | None, width: int, name: str) -> tuple[int, ...]:
+    if segments is not None and sum(segments) != width:
+        raise ValueError(f"segments {list(segments)} add up to {sum(segments)}, and {name} is {width}")
+    return tuple(segments) if segments is not None else (width,)

@@ -1,0 +1,66 @@
+"""What is to happen to a module or a parameter: the record that every source of rules gives (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+__all__ = ["Kind", "Rule", "Rules"]
+
+
+class Kind(Enum):
+    """How a module is divided, or what is done around it.
+
+    COLUMN: a linear layer, or a parameter of experts, whose outputs are cut. ROW: whose inputs are cut; its outputs are
+    summed over the ranks. VOCABULARY, EMBEDDING: an embedding whose rows or columns are cut. WHOLE: every rank has all
+    of it. SUM_GRADIENT: whole, and used on each rank's own part, so that its gradient is summed over the ranks.
+    SUM_OUTPUT: what the module gives is summed over the ranks. EXPERTS: a module whose parameters have rules; inputs
+    go to all ranks' parts, its outputs are summed. ROPE_LATENT: DeepSeek's first projection of keys and values, whose
+    last outputs are used on each rank's own heads. SHARED: whole, inside of a module whose outputs are summed.
+    SEQUENCE: a module that works on each rank's part of the sequence.
+    """
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCABULARY = "vocabulary"
+    EMBEDDING = "embedding"
+    WHOLE = "whole"
+    SUM_GRADIENT = "sum gradient"
+    SUM_OUTPUT = "sum output"
+    EXPERTS = "experts"
+    ROPE_LATENT = "rope latent"
+    SHARED = "shared"
+    SEQUENCE = "sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule.
+
+    segments: how many equal matrices are fused along the dimension that is cut, or their lengths. dim: that dimension
+    of the weight; None: the usual one of the layer. gather_output: of a COLUMN, every rank gets all outputs.
+    split_input: of a ROW, its input is whole on every rank. source: where the rule is from, for messages.
+    """
+
+    kind: Kind
+    segments: int | tuple[int, ...] = 1
+    dim: int | None = None
+    gather_output: bool = False
+    split_input: bool = False
+    source: str = ""
+
+    def lengths(self, whole: int) -> tuple[int, ...]:
+        """The lengths of the fused matrices in a dimension of length `whole`; ValueError where they do not fit."""
+        if isinstance(self.segments, int):
+            if whole % self.segments:
+                raise ValueError(f"a length of {whole} does not divide into {self.segments} equal matrices")
+            return (whole // self.segments,) * self.segments
+        if sum(self.segments) != whole:
+            raise ValueError(f"lengths {list(self.segments)} add up to {sum(self.segments)}, not to {whole}")
+        return self.segments
+
+
+Rules: TypeAlias = Mapping[str, Rule]
+"""Name of a module or a parameter -> its rule."""

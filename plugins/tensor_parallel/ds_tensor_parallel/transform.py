@@ -1,0 +1,202 @@
+"""The transform: layers change their class, parameters are cut to this rank's parts, and what is cut is declared."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ds_comm_autograd import reduce_from
+from ds_run_state.slices import SLICES, Slice
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.errors import ConfigError, Problem
+from ds_tensor_parallel.attention import localize
+from ds_tensor_parallel.config import TensorParallelConfig
+from ds_tensor_parallel.division import Division
+from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, embedding
+from ds_tensor_parallel.layers import ColumnParallelLinear, Cut, Place, RowParallelLinear, Siblings, column, row
+from ds_tensor_parallel.plan import Plan, make_plan
+from ds_tensor_parallel.rules import Kind, Rule
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
+__all__ = ["divide"]
+
+log = logging.getLogger("ds_tensor_parallel")
+
+_NO_MATRIX = (Kind.WHOLE, Kind.SUM_GRADIENT)
+
+
+def divide(model: nn.Module, ctx: Context) -> nn.Module:
+    """The model with its layers divided over ``tp``. Collective.
+
+    Raises ConfigError when nothing can be divided, or a rule does not fit.
+    """
+    section = ctx.config.section("tensor_parallel")
+    section = section if isinstance(section, TensorParallelConfig) else TensorParallelConfig()
+    place = Place(ctx.mesh.group("tp"), ctx.mesh.size("tp"), ctx.mesh.index("tp"))
+    plan = make_plan(model, section, place.size, ctx.config.origin)
+    cuts = _Cuts(model, ctx, place)
+    hand_written = list(_bind_hand_written(model, section, place, cuts))
+    if not plan.divisions and not hand_written:
+        raise ConfigError(
+            [
+                Problem(
+                    "tensor_parallel",
+                    f"no layer of {type(model).__name__} can be divided: it has no tp_plan, no preset is for it, and "
+                    "no pair of linear layers was recognized",
+                    "describe its layers with partition_config.layer_specs, or build it of ds_tensor_parallel's layers",
+                )
+            ],
+            ctx.config.origin,
+        )
+    _convert(model, plan, place, cuts)
+    cuts.share_and_cut()
+    for name, units in plan.attentions.items():
+        localize(model.get_submodule(name), units, Division.by_unit((units,), 1, place.size).size(place.rank))
+    if ctx.rank == 0:
+        _tell(plan, len(hand_written), place.size)
+    return model
+
+
+def _bind_hand_written(model: nn.Module, section: TensorParallelConfig, place: Place, cuts: _Cuts) -> Iterable[str]:
+    """Bind the layers that the model is written with."""
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.tp is None:
+            unit = module.unit if module.unit > 1 else section.tensor_parallel.tp_grain_size
+            division = Division.by_unit(module.segments, unit, place.size)
+        elif isinstance(module, (VocabParallelEmbedding, HiddenParallelEmbedding)) and module.tp is None:
+            length = module.weight.shape[0 if isinstance(module, VocabParallelEmbedding) else 1]
+            division = Division.by_unit((length,), section.tensor_parallel.tp_grain_size, place.size)
+        else:
+            continue
+        module.bind(place, division)
+        cuts.add(module, module.cuts())
+        yield name
+
+
+def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts) -> None:
+    """Make the modules that have rules what the rules say."""
+    modules = dict(model.named_modules())
+    siblings: dict[str, Siblings] = {}
+    for name, rule in plan.rules.items():
+        module, division = modules.get(name), plan.divisions.get(name)
+        if module is None:
+            assert division is not None
+            _cut_parameter(model, name, rule, division, cuts)
+        elif rule.kind is Kind.COLUMN:
+            parent = name.rpartition(".")[0]
+            if parent not in siblings:
+                siblings[parent] = _siblings(modules[parent])
+            _bind(column(module, gather_output=rule.gather_output, siblings=siblings[parent]), place, division, cuts)
+        elif rule.kind is Kind.ROW:
+            _bind(row(module, split_input=rule.split_input), place, division, cuts)
+        elif rule.kind in (Kind.VOCABULARY, Kind.EMBEDDING):
+            assert isinstance(module, nn.Embedding)
+            _bind(embedding(module, vocabulary=rule.kind is Kind.VOCABULARY), place, division, cuts)
+        else:
+            _surround(module, rule, place)
+
+
+def _bind(module: Any, place: Place, division: Division | None, cuts: _Cuts) -> None:
+    assert division is not None
+    module.bind(place, division)
+    cuts.add(module, module.cuts())
+
+
+def _siblings(parent: nn.Module) -> Siblings:
+    made = Siblings()
+    parent.register_forward_pre_hook(made.forget)
+    parent.register_forward_hook(made.forget)
+    return made
+
+
+def _cut_parameter(model: nn.Module, name: str, rule: Rule, division: Division, cuts: _Cuts) -> None:
+    """A parameter that is no linear layer's: experts, stacked as [experts, outputs, inputs]."""
+    owner, _, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    param = getattr(module, last)
+    dim = rule.dim if rule.dim is not None else -1 if rule.kind is Kind.ROW or param.dim() == 1 else -2
+    cuts.add(module, {last: Cut(dim % param.dim(), division)})
+
+
+def _surround(module: nn.Module, rule: Rule, place: Place) -> None:
+    """What is done around a module that is whole."""
+    if rule.kind is Kind.SUM_GRADIENT:
+        for param in module.parameters():
+            if param.requires_grad:
+                param.register_hook(lambda grad: reduce_from(grad, place.group))
+    elif rule.kind is not Kind.WHOLE:
+        raise NotImplementedError(rule.kind)
+
+
+class _Cuts:
+    """What is cut of a model's parameters; done for all at once."""
+
+    def __init__(self, model: nn.Module, ctx: Context, place: Place) -> None:
+        self._model, self._ctx, self._place = model, ctx, place
+        self._names = {param: name for name, param in model.named_parameters()}
+        self._cuts: dict[nn.Parameter, Cut] = {}
+
+    def add(self, module: nn.Module, cuts: dict[str, Cut]) -> None:
+        """Cut parameters of `module`. ConfigError where two layers that share one would cut it differently."""
+        for key, cut in cuts.items():
+            param = getattr(module, key)
+            if param is None:
+                continue
+            if self._cuts.setdefault(param, cut) != cut:
+                raise ConfigError(
+                    [
+                        Problem(
+                            "tensor_parallel",
+                            f"{self._names[param]} is shared by layers that would be cut differently",
+                            "give both the same rule in partition_config.layer_specs",
+                        )
+                    ],
+                    self._ctx.config.origin,
+                )
+
+    @torch.no_grad()
+    def share_and_cut(self) -> None:
+        """Every rank takes the first one's values, of all parameters and buffers, and keeps its parts of them."""
+        known = self._ctx.stash.get(SLICES)
+        slices = dict(known) if known is not None else {}
+        for param, name in self._names.items():
+            full, cut = self._shared(param), self._cuts.get(param)
+            if cut is None:
+                param.data = full
+                continue
+            piece = slices.get(name) or Slice.of(full.shape)
+            slices[name] = piece.keep("tp", cut.dim, cut.division.ranges(self._place.rank))
+            param.grad = None
+            param.data = (
+                Slice.of(full.shape).keep("tp", cut.dim, cut.division.ranges(self._place.rank)).take(full).clone()
+            )
+        for buffer in self._model.buffers():
+            buffer.data = self._shared(buffer)
+        self._ctx.stash[SLICES] = slices
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor.data
+        full = tensor.data.to(self._ctx.accelerator.current_device()).contiguous()
+        comm.broadcast(full, src=self._ctx.mesh.ranks("tp")[0], group=self._place.group)
+        return full
+
+
+def _tell(plan: Plan, hand_written: int, size: int) -> None:
+    kinds = Counter(rule.kind.value for name, rule in plan.rules.items() if rule.kind not in _NO_MATRIX)
+    if hand_written:
+        kinds["written by hand"] = hand_written
+    counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    log.info("tensor parallelism over %d ranks by %s: %s", size, plan.source or "rules of the config", counted)
+    if plan.whole:
+        some = ", ".join(list(plan.whole)[:5])
+        log.info("%d linear layers stay whole: %s%s", len(plan.whole), some, ", ..." if len(plan.whole) > 5 else "")
+    for why in dict.fromkeys(plan.whole.values()):
+        log.info("whole: %s", why)

@@ -1,0 +1,39 @@
+"""Models of transformers by config alone: losses and weights equal those of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from ds_testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tp_models import hugging_face, plain, settings, train, weights_off
+
+STEPS = 3
+
+
+def compare(world: int, kind: str, tp: int, stages: list[int]) -> dict[str, float]:
+    import ds_core
+
+    dp = world // tp
+    truth = hugging_face(kind)
+    losses = plain(truth, dp, STEPS)
+    off = {}
+    for stage in stages:
+        engine, *_ = ds_core.initialize(model=hugging_face(kind), config=settings(tp, stage))
+        got = train(engine, STEPS)
+        if dp == 1:
+            off[f"losses, stage {stage}"] = max(abs(a - b) for a, b in zip(got, losses, strict=True))
+        off[f"weights, stage {stage}"] = weights_off(engine, truth)
+        engine.destroy()
+    return off
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("world", "tp", "stages"), [(2, 2, [0]), (4, 2, [0, 1, 2, 3])], ids=["tp2", "tp2-dp2"])
+def test_trains_as_one_process(kind: str, world: int, tp: int, stages: list[int]) -> None:
+    for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages)):
+        assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
