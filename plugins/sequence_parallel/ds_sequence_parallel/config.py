@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field, RootModel
 
@@ -25,6 +25,16 @@ class SequenceParallelConfig(Section):
 
     size: int | None = option(
         None, "Ranks that divide each sequence; null: sequence_parallel_size, which is 1 if not given.", ge=1
+    )
+    mode: Literal["auto", "ulysses", "ring"] = option(
+        "auto",
+        "How ranks attend to the whole sequence: ulysses exchanges heads, ring sends keys and values around; auto: ring "
+        "where a transformers model has fewer heads than there are ranks.",
+    )
+    inputs: dict[str, int | None] = option(
+        {},
+        "Arguments of the model's forward and the dimension of each that is cut, null for none; those of transformers "
+        "models are known.",
     )
 
 

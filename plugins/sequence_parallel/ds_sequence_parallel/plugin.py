@@ -1,19 +1,20 @@
-"""What this distribution offers to ds_core: the section ``sequence_parallel``, its axis (torch-free)."""
+"""What this distribution offers to ds_core: the section ``sequence_parallel``, its axis, its transform (torch-free)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ds_core.entries import Axis
+from ds_core.entries import Axis, Phase, Transform
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.config import RunConfig
+    from ds_core.context import Context
 
-__all__ = ["ds_check", "ds_config", "ds_mesh_axes"]
+__all__ = ["ds_check", "ds_close", "ds_config", "ds_mesh_axes", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -37,4 +38,24 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """``sp``, folded inside dp: its ranks hold the same parameters, and work on parts of the same sequences."""
     from ds_sequence_parallel.config import sp_size
 
-    return [Axis("sp", sp_size(config), inside="dp")]
+    return [Axis("sp", sp_size(config), inside="dp", same_batch=True)]
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """Inputs are cut, and attention is exchanged, unless a compile pass does that."""
+
+    def divide(model):  # type: ignore[no-untyped-def]
+        from ds_sequence_parallel.transform import divide
+
+        return divide(model, ctx)
+
+    passes = getattr(ctx.config.section("compile"), "passes", None) or ()
+    return [] if "autosp" in passes else [Transform(Phase.SHARD, divide)]
+
+
+def ds_close(ctx: Context) -> None:
+    """Give the transformers model back as it was."""
+    from ds_sequence_parallel.transform import SHARDED
+
+    if (sharded := ctx.stash.get(SHARDED)) is not None:
+        sharded.close()

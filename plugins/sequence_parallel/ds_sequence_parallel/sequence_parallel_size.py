@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from ds_core.config import RunConfig
-    from ds_core.entries import Axis
+    from ds_core.context import Context
+    from ds_core.entries import Axis, Transform
 
-__all__ = ["ds_config", "ds_mesh_axes"]
+__all__ = ["ds_close", "ds_config", "ds_mesh_axes", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -29,3 +30,17 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     from ds_sequence_parallel import plugin
 
     return plugin.ds_mesh_axes(config) if config.section("sequence_parallel") is None else []
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """See `ds_sequence_parallel.plugin`."""
+    from ds_sequence_parallel import plugin
+
+    return plugin.ds_transforms(ctx) if ctx.config.section("sequence_parallel") is None else []
+
+
+def ds_close(ctx: Context) -> None:
+    """See `ds_sequence_parallel.plugin`."""
+    from ds_sequence_parallel import plugin
+
+    plugin.ds_close(ctx)

@@ -1,0 +1,433 @@
+"""A transformers model whose sequences are divided over ranks, with no change to its code.
+
+[Note: how it is done] A hook before the model's forward cuts the inputs. The model's attention implementation is one that
+is registered with transformers for this run: its mask function builds no mask of the part, but a `Part`, which has the
+mask of the whole sequence and travels to each attention as its ``attention_mask``, so that a block that is computed again
+finds it too; its attention function exchanges heads (Ulysses) or goes round the ring. A model that does not use the
+registry (Bloom) is given a cache, `GatheredKeys`, whose update gathers keys and values of the whole sequence. The loss is
+divided by the number of tokens of all shards; see `ds_sequence_parallel.losses`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ds_comm_autograd import gather_to, mean
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ds_core import comm
+from ds_core.errors import UsageError
+from ds_sequence_parallel.layout import Layout
+from ds_sequence_parallel.ring import Mask, ring_attention
+from ds_sequence_parallel.ulysses import ulysses
+
+__all__ = ["GatheredKeys", "Part", "ShardedModel", "root_model"]
+
+_ALONG = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "labels": -1, "shift_labels": -1, "position_ids": -1}
+"""Arguments of a transformers model, and the dimension of each that is the sequence."""
+_LOSSES = {"ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}
+"""Losses that are a mean over tokens, and whether labels are those of the next token."""
+IGNORED = -100
+_names = itertools.count(1)
+
+
+def root_model(model: nn.Module) -> Any:
+    """The outermost transformers model in `model`; None without one. UsageError where there are several."""
+    base: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules() if base is not None else ():
+        inner = any(name.startswith(f"{outer}.") or not outer for outer in found)
+        if isinstance(module, base) and not inner:
+            found[name] = module
+    if len(found) > 1:
+        raise UsageError(
+            f"sequence_parallel: the model holds several transformers models ({', '.join(found)}); their inputs cannot "
+            "be told apart: cut them yourself, and use ds_sequence_parallel.DistributedAttention"
+        )
+    return next(iter(found.values()), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What an attention has to know of the whole sequence.
+
+    whole: the mask of the whole sequence, as the model's own attention implementation takes it. causal, allowed: the
+    same for the ring: which keys a query may look at. position_ids: of the whole sequence.
+    """
+
+    layout: Layout
+    whole: Any
+    causal: bool
+    allowed: Mask | None
+    position_ids: Tensor | None
+
+
+@dataclass(eq=False)
+class _Inputs:
+    """The micro-batch that is on its way through the model. items: what the loss is divided by, on this rank."""
+
+    layout: Layout
+    padding: Tensor | None
+    segments: Tensor | None
+    position_ids: Tensor | None
+    items: Any = None
+    labelled: bool = False
+    losses: int = 0
+    attentions: int = 0
+
+
+class GatheredKeys:
+    """Stands in for a model's cache: an attention that updates it gets the keys and values of the whole sequence."""
+
+    recompute_safe = True  # it keeps nothing
+
+    def __init__(self, inputs: _Inputs, group: ProcessGroup) -> None:
+        self.inputs, self.group = inputs, group
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values, [batch, heads, positions, size], of all ranks. Collective."""
+        self.inputs.attentions += 1
+        sizes = self.inputs.layout.sizes
+        return gather_to(key, self.group, 2, sizes), gather_to(value, self.group, 2, sizes)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before this micro-batch."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The position of this rank's first token."""
+        return self.inputs.layout.pieces(comm.rank(self.group))[0][0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys, and the position of the first."""
+        return self.inputs.layout.length, 0
+
+
+class ShardedModel:
+    """The hooks of one transformers model; see the module.
+
+    more: further arguments of the forward and the dimension of each that is cut; None for one that is left whole.
+    """
+
+    def __init__(
+        self, model: Any, group: ProcessGroup, *, ring: bool, more: Mapping[str, int | None], heads_over: int = 1
+    ) -> None:
+        self.model, self.group = model, group
+        self.rank, self.ranks = comm.rank(group), comm.world_size(group)
+        self.more, self.ring = more, ring
+        self.inputs: _Inputs | None = None
+        parameters = inspect.signature(type(model).forward).parameters
+        self.names = [name for name in parameters if name != "self"]
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.before: str = model.config._attn_implementation or "eager"
+        self.registered = bool(getattr(model, "_supports_attention_backend", False))
+        self._check_model()
+        if self.registered:
+            self._register()
+        self.old_loss: Any = getattr(model, "loss_function", None)
+        if callable(self.old_loss):
+            model.loss_function = self.loss
+        self._handles = [
+            model.register_forward_pre_hook(self.begin, with_kwargs=True),
+            model.register_forward_hook(self.end, always_call=True),
+        ]
+
+    def _check_model(self) -> None:
+        name = type(self.model).__name__
+        own_positions = [m for m in self.model.modules() if hasattr(m, "create_position_ids_from_input_ids")]
+        self.needs_positions = bool(own_positions) or name.startswith("OPT")
+        if self.registered:
+            return
+        if self.ring:
+            raise UsageError(
+                f"sequence_parallel.mode is ring, and {name} does not use transformers' attention functions; leave mode out"
+            )
+        if "past_key_values" not in self.names:
+            raise UsageError(
+                f"sequence_parallel: {name} neither uses transformers' attention functions nor has a cache of keys and "
+                "values, so its attention cannot be divided"
+            )
+
+    def _register(self) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        name = f"ds_sequence_parallel_{next(_names)}"
+        AttentionInterface.register(name, self.attention)
+        AttentionMaskInterface.register(name, self.mask)
+        self.model.set_attn_implementation(name)
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        for handle in self._handles:
+            handle.remove()
+        if self.registered:
+            from transformers import AttentionInterface, AttentionMaskInterface
+
+            name = self.model.config._attn_implementation
+            self.model.set_attn_implementation(self.before)
+            for interface in (AttentionInterface, AttentionMaskInterface):
+                interface._global_mapping.pop(name, None)
+        if callable(self.old_loss):
+            del self.model._loss_function
+
+    # -- inputs ----------------------------------------------------------------------------------------------------
+
+    def begin(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Cut the inputs; before the model's forward."""
+        given = {**dict(zip(self.names, args)), **kwargs}  # noqa: B905 (the rest are defaults)
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("use_cache") or "past_key_values" in given:
+            self.inputs = None  # it generates, and each rank does it whole
+            return None
+        layout = self._layout(given)
+        padding = given.pop("attention_mask", None)
+        if padding is not None and (not isinstance(padding, Tensor) or padding.shape[1:] != (layout.length,)):
+            shown = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
+            raise UsageError(
+                f"sequence_parallel: attention_mask must be [batch, sequence] with the {layout.length} tokens of the whole "
+                f"sequence, and is {shown}"
+            )
+        positions = given.get("position_ids")
+        segments = _documents(positions) if padding is None else None
+        self.inputs = inputs = _Inputs(layout, padding, segments, positions)
+        self._labels(given, inputs)
+        device = next(v.device for v in given.values() if isinstance(v, Tensor))
+        if positions is None and "position_ids" in self.names:
+            if self.needs_positions:
+                raise UsageError(
+                    f"sequence_parallel: {type(self.model).__name__} counts positions in its own way; give it position_ids"
+                )
+            given["position_ids"] = torch.arange(layout.length, device=device).unsqueeze(0)
+        self._cut(given, layout)
+        if self.registered:  # all of it, lest the model look for documents in the positions of a part
+            batch = self._batch(given)
+            whole = torch.ones(batch, layout.length, dtype=torch.bool, device=device) if padding is None else padding
+            given["attention_mask"] = whole.bool()
+        else:
+            self._gather_keys(given, inputs)
+        if "use_cache" in self.names or self.takes_any:
+            given["use_cache"] = False
+        return (), given
+
+    def _gather_keys(self, given: dict[str, Any], inputs: _Inputs) -> None:
+        if inputs.segments is not None:
+            raise UsageError(
+                f"sequence_parallel: packed sequences need transformers' attention functions, which "
+                f"{type(self.model).__name__} does not use"
+            )
+        if inputs.padding is not None:
+            given["attention_mask"] = inputs.padding
+        given["past_key_values"] = GatheredKeys(inputs, self.group)
+
+    def _layout(self, given: Mapping[str, Any]) -> Layout:
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if tokens is None:
+            raise UsageError("sequence_parallel: the model was called without input_ids and inputs_embeds")
+        return Layout(tokens.shape[1], self.ranks, self.ring)
+
+    @staticmethod
+    def _batch(given: Mapping[str, Any]) -> int:
+        return int(given["input_ids" if "input_ids" in given else "inputs_embeds"].shape[0])
+
+    def _labels(self, given: dict[str, Any], inputs: _Inputs) -> None:
+        """Labels of the whole sequence: shifted where the loss is of the next token, and counted."""
+        labels, shifted = given.get("labels"), given.pop("shift_labels", None)
+        items = given.pop("num_items_in_batch", None)
+        if labels is None and shifted is None:
+            return
+        kind = getattr(self.model, "loss_type", None)
+        if kind not in _LOSSES:
+            raise UsageError(
+                f"sequence_parallel: the loss of {type(self.model).__name__} ({kind}) is no mean over tokens; call the "
+                "model without labels, and compute the loss with ds_sequence_parallel.token_mean"
+            )
+        if shifted is None:
+            nexts = labels is not None and _LOSSES[kind]
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if nexts else labels
+        items = (shifted != IGNORED).sum() if items is None else items
+        inputs.items, inputs.labelled = items / self.ranks, True
+        given["labels"] = shifted
+        if self.takes_any:
+            given["num_items_in_batch"] = inputs.items
+            if _LOSSES[kind]:
+                given["shift_labels"] = shifted
+
+    def _cut(self, given: dict[str, Any], layout: Layout) -> None:
+        along = {**_ALONG, **self.more}
+        for name, value in given.items():
+            dim = along.get(name)
+            if isinstance(value, Tensor) and dim is not None:
+                given[name] = layout.cut(value, self.rank, dim).contiguous()
+            elif isinstance(value, Tensor) and name not in along and layout.length in value.shape[1:]:
+                raise UsageError(
+                    f"sequence_parallel: argument {name!r} of shape {tuple(value.shape)} may belong to the tokens; say which "
+                    f'dimension is cut, or null for none: "sequence_parallel": {{"inputs": {{"{name}": 1}}}}'
+                )
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def mask(
+        self,
+        batch_size: int,
+        q_length: Any,
+        kv_length: int,
+        mask_function: Callable[..., Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """transformers' mask function: a `Part`, or the usual mask where the model runs whole."""
+        from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
+
+        build = AttentionMaskInterface._global_mapping.get(self.before)
+        function = causal_mask_function if mask_function is None else mask_function
+        inputs = self.inputs
+        if inputs is None:
+            more = {"mask_function": function, "attention_mask": attention_mask, **options}
+            return None if build is None else build(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **more)
+        plain = function is causal_mask_function or function is bidirectional_mask_function
+        causal = function is causal_mask_function or options.get("local_size") is not None
+        if inputs.segments is not None:
+            assert inputs.position_ids is not None
+            function, plain = _inside(function, inputs.segments, inputs.position_ids), False
+            options["allow_is_causal_skip"] = False
+        padding, length = inputs.padding if inputs.padding is None else inputs.padding.bool(), inputs.layout.length
+        whole, allowed = None, None
+        if self.ring:
+            if options.get("use_vmap"):
+                raise UsageError("sequence_parallel: ring attention cannot use this model's own mask; set mode to ulysses")
+            if not plain or padding is not None:
+                allowed = _allowed(function, padding, batch_size)
+        elif build is not None:
+            options |= {"q_offset": 0, "kv_offset": 0, "mask_function": function, "attention_mask": padding}
+            whole = build(batch_size=batch_size, q_length=length, kv_length=length, **options)
+        return Part(inputs.layout, whole, causal, allowed, inputs.position_ids)
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """transformers' attention function: [batch, heads, positions, size] -> [batch, positions, heads, size]."""
+        part = attention_mask
+        if self.inputs is not None:
+            self.inputs.attentions += 1
+        if not isinstance(part, Part):
+            if self.inputs is None and not torch.is_grad_enabled():
+                out, _ = self._plain(module)(module, query, key, value, part, **options)
+                return out, None
+            raise UsageError(
+                f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its attention cannot be "
+                "divided"
+            )
+        for name in ("s_aux", "position_bias", "softcap") if self.ring else ("s_aux", "position_bias"):
+            if options.get(name) is not None:
+                raise UsageError(f"sequence_parallel: attention with {name} ({type(module).__name__}) cannot be divided")
+        if self.ring:
+            if options.get("dropout"):
+                raise UsageError("sequence_parallel: ring attention has no dropout; set attention_dropout to 0 or mode to ulysses")
+            scale = options.get("scaling")
+            out = ring_attention(
+                query, key, value, self.group, part.layout, causal=part.causal, scale=scale, mask=part.allowed
+            )
+            return out.transpose(1, 2), None
+        if "position_ids" in options:
+            options["position_ids"] = part.position_ids
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, repeated: bool) -> Tensor:
+            local = _OneKeyPerQuery(module) if repeated else module
+            found: Tensor = self._plain(module)(local, query, key, value, part.whole, **options)[0]
+            return found
+
+        there = {"heads": 1, "sequence": 2, "out_heads": 2, "out_sequence": 1}
+        return ulysses(attend, query, key, value, self.group, lengths=part.layout.sizes, **there), None
+
+    def _plain(self, module: Any) -> Any:
+        """The attention function that the model had before."""
+        from transformers import AttentionInterface
+
+        if self.before == "eager":
+            return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        return AttentionInterface._global_mapping[self.before]
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    def loss(self, logits: Tensor, labels: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        """The model's loss function, divided by the tokens of all shards."""
+        if (inputs := self.inputs) is not None and inputs.labelled:
+            inputs.losses += 1
+            if options.get("num_items_in_batch") is None:
+                options["num_items_in_batch"] = inputs.items
+            if options.get("shift_labels") is None and _LOSSES[self.model.loss_type]:
+                options["shift_labels"] = labels
+        return self.old_loss(logits, labels, *args, **options)
+
+    def end(self, module: Any, args: Any, output: Any) -> Any:
+        """Show the mean over all shards; after the model's forward, also one that failed."""
+        inputs, self.inputs = self.inputs, None
+        if inputs is None or output is None:
+            return None
+        if not inputs.attentions:
+            raise UsageError(f"sequence_parallel: no attention of {type(self.model).__name__} was divided; is it one?")
+        if not isinstance(output, tuple) and getattr(output, "past_key_values", None) is not None:
+            output.past_key_values = None
+        if not inputs.labelled:
+            return output
+        if not inputs.losses:
+            raise UsageError(
+                f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over this rank's tokens alone; "
+                "call it without labels, and use ds_sequence_parallel.cross_entropy"
+            )
+        if isinstance(output, tuple):
+            return mean(output[0], self.group), *output[1:]
+        output.loss = mean(output.loss, self.group)
+        return output
+
+
+class _OneKeyPerQuery:
+    """An attention module whose key-value heads have been repeated for this call."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _documents(position_ids: Tensor | None) -> Tensor | None:
+    """The number of the document of each token of packed sequences; None where each row is one."""
+    if position_ids is None or position_ids.dim() != 2:
+        return None
+    starts = torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1
+    return starts.cumsum(-1) if bool(starts.any()) else None
+
+
+def _inside(function: Callable[..., Tensor], segments: Tensor, positions: Tensor) -> Callable[..., Tensor]:
+    """A mask function inside documents, by the positions in them."""
+
+    def inner(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        row = batch if len(segments) > 1 else batch * 0
+        same = segments[row, query] == segments[row, key]
+        return function(batch, head, positions[row, query], positions[row, key]) & same
+
+    return inner
+
+
+def _allowed(function: Callable[..., Tensor], padding: Tensor | None, batch: int) -> Mask:
+    """A mask function of transformers as the ring takes it."""
+
+    def mask(queries: Tensor, keys: Tensor) -> Tensor:
+        rows = torch.arange(batch, device=queries.device)[:, None, None, None]
+        query, key = queries[None, None, :, None], keys[None, None, None, :]
+        seen = function(rows, rows.new_zeros(1, 1, 1, 1), query, key)
+        if padding is not None:
+            seen = seen & padding[rows, key]
+        return seen.expand(batch, 1, len(queries), len(keys))
+
+    return mask

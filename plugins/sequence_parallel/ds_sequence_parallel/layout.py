@@ -1,0 +1,91 @@
+"""Which positions of a sequence each rank has."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from ds_comm_autograd import gather
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ds_core import comm
+from ds_core.errors import UsageError
+
+__all__ = ["Layout", "cut", "joined"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sequence of `length` positions over `ranks` ranks, in parts whose lengths differ by little.
+
+    zigzag: cut into twice as many chunks, of which each rank has one from the front and one from the back, so that
+    causal attention is the same work for all. Without it each rank has one stretch. Positions of a rank ascend.
+    """
+
+    length: int
+    ranks: int
+    zigzag: bool = False
+
+    def __post_init__(self) -> None:
+        if self.length < self.ranks:
+            raise UsageError(
+                f"a sequence of {self.length} tokens cannot be divided over {self.ranks} ranks; use longer sequences "
+                "or a smaller sequence_parallel.size"
+            )
+
+    def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The stretches (first, end) that `rank` has."""
+        return _pieces(self)[rank]
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """The number of positions of each rank; None where all are equal."""
+        sizes = [sum(end - first for first, end in self.pieces(r)) for r in range(self.ranks)]
+        return None if len(set(sizes)) == 1 else sizes
+
+    def cut(self, whole: Tensor, rank: int, dim: int) -> Tensor:
+        """The part of `rank`."""
+        if whole.shape[dim] != self.length:
+            raise UsageError(
+                f"an input of shape {tuple(whole.shape)} has {whole.shape[dim]} positions along dimension {dim}, where "
+                f"the sequence has {self.length}"
+            )
+        parts = [whole.narrow(dim, first, end - first) for first, end in self.pieces(rank)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """The positions of `rank`, ascending."""
+        return torch.cat([torch.arange(first, end, device=device) for first, end in self.pieces(rank)])
+
+    def in_order(self, parts: Tensor, dim: int) -> Tensor:
+        """The whole sequence of all ranks' parts, one after the other along `dim`."""
+        if not self.zigzag:
+            return parts
+        order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
+        return parts.index_select(dim, order.to(parts.device))
+
+
+@functools.lru_cache(maxsize=64)
+def _pieces(layout: Layout) -> tuple[tuple[tuple[int, int], ...], ...]:
+    zigzag = layout.zigzag and layout.length >= 2 * layout.ranks  # else some chunks would be empty
+    count = layout.ranks * (2 if zigzag else 1)
+    chunks = [(layout.length * i // count, layout.length * (i + 1) // count) for i in range(count)]
+    if not zigzag:
+        return tuple((chunk,) for chunk in chunks)
+    return tuple((chunks[r], chunks[count - 1 - r]) for r in range(layout.ranks))
+
+
+def cut(whole: Tensor, group: ProcessGroup | None, dim: int = 1, *, zigzag: bool = False) -> Tensor:
+    """This rank's part of a tensor that all ranks of `group` have whole: tokens, labels, position ids.
+
+    zigzag: as ring attention has it; see `Layout`. Gradients do not come back together: it is for inputs.
+    """
+    layout = Layout(whole.shape[dim], comm.world_size(group), zigzag)
+    return layout.cut(whole, comm.rank(group), dim)
+
+
+def joined(part: Tensor, group: ProcessGroup | None, layout: Layout, dim: int = 1) -> Tensor:
+    """The whole of which each rank of `group` has its `part`, such as logits; the gradient is this rank's part."""
+    return layout.in_order(gather(part, group, dim, layout.sizes), dim)
