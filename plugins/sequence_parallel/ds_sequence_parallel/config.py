@@ -28,7 +28,8 @@ class SequenceParallelConfig(Section):
     )
     mode: Literal["auto", "ulysses", "ring"] = option(
         "auto",
-        "How ranks attend to the whole sequence: ulysses exchanges heads, ring sends keys and values around; auto: ring "
+        "How ranks attend to the whole sequence: ulysses exchanges heads, ring sends keys and values around; "
+        "auto: ring "
         "where a transformers model has fewer heads than there are ranks.",
     )
     inputs: dict[str, int | None] = option(

@@ -1,11 +1,11 @@
 """A transformers model whose sequences are divided over ranks, with no change to its code.
 
-[Note: how it is done] A hook before the model's forward cuts the inputs. The model's attention implementation is one that
-is registered with transformers for this run: its mask function builds no mask of the part, but a `Part`, which has the
-mask of the whole sequence and travels to each attention as its ``attention_mask``, so that a block that is computed again
-finds it too; its attention function exchanges heads (Ulysses) or goes round the ring. A model that does not use the
-registry (Bloom) is given a cache, `GatheredKeys`, whose update gathers keys and values of the whole sequence. The loss is
-divided by the number of tokens of all shards; see `ds_sequence_parallel.losses`.
+[Note: how it is done] A hook before the model's forward cuts the inputs. The model's attention implementation is one
+that is registered with transformers for this run: its mask function builds no mask of the part, but a `Part`, which
+has the mask of the whole sequence and travels to each attention as its ``attention_mask``, so that a block that is
+computed again finds it too; its attention function exchanges heads (Ulysses) or goes round the ring. A model that does
+not use the registry (Bloom) is given a cache, `GatheredKeys`, whose update gathers keys and values of the whole
+sequence. The loss is divided by the number of tokens of all shards; see `ds_sequence_parallel.losses`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = ["GatheredKeys", "Part", "ShardedModel", "root_model"]
 
 _ALONG = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "labels": -1, "shift_labels": -1, "position_ids": -1}
 """Arguments of a transformers model, and the dimension of each that is the sequence."""
-_LOSSES = {"ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}
-"""Losses that are a mean over tokens, and whether labels are those of the next token."""
+_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
+"""transformers' losses that are a mean over tokens, and whether labels are those of the next token."""
 IGNORED = -100
 _names = itertools.count(1)
 
@@ -132,6 +132,7 @@ class ShardedModel:
         if self.registered:
             self._register()
         self.old_loss: Any = getattr(model, "loss_function", None)
+        self.shifts = _LOSSES.get(getattr(self.old_loss, "__name__", ""))
         if callable(self.old_loss):
             model.loss_function = self.loss
         self._handles = [
@@ -147,7 +148,8 @@ class ShardedModel:
             return
         if self.ring:
             raise UsageError(
-                f"sequence_parallel.mode is ring, and {name} does not use transformers' attention functions; leave mode out"
+                f"sequence_parallel.mode is ring, and {name} does not use transformers' attention functions; leave "
+                "mode out"
             )
         if "past_key_values" not in self.names:
             raise UsageError(
@@ -191,7 +193,8 @@ class ShardedModel:
         if padding is not None and (not isinstance(padding, Tensor) or padding.shape[1:] != (layout.length,)):
             shown = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
             raise UsageError(
-                f"sequence_parallel: attention_mask must be [batch, sequence] with the {layout.length} tokens of the whole "
+                f"sequence_parallel: attention_mask must be [batch, sequence] with the {layout.length} tokens of the "
+                "whole "
                 f"sequence, and is {shown}"
             )
         positions = given.get("position_ids")
@@ -202,7 +205,8 @@ class ShardedModel:
         if positions is None and "position_ids" in self.names:
             if self.needs_positions:
                 raise UsageError(
-                    f"sequence_parallel: {type(self.model).__name__} counts positions in its own way; give it position_ids"
+                    f"sequence_parallel: {type(self.model).__name__} counts positions in its own way; give it "
+                    "position_ids"
                 )
             given["position_ids"] = torch.arange(layout.length, device=device).unsqueeze(0)
         self._cut(given, layout)
@@ -242,21 +246,20 @@ class ShardedModel:
         items = given.pop("num_items_in_batch", None)
         if labels is None and shifted is None:
             return
-        kind = getattr(self.model, "loss_type", None)
-        if kind not in _LOSSES:
+        if self.shifts is None:
             raise UsageError(
-                f"sequence_parallel: the loss of {type(self.model).__name__} ({kind}) is no mean over tokens; call the "
-                "model without labels, and compute the loss with ds_sequence_parallel.token_mean"
+                f"sequence_parallel: the loss of {type(self.model).__name__} is not known to be a mean over tokens; call "
+                "the model without labels, and compute the loss with ds_sequence_parallel.token_mean"
             )
         if shifted is None:
-            nexts = labels is not None and _LOSSES[kind]
-            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if nexts else labels
+            assert labels is not None
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if self.shifts else labels
         items = (shifted != IGNORED).sum() if items is None else items
         inputs.items, inputs.labelled = items / self.ranks, True
         given["labels"] = shifted
         if self.takes_any:
             given["num_items_in_batch"] = inputs.items
-            if _LOSSES[kind]:
+            if self.shifts:
                 given["shift_labels"] = shifted
 
     def _cut(self, given: dict[str, Any], layout: Layout) -> None:
@@ -267,7 +270,8 @@ class ShardedModel:
                 given[name] = layout.cut(value, self.rank, dim).contiguous()
             elif isinstance(value, Tensor) and name not in along and layout.length in value.shape[1:]:
                 raise UsageError(
-                    f"sequence_parallel: argument {name!r} of shape {tuple(value.shape)} may belong to the tokens; say which "
+                    f"sequence_parallel: argument {name!r} of shape {tuple(value.shape)} may belong to the tokens; say "
+                    "which "
                     f'dimension is cut, or null for none: "sequence_parallel": {{"inputs": {{"{name}": 1}}}}'
                 )
 
@@ -285,12 +289,14 @@ class ShardedModel:
         """transformers' mask function: a `Part`, or the usual mask where the model runs whole."""
         from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
-        build = AttentionMaskInterface._global_mapping.get(self.before)
-        function = causal_mask_function if mask_function is None else mask_function
+        build: Any = AttentionMaskInterface._global_mapping.get(self.before)
+        function: Any = causal_mask_function if mask_function is None else mask_function
         inputs = self.inputs
         if inputs is None:
             more = {"mask_function": function, "attention_mask": attention_mask, **options}
-            return None if build is None else build(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **more)
+            return (
+                None if build is None else build(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **more)
+            )
         plain = function is causal_mask_function or function is bidirectional_mask_function
         causal = function is causal_mask_function or options.get("local_size") is not None
         if inputs.segments is not None:
@@ -301,7 +307,9 @@ class ShardedModel:
         whole, allowed = None, None
         if self.ring:
             if options.get("use_vmap"):
-                raise UsageError("sequence_parallel: ring attention cannot use this model's own mask; set mode to ulysses")
+                raise UsageError(
+                    "sequence_parallel: ring attention cannot use this model's own mask; set mode to ulysses"
+                )
             if not plain or padding is not None:
                 allowed = _allowed(function, padding, batch_size)
         elif build is not None:
@@ -321,15 +329,20 @@ class ShardedModel:
                 out, _ = self._plain(module)(module, query, key, value, part, **options)
                 return out, None
             raise UsageError(
-                f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its attention cannot be "
+                f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its attention cannot "
+                "be "
                 "divided"
             )
         for name in ("s_aux", "position_bias", "softcap") if self.ring else ("s_aux", "position_bias"):
             if options.get(name) is not None:
-                raise UsageError(f"sequence_parallel: attention with {name} ({type(module).__name__}) cannot be divided")
+                raise UsageError(
+                    f"sequence_parallel: attention with {name} ({type(module).__name__}) cannot be divided"
+                )
         if self.ring:
             if options.get("dropout"):
-                raise UsageError("sequence_parallel: ring attention has no dropout; set attention_dropout to 0 or mode to ulysses")
+                raise UsageError(
+                    "sequence_parallel: ring attention has no dropout; set attention_dropout to 0 or mode to ulysses"
+                )
             scale = options.get("scaling")
             out = ring_attention(
                 query, key, value, self.group, part.layout, causal=part.causal, scale=scale, mask=part.allowed
@@ -351,7 +364,7 @@ class ShardedModel:
         from transformers import AttentionInterface
 
         if self.before == "eager":
-            return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+            return sys.modules[type(module).__module__].eager_attention_forward
         return AttentionInterface._global_mapping[self.before]
 
     # -- the loss ------------------------------------------------------------------------------------------------------
@@ -362,7 +375,7 @@ class ShardedModel:
             inputs.losses += 1
             if options.get("num_items_in_batch") is None:
                 options["num_items_in_batch"] = inputs.items
-            if options.get("shift_labels") is None and _LOSSES[self.model.loss_type]:
+            if options.get("shift_labels") is None and self.shifts:
                 options["shift_labels"] = labels
         return self.old_loss(logits, labels, *args, **options)
 
@@ -379,7 +392,8 @@ class ShardedModel:
             return output
         if not inputs.losses:
             raise UsageError(
-                f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over this rank's tokens alone; "
+                f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over this rank's tokens "
+                "alone; "
                 "call it without labels, and use ds_sequence_parallel.cross_entropy"
             )
         if isinstance(output, tuple):

@@ -52,7 +52,8 @@ def ring_attention(
     plan = _Plan(group, layout, causal, query.shape[-1] ** -0.5 if scale is None else scale, mask)
     if query.shape[2] != plan.own:
         raise UsageError(
-            f"ring attention: rank {plan.rank} has {query.shape[2]} positions, and of a sequence of {layout.length} over "
+            f"ring attention: rank {plan.rank} has {query.shape[2]} positions, and of a sequence of "
+            f"{layout.length} over "
             f"{layout.ranks} ranks it has {plan.own}"
         )
     apply: Any = _Ring.apply

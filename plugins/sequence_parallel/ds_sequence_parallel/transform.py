@@ -29,7 +29,7 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     group, ranks, asked = ctx.mesh.group("sp"), ctx.mesh.size("sp"), settings(ctx.config)
     if ranks == 1:
         return model
-    bound = [module for module in model.modules() if hasattr(module, "bind_sequence")]
+    bound: list[Any] = [module for module in model.modules() if hasattr(module, "bind_sequence")]
     for module in bound:
         module.bind_sequence(group, asked.mode == "ring")
     root = root_model(model)

@@ -1,0 +1,48 @@
+"""transformers models, unchanged, with their sequences divided: losses, weights and logits of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import sp_models as m
+from ds_testing import run_ranks
+
+FAST = [
+    ["llama", "ulysses", {}],
+    ["llama", "ring", {"kind": "padded", "attention": "sdpa"}],
+    ["gpt2", "auto", {"kind": "packed"}],
+    ["bloom", "auto", {"kind": "padded"}],
+]
+SLOW = [
+    [family, mode, {"kind": kind, "attention": attention, "steps": 10}]
+    for family in m.FAMILIES
+    for mode in ("ulysses", "ring")
+    for kind in ("plain", "padded", "packed")
+    for attention in ("sdpa", "eager")
+    if not (family == "bloom" and (mode == "ring" or kind == "packed" or attention == "sdpa"))
+]
+
+
+def check(ranks: int, cases: list[Any]) -> None:
+    for found in run_ranks(ranks, m.differences, cases):
+        for case, (loss, weights, logits) in zip(cases, found, strict=True):
+            # transformers computes losses, norms and softmax in fp32
+            assert loss < 1e-6, (case, loss, weights, logits)
+            assert weights < 1e-6, (case, loss, weights, logits)
+            assert logits < 1e-6, (case, loss, weights, logits)
+
+
+def test_two_ranks() -> None:
+    check(2, FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", m.FAMILIES)
+def test_each_family(family: str, ranks: int) -> None:
+    check(ranks, [case for case in SLOW if case[0] == family])
