@@ -248,7 +248,8 @@ class ShardedModel:
             return
         if self.shifts is None:
             raise UsageError(
-                f"sequence_parallel: the loss of {type(self.model).__name__} is not known to be a mean over tokens; call "
+                f"sequence_parallel: the loss of {type(self.model).__name__} is not known to be a mean over tokens; "
+                "call "
                 "the model without labels, and compute the loss with ds_sequence_parallel.token_mean"
             )
         if shifted is None:
