@@ -339,9 +339,9 @@ class Engine(RunningEngine):
         """Put the module into evaluation mode."""
         return self.train(False)
 
-    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the module's forward with torch.compile, in place."""
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Compile the model with torch.compile, in place: `compile_model` of the package ds-compile."""
+        self.compile_model(*arguments, **options)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

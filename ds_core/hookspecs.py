@@ -210,6 +210,11 @@ def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:  # type
     """
 
 
+@gives(named("builtins:str"))
+def ds_compile_passes() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
+    """Driver, by the name in ``compile.passes``: reference to a function ``ctx -> pass``; see `ds_compile.passes`."""
+
+
 @gives(nothing)
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
     """Hook: see or change the gradients of an optimizer step, before their norm is taken and they are clipped.

@@ -60,14 +60,12 @@ class Sequential(Runner):
 
     def train(self, engine: RunningEngine, batches: Iterator[Any], count: int) -> Tensor:
         """See `Runner.train`."""
-        total: Tensor | None = None
+        losses: list[Tensor] = []
         for index in range(count):
-            batch = next(batches)
-            loss = loss_of(call_with_batch(engine, batch))
+            loss = loss_of(call_with_batch(engine, next(batches)))
             engine.backward_micro(loss, last=index == count - 1)
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total / count
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0]) / count
 
     def evaluate(
         self,
@@ -129,10 +127,7 @@ class Batches:
         if self.given is not None:
             return self.given
         if self.loader is None:
-            raise UsageError(
-                "train_batch() without an iterator needs training_data in initialize(), or set_dataiterator(); or pass "
-                "an iterator"
-            )
+            raise UsageError("train_batch() needs an iterator, set_dataiterator(), or training_data in initialize()")
         if self._own is None:
             from ds_core.data import RepeatingLoader
 

@@ -33,6 +33,7 @@ KITS = {
     "ds_loader": "LoaderConformance",
     "ds_gradients": "GradientsConformance",
     "ds_metrics": "ObserverConformance",
+    "ds_compile_passes": "CompilePassConformance",
     "ds_launchers": "LauncherConformance",
     "ds_engine_methods": "EngineMethodsConformance",
     "ds_mesh_axes": "MeshAxisConformance",

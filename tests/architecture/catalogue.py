@@ -23,6 +23,7 @@ HOOKS = {
     "ds_launchers": "launchers",
     "ds_commands": "commands",
     "ds_config_formats": "config_formats",
+    "ds_compile_passes": "compile_passes",
 }
 DRIVERS = ("ds_checkpointer", "ds_mesh")
 """Hooks that an installed backend answers without being named; see `Plugins.driver`."""

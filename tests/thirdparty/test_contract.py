@@ -105,11 +105,13 @@ ENTRY = {
     "ds_mesh_axes": "Axis('x', 1)",
     "ds_transforms": "Transform(Phase.SHARD, print)",
     "ds_config_formats": "'m:a'",
+    "ds_compile_passes": "'m:a'",
     "ds_charts": "Chart('n', 't', 'x')",
 }
 LISTS = ("ds_accelerators", "ds_kernels", "ds_check", "ds_monitors", "ds_mesh_axes", "ds_transforms", "ds_charts")
 MAPPINGS = (
     *("ds_optimizers", "ds_schedulers", "ds_state_stores", "ds_launchers", "ds_commands", "ds_config_formats"),
+    "ds_compile_passes",
     "ds_checkpointables",
 )
 WRONG: list[tuple[str, str, str]] = [

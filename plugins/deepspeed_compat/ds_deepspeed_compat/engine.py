@@ -210,7 +210,17 @@ class DeepSpeedEngine(nn.Module):
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` has been called."""
-        return self.module._compiled_call_impl is not None
+        return any(module._compiled_call_impl is not None for module in self.module.modules())
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model with torch.compile, in place."""
+        self.core.compile(backend, compile_kwargs, schedule, compiled_autograd_enabled)
 
 
 def _of_core(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,6 +106,13 @@ KINDS: dict[str, Kind] = {
         needs=("ds-cli",),
     ),
     "command": Kind("a command of dscore", ("ds_commands",), False, "A command", needs=("ds-cli", "typer>=0.12")),
+    "compile-pass": Kind(
+        "changes the graphs of torch.compile",
+        ("ds_compile_passes",),
+        False,
+        "A pass over compiled graphs",
+        needs=("ds-compile",),
+    ),
     "check": Kind("rules that span a config's sections", ("ds_check",), True, "A check"),
     "chart": Kind("what dscore plan shows of a config", ("ds_charts",), True, "A chart"),
 }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ds_testing.checkpointer import CheckpointerConformance
     from ds_testing.collectives import CollectivesConformance
     from ds_testing.command import CommandConformance
+    from ds_testing.compile_pass import CompilePassConformance
     from ds_testing.config_hooks import ChartConformance, CheckConformance
     from ds_testing.engine_methods import EngineMethodsConformance
     from ds_testing.formats import ConfigFormatConformance
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointerConformance",
     "CollectivesConformance",
     "CommandConformance",
+    "CompilePassConformance",
     "ConfigFormatConformance",
     "EngineMethodsConformance",
     "GradientsConformance",
@@ -80,6 +82,7 @@ __getattr__, __dir__ = names_on_first_use(
         "checkpointer": "CheckpointerConformance",
         "collectives": "CollectivesConformance",
         "command": "CommandConformance",
+        "compile_pass": "CompilePassConformance",
         "config_hooks": "ChartConformance CheckConformance",
         "engine_methods": "EngineMethodsConformance",
         "formats": "ConfigFormatConformance",

@@ -5,7 +5,8 @@ forward of a parent) is gathered at that moment. From then on the running module
 For this the modules' parameter dicts are replaced by dicts that notice reads, until `GatherHooks.remove`.
 
 [Note: compiled modules] The hooks wait for collectives and change what parameters hold, so torch.compile must not trace
-into them: a graph ends at each module that gathers, and the next one begins with unsharded weights.
+into them: a graph ends at each module that gathers, and the next one begins with unsharded weights. So what is compiled
+is gathered as a whole (`GatherHooks.gather_whole`): below such a module there are no hooks, and reads go unnoticed.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class GatherHooks:
         self._root, self._gathering, self._unit_of, self._backward_began = root, gathering, unit_of, backward_began
         self._units = {g.module: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
         self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}  # the leaf above
+        self._traced: set[nn.Module] = set()  # by torch.compile, see [Note: compiled modules]
         self._known = set(root.parameters())
         self._registered: dict[nn.Module, list[BucketUnit]] = {}
         self._changed = False
@@ -103,11 +105,23 @@ class GatherHooks:
 
     def _observe(self, module: nn.Module) -> None:
         mine = any(p in self._unit_of for p in module._parameters.values() if p is not None)
-        if mine and not isinstance(module._parameters, _ObservedParams):
+        if mine and module not in self._traced and not isinstance(module._parameters, _ObservedParams):
             module._parameters = _ObservedParams(module._parameters, self._on_read)
             self._owners.append(module)
 
     # -- changes after initialize ----------------------------------------------------------------------------
+
+    def gather_whole(self, module: nn.Module) -> None:
+        """From now on `module` gathers all units below it, and nothing below it has hooks."""
+        units = [self._unit_of[p] for p in module.parameters() if p in self._unit_of]
+        self.remove()
+        for below in module.modules():
+            self._units.pop(below, None)
+            self._below[below] = module
+        self._traced.update(module.modules())
+        self._units[module] = list(dict.fromkeys(units))
+        self._names.setdefault(module, next(n for n, m in self._root.named_modules() if m is module))
+        self.install()
 
     def _add(self, module: nn.Module, unit: BucketUnit) -> None:
         """Make `module`, or the leaf above it, gather `unit` too."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_commands", "ds_config", "ds_engine_methods", "ds_partitioner"]
+__all__ = ["ds_check", "ds_commands", "ds_compile_passes", "ds_config", "ds_engine_methods", "ds_partitioner"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -30,6 +30,11 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore plan``."""
     text = "Predict what each rank holds and sends under every stage of ZeRO, and recommend one."
     return {"plan": CommandEntry("ds_zero.plan_command:plan", text)}
+
+
+def ds_compile_passes() -> Mapping[str, str]:
+    """``z1`` and ``z3``, which need a stage and change no graph."""
+    return {"z1": "ds_zero.compile_passes:z1", "z3": "ds_zero.compile_passes:z3"}
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:

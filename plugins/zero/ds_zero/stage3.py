@@ -139,6 +139,10 @@ class Stage3(ZeroPartitioner):
         """See `WeightOwner.remove_external`."""
         self.hooks.remove_external(module, param)
 
+    def gather_whole(self, module: nn.Module) -> None:
+        """See `ds_run_state.blocks.GathersWhole`."""
+        self.hooks.gather_whole(module)
+
     def _check_external(self, module: nn.Module, param: nn.Parameter) -> None:
         if param not in self.ctx.params:
             raise UsageError(

@@ -38,7 +38,10 @@ MEMBERS: Mapping[str, Rows] = {
             "ds_core", "in the middle of an accumulation window, from the next one on"
         ),
         "zero_grad": differs("ds_core", "set_to_none=False is an error: gradients are dropped"),
-        "compile": differs("ds_core", "graph passes (schedule=, compiled_autograd_enabled=) are not built"),
+        "compile": differs(
+            "ds_compile", "compiled_autograd_enabled=True is an error; passes in schedule: see ds-compile"
+        ),
+        "register_compile_pass": differs("ds_compile", "a pass is a function (graph, inputs) -> graph"),
         "save_16bit_model save_fp16_model": differs("ds_core", "writes safetensors, never a pickle"),
         "allreduce_gradients": differs("ds_core", "without effect: backward and step reduce by themselves"),
         "_zero3_consolidated_16bit_state_dict": differs(
@@ -46,7 +49,7 @@ MEMBERS: Mapping[str, Rows] = {
         ),
         "load_moe_state_dict allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback "
         "sparse_allreduce": missing("the partitioner reduces; load_checkpoint reads experts"),
-        "register_compile_pass get_compile_time": missing("graph passes are not built"),
+        "get_compile_time": missing("torch._dynamo.utils.compile_times() tells it"),
     },
     "deepspeed.PipelineEngine": {
         "train_batch eval_batch is_first_stage is_last_stage set_dataiterator set_dataloader set_batch_fn "

@@ -1,0 +1,91 @@
+"""A small transformer, its data, and one process of plain torch as the truth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+D, HEADS, LENGTH, MICRO, STEPS = 8, 2, 6, 2, 3
+SGD = {"lr": 0.1, "momentum": 0.9}
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part; `index` differs per block, and nobody reads it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        hidden: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return hidden
+
+
+class Model(nn.Module):
+    """Blocks, and a head whose loss it returns."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(D, D), nn.ModuleList(Block(i) for i in range(blocks))
+        self.head = nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def model(blocks: int = 3) -> Model:
+    torch.manual_seed(0)
+    return Model(blocks).double()
+
+
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(
+        MICRO, LENGTH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank)
+    )
+
+
+def start(given: nn.Module, stage: int = 0, **config: Any) -> Any:
+    import ds_core
+
+    base = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": SGD},
+        "zero_optimization": {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})},
+    }
+    return ds_core.initialize(model=given, config=base | config)[0]
+
+
+def train(engine: Any, rank: int) -> None:
+    for step in range(STEPS):
+        engine.backward(engine(data(step, rank)))
+        engine.step()
+
+
+def truth(ranks: int) -> Model:
+    """Plain torch on the data of all ranks."""
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), **SGD)
+    for step in range(STEPS):
+        for rank in range(ranks):
+            (plain(data(step, rank)) / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain
+
+
+def off(a: nn.Module, b: nn.Module) -> float:
+    return max(
+        float((p.detach() - q.detach()).abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )

@@ -1,0 +1,65 @@
+"""Parts of a model that features treat one by one: its repeated blocks, or those that a config names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from ds_core.errors import UsageError, did_you_mean
+
+__all__ = ["GathersWhole", "chosen", "repeated_blocks"]
+
+
+@runtime_checkable
+class GathersWhole(Protocol):
+    """A partitioner that gathers weights for each module, and can do so for a module and all below it as one."""
+
+    def gather_whole(self, module: nn.Module) -> None:
+        """From now on the weights of `module` and of all below it are there from the begin of its forward to its end,
+        and of its backward; between its first operation and its last no hook of the partitioner's runs.
+        """
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's blocks, such as the layers of a transformer, by name; empty where it has none.
+
+    They are the outermost modules with modules of their own and parameters that stand in a list, dict or sequence next
+    to another one of their class.
+    """
+    return dict(_blocks(model, ""))
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    held = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    often = Counter(type(child) for child in module.children()) if held else Counter()
+    for name, child in module.named_children():
+        here = prefix + name
+        composed = next(child.children(), None) is not None and next(child.parameters(), None) is not None
+        if composed and often[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield here, child
+        else:
+            yield from _blocks(child, here + ".")
+
+
+def chosen(model: nn.Module, wanted: Sequence[str], key: str) -> dict[str, nn.Module]:
+    """The outermost modules that `wanted` names: class names, or names of modules with ``*`` and the like.
+
+    key: of the config, for messages. Raises UsageError for an entry that fits no module.
+    """
+    found: dict[str, nn.Module] = {}
+    modules: Mapping[str, nn.Module] = dict(model.named_modules())
+    for entry in wanted:
+        fits = {n: m for n, m in modules.items() if type(m).__name__ == entry or (n and fnmatchcase(n, entry))}
+        if not fits:
+            known = sorted({type(m).__name__ for m in modules.values()})
+            raise UsageError(
+                f"{key}: no module of the model is called {entry!r}, or is of that class. "
+                f"{did_you_mean(entry, [*known, *modules])} Its classes are {', '.join(known)}"
+            )
+        found.update(fits)
+    inner = {m for outer in found.values() for m in outer.modules() if m is not outer}
+    return {name: module for name, module in modules.items() if name in found and module not in inner}
