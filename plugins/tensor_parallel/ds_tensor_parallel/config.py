@@ -113,6 +113,11 @@ class TensorParallelConfig(Section):
     tp_overlap_comm: bool = option(
         False, "Compute gradients of weights while gradients of inputs are summed over the ranks."
     )
+    vocab_parallel_loss: bool = option(
+        True,
+        "In training, models of transformers that are given labels compute the loss from logits that stay divided, and "
+        "give none. Not of fp64 logits.",
+    )
     partition_config: PartitionConfig | None = option(None, "Rules of one's own.")
     tensor_parallel: TensorParallelSize = option(TensorParallelSize(), "Size and grain.", alias="tp")
     dtype: str | None = option(

@@ -92,6 +92,8 @@ class _Column(_Parallel):
 
     gather_output: bool
     siblings: Siblings | None
+    divides_loss = False
+    """Of an output head: outputs are left divided in training, the loss is computed from them."""
 
     def cuts(self) -> dict[str, Cut]:
         """The rows of the weight, which is [outputs, inputs], and the bias."""
@@ -111,7 +113,8 @@ class _Column(_Parallel):
             return cast(Tensor, super().forward(x))
         group = self.tp.group
         y: Tensor = super().forward(self.siblings.copied(x, group) if self.siblings else copy_to(x, group))
-        return gather_columns(y, self.tp, self.division) if self.gather_output else y
+        divided = self.divides_loss and self.training and torch.is_grad_enabled() and y.dtype != torch.float64
+        return gather_columns(y, self.tp, self.division) if self.gather_output and not divided else y
 
 
 class _Row(_Parallel):

@@ -16,6 +16,7 @@ from ds_core import comm
 from ds_core.errors import ConfigError, Problem
 from ds_tensor_parallel.attention import localize
 from ds_tensor_parallel.config import TensorParallelConfig
+from ds_tensor_parallel.cross_entropy import divide_loss
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, embedding
 from ds_tensor_parallel.layers import ColumnParallelLinear, Cut, Place, RowParallelLinear, Siblings, column, row
@@ -56,6 +57,8 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
             ctx.config.origin,
         )
     _convert(model, plan, place, cuts)
+    if section.vocab_parallel_loss:
+        _divide_losses(model, plan)
     cuts.share_and_cut()
     for name, units in plan.attentions.items():
         localize(model.get_submodule(name), units, Division.by_unit((units,), 1, place.size).size(place.rank))
@@ -101,6 +104,16 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts) -> None:
             _bind(embedding(module, vocabulary=rule.kind is Kind.VOCABULARY), place, division, cuts)
         else:
             _surround(module, rule, place)
+
+
+def _divide_losses(model: nn.Module, plan: Plan) -> None:
+    """Output heads whose model can compute its loss from divided logits."""
+    for name, rule in plan.rules.items():
+        if rule.kind is Kind.COLUMN and rule.gather_output:
+            head, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+            get = getattr(owner, "get_output_embeddings", None)
+            if callable(get) and get() is head:
+                divide_loss(owner, head)
 
 
 def _bind(module: Any, place: Place, division: Division | None, cuts: _Cuts) -> None:
