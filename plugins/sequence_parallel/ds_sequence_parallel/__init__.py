@@ -12,14 +12,20 @@ from ds_core import names_on_first_use
 if TYPE_CHECKING:
     from ds_sequence_parallel.layout import Layout, cut, joined
     from ds_sequence_parallel.losses import CrossEntropy, cross_entropy, token_mean
+    from ds_sequence_parallel.offload import Offload
     from ds_sequence_parallel.ring import RingAttention, ring_attention
+    from ds_sequence_parallel.tiled import TileBytes, TiledFusedLogitsLoss, TiledMLP
     from ds_sequence_parallel.ulysses import DistributedAttention
 
 __all__ = [
     "CrossEntropy",
     "DistributedAttention",
     "Layout",
+    "Offload",
     "RingAttention",
+    "TileBytes",
+    "TiledFusedLogitsLoss",
+    "TiledMLP",
     "cross_entropy",
     "cut",
     "joined",
@@ -32,7 +38,9 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "layout": "Layout cut joined",
         "losses": "CrossEntropy cross_entropy token_mean",
+        "offload": "Offload",
         "ring": "RingAttention ring_attention",
+        "tiled": "TileBytes TiledFusedLogitsLoss TiledMLP",
         "ulysses": "DistributedAttention",
     },
 )

@@ -11,7 +11,15 @@ from ds_core.config import Section, option
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
 
-__all__ = ["SequenceParallelConfig", "SequenceParallelSize", "settings", "sp_size"]
+__all__ = [
+    "OffloadConfig",
+    "SequenceParallelConfig",
+    "SequenceParallelSize",
+    "TileConfig",
+    "TiledMLPConfig",
+    "settings",
+    "sp_size",
+]
 
 
 class SequenceParallelSize(RootModel[Annotated[int, Field(ge=1)]]):
@@ -20,8 +28,34 @@ class SequenceParallelSize(RootModel[Annotated[int, Field(ge=1)]]):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
+class TileConfig(Section):
+    """How something is computed in tiles along the sequence."""
+
+    shards: int | None = option(None, "Number of tiles; null: as few as keep within tile_bytes.", ge=1)
+    tile_bytes: int = option(
+        268435456, "Bytes that one tile may need in forward and backward; unused where shards is given.", ge=1
+    )
+
+
+class TiledMLPConfig(TileConfig):
+    """MLPs in tiles."""
+
+    modules: tuple[str, ...] = option(
+        (), "Class names, or names of modules with * and the like; empty: all whose class is called an MLP."
+    )
+
+
+class OffloadConfig(Section):
+    """Activations of the model's repeated blocks in host memory, from forward to backward."""
+
+    min_bytes: int = option(1048576, "Smaller tensors stay on the device, in bytes.", ge=0)
+    pin_memory: bool = option(True, "Page-locked host memory; without it the device waits for each copy.")
+    in_flight: int = option(2, "Tensors that may be on their way to the host at once, and stay that much longer.", ge=1)
+    prefetch: int = option(2, "Tensors that are fetched ahead in backward.", ge=0)
+
+
 class SequenceParallelConfig(Section):
-    """How sequences are divided over ranks, and layers computed in tiles."""
+    """How sequences are divided over ranks, layers computed in tiles, and activations kept."""
 
     size: int | None = option(
         None, "Ranks that divide each sequence; null: sequence_parallel_size, which is 1 if not given.", ge=1
@@ -36,6 +70,13 @@ class SequenceParallelConfig(Section):
         {},
         "Arguments of the model's forward and the dimension of each that is cut, null for none; those of transformers "
         "models are known.",
+    )
+    tiled_mlp: TiledMLPConfig | None = option(None, "Compute MLPs in tiles along the sequence; null: no.")
+    tiled_loss: TileConfig | None = option(
+        None, "Compute logits and loss of a causal language model in tiles; null: no."
+    )
+    offload_activations: OffloadConfig | None = option(
+        None, "Keep what blocks save for backward in host memory; null: no."
     )
 
 

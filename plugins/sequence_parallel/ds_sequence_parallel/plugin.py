@@ -42,20 +42,32 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
-    """Inputs are cut, and attention is exchanged, unless a compile pass does that."""
+    """Inputs are cut, and attention is exchanged, unless a compile pass does that; then tiles and offloading."""
+    from ds_sequence_parallel.config import settings
 
     def divide(model):  # type: ignore[no-untyped-def]
         from ds_sequence_parallel.transform import divide
 
         return divide(model, ctx)
 
+    def save_memory(model):  # type: ignore[no-untyped-def]
+        from ds_sequence_parallel.memory import save_memory
+
+        return save_memory(model, ctx)
+
+    asked = settings(ctx.config)
     passes = getattr(ctx.config.section("compile"), "passes", None) or ()
-    return [] if "autosp" in passes else [Transform(Phase.SHARD, divide)]
+    if "autosp" not in passes:
+        yield Transform(Phase.SHARD, divide)
+    if (asked.tiled_mlp or asked.tiled_loss or asked.offload_activations) is not None:
+        yield Transform(Phase.RECOMPUTE, save_memory)
 
 
 def ds_close(ctx: Context) -> None:
-    """Give the transformers model back as it was."""
+    """Give the model back as it was."""
+    from ds_sequence_parallel.memory import undo
     from ds_sequence_parallel.transform import SHARDED
 
+    undo(ctx)
     if (sharded := ctx.stash.get(SHARDED)) is not None:
         sharded.close()

@@ -2,89 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from ds_state_stores.host_copies import HostCopies
+from ds_testing.late_device import LateDevice
 from torch import Tensor
 
 from ds_core.accelerator import CpuAccelerator
-
-
-class Stream:
-    """Jobs that run when somebody waits for them."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Callable[[], None]] = []
-        self.done = 0
-
-    def run(self, count: int) -> None:
-        while self.done < count:
-            job, self.jobs[self.done] = self.jobs[self.done], lambda: None
-            self.done += 1
-            job()
-
-    def wait_stream(self, other: Stream) -> None:
-        count = len(other.jobs)
-        self.jobs.append(lambda: other.run(count))
-
-
-class Event:
-    def __init__(self, device: LateDevice) -> None:
-        self.device = device
-
-    def record(self) -> None:
-        self.stream, self.count = self.device.now, len(self.device.now.jobs)
-
-    def wait(self) -> None:
-        stream, count = self.stream, self.count
-        if self.device.now is self.device.main:
-            stream.run(count)  # what the program does next sees it
-        else:
-            self.device.now.jobs.append(lambda: stream.run(count))
-
-    def query(self) -> bool:
-        return self.stream.done >= self.count
-
-
-class LateDevice(CpuAccelerator):
-    """Work of the main stream is done at once, that of others as late as possible."""
-
-    def __init__(self) -> None:
-        self.main = self.now = Stream()
-
-    def new_stream(self) -> Stream:
-        return Stream()
-
-    def current_stream(self) -> Stream:
-        return self.now
-
-    @contextlib.contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:  # type: ignore[override]
-        before, self.now = self.now, stream
-        with Late(self):
-            yield
-        self.now = before
-
-    def new_event(self, timing: bool = False) -> Event:
-        return Event(self)
-
-
-class Late(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self, device: LateDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.copy_.default:
-            return func(*args, **(kwargs or {}))
-        self.device.now.jobs.append(lambda: func(*args))
-        return args[0]
 
 
 class Copies(HostCopies):

@@ -1,0 +1,160 @@
+"""Models of transformers computed in tiles by config alone, under every stage of ZeRO; the truth has no tiles."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from ds_testing import run_ranks
+from torch import nn
+
+WORDS, STEPS = 53, 2
+TILES = {"tiled_mlp": {"shards": 3}, "tiled_loss": {"shards": 4}}
+
+
+def build(kind: str) -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers as hf
+
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+    llama = sizes | {"hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(5)
+    if kind == "gpt2":
+        config = hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, **sizes)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        model: Any = hf.GPT2LMHeadModel(config)
+    elif kind == "bloom":
+        model = hf.BloomForCausalLM(hf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, **sizes))
+    elif kind == "gemma2":
+        model = hf.Gemma2ForCausalLM(hf.Gemma2Config(head_dim=4, num_key_value_heads=2, **llama))
+    else:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(tie_word_embeddings=kind == "tied", **llama))
+    return model.double().train()
+
+
+def batch(step: int, rank: int) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(WORDS, (2, 11), generator=random)
+    labels = ids.clone()
+    labels[0, : 3 + rank] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def train(kind: str, sections: dict[str, Any], stage: int) -> Any:
+    """Losses, weights, and the bytes that weights took on the wire in the last step."""
+    from ds_testing import Traffic
+    from ds_testing.partitioner import whole_weights
+
+    import ds_core
+    from ds_core import comm
+
+    model = build(kind)
+    engine = ds_core.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "plugins": {"require": ["ds-sequence-parallel"]},
+            **sections,
+        },
+    )[0]
+    losses, gathered = [], 0
+    with Traffic() as traffic:
+        for step in range(STEPS):
+            for micro in range(2):
+                traffic.sent.clear()
+                loss = engine(**batch(2 * step + micro, comm.rank())).loss
+                engine.backward(loss)
+                gathered = sum("gather" in one.op for one in traffic.sent)
+                losses.append(loss.item())
+            engine.step()
+    weights = {name: value.double() for name, value in whole_weights(engine).items()}
+    engine.destroy()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert type(model.loss_function).__name__ == "function"
+    return losses, weights, gathered
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("tied", 3), ("gemma2", 0)])
+def test_training(kind: str, stage: int) -> None:
+    check(kind, stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "tied", "bloom"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_of_every_stage(kind: str, stage: int) -> None:
+    check(kind, stage)
+
+
+def check(kind: str, stage: int) -> None:
+    """Equal losses and weights, and under stage 3 no more gathers than without tiles."""
+    wanted = run_ranks(2, train, kind, {}, stage)
+    found = run_ranks(2, train, kind, {"sequence_parallel": TILES}, stage)
+    for (losses, weights, gathers), (true_losses, true_weights, most) in zip(found, wanted, strict=True):
+        assert losses == pytest.approx(true_losses, rel=1e-6)  # transformers computes losses in fp32
+        assert weights.keys() == true_weights.keys()
+        for name, value in true_weights.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        assert gathers <= most + (stage == 3), (gathers, most)
+
+
+def one(model: Any, **section: Any) -> Any:
+    import ds_core
+
+    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel": section}
+    return ds_core.initialize(model=model, config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})[0]
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_logits_are_there_for_who_wants_them(caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = build("gemma2"), build("gemma2")
+    engine = one(model, tiled_loss={"tile_bytes": 2000})
+    out, wanted = engine(**batch(0, 0)), plain(**batch(0, 0))
+    assert "not computed" in repr(out.logits)
+    assert out.logits.shape == wanted.logits.shape
+    assert not caplog.records
+    torch.testing.assert_close(out.logits.softmax(-1), wanted.logits.softmax(-1))
+    assert "logits are used beside the loss (by softmax)" in caplog.text
+    with torch.no_grad():
+        torch.testing.assert_close(engine(**batch(0, 0)).loss, wanted.loss)
+        ids = batch(0, 0)["input_ids"]
+        torch.testing.assert_close(engine(input_ids=ids).logits, wanted.logits)
+        torch.testing.assert_close(engine(**batch(0, 0), num_items_in_batch=7).loss, wanted.loss * 18 / 7)
+    engine.destroy()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ffn(x).sum()
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_models_that_cannot_be_tiled() -> None:
+    from ds_core.errors import ConfigError, UsageError
+
+    with pytest.raises(UsageError, match="no class of the model is called an MLP; name some of Plain, Sequential"):
+        one(Plain(), tiled_mlp={})
+    with pytest.raises(UsageError, match=r"tiled_loss is for causal language models of transformers, and Plain has no"):
+        one(Plain(), tiled_loss={})
+    with pytest.raises(UsageError, match=r"tiled_mlp.modules: no module of the model is called 'ffm'"):
+        one(Plain(), tiled_mlp={"modules": ["ffm"]})
+    with pytest.raises(ConfigError, match=r"tiled_mlp.shards"):
+        one(Plain(), tiled_mlp={"shards": 0})
+    engine = one(model := Plain(), tiled_mlp={"modules": ["ffn"], "shards": 2})
+    x = torch.randn(2, 5, 4)
+    engine.backward(engine(x))
+    engine.step()
+    again = Plain()
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(engine(x), again(x))
+    engine.destroy()
