@@ -122,11 +122,16 @@ class RandomStreams:
     def replay(self, snapshot: Snapshot) -> Iterator[None]:
         """Inside, all random states begin as in `snapshot`; afterwards they are as before."""
         now = self.snapshot()
-        self._put(snapshot)
+        self.go_on_from(snapshot)
         try:
             yield
         finally:
-            self._put(now)
+            self.go_on_from(now)
+
+    def go_on_from(self, snapshot: Snapshot) -> None:
+        """Make all random states what they were in `snapshot`."""
+        self._write(snapshot.current)
+        self._states, self._inside = dict(snapshot.states), snapshot.inside
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -158,10 +163,6 @@ class RandomStreams:
         torch.set_rng_state(state[: self._host].clone())  # torch 2.13 crashes on a view that begins later
         if self._device.device_type != "cpu":
             self._device.set_rng_state(state[self._host :].clone())
-
-    def _put(self, snapshot: Snapshot) -> None:
-        self._write(snapshot.current)
-        self._states, self._inside = dict(snapshot.states), snapshot.inside
 
 
 STREAMS = RandomStreams()

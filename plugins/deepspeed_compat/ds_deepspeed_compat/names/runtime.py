@@ -70,13 +70,11 @@ NAMES: Mapping[str, Rows] = {
         "get_default_autocast_lower_precision_modules": "ds_deepspeed_compat.autocast",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing deepspeed.checkpointing": {
-        "is_configured checkpoint non_reentrant_checkpoint reset get_cuda_rng_tracker CudaRNGStatesTracker "
-        "model_parallel_cuda_manual_seed": "ds_deepspeed_compat.checkpointing",
-        "configure": differs(
-            "ds_deepspeed_compat.checkpointing",
-            "partitioned, contiguous and host-memory activations, and profiles of them, are errors: not built",
+        "configure is_configured checkpoint non_reentrant_checkpoint reset get_cuda_rng_tracker "
+        "CudaRNGStatesTracker model_parallel_cuda_manual_seed": "ds_activation_checkpointing",
+        "CheckpointFunction": differs(
+            "ds_activation_checkpointing", "has apply(function, outputs, *args), and is no torch.autograd.Function"
         ),
-        "CheckpointFunction": missing("deepspeed.checkpointing.checkpoint"),
     },
     "deepspeed.runtime.utils": {
         "see_memory_usage memory_status empty_cache set_random_seed move_to_device copy_to_device "

@@ -1,0 +1,182 @@
+"""Recomputation by config: the blocks of a model, whose forward is replaced, and the choice among them by a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_activation_checkpointing.meter import Meter
+from ds_activation_checkpointing.recompute import Options, recompute
+from ds_core import comm
+from ds_core.context import StashKey
+from ds_core.errors import UsageError
+from ds_core.process import log_once
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
+__all__ = ["BLOCKS", "Block", "choose_by_budget", "install"]
+
+log = logging.getLogger("ds_activation_checkpointing")
+
+_STATISTICS = ("running_mean", "running_var")  # which batch norm changes without counting versions
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class Block:
+    """The forward of one module, which is recomputed. It takes the place of ``module.forward``.
+
+    recomputes: False where the budget lets it keep its activations.
+    """
+
+    def __init__(self, name: str, module: nn.Module, options: Options, ctx: Context) -> None:
+        self.name, self.module = name, module
+        self.recomputes = True
+        self.meter: Meter | None = None
+        self._forward: Callable[..., Any] = module.forward
+        self._options, self._ctx = options, ctx
+        self._ready = False
+        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
+        self._changing: list[Tensor] = []
+        functools.update_wrapper(self, module.forward)  # its signature; after this its __dict__ has that of a function
+
+    def __reduce__(self) -> Any:
+        """Copies of the model, by copy or pickle, have their class's forward."""
+        return getattr, (self.module, "forward")  # while the copy is made it has no other
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's result."""
+        if not (self.recomputes and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        if not self._ready:
+            self._prepare()
+        if getattr(self.module, "gradient_checkpointing", False):
+            raise UsageError(_TWICE.format(self.name))
+        if kwargs:
+            kwargs = _without_caches(kwargs)
+        return recompute(self._run, args, kwargs, self._options)
+
+    def _prepare(self) -> None:
+        """What is known once the model is on its device and its parameters are placed."""
+        self._ready = True
+        self._buffers = [(m._buffers, key) for m in self.module.modules() for key in m._buffers]
+        inside, params = set(self._ctx.mesh.expand(("dp",))), self._ctx.params
+        # Where ranks with other samples talk inside of the block (experts), they may want other tensors again.
+        talks = any(inside.intersection(params[p].held) for p in self.module.parameters() if p in params)
+        self._options = dataclasses.replace(self._options, stop_early=not talks, meter=self.meter)
+
+    def stop_measuring(self) -> None:
+        """Go on without the meter."""
+        self.meter = None
+        self._options = dataclasses.replace(self._options, meter=None)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward. What it counts in buffers (running statistics) is counted once."""
+        if not self._buffers:
+            return self._forward(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            before = [(b, b._version, key) for place, key in self._buffers if (b := place.get(key)) is not None]
+            out = self._forward(*args, **kwargs)
+            self._changing = [b for b, version, key in before if b._version != version or key in _STATISTICS]
+            return out
+        values = [buffer.clone() for buffer in self._changing]
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(self._changing, values, strict=True):
+                    buffer.copy_(value)
+
+
+BLOCKS: StashKey[list[Block]] = StashKey("recomputed blocks")
+"""The blocks of this rank, in the order of the model."""
+
+_TWICE = (
+    "{} is recomputed twice: by the config (activation_checkpointing) and by the model itself "
+    "(gradient_checkpointing_enable of transformers). Call model.gradient_checkpointing_disable(), or leave out "
+    "activation_checkpointing.modules, policy and budget"
+)
+
+
+def install(model: nn.Module, chosen: Mapping[str, nn.Module], options: Options, ctx: Context, measure: bool) -> None:
+    """Recompute the modules `chosen`, by name. measure: measure them until `choose_by_budget`."""
+    if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        raise UsageError(_TWICE.format("the model"))
+    blocks = []
+    for name, module in chosen.items():
+        block = Block(name, module, dataclasses.replace(options, name=f"module {name!r}"), ctx)
+        block.meter = Meter(module) if measure else None
+        module.forward = block
+        blocks.append(block)
+    ctx.stash[BLOCKS] = blocks
+    log.info("rank %d computes %d modules again in backward: %s", ctx.rank, len(blocks), _some(chosen))
+
+
+def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments without caches of keys and values, which a second forward would fill again."""
+    caches = [k for k in _CACHES if kwargs.get(k) is not None and not getattr(kwargs[k], "recompute_safe", False)]
+    if not caches and not kwargs.get("use_cache"):
+        return kwargs
+    log_once(log, logging.INFO, "blocks that are computed again in backward get no cache of keys and values")
+    off = {"use_cache": False} if "use_cache" in kwargs else {}
+    return {**kwargs, **dict.fromkeys(caches), **off}
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:3]) + (f" ... {found[-1]}" if len(found) > 3 else "")
+
+
+# -- the budget ------------------------------------------------------------------------------------------------------
+
+
+def choose_by_budget(ctx: Context, budget: int) -> None:
+    """After the first step: let as many blocks keep their activations as `budget` bytes allow. Collective, once.
+
+    Those with the most work per byte come first; of equal ones the last, whose activations backward frees first.
+    """
+    blocks = ctx.stash.get(BLOCKS) or []
+    if not any(block.meter for block in blocks) and ctx.world_size == 1:
+        return
+    mine = {b.name: [b.meter.full, b.meter.held, b.meter.flops, b.meter.peak] for b in blocks if b.meter is not None}
+    everyone = comm.all_gather_json(mine) if ctx.world_size > 1 else [mine]
+    found = {name: [max(r[name][i] for r in everyone if name in r) for i in range(4)] for name in mine}
+    kept, total = _chosen(list(found.items()), budget)
+    for block in blocks:
+        block.stop_measuring()
+        block.recomputes = block.name not in kept
+    least = sum(held * peak for _, held, _, peak in found.values())
+    if least > budget:
+        log.warning(
+            "activation_checkpointing.budget is %d bytes, but %d is the least, with all blocks computed again",
+            budget,
+            least,
+        )
+    most = sum(max(full, held) * peak for full, held, _, peak in found.values())
+    again = [block.name for block in blocks if block.recomputes]
+    log.info(
+        "rank %d: %d of %d blocks are computed again (%s); activations of blocks take %d bytes of the budget of %d, "
+        "%d without recomputation",
+        *(ctx.rank, len(again), len(blocks), _some(again), total, budget, most),
+    )
+
+
+def _chosen(found: list[tuple[str, list[int]]], budget: int) -> tuple[set[str], int]:
+    """The blocks that are not recomputed, and the bytes that all take then. found: full, held, flops, peak by name."""
+    total = sum(held * peak for _, (_, held, _, peak) in found)
+    extra = {name: max(0, full - held) * peak for name, (full, held, _, peak) in found}
+    place = {name: i for i, (name, _) in enumerate(found)}
+    work = {name: flops / (extra[name] or 1) for name, (_, _, flops, _) in found}
+    kept = set()
+    for name in sorted(extra, key=lambda n: (-work[n], -place[n])):
+        measured = found[place[name]][1][3] > 0
+        if measured and total + extra[name] <= budget:
+            kept.add(name)
+            total += extra[name]
+    return kept, total

@@ -1,0 +1,73 @@
+"""DeepSpeed's names for random streams (`ds_run_state.random_streams`), on every accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from ds_run_state.random_streams import MODEL_PARALLEL, STREAMS, RandomStreams
+from torch import Tensor
+
+from ds_activation_checkpointing.checkpointing import present_mpu
+from ds_core.process import STATE
+
+__all__ = ["CudaRNGStatesTracker", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"]
+
+
+class CudaRNGStatesTracker:
+    """Named states of the random generators. streams: None: streams of its own, which checkpoints do not replay."""
+
+    def __init__(self, streams: RandomStreams | None = None) -> None:
+        self.streams = streams or RandomStreams()
+
+    @property
+    def states_(self) -> dict[str, Tensor]:
+        """The states by name."""
+        return self.streams.states()
+
+    @property
+    def seeds_(self) -> set[int]:
+        """The seeds in use."""
+        return self.streams.seeds
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.streams.reset()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """A copy of the states, by name."""
+        return self.streams.states()
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Replace the states."""
+        self.streams.set_states(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add the state that `seed` gives. ValueError for a seed or a name that is there already."""
+        self.streams.add(name, seed)
+
+    def fork(self, name: str = MODEL_PARALLEL) -> contextlib.AbstractContextManager[None]:
+        """Inside, random numbers come from the named state, which goes on; afterwards from the one before."""
+        return self.streams.fork(name)
+
+
+_TRACKER = CudaRNGStatesTracker(STREAMS)
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The tracker of this process, whose states checkpoints replay and keep."""
+    return _TRACKER
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the generators, and the state ``model-parallel-rng`` with another seed on each model-parallel rank.
+
+    The rank is that of the mpu given to `configure`, else that along ``tp`` of the newest engine.
+    """
+    mpu = present_mpu()
+    getters = (getattr(mpu, f"get_{kind}_parallel_rank", None) for kind in ("tensor_model", "model"))
+    index = next((int(getter()) for getter in getters if getter is not None), None)
+    if index is None:
+        meshes = (engine.ctx.mesh for engine in reversed(STATE.engines))
+        index = next((mesh.index("tp") for mesh in meshes if mesh.has("tp")), 0)
+    STREAMS.seed_model_parallel(seed, index)
