@@ -117,11 +117,11 @@ def initialize(
     served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
     updated = precision.master or precision.param or torch.float32  # the dtype of the tensors that are updated
     kernels.resolve_all(accelerator.device_type, str(updated).removeprefix("torch."))
+    add_interceptors_of(chosen.plugins, chosen.config)
     if mesh.world_size > 1:
         comm.check_ranks_agree(_fingerprint(ctx) | served)
     if mesh.rank == 0:
         _log_providers(kernels, served)
-    add_interceptors_of(chosen.plugins, chosen.config)
     STATE.follow(torch.distributed.group.WORLD)
     if STATE.members:
         from ds_core.multi_engine import release_model

@@ -281,9 +281,9 @@ def _carrier(tensor: Tensor, group: ProcessGroup | None, *, to: int = -1, source
     members(group)
     if (me := dist.get_rank()) in (to, source):
         raise CommError(f"rank {me} is this rank; a message to oneself is a copy")
-    serving, known = _serving(group, tensor.device.type, count=0), _known(_live(group))
+    known, device = _known(_live(group)), tensor.device.type
     known.messages[(me, to) if source < 0 else (source, me)] += 1
-    return known.carriers.setdefault(tensor.device.type, serving)
+    return known.carriers.get(device) or known.carriers.setdefault(device, _serving(group, device, count=0))
 
 
 # -- tensors and works -------------------------------------------------------------------------------------------------

@@ -141,8 +141,8 @@ def init_distributed(
         if verbose and dist.get_rank() == 0:
             log.info("process group started: %d ranks over %s", dist.get_world_size(), dist.get_backend())
     if plugins is not None and run is not None:
-        comm.check_ranks_agree({f"config.{key}": value for key, value in run.fingerprint_items().items()})
         add_interceptors_of(plugins, run)
+        comm.check_ranks_agree({f"config.{key}": value for key, value in run.fingerprint_items().items()})
 
 
 def reset() -> None:

@@ -44,14 +44,17 @@ class Hosts:
         return 1 < len(self.hosts) < sum(len(host.ranks) for host in self.hosts)
 
 
-def host_key() -> str:
-    """What is equal exactly on processes that see each other in /proc: the kernel's boot and the pid namespace."""
+def host_key(unknown: str = "") -> str:
+    """What is equal exactly on processes that see each other in /proc: the kernel's boot and the pid namespace.
+
+    unknown: for where there is no /proc; by default something that is equal on no two.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError as error:
-        return f"unknown {secrets.token_hex(8)} ({error.strerror})"
+        return unknown or f"unknown {secrets.token_hex(8)} ({error.strerror})"
 
 
 def meet(members: Members, key: str) -> Hosts:

@@ -120,7 +120,7 @@ class Judge:
     def _silence(self, rank: int, states: Mapping[int, State]) -> str:
         home = self._question.silent.get(rank)
         if home is None:
-            return "does not answer, and has not said where it runs"
+            return "does not answer, and has not said where it runs: it has not come to `initialize` yet, or has ended"
         if rank in states:
             return f"({home}) {states[rank].text}"
         return f"({home}) does not answer, nor does another rank there say why: the host or its link may be down"

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from ds_comm_gloo import host_key
+
 import ds_core
 
 __all__ = ["Home", "State", "main_stack", "user_line"]
@@ -38,7 +40,7 @@ class Home(NamedTuple):
     def here(cls) -> Home:
         """This process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), _machine(), pid, (_stat(pid) or ("", ""))[1])
+        return cls(socket.gethostname(), host_key(unknown=socket.gethostname()), pid, (_stat(pid) or ("", ""))[1])
 
     @classmethod
     def read(cls, fields: Any) -> Home:
@@ -60,14 +62,6 @@ class Home(NamedTuple):
         if found[0] == "D":
             return State("waits in the kernel, for a disk or a device (state D)")
         return State("runs, but has not answered: it makes other collectives, or a call holds Python's interpreter")
-
-
-def _machine() -> str:
-    """The boot of this machine and the name space of its process numbers; the host's name where there is no /proc."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _stat(pid: int) -> tuple[str, str] | None:

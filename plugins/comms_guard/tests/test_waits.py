@@ -24,6 +24,7 @@ from ds_comms_guard.verdict import GroupHistory, Position
 from ds_comms_guard.whereabouts import Home
 from ds_testing import RemoteError, run_ranks
 
+import ds_core
 from ds_core import comm
 from ds_core.accelerator import set_accelerator
 from ds_core.accelerator.cpu import CpuAccelerator
@@ -104,6 +105,31 @@ def test_one_rank_tells_who_has_not_come_and_where_it_is(tmp_path: Path, size: i
     host, pid, _ = found[-1]
     assert_found(rf"{waits}, at {LINE}wait_for_the_last; rank {size - 1} has not come\n", told[0])
     assert_found(rf"rank {size - 1} \(host {host}, pid {pid}\) is busy, at {LINE}load_a_batch", told[0])
+
+
+def initialize_late(folder: str) -> list[str]:
+    """The last rank has started the process group and comes to `initialize` when a wait for it was told."""
+    flag, logged = Path(folder) / "told", list[str]()
+
+    def emit(record: logging.LogRecord) -> None:
+        logged.append(record.getMessage())
+        flag.touch()
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = emit  # type: ignore[method-assign]
+    logging.getLogger("ds_core.comm").handlers[:] = [handler]
+    if comm.rank() == 1:
+        load_a_batch(flag)
+    config = {"comms_guard": {"patience": PATIENCE}, "train_batch_size": 2, "optimizer": {"type": "SGD"}}
+    ds_core.initialize(model=torch.nn.Linear(1, 1), config=config)
+    unwatch()
+    return logged
+
+
+def test_the_first_talk_of_all_ranks_is_watched_too(tmp_path: Path) -> None:
+    told = run_ranks(2, initialize_late, str(tmp_path))[0][0]
+    assert_found("rank 0 waits for ", told)
+    assert_found("rank 1 does not answer, .*: it has not come to `initialize` yet", told)
 
 
 def assert_found(pattern: str, text: str) -> None:

@@ -1,0 +1,13 @@
+"""ds-launcher-ssh on hosts with real ssh servers."""
+
+from __future__ import annotations
+
+import pytest
+from ds_testing.launched_hosts import SshHostsConformance
+
+
+@pytest.mark.hosts
+class TestSsh(SshHostsConformance):
+    launcher = "ssh"
+    tool = "ssh"
+    programs = ("ssh", "sshd")
