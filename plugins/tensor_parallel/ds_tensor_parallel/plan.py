@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_core.errors import ConfigError, Problem
 from ds_tensor_parallel import presets, styles
-from ds_tensor_parallel.attention import head_units
+from ds_tensor_parallel.attention import Heads, heads_of
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.heuristics import guess
 from ds_tensor_parallel.layers import is_linear, widths
@@ -38,13 +38,13 @@ CUT = (Kind.COLUMN, Kind.ROW, Kind.VOCABULARY, Kind.EMBEDDING)
 class Plan:
     """What is done with a model.
 
-    rules: by name of a module or a parameter. divisions: of those that are cut. attentions: by name, the units of
+    rules: by name of a module or a parameter. divisions: of those that are cut. attentions: by name, the heads of
     attention modules that are divided. whole: linear layers that no rule is for, or that cannot be divided, and why.
     """
 
     rules: dict[str, Rule]
     divisions: dict[str, Division]
-    attentions: dict[str, int]
+    attentions: dict[str, Heads]
     whole: dict[str, str]
     source: str
 
@@ -189,8 +189,8 @@ class Planner:
                 parent = name.rpartition(".")[0]
                 around[parent].append(name)
                 around[parent.rpartition(".")[0] + "/"].append(name)
-        units = {parent: self._units(parent) for parent in around if not parent.endswith("/")}
-        few = {parent: n for parent, n in units.items() if n is not None and n < self.ranks}
+        units = {parent: heads_of(self.modules[parent]) for parent in around if not parent.endswith("/")}
+        few = {parent: heads.keys for parent, heads in units.items() if heads is not None and heads.keys < self.ranks}
         for name in list(rules):
             rule = rules[name]
             if rule.kind not in CUT:
@@ -203,11 +203,10 @@ class Planner:
                 del rules[name]
                 continue
             try:
-                lengths = rule.lengths(self._length(name, rule))
-                count = heads[1] if heads is not None else None
+                lengths = rule.lengths(self._length(name, rule), heads[1].fused if heads is not None else ())
                 self.plan.divisions[name] = (
-                    Division.by_count(lengths, count, self.ranks)
-                    if count is not None
+                    Division.by_count(lengths, heads[1].keys, self.ranks)
+                    if heads is not None
                     else Division.by_unit(lengths, grain, self.ranks)
                 )
             except ValueError as error:
@@ -220,9 +219,9 @@ class Planner:
         self.plan.attentions = {p: n for p, n in units.items() if n is not None and p not in few}
 
     def _heads_of(
-        self, name: str, rule: Rule, around: Mapping[str, list[str]], units: Mapping[str, int | None]
-    ) -> tuple[str, int] | None:
-        """(attention, its units) where the layer is cut into heads."""
+        self, name: str, rule: Rule, around: Mapping[str, list[str]], units: Mapping[str, Heads | None]
+    ) -> tuple[str, Heads] | None:
+        """(attention, its heads) where the layer is cut into heads."""
         parent = name.rpartition(".")[0]
         if rule.kind is Kind.COLUMN and not rule.gather_output:
             owner: str | None = parent
@@ -232,16 +231,16 @@ class Planner:
             owner = next((c.rpartition(".")[0] for c in beside if self._gives(c, width)), None)
         else:
             owner = None
-        count = units.get(owner) if owner is not None else None
-        return (owner, count) if owner is not None and count is not None else None
+        heads = units.get(owner) if owner is not None else None
+        return (owner, heads) if owner is not None and heads is not None else None
 
     def _gives(self, column: str, width: int) -> bool:
         out = widths(self.modules[column])[1]
         segments = self.plan.rules[column].segments if column in self.plan.rules else 1
+        if segments == "heads":
+            heads = heads_of(self.modules[column.rpartition(".")[0]])
+            segments = heads.fused if heads is not None else 1
         return width in (out, *(segments if isinstance(segments, tuple) else (out // segments,))) or out == 3 * width
-
-    def _units(self, parent: str) -> int | None:
-        return head_units(self.modules[parent])
 
     def _length(self, name: str, rule: Rule) -> int:
         """The length that is cut."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 __all__ = ["Kind", "Rule", "Rules"]
 
@@ -39,27 +39,32 @@ class Kind(Enum):
 class Rule:
     """One rule.
 
-    segments: how many equal matrices are fused along the dimension that is cut, or their lengths. dim: that dimension
-    of the weight; None: the usual one of the layer. gather_output: of a COLUMN, every rank gets all outputs.
-    split_input: of a ROW, its input is whole on every rank. source: where the rule is from, for messages.
+    segments: how many equal matrices are fused along the dimension that is cut, or their lengths; "heads": queries,
+    keys and values, as long as the attention's heads say. dim: that dimension of the weight; None: the usual one of the
+    layer. gather_output: of a COLUMN, every rank gets all outputs. split_input: of a ROW, its input is whole on every
+    rank. source: where the rule is from, for messages.
     """
 
     kind: Kind
-    segments: int | tuple[int, ...] = 1
+    segments: int | tuple[int, ...] | Literal["heads"] = 1
     dim: int | None = None
     gather_output: bool = False
     split_input: bool = False
     source: str = ""
 
-    def lengths(self, whole: int) -> tuple[int, ...]:
-        """The lengths of the fused matrices in a dimension of length `whole`; ValueError where they do not fit."""
-        if isinstance(self.segments, int):
-            if whole % self.segments:
-                raise ValueError(f"a length of {whole} does not divide into {self.segments} equal matrices")
-            return (whole // self.segments,) * self.segments
-        if sum(self.segments) != whole:
-            raise ValueError(f"lengths {list(self.segments)} add up to {sum(self.segments)}, not to {whole}")
-        return self.segments
+    def lengths(self, whole: int, heads: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The lengths of the fused matrices in a dimension of length `whole`; ValueError where they do not fit.
+
+        heads: the widths of queries, keys and values.
+        """
+        segments = heads if self.segments == "heads" else self.segments
+        if isinstance(segments, int):
+            if whole % segments:
+                raise ValueError(f"a length of {whole} does not divide into {segments} equal matrices")
+            return (whole // segments,) * segments
+        if sum(segments) != whole:
+            raise ValueError(f"lengths {list(segments)} add up to {sum(segments)}, not to {whole}")
+        return tuple(segments)
 
 
 Rules: TypeAlias = Mapping[str, Rule]

@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ds_comm_autograd import reduce_from
 from ds_run_state.slices import SLICES, Slice
 from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import ConfigError, Problem
-from ds_tensor_parallel.attention import localize
+from ds_tensor_parallel.attention import keep_heads
 from ds_tensor_parallel.config import TensorParallelConfig
 from ds_tensor_parallel.cross_entropy import divide_loss
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, embedding
 from ds_tensor_parallel.layers import ColumnParallelLinear, Cut, Place, RowParallelLinear, Siblings, column, row
+from ds_tensor_parallel.modules import divide_input, rope_size, share_tail, sum_gradient, sum_output
 from ds_tensor_parallel.plan import Plan, make_plan
 from ds_tensor_parallel.rules import Kind, Rule
 
@@ -60,8 +60,9 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     if section.vocab_parallel_loss:
         _divide_losses(model, plan)
     cuts.share_and_cut()
-    for name, units in plan.attentions.items():
-        localize(model.get_submodule(name), units, Division.by_unit((units,), 1, place.size).size(place.rank))
+    for name, heads in plan.attentions.items():
+        ((first, count),) = Division.by_unit((heads.keys,), 1, place.size).ranges(place.rank)
+        keep_heads(model.get_submodule(name), heads, first, count)
     if ctx.rank == 0:
         _tell(plan, len(hand_written), place.size)
     return model
@@ -103,7 +104,7 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts) -> None:
             assert isinstance(module, nn.Embedding)
             _bind(embedding(module, vocabulary=rule.kind is Kind.VOCABULARY), place, division, cuts)
         else:
-            _surround(module, rule, place)
+            _surround(module, modules[name.rpartition(".")[0]], rule, place)
 
 
 def _divide_losses(model: nn.Module, plan: Plan) -> None:
@@ -138,14 +139,23 @@ def _cut_parameter(model: nn.Module, name: str, rule: Rule, division: Division, 
     cuts.add(module, {last: Cut(dim % param.dim(), division)})
 
 
-def _surround(module: nn.Module, rule: Rule, place: Place) -> None:
-    """What is done around a module that is whole."""
-    if rule.kind is Kind.SUM_GRADIENT:
-        for param in module.parameters():
-            if param.requires_grad:
-                param.register_hook(lambda grad: reduce_from(grad, place.group))
-    elif rule.kind is not Kind.WHOLE:
-        raise NotImplementedError(rule.kind)
+def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) -> None:
+    """What is done at the ends of a module that is whole, or whose parameters have rules."""
+    match rule.kind:
+        case Kind.SUM_GRADIENT:
+            for param in module.parameters():
+                if param.requires_grad:
+                    sum_gradient(param, place)
+        case Kind.EXPERTS:
+            sum_output(module, place)
+        case Kind.SUM_OUTPUT:
+            sum_output(module, place, inputs=False)
+        case Kind.SHARED:
+            divide_input(module, place)
+        case Kind.ROPE_LATENT:
+            share_tail(module, rope_size(around), place)
+        case Kind.SEQUENCE:
+            raise NotImplementedError(rule.kind)
 
 
 class _Cuts:

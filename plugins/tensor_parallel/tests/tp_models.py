@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH, LENGTH, VOCABULARY = 2, 8, 64
+BATCH, LENGTH, VOCABULARY = 2, 8, 66
 ADAM = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
+FAMILIES = ("llama", "gpt2", "bloom", "qwen2", "phi3", "mixtral", "deepseek_v2")
+"""Grouped queries, fused and tied weights, alibi, biases, fused and unequal matrices, experts, latent attention."""
 
 
 def hugging_face(kind: str, **more: Any) -> Any:
@@ -18,20 +20,45 @@ def hugging_face(kind: str, **more: Any) -> Any:
     import transformers as hf
 
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
+    llama = common | {
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 32,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "pad_token_id": None,
+    }
+    grouped = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4}  # others: 3, uneven for 2 ranks
     torch.manual_seed(5)
     config: Any
     if kind == "gpt2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = hf.GPT2Config(**common | sizes | drop | more)
+    elif kind == "bloom":
+        config = hf.BloomConfig(**common | {"hidden_size": 24, "n_layer": 2, "n_head": 6} | more)
+    elif kind == "qwen2":
+        config = hf.Qwen2Config(**llama | {"tie_word_embeddings": True} | more)
+    elif kind == "phi3":
+        config = hf.Phi3Config(**llama | grouped | more)
+    elif kind == "mixtral":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        config = hf.MixtralConfig(**llama | experts | {"output_router_logits": True} | more)
+    elif kind == "deepseek_v2":
+        latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+        experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12}
+        rest = {"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 6}
+        config = hf.DeepseekV2Config(**llama | latent | experts | rest | {"topk_method": "greedy"} | more)
     else:
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 32}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
-        config = hf.LlamaConfig(**common | sizes | heads | more)
+        config = hf.LlamaConfig(**llama | grouped | more)
+    config._experts_implementation = "eager"  # the library's fast kernel takes no fp64
     model: Any = hf.AutoModelForCausalLM.from_config(config).double().train()
-    for param in model.parameters():
+    for name, param in model.named_parameters():
         if param.dim() == 1:
             param.data.add_(torch.randn_like(param) * 0.1)  # zeros and ones would hide mistakes
+        elif "gate.weight" in name:
+            param.data.normal_(std=0.5)  # some are made as zeros, with which all experts would tie
     return model
 
 
@@ -70,10 +97,10 @@ def plain(model: nn.Module, dp: int, steps: int, clip: float = 0.0) -> list[floa
     return losses
 
 
-def train(engine: Any, steps: int) -> list[float]:
+def train(engine: Any, steps: int, first: int = 0) -> list[float]:
     """Losses of this rank's batches."""
     losses, rank = [], engine.ctx.mesh.index("dp")
-    for step in range(steps):
+    for step in range(first, first + steps):
         batch = ids(step, rank)
         loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
