@@ -113,6 +113,11 @@ class TensorParallelConfig(Section):
     tp_overlap_comm: bool = option(
         False, "Compute gradients of weights while gradients of inputs are summed over the ranks."
     )
+    sequence_parallel: bool = option(
+        False,
+        "Between divided layers (norms, dropouts, residuals) each rank has a part of the tokens: less memory, as many "
+        "bytes are sent.",
+    )
     vocab_parallel_loss: bool = option(
         True,
         "In training, models of transformers that are given labels compute the loss from logits that stay divided, and "

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from ds_comm_autograd import copy_to, gather, reduce_from, split
+from ds_comm_autograd import copy_to, gather, reduce_from, reduce_scatter, split
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
-    "Cut",
+    "Column",
     "ColumnParallelLinear",
+    "Cut",
     "Place",
+    "Row",
     "RowParallelLinear",
     "Siblings",
     "column",
     "is_linear",
     "is_transposed",
+    "parts",
     "row",
     "widths",
 ]
@@ -87,13 +90,15 @@ class _Parallel(nn.Module):
         self.division, self.tp = division, place
 
 
-class _Column(_Parallel):
+class Column(_Parallel):
     """A layer of which each rank computes some outputs."""
 
     gather_output: bool
     siblings: Siblings | None
     divides_loss = False
     """Of an output head: outputs are left divided in training, the loss is computed from them."""
+    copies = True
+    """False where what is in front of the layer sums the gradient of its input over the ranks."""
 
     def cuts(self) -> dict[str, Cut]:
         """The rows of the weight, which is [outputs, inputs], and the bias."""
@@ -112,15 +117,19 @@ class _Column(_Parallel):
         if self.tp is None:
             return cast(Tensor, super().forward(x))
         group = self.tp.group
-        y: Tensor = super().forward(self.siblings.copied(x, group) if self.siblings else copy_to(x, group))
+        if self.copies:
+            x = self.siblings.copied(x, group) if self.siblings else copy_to(x, group)
+        y: Tensor = super().forward(x)
         divided = self.divides_loss and self.training and torch.is_grad_enabled() and y.dtype != torch.float64
         return gather_columns(y, self.tp, self.division) if self.gather_output and not divided else y
 
 
-class _Row(_Parallel):
+class Row(_Parallel):
     """A layer of which each rank has some inputs: outputs are summed over the ranks."""
 
     split_input: bool
+    sequence_dim: int | None = None
+    """The dimension along which each rank gets the outputs of a part of the tokens; None: all ranks get all."""
 
     def cuts(self) -> dict[str, Cut]:
         """The columns of the weight, which is [outputs, inputs]; the bias stays whole."""
@@ -132,15 +141,24 @@ class _Row(_Parallel):
         _set_widths(self, inputs=division.size(place.rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole output, on every rank; the bias is added once."""
+        """The whole output, on every rank, or of a part of the tokens; the bias is added once."""
         if self.tp is None:
             return cast(Tensor, super().forward(x))
         if self.split_input:
             x = split_columns(x, self.tp, self.division)
         layer: Any = self
         weight = layer.weight.t() if is_transposed(self) else layer.weight
-        y = reduce_from(functional.linear(x, weight), self.tp.group)
+        y, dim = functional.linear(x, weight), self.sequence_dim
+        if dim is None:
+            y = reduce_from(y, self.tp.group)
+        else:
+            y = reduce_scatter(y, self.tp.group, dim, parts(y.shape[dim], self.tp.size))
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+def parts(length: int, ranks: int) -> list[int] | None:
+    """The lengths of the ranks' parts of a sequence; None where they are equal."""
+    return Division.by_unit((length,), 1, ranks).sizes() if length % ranks else None
 
 
 def gather_columns(y: Tensor, place: Place, division: Division) -> Tensor:
@@ -159,7 +177,7 @@ def split_columns(x: Tensor, place: Place, division: Division) -> Tensor:
     return split(sorted_by_rank, place.group, -1, division.sizes())
 
 
-class ColumnParallelLinear(_Column, nn.Linear):
+class ColumnParallelLinear(Column, nn.Linear):
     """`nn.Linear` of which each rank computes some outputs: the first layer of a pair, or one with `gather_output`.
 
     gather_output: every rank gets all outputs. segments: the lengths of matrices that are fused along the outputs
@@ -184,7 +202,7 @@ class ColumnParallelLinear(_Column, nn.Linear):
         self.tp, self.siblings, self.gather_output = None, None, gather_output
 
 
-class RowParallelLinear(_Row, nn.Linear):
+class RowParallelLinear(Row, nn.Linear):
     """`nn.Linear` of which each rank has some inputs, those that a column-parallel layer leaves it.
 
     split_input: the input is whole on every rank, each takes its part. segments, unit: as of `ColumnParallelLinear`,
@@ -213,7 +231,7 @@ class RowParallelLinear(_Row, nn.Linear):
 
 def column(layer: Any, *, gather_output: bool = False, siblings: Siblings | None = None) -> Any:
     """Make `layer`, a linear layer or a subclass of one, column-parallel in place."""
-    layer.__class__ = _subclass(_Column, layer.__class__, ColumnParallelLinear)
+    layer.__class__ = _subclass(Column, layer.__class__, ColumnParallelLinear)
     layer.tp, layer.siblings, layer.gather_output = None, siblings, gather_output
     return layer
 
@@ -222,7 +240,7 @@ def row(layer: Any, *, split_input: bool = False) -> Any:
     """Make `layer`, a linear layer, row-parallel in place; TypeError for one that computes in a way of its own."""
     if type(layer).forward is not nn.Linear.forward and not is_transposed(layer):
         raise TypeError(f"a {type(layer).__name__} has a forward of its own")
-    layer.__class__ = _subclass(_Row, layer.__class__, RowParallelLinear)
+    layer.__class__ = _subclass(Row, layer.__class__, RowParallelLinear)
     layer.tp, layer.split_input = None, split_input
     return layer
 
@@ -232,7 +250,7 @@ def _subclass(kind: Any, base: Any, plain: Any) -> Any:
     """The class of layers of class `base` that are parallel."""
     if base is nn.Linear:
         return plain
-    return type(f"{kind.__name__.removeprefix('_')}Parallel{base.__name__}", (kind, base), {"__module__": __name__})
+    return type(f"{kind.__name__}Parallel{base.__name__}", (kind, base), {"__module__": __name__})
 
 
 def is_transposed(layer: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from ds_tensor_parallel.cross_entropy import divide_loss
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, embedding
 from ds_tensor_parallel.layers import ColumnParallelLinear, Cut, Place, RowParallelLinear, Siblings, column, row
+from ds_tensor_parallel.megatron_sp import divide_sequences
 from ds_tensor_parallel.modules import divide_input, rope_size, share_tail, sum_gradient, sum_output
 from ds_tensor_parallel.plan import Plan, make_plan
 from ds_tensor_parallel.rules import Kind, Rule
@@ -63,6 +64,8 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     for name, heads in plan.attentions.items():
         ((first, count),) = Division.by_unit((heads.keys,), 1, place.size).ranges(place.rank)
         keep_heads(model.get_submodule(name), heads, first, count)
+    if section.sequence_parallel or any(rule.kind is Kind.SEQUENCE for rule in plan.rules.values()):
+        divide_sequences(model, place, ctx.config.origin)
     if ctx.rank == 0:
         _tell(plan, len(hand_written), place.size)
     return model
@@ -154,8 +157,6 @@ def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) ->
             divide_input(module, place)
         case Kind.ROPE_LATENT:
             share_tail(module, rope_size(around), place)
-        case Kind.SEQUENCE:
-            raise NotImplementedError(rule.kind)
 
 
 class _Cuts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ds_testing import run_ranks
@@ -15,7 +16,7 @@ from tp_models import hugging_face, plain, settings, train, weights_off
 STEPS = 3
 
 
-def compare(world: int, kind: str, tp: int, stages: list[int]) -> dict[str, float]:
+def compare(world: int, kind: str, tp: int, stages: list[int], keys: dict[str, Any]) -> dict[str, float]:
     import ds_core
 
     dp = world // tp
@@ -23,7 +24,7 @@ def compare(world: int, kind: str, tp: int, stages: list[int]) -> dict[str, floa
     losses = plain(truth, dp, STEPS)
     off = {}
     for stage in stages:
-        engine, *_ = ds_core.initialize(model=hugging_face(kind), config=settings(tp, stage))
+        engine, *_ = ds_core.initialize(model=hugging_face(kind), config=settings(tp, stage, **keys))
         got = train(engine, STEPS)
         if dp == 1:
             off[f"losses, stage {stage}"] = max(abs(a - b) for a, b in zip(got, losses, strict=True))
@@ -33,7 +34,21 @@ def compare(world: int, kind: str, tp: int, stages: list[int]) -> dict[str, floa
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize(("world", "tp", "stages"), [(2, 2, [0]), (4, 2, [0, 1, 2, 3])], ids=["tp2", "tp2-dp2"])
+@pytest.mark.parametrize(
+    ("world", "tp", "stages"),
+    [(2, 2, [0, 3]), pytest.param(4, 2, [0, 1, 2, 3], marks=pytest.mark.slow)],
+    ids=["tp2", "tp2-dp2"],
+)
 def test_trains_as_one_process(kind: str, world: int, tp: int, stages: list[int]) -> None:
-    for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages)):
+    for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages, {})):
+        assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("world", "tp", "stages"), [(2, 2, [0]), pytest.param(3, 3, [0], marks=pytest.mark.slow)], ids=["even", "uneven"]
+)
+def test_tokens_divided_between_layers(kind: str, world: int, tp: int, stages: list[int]) -> None:
+    """Megatron's sequence parallelism; 8 tokens do not divide by 3, nor do 4 heads."""
+    for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages, {"sequence_parallel": True})):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
