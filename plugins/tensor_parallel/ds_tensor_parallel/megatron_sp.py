@@ -19,11 +19,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from ds_comm_autograd import gather, gather_to, reduce_from, split
+from ds_comm_autograd import gather, gather_to, split
 from torch import Tensor, nn
 
 from ds_core.errors import ConfigError, Problem
 from ds_tensor_parallel.layers import Column, Place, Row, parts
+from ds_tensor_parallel.modules import sum_gradient
 
 __all__ = ["divide_sequences"]
 
@@ -124,7 +125,7 @@ def _divide_block(name: str, block: nn.Module, tokens: _Tokens, origin: str) -> 
         regions += 1
     for param in {id(p): p for p in alone}.values():
         if param.requires_grad:
-            param.register_hook(lambda grad: reduce_from(grad, tokens.place.group))
+            sum_gradient(param, tokens.place)
     return regions
 
 
