@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ds_core import names_on_first_use
 
 if TYPE_CHECKING:
+    from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter, cut_batches
     from ds_sequence_parallel.layout import Layout, cut, joined
     from ds_sequence_parallel.losses import CrossEntropy, cross_entropy, token_mean
     from ds_sequence_parallel.offload import Offload
@@ -26,8 +27,10 @@ __all__ = [
     "TileBytes",
     "TiledFusedLogitsLoss",
     "TiledMLP",
+    "UlyssesSPDataLoaderAdapter",
     "cross_entropy",
     "cut",
+    "cut_batches",
     "joined",
     "ring_attention",
     "token_mean",
@@ -36,6 +39,7 @@ __all__ = [
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
+        "batches": "UlyssesSPDataLoaderAdapter cut_batches",
         "layout": "Layout cut joined",
         "losses": "CrossEntropy cross_entropy token_mean",
         "offload": "Offload",

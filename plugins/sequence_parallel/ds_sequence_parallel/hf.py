@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,18 @@ from torch.distributed import ProcessGroup
 
 from ds_core import comm
 from ds_core.errors import UsageError
+from ds_sequence_parallel.hf_attention import (
+    Part,
+    Tokens,
+    attend_part,
+    documents,
+    make_part,
+    plain_attention,
+    plain_mask,
+)
 from ds_sequence_parallel.layout import Layout
-from ds_sequence_parallel.ring import Mask, ring_attention
-from ds_sequence_parallel.ulysses import ulysses
 
-__all__ = ["GatheredKeys", "Part", "ShardedModel", "root_model"]
+__all__ = ["GatheredKeys", "ShardedModel", "root_model"]
 
 _ALONG = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "labels": -1, "shift_labels": -1, "position_ids": -1}
 """Arguments of a transformers model, and the dimension of each that is the sequence."""
@@ -54,29 +61,10 @@ def root_model(model: nn.Module) -> Any:
     return next(iter(found.values()), None)
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What an attention has to know of the whole sequence.
-
-    whole: the mask of the whole sequence, as the model's own attention implementation takes it. causal, allowed: the
-    same for the ring: which keys a query may look at. position_ids: of the whole sequence.
-    """
-
-    layout: Layout
-    whole: Any
-    causal: bool
-    allowed: Mask | None
-    position_ids: Tensor | None
-
-
 @dataclass(eq=False)
-class _Inputs:
+class _Inputs(Tokens):
     """The micro-batch that is on its way through the model. items: what the loss is divided by, on this rank."""
 
-    layout: Layout
-    padding: Tensor | None
-    segments: Tensor | None
-    position_ids: Tensor | None
     items: Any = None
     labelled: bool = False
     losses: int = 0
@@ -198,7 +186,7 @@ class ShardedModel:
                 f"sequence, and is {shown}"
             )
         positions = given.get("position_ids")
-        segments = _documents(positions) if padding is None else None
+        segments = documents(positions) if padding is None else None
         self.inputs = inputs = _Inputs(layout, padding, segments, positions)
         self._labels(given, inputs)
         device = next(v.device for v in given.values() if isinstance(v, Tensor))
@@ -278,95 +266,24 @@ class ShardedModel:
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
-    def mask(
-        self,
-        batch_size: int,
-        q_length: Any,
-        kv_length: int,
-        mask_function: Callable[..., Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        **options: Any,
-    ) -> Any:
+    def mask(self, batch_size: int, q_length: Any, kv_length: int, **options: Any) -> Any:
         """transformers' mask function: a `Part`, or the usual mask where the model runs whole."""
-        from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
-
-        build: Any = AttentionMaskInterface._global_mapping.get(self.before)
-        function: Any = causal_mask_function if mask_function is None else mask_function
         inputs = self.inputs
         if inputs is None:
-            more = {"mask_function": function, "attention_mask": attention_mask, **options}
-            return (
-                None if build is None else build(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **more)
-            )
-        plain = function is causal_mask_function or function is bidirectional_mask_function
-        causal = function is causal_mask_function or options.get("local_size") is not None
-        if inputs.segments is not None:
-            assert inputs.position_ids is not None
-            function, plain = _inside(function, inputs.segments, inputs.position_ids), False
-            options["allow_is_causal_skip"] = False
-        padding, length = inputs.padding if inputs.padding is None else inputs.padding.bool(), inputs.layout.length
-        whole, allowed = None, None
-        if self.ring:
-            if options.get("use_vmap"):
-                raise UsageError(
-                    "sequence_parallel: ring attention cannot use this model's own mask; set mode to ulysses"
-                )
-            if not plain or padding is not None:
-                allowed = _allowed(function, padding, batch_size)
-        elif build is not None:
-            options |= {"q_offset": 0, "kv_offset": 0, "mask_function": function, "attention_mask": padding}
-            whole = build(batch_size=batch_size, q_length=length, kv_length=length, **options)
-        return Part(inputs.layout, whole, causal, allowed, inputs.position_ids)
+            build = plain_mask(self.before)
+            sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+            return None if build is None else build(**sizes, **options)
+        return make_part(inputs, self.ring, self.before, batch_size, **options)
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         """transformers' attention function: [batch, heads, positions, size] -> [batch, positions, heads, size]."""
-        part = attention_mask
         if self.inputs is not None:
             self.inputs.attentions += 1
-        if not isinstance(part, Part):
-            if self.inputs is None and not torch.is_grad_enabled():
-                out, _ = self._plain(module)(module, query, key, value, part, **options)
-                return out, None
-            raise UsageError(
-                f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its attention cannot "
-                "be "
-                "divided"
-            )
-        for name in ("s_aux", "position_bias", "softcap") if self.ring else ("s_aux", "position_bias"):
-            if options.get(name) is not None:
-                raise UsageError(
-                    f"sequence_parallel: attention with {name} ({type(module).__name__}) cannot be divided"
-                )
-        if self.ring:
-            if options.get("dropout"):
-                raise UsageError(
-                    "sequence_parallel: ring attention has no dropout; set attention_dropout to 0 or mode to ulysses"
-                )
-            scale = options.get("scaling")
-            out = ring_attention(
-                query, key, value, self.group, part.layout, causal=part.causal, scale=scale, mask=part.allowed
-            )
-            return out.transpose(1, 2), None
-        if "position_ids" in options:
-            options["position_ids"] = part.position_ids
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, repeated: bool) -> Tensor:
-            local = _OneKeyPerQuery(module) if repeated else module
-            found: Tensor = self._plain(module)(local, query, key, value, part.whole, **options)[0]
-            return found
-
-        there = {"heads": 1, "sequence": 2, "out_heads": 2, "out_sequence": 1}
-        return ulysses(attend, query, key, value, self.group, lengths=part.layout.sizes, **there), None
-
-    def _plain(self, module: Any) -> Any:
-        """The attention function that the model had before."""
-        from transformers import AttentionInterface
-
-        if self.before == "eager":
-            return sys.modules[type(module).__module__].eager_attention_forward
-        return AttentionInterface._global_mapping[self.before]
+        elif not isinstance(attention_mask, Part) and not torch.is_grad_enabled():
+            return plain_attention(self.before, module)(module, query, key, value, attention_mask, **options)[0], None
+        return attend_part(module, query, key, value, attention_mask, self.group, self.ring, self.before, options), None
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -391,7 +308,7 @@ class ShardedModel:
             output.past_key_values = None
         if not inputs.labelled:
             return output
-        if not inputs.losses:
+        if not inputs.losses and self.model.loss_function == self.loss:  # another's may well not call this one
             raise UsageError(
                 f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over this rank's tokens "
                 "alone; "
@@ -401,48 +318,3 @@ class ShardedModel:
             return mean(output[0], self.group), *output[1:]
         output.loss = mean(output.loss, self.group)
         return output
-
-
-class _OneKeyPerQuery:
-    """An attention module whose key-value heads have been repeated for this call."""
-
-    num_key_value_groups = 1
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _documents(position_ids: Tensor | None) -> Tensor | None:
-    """The number of the document of each token of packed sequences; None where each row is one."""
-    if position_ids is None or position_ids.dim() != 2:
-        return None
-    starts = torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1
-    return starts.cumsum(-1) if bool(starts.any()) else None
-
-
-def _inside(function: Callable[..., Tensor], segments: Tensor, positions: Tensor) -> Callable[..., Tensor]:
-    """A mask function inside documents, by the positions in them."""
-
-    def inner(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
-        row = batch if len(segments) > 1 else batch * 0
-        same = segments[row, query] == segments[row, key]
-        return function(batch, head, positions[row, query], positions[row, key]) & same
-
-    return inner
-
-
-def _allowed(function: Callable[..., Tensor], padding: Tensor | None, batch: int) -> Mask:
-    """A mask function of transformers as the ring takes it."""
-
-    def mask(queries: Tensor, keys: Tensor) -> Tensor:
-        rows = torch.arange(batch, device=queries.device)[:, None, None, None]
-        query, key = queries[None, None, :, None], keys[None, None, None, :]
-        seen = function(rows, rows.new_zeros(1, 1, 1, 1), query, key)
-        if padding is not None:
-            seen = seen & padding[rows, key]
-        return seen.expand(batch, 1, len(queries), len(keys))
-
-    return mask

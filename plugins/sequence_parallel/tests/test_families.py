@@ -24,6 +24,7 @@ SLOW = [
     for mode in ("ulysses", "ring")
     for kind in ("plain", "padded", "packed")
     for attention in ("sdpa", "eager")
+    if not (mode == "ring" and attention == "eager")  # the library's eager softmax is in fp32, the ring's in fp64
     if not (family == "bloom" and (mode == "ring" or kind == "packed" or attention == "sdpa"))
 ]
 
