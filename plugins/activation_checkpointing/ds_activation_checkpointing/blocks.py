@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class Block:
         self._ready = False
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
         self._changing: list[Tensor] = []
+        self._caches: list[int] = []  # places of arguments
         functools.update_wrapper(self, module.forward)  # its signature; after this its __dict__ has that of a function
 
     def __reduce__(self) -> Any:
@@ -58,18 +60,30 @@ class Block:
             self._prepare()
         if getattr(self.module, "gradient_checkpointing", False):
             raise UsageError(_TWICE.format(self.name))
-        if kwargs:
-            kwargs = _without_caches(kwargs)
+        args, kwargs = self._without_caches(args, kwargs)
         return recompute(self._run, args, kwargs, self._options)
 
     def _prepare(self) -> None:
         """What is known once the model is on its device and its parameters are placed."""
         self._ready = True
+        names = list(inspect.signature(self._forward).parameters)
+        self._caches = [names.index(name) for name in _CACHES if name in names]
         self._buffers = [(m._buffers, key) for m in self.module.modules() for key in m._buffers]
         inside, params = set(self._ctx.mesh.expand(("dp",))), self._ctx.params
         # Where ranks with other samples talk inside of the block (experts), they may want other tensors again.
         talks = any(inside.intersection(params[p].held) for p in self.module.parameters() if p in params)
         self._options = dataclasses.replace(self._options, stop_early=not talks, meter=self.meter)
+
+    def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without caches of keys and values, which a second forward would fill again."""
+        places = [i for i in self._caches if i < len(args) and _fills(args[i])]
+        keys = [key for key in _CACHES if key in kwargs and _fills(kwargs[key])]
+        if not (places or keys or kwargs.get("use_cache")):
+            return args, kwargs
+        log_once(log, logging.INFO, "blocks that are computed again in backward get no cache of keys and values")
+        off = {"use_cache": False} if "use_cache" in kwargs else {}
+        args = tuple(None if i in places else value for i, value in enumerate(args))
+        return args, {**kwargs, **dict.fromkeys(keys), **off}
 
     def stop_measuring(self) -> None:
         """Go on without the meter."""
@@ -98,10 +112,13 @@ BLOCKS: StashKey[list[Block]] = StashKey("recomputed blocks")
 """The blocks of this rank, in the order of the model."""
 
 _TWICE = (
-    "{} is recomputed twice: by the config (activation_checkpointing) and by the model itself "
-    "(gradient_checkpointing_enable of transformers). Call model.gradient_checkpointing_disable(), or leave out "
-    "activation_checkpointing.modules, policy and budget"
+    "{} is recomputed twice: by the config (activation_checkpointing) and by the model itself, where transformers' "
+    "gradient_checkpointing_enable was called. Leave that out, or activation_checkpointing.modules, policy and budget"
 )
+
+
+def _fills(value: Any) -> bool:
+    return value is not None and not getattr(value, "recompute_safe", False)
 
 
 def install(model: nn.Module, chosen: Mapping[str, nn.Module], options: Options, ctx: Context, measure: bool) -> None:
@@ -116,16 +133,6 @@ def install(model: nn.Module, chosen: Mapping[str, nn.Module], options: Options,
         blocks.append(block)
     ctx.stash[BLOCKS] = blocks
     log.info("rank %d computes %d modules again in backward: %s", ctx.rank, len(blocks), _some(chosen))
-
-
-def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without caches of keys and values, which a second forward would fill again."""
-    caches = [k for k in _CACHES if kwargs.get(k) is not None and not getattr(kwargs[k], "recompute_safe", False)]
-    if not caches and not kwargs.get("use_cache"):
-        return kwargs
-    log_once(log, logging.INFO, "blocks that are computed again in backward get no cache of keys and values")
-    off = {"use_cache": False} if "use_cache" in kwargs else {}
-    return {**kwargs, **dict.fromkeys(caches), **off}
 
 
 def _some(names: Iterable[str]) -> str:

@@ -33,6 +33,8 @@ class ExpertLoad:
     @torch.no_grad()
     def add(self, counts: Tensor, dropped: Tensor, l_aux: Tensor | None = None) -> None:
         """One forward: choices of each expert before dropping, [experts]; how many were dropped; its auxiliary loss."""
+        if torch._C._current_graph_task_id() != -1:  # a forward that backward computes again: it was counted
+            return
         aux = counts.new_zeros(2, dtype=torch.float64)
         if l_aux is not None:
             aux = torch.stack([l_aux.double(), torch.ones_like(l_aux, dtype=torch.float64)])
