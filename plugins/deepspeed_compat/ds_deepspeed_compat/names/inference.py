@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_deepspeed_compat.names.entry import Rows, missing
+from ds_deepspeed_compat.names.entry import Rows, differs, missing
 from ds_deepspeed_compat.names.top import INFERENCE, TENSOR_PARALLEL
 
 _INFERENCE = missing(INFERENCE)
 _TENSOR = missing(TENSOR_PARALLEL)
-_SEQUENCE = missing("sequence parallelism is not built")
+_FPDT = missing("ds_sequence_parallel: ring attention, tiled layers and activation offload")
 _COMPRESSION = missing("compression is not built")
 
 NAMES: Mapping[str, Rows] = {
@@ -36,16 +36,30 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.tensor_parallel": {"TPConfig TPTrainingConfig get_tensor_parallel_config": _TENSOR},
     "deepspeed.runtime.tensor_parallel.config": {"TPConfig TPTrainingConfig": _TENSOR},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute": _SEQUENCE,
+        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter": "ds_sequence_parallel.deepspeed_names",
+        "TiledMLP TiledFusedLogitsLoss": "ds_sequence_parallel",
+        "SequenceTiledCompute": missing("ds_sequence_parallel.TiledMLP takes any module that treats tokens alike"),
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
-        "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size "
-        "get_sequence_parallel_rank": _SEQUENCE,
+        "initialize_sequence_parallel": differs(
+            "ds_sequence_parallel.deepspeed_names:SequenceUnit", "returns the mpu for initialize, which has the groups"
+        ),
+        **{
+            f"get_sequence_parallel_{what}": differs(
+                f"ds_deepspeed_compat.groups:_get_sequence_parallel_{what}",
+                "answered from the mesh of the latest live engine; before initialize an error",
+            )
+            for what in ("group", "world_size", "rank")
+        },
     },
-    "deepspeed.sequence.layer": {"DistributedAttention": _SEQUENCE},
-    "deepspeed.sequence.fpdt_layer": {"FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": _SEQUENCE},
-    "deepspeed.sequence.cross_entropy": {"vocab_sequence_parallel_cross_entropy": _SEQUENCE},
-    "deepspeed.compile.passes.sp_compile": {"prepare_autosp_inputs": _SEQUENCE},
+    "deepspeed.sequence.layer": {"DistributedAttention": "ds_sequence_parallel.deepspeed_names"},
+    "deepspeed.sequence.fpdt_layer": {"FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": _FPDT},
+    "deepspeed.sequence.cross_entropy": {
+        "vocab_sequence_parallel_cross_entropy": "ds_sequence_parallel.deepspeed_names"
+    },
+    "deepspeed.compile.passes.sp_compile": {
+        "prepare_autosp_inputs": missing("ds_sequence_parallel: the axis sp by config alone")
+    },
     "deepspeed.compression": {"init_compression redundancy_clean student_initialization": _COMPRESSION},
     "deepspeed.compression.compress": {"init_compression redundancy_clean student_initialization": _COMPRESSION},
     "deepspeed.linear": {
