@@ -1,7 +1,8 @@
 """Trains small models, one config after the other: ``cases.py RESULT FOLDER FIRST LAST [CASE...]``.
 
 Steps FIRST to LAST of each case, from its checkpoint in FOLDER where there is one, which is written again at the end.
-Rank 0 writes RESULT: {case: its losses}. A batch belongs to its step, whatever the number of ranks; all is in fp64.
+FOLDER as ``local:/...``: each host has its own. Rank 0 writes RESULT: {case: its losses}. A batch belongs to its step,
+whatever the number of ranks; all is in fp64.
 """
 
 from __future__ import annotations
@@ -79,11 +80,12 @@ def batches(engine: Any, step: int) -> Iterator[Any]:
     return iter([(x, y) for x, y in pairs])
 
 
-def train(case: str, folder: Path, first: int, last: int) -> list[float]:
+def train(case: str, folder: Path, first: int, last: int, local: bool) -> list[float]:
     build, more = CASES[case]
     torch.manual_seed(7)
     params = {"lr": 0.01, "weight_decay": 0.1}
     config = {"train_batch_size": BATCH, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": params}}
+    config["checkpoint"] = {"use_node_local_storage": local}
     engine, *_ = ds_core.initialize(model=build(), config=config | more)
     if first:
         engine.load_checkpoint(folder / case)
@@ -96,7 +98,8 @@ def train(case: str, folder: Path, first: int, last: int) -> list[float]:
 
 def main(result: str, folder: str, first: str, last: str, *cases: str) -> None:
     ds_core.init_distributed()
-    losses = {case: train(case, Path(folder), int(first), int(last)) for case in cases or CASES}
+    path, local = Path(folder.removeprefix("local:")), folder.startswith("local:")
+    losses = {case: train(case, path, int(first), int(last), local) for case in cases or CASES}
     if distributed.get_rank() == 0:
         Path(result).write_text(json.dumps(losses))
 

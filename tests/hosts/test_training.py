@@ -86,5 +86,26 @@ def test_cases_on_two_hosts_then_one_then_three(site: Site, one_host: Path) -> N
         assert [loss for part in parts for loss in part[case]] == pytest.approx(losses, rel=CLOSE), case
 
 
+def test_each_host_has_a_folder_of_its_own(site: Site, one_host: Path) -> None:
+    """Hosts change places, one that has a part is missed, and one that has none, with rank 0, gets all."""
+    result, expected = site.shared / "local.json", read_cases(one_host / "cases.json")
+    found: dict[str, list[float]] = {"zero1": [], "zero3": [], "pipeline": []}
+    for number, names in enumerate(("ab", "ba", "bc", "cab")):
+        first = 2 * min(number, 2)
+        words = [CASES, str(result), "local:/tmp/cases", str(first), str(first + 2), *found]
+        text = site.run(names, *words, status=-1 if names == "bc" else 0)
+        if names == "bc":
+            assert "is on no host of this run" in text, text
+            continue
+        for case, losses in read_cases(result).items():
+            found[case] += losses
+        if names == "ab":
+            files = {host.name: {f.name for f in host.root.glob("tmp/cases/zero1/*/*")} for host in site.lab.hosts}
+            assert "manifest.json" in files["a"] & files["b"] and not files["c"], files
+            assert not {name for name in files["a"] & files["b"] if "rank" in name}, files
+    for case, losses in found.items():
+        assert losses == pytest.approx(expected[case][:6], rel=CLOSE), case
+
+
 def test_fixture_of_cases_is_not_constant(one_host: Path) -> None:
     assert all(len(set(losses)) == 8 for losses in read_cases(one_host / "cases.json").values()), CASES

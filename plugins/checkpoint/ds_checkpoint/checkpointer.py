@@ -38,7 +38,8 @@ class FolderCheckpointer(Checkpointer):
     def load(self, engine: RunningEngine, folder: Folder, options: LoadOptions) -> Loaded:
         """See `Checkpointer`. The world size, ZeRO stage and offload may be others than when it was saved."""
         self.wait()
-        return load(RunState(engine), folder, options, verify=self._config.verify)
+        local = self._config.use_node_local_storage
+        return load(RunState(engine), folder, options, verify=self._config.verify, node_local=local)
 
     def export(self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool) -> bool:
         """See `Checkpointer`. The file is safetensors."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
-from ds_core.config import Section, not_built, option
+from ds_core.config import Section, option
 
 __all__ = ["CheckpointConfig"]
 
@@ -51,7 +51,9 @@ class CheckpointConfig(Section):
         "Load a checkpoint that was saved at another layout.",
         without_effect="every checkpoint loads at any layout",
     )
-    use_node_local_storage: bool = not_built(False, "checkpoints need storage that every rank sees")
+    use_node_local_storage: bool = option(
+        False, "Each host has a folder of its own; what one lacks is copied from the others before a load."
+    )
     checkpoint_serialization: bool = option(
         True, "False: tensors without a container.", without_effect="checkpoints are always safetensors and JSON"
     )
@@ -61,3 +63,9 @@ class CheckpointConfig(Section):
         "DeepSpeed's checkpoint writer.",
         without_effect="ds_core writes safetensors by itself; checkpoint.async writes while training goes on",
     )
+
+    @model_validator(mode="after")
+    def _threads_talk_through_the_folder(self) -> CheckpointConfig:
+        if self.asynchronous and self.use_node_local_storage:
+            raise ValueError("async needs a folder that every rank sees; leave it out, or use_node_local_storage")
+        return self

@@ -86,8 +86,11 @@ def make_root(root: Path) -> None:
         sync_directory(root.parent)
 
 
-def make_temporary(root: Path, tag: str) -> Path:
-    """Clear what crashed saves left in `root`, and make an empty directory there to write `tag` into."""
+def make_temporary(root: Path, tag: str, name: str = "") -> Path:
+    """Clear what crashed saves left in `root`, and make an empty directory there to write `tag` into.
+
+    name: of the directory, as another host has it.
+    """
     make_root(root)
     clean(root)
     final = root / tag
@@ -95,7 +98,7 @@ def make_temporary(root: Path, tag: str) -> Path:
         raise CheckpointError(
             f"{final} exists and is not a checkpoint of ds_core, so it is not replaced; move it away or use another tag"
         )
-    temporary = root / _temporary_name(tag)
+    temporary = root / (name or _temporary_name(tag))
     temporary.mkdir()
     return temporary
 

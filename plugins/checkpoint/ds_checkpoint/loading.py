@@ -19,6 +19,7 @@ from ds_checkpoint import files
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import class_name
 from ds_checkpoint.format import COMMON, DAMAGED, LATEST, MANIFEST, Manifest, check_folder, local_file, parse_manifest
+from ds_checkpoint.sites import Site, complete, find_site, introduce
 from ds_checkpoint.source import SavedStates
 from ds_checkpoint.values import decode
 from ds_core.checkpointer import Folder, LoadOptions
@@ -30,24 +31,32 @@ log = logging.getLogger("ds_checkpoint")
 
 
 def load(
-    run: RunState, folder: Folder, options: LoadOptions, *, verify: bool
+    run: RunState, folder: Folder, options: LoadOptions, *, verify: bool, node_local: bool = False
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load ``folder/tag`` into `run`, at any world size; returns (path, client_state). Collective.
 
     Without a tag, and without a file ``latest`` in `folder`, nothing is loaded: the answer is (None, None), with a
     warning, or (None, {}) with `missing_ok`. With `module_only` the client state is {}. verify: compare all files with
-    their checksums first.
+    their checksums first. node_local: each host has a folder of its own.
 
     Raises CheckpointError on every rank, naming the file and the fix, before anything in `run` was changed, when the
     checkpoint is missing, damaged, of another format, or of another model.
     """
     action = f"cannot load a checkpoint from {folder!s:.200}"
     root, _ = on_every_rank(action, lambda: check_folder(folder, "load_dir"))
+    site, device = find_site(node_local), run.ctx.accelerator.current_device()
+    if site.local:
+        introduce(action, root, options.tag, site, device)
     found = on_first_rank(action, lambda: _candidates(root, options))
     if not found:
         return None, {} if options.missing_ok else None
-    check = functools.partial(_check, run, options, verify)
-    path, plan, reports = _first_that_fits(action, [root / name for name in found], check)
+
+    def bring(path: Path) -> None:
+        if site.local:
+            complete(action, path, site, device)
+
+    check = functools.partial(_check, run, options, verify, site)
+    path, plan, reports = _first_that_fits(action, [root / name for name in found], bring, check)
     try:
         _refuse_unexpected(action, options, reports)
         on_every_rank(f"loading {path} stopped half-way", lambda: run.restore(plan.saved, options))
@@ -80,12 +89,13 @@ def _candidates(root: Path, options: LoadOptions) -> list[str]:
 
 
 def _first_that_fits(
-    action: str, paths: list[Path], check: Callable[[Path], _Plan]
+    action: str, paths: list[Path], bring: Callable[[Path], None], check: Callable[[Path], _Plan]
 ) -> tuple[Path, _Plan, list[list[str]]]:
-    """Check one after the other, on all ranks; CheckpointError with the first one's fault when none will do."""
+    """Check one after the other, on all ranks, once it is there; the first one's CheckpointError when none will do."""
     first: CheckpointError | None = None
     for path in paths:
         try:
+            bring(path)
             plan, reports = on_every_rank(action, functools.partial(check, path), lambda plan: plan.unexpected)
         except CheckpointError as error:
             first = first or error
@@ -111,15 +121,15 @@ class _Plan:
     saved: SavedRun
 
 
-def _check(run: RunState, options: LoadOptions, verify: bool, path: Path) -> _Plan:
+def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: Path) -> _Plan:
     """Everything that can be known to be wrong before a state changes."""
     manifest = parse_manifest(path / MANIFEST)
     source = SavedStates(path, manifest, run.ctx.mesh, run.ctx.stash.get(SLICES))
     try:
-        if run.rank == 0:
+        if site.first:
             source.check_files()
         if verify:
-            source.verify(run.rank, run.ctx.world_size)
+            source.verify(site.rank, site.size)
         try:
             unexpected = run.check(source, options, excluded=manifest.excluded)
         except CheckpointError as error:

@@ -6,6 +6,7 @@ earlier checkpoints, and ``latest``, unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 import secrets
@@ -21,10 +22,11 @@ import ds_core
 from ds_checkpoint import files
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
 from ds_checkpoint.contents import class_name, differing, digests, shared_names
-from ds_checkpoint.format import LATEST, check_folder, check_tag
+from ds_checkpoint.format import LATEST, MANIFEST, README, check_folder, check_tag
+from ds_checkpoint.sites import find_site, spread
 from ds_checkpoint.tensorfile import check_tensor
 from ds_checkpoint.values import encode
-from ds_checkpoint.writing import Prepared, SaveJob, commit, publish, write
+from ds_checkpoint.writing import Prepared, SaveJob, publish, seal, write
 from ds_core.checkpointer import Folder, SaveOptions
 from ds_core.errors import CheckpointError
 
@@ -60,20 +62,26 @@ def save(
     tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
     own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
-    root = Path(folder)
+    root, site = Path(folder), find_site(config.use_node_local_storage)
     began = on_first_rank(action, lambda: _begin(lock, root, tag))
     job = SaveJob(root, tag, root / began["name"], began["id"], began["serial"], options.save_latest, config.keep_last)
     if config.asynchronous:
         later.start(action, prepared, job)
         return root / tag
     try:
+        if site.local:
+            on_every_rank(action, lambda: _join(lock, job) if site.first and prepared.rank else None)
         _, written = on_every_rank(action, lambda: write(prepared, job), lambda report: report)
-        on_first_rank(action, lambda: commit(prepared, job, written))
+        on_first_rank(action, lambda: seal(prepared, job, written))
+        if site.local:
+            spread(action, job.temporary, [README, MANIFEST], site, run.ctx.accelerator.current_device())
+        on_every_rank(action, lambda: files.put_in_place(job.temporary, root / tag) if site.first else None)
     except CheckpointError:
-        if prepared.rank == 0:
-            files.discard(job.temporary)
+        if site.first:
+            with contextlib.suppress(OSError):  # another rank may see it too
+                files.discard(job.temporary)
         raise
-    on_first_rank(f"{root / tag} is saved, but not {LATEST}", lambda: publish(job))
+    on_every_rank(f"{root / tag} is saved, but not {LATEST}", lambda: publish(job) if site.first else None)
     log.info("saved checkpoint %s", root / tag)
     return root / tag
 
@@ -84,6 +92,15 @@ def _begin(lock: FolderLock, root: Path, tag: str) -> dict[str, Any]:
     lock.take(root)
     name = files.make_temporary(root, tag).name
     return {"name": name, "id": secrets.token_hex(16), "serial": files.next_serial(root)}
+
+
+def _join(lock: FolderLock, job: SaveJob) -> None:
+    """The first rank of another host than rank 0's: the same there."""
+    if job.temporary.exists():
+        raise CheckpointError(f"{job.root} is the same folder on several hosts; leave use_node_local_storage out")
+    files.make_root(job.root)
+    lock.take(job.root)
+    files.make_temporary(job.root, job.tag, job.temporary.name)
 
 
 # -- prepare -------------------------------------------------------------------------------------------------------

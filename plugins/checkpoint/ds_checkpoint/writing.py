@@ -32,7 +32,7 @@ from ds_checkpoint.layout import items_of, merge, rows_of
 from ds_checkpoint.tensorfile import Item, write_tensors
 from ds_core.errors import CheckpointError
 
-__all__ = ["SaveJob", "Prepared", "commit", "publish", "write"]
+__all__ = ["SaveJob", "Prepared", "commit", "publish", "seal", "write"]
 
 log = logging.getLogger("ds_checkpoint")
 
@@ -78,7 +78,8 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     rank, head = prepared.rank, prepared.head
     if not job.temporary.is_dir():
         raise CheckpointError(
-            f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks share"
+            f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks share; "
+            "or set checkpoint.use_node_local_storage, for folders of each host"
         )
     marks: dict[str, Mark] = {}
 
@@ -108,8 +109,8 @@ def _plain_items(tensors: Mapping[str, Tensor]) -> list[Item]:
     return [(key, tuple(t.shape), t.dtype, lambda t=t: t) for key, t in tensors.items()]  # type: ignore[misc]
 
 
-def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
-    """Rank 0, once all ranks' files are on the disk: the manifest, and then the name that makes it a checkpoint."""
+def seal(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
+    """Rank 0, once all ranks' files are on the disk: the manifest. Only its name is missing to a checkpoint then."""
     manifest = Manifest(
         save_id=job.save_id,
         tag=job.tag,
@@ -124,11 +125,16 @@ def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> N
     )
     files.write_file(job.temporary / README, _readme(job.tag))
     files.write_file(job.temporary / MANIFEST, render_manifest(manifest))
+
+
+def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
+    """`seal`, and the name that makes it a checkpoint."""
+    seal(prepared, job, written)
     files.put_in_place(job.temporary, job.root / job.tag)
 
 
 def publish(job: SaveJob) -> None:
-    """Rank 0, last: ``latest``, and the removal of checkpoints beyond ``keep_last``."""
+    """The first rank that sees a folder, last: ``latest``, and the removal of checkpoints beyond ``keep_last``."""
     if job.save_latest:
         files.write_latest(job.root, job.tag)
     if job.keep_last is not None:

@@ -17,7 +17,7 @@ class TestDeclaration(PluginConformance):
     bad_configs: ClassVar[Any] = (
         {"keep_last": 0},
         {"tag_validation": "Fial"},
-        {"use_node_local_storage": True},
+        {"use_node_local_storage": True, "async": True},
         {"load_universal": 1},
         {"writer": {"type": "SLOW"}},
         {"writer": {"io_buffer_double": "yes"}},
@@ -27,7 +27,11 @@ class TestDeclaration(PluginConformance):
 
 
 class TestCheckpointer(CheckpointerConformance):
-    variants: ClassVar[Any] = {"fp16": {"fp16": {"enabled": True}}, "async": {"checkpoint": {"async": True}}}
+    variants: ClassVar[Any] = {
+        "fp16": {"fp16": {"enabled": True}},
+        "async": {"checkpoint": {"async": True}},
+        "local": {"checkpoint": {"use_node_local_storage": True}},
+    }
 
 
 @pytest.mark.parametrize(
