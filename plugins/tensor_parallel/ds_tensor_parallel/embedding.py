@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.layers import Cut, Place, gather_columns
 
-__all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding", "embedding"]
+__all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding", "check_embedding", "embedding"]
 
 
 class _Vocabulary(nn.Module):
@@ -70,7 +70,7 @@ class VocabParallelEmbedding(_Vocabulary, nn.Embedding):
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **more: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **more)
         self.tp = None
-        _check(self)
+        check_embedding(self)
 
 
 class HiddenParallelEmbedding(_Hidden, nn.Embedding):
@@ -79,12 +79,12 @@ class HiddenParallelEmbedding(_Hidden, nn.Embedding):
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, **more: Any) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **more)
         self.tp = None
-        _check(self)
+        check_embedding(self)
 
 
 def embedding(layer: Any, *, vocabulary: bool) -> Any:
     """Make `layer`, an embedding or a subclass of one, parallel in place: along the vocabulary, or the hidden size."""
-    _check(layer)
+    check_embedding(layer)
     layer.__class__ = _subclass(vocabulary, layer.__class__)
     layer.tp = None
     return layer
@@ -98,7 +98,8 @@ def _subclass(vocabulary: bool, base: Any) -> Any:
     return type(name + base.__name__, (kind, base), {"__module__": __name__})
 
 
-def _check(layer: nn.Embedding) -> None:
+def check_embedding(layer: nn.Embedding) -> None:
+    """Raise ValueError for one that cannot be divided."""
     if layer.max_norm is not None or layer.scale_grad_by_freq:
         raise ValueError("an embedding with max_norm or scale_grad_by_freq cannot be divided: both need whole vectors")
     if layer.sparse:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_tensor_parallel.division import Division
+from ds_tensor_parallel.overlap import Overlapped, can_overlap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,21 +59,42 @@ class Cut:
 
 
 class Siblings:
-    """Column-parallel layers that are given the same tensor: its gradient is then summed over ranks once."""
+    """Column-parallel layers that are given the same tensor: its gradient is then summed over ranks once.
 
-    def __init__(self) -> None:
+    overlap: that sum goes on while gradients of weights are computed, where that is possible.
+    """
+
+    def __init__(self, overlap: bool = False) -> None:
+        self.layers: list[Any] = []
+        self._overlap = overlap
         self._given: Tensor | None = None
         self._copied: Tensor | None = None
+        self._way: Overlapped | None = None
+
+    def add(self, layer: Any, plain: bool) -> None:
+        """One more layer. plain: it computes as `nn.Linear` does, or with a transposed weight."""
+        self.layers.append(layer)
+        alike = is_transposed(layer) == is_transposed(self.layers[0])
+        self._overlap = self._overlap and plain and alike
+
+    def way(self, x: Tensor, group: ProcessGroup) -> Overlapped | None:
+        """`x` on its way through the layers, where its gradient can be summed meanwhile."""
+        if not self._overlap or not can_overlap(x):
+            return None
+        if self._given is not x or self._way is None:
+            self._given, self._copied = x, None
+            self._way = Overlapped(self.layers, x, group, is_transposed(self.layers[0]))
+        return self._way
 
     def copied(self, x: Tensor, group: ProcessGroup) -> Tensor:
         """`copy_to(x)`, the same tensor for all siblings."""
         if self._given is not x or self._copied is None:
-            self._given, self._copied = x, copy_to(x, group)
+            self._given, self._copied, self._way = x, copy_to(x, group), None
         return self._copied
 
     def forget(self, *_: Any) -> None:
         """Let go of the tensors: called when the module around the layers begins and ends."""
-        self._given = self._copied = None
+        self._given = self._copied = self._way = None
 
 
 class _Parallel(nn.Module):
@@ -116,12 +138,18 @@ class Column(_Parallel):
         """This rank's outputs, or all of them with `gather_output`."""
         if self.tp is None:
             return cast(Tensor, super().forward(x))
-        group = self.tp.group
-        if self.copies:
-            x = self.siblings.copied(x, group) if self.siblings else copy_to(x, group)
-        y: Tensor = super().forward(x)
+        y = self._outputs(x, self.tp.group)
         divided = self.divides_loss and self.training and torch.is_grad_enabled() and y.dtype != torch.float64
         return gather_columns(y, self.tp, self.division) if self.gather_output and not divided else y
+
+    def _outputs(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        if not self.copies:
+            return cast(Tensor, super().forward(x))
+        if self.siblings is None:
+            return cast(Tensor, super().forward(copy_to(x, group)))
+        if (way := self.siblings.way(x, group)) is not None:
+            return way.outputs(self)
+        return cast(Tensor, super().forward(self.siblings.copied(x, group)))
 
 
 class Row(_Parallel):
@@ -231,15 +259,17 @@ class RowParallelLinear(Row, nn.Linear):
 
 def column(layer: Any, *, gather_output: bool = False, siblings: Siblings | None = None) -> Any:
     """Make `layer`, a linear layer or a subclass of one, column-parallel in place."""
+    plain = layer.__class__.forward is nn.Linear.forward or is_transposed(layer)
     layer.__class__ = _subclass(Column, layer.__class__, ColumnParallelLinear)
     layer.tp, layer.siblings, layer.gather_output = None, siblings, gather_output
+    if siblings is not None:
+        siblings.add(layer, plain)
     return layer
 
 
 def row(layer: Any, *, split_input: bool = False) -> Any:
-    """Make `layer`, a linear layer, row-parallel in place; TypeError for one that computes in a way of its own."""
-    if type(layer).forward is not nn.Linear.forward and not is_transposed(layer):
-        raise TypeError(f"a {type(layer).__name__} has a forward of its own")
+    """Make `layer`, a linear layer without a forward of its own, row-parallel in place."""
+    assert type(layer).forward is nn.Linear.forward or is_transposed(layer), type(layer)
     layer.__class__ = _subclass(Row, layer.__class__, RowParallelLinear)
     layer.tp, layer.split_input = None, split_input
     return layer

@@ -22,8 +22,9 @@ from ds_core.errors import ConfigError, Problem
 from ds_tensor_parallel import presets, styles
 from ds_tensor_parallel.attention import Heads, heads_of
 from ds_tensor_parallel.division import Division
+from ds_tensor_parallel.embedding import check_embedding
 from ds_tensor_parallel.heuristics import guess
-from ds_tensor_parallel.layers import is_linear, widths
+from ds_tensor_parallel.layers import is_linear, is_transposed, widths
 from ds_tensor_parallel.rules import Kind, Rule
 
 if TYPE_CHECKING:
@@ -250,9 +251,12 @@ class Planner:
             dim = rule.dim if rule.dim is not None else -1 if rule.kind is Kind.ROW or param.dim() == 1 else -2
             return param.shape[dim]
         if isinstance(module, nn.Embedding):
+            check_embedding(module)
             return module.weight.shape[0 if rule.kind is Kind.VOCABULARY else 1]
         if not is_linear(module):
             raise ValueError(f"a {type(module).__name__} is no linear layer")
+        if rule.kind is Kind.ROW and type(module).forward is not nn.Linear.forward and not is_transposed(module):
+            raise ValueError(f"a {type(module).__name__} has a forward of its own, so its input cannot be cut")
         return widths(module)[0 if rule.kind is Kind.ROW else 1]
 
     def _error(self, key: str, message: str, fix: str) -> ConfigError:

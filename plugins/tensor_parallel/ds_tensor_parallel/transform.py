@@ -18,7 +18,7 @@ from ds_tensor_parallel.config import TensorParallelConfig
 from ds_tensor_parallel.cross_entropy import divide_loss
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, embedding
-from ds_tensor_parallel.layers import ColumnParallelLinear, Cut, Place, RowParallelLinear, Siblings, column, row
+from ds_tensor_parallel.layers import Column, ColumnParallelLinear, Cut, Place, RowParallelLinear, Siblings, column, row
 from ds_tensor_parallel.megatron_sp import divide_sequences
 from ds_tensor_parallel.modules import divide_input, rope_size, share_tail, sum_gradient, sum_output
 from ds_tensor_parallel.plan import Plan, make_plan
@@ -44,7 +44,8 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     place = Place(ctx.mesh.group("tp"), ctx.mesh.size("tp"), ctx.mesh.index("tp"))
     plan = make_plan(model, section, place.size, ctx.config.origin)
     cuts = _Cuts(model, ctx, place)
-    hand_written = list(_bind_hand_written(model, section, place, cuts))
+    families = _Families(model, _overlaps(section, ctx))
+    hand_written = list(_bind_hand_written(model, section, place, cuts, families))
     if not plan.divisions and not hand_written:
         raise ConfigError(
             [
@@ -57,7 +58,7 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
             ],
             ctx.config.origin,
         )
-    _convert(model, plan, place, cuts)
+    _convert(model, plan, place, cuts, families)
     if section.vocab_parallel_loss:
         _divide_losses(model, plan)
     cuts.share_and_cut()
@@ -71,12 +72,45 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     return model
 
 
-def _bind_hand_written(model: nn.Module, section: TensorParallelConfig, place: Place, cuts: _Cuts) -> Iterable[str]:
+def _overlaps(section: TensorParallelConfig, ctx: Context) -> bool:
+    """Whether sums of gradients of inputs go on while gradients of weights are computed."""
+    if not section.tp_overlap_comm:
+        return False
+    if sharded := getattr(ctx.config.section("zero_optimization"), "stage", 0) == 3:
+        if ctx.rank == 0:
+            log.warning("tp_overlap_comm has no effect with ZeRO 3: weights come and go layer by layer")
+    return not sharded
+
+
+class _Families:
+    """The column-parallel layers beside each other, which may be given the same tensor."""
+
+    def __init__(self, model: nn.Module, overlap: bool) -> None:
+        self._model, self._overlap = model, overlap
+        self._known: dict[str, Siblings] = {}
+
+    def of(self, name: str) -> Siblings:
+        """Those of the layer `name`."""
+        around = name.rpartition(".")[0]
+        if around not in self._known:
+            made = self._known[around] = Siblings(self._overlap)
+            module = self._model.get_submodule(around)
+            module.register_forward_pre_hook(made.forget)
+            module.register_forward_hook(made.forget)
+        return self._known[around]
+
+
+def _bind_hand_written(
+    model: nn.Module, section: TensorParallelConfig, place: Place, cuts: _Cuts, families: _Families
+) -> Iterable[str]:
     """Bind the layers that the model is written with."""
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.tp is None:
             unit = module.unit if module.unit > 1 else section.tensor_parallel.tp_grain_size
             division = Division.by_unit(module.segments, unit, place.size)
+            if isinstance(module, ColumnParallelLinear) and name:
+                module.siblings = families.of(name)
+                module.siblings.add(module, type(module).__mro__[1] is Column)
         elif isinstance(module, (VocabParallelEmbedding, HiddenParallelEmbedding)) and module.tp is None:
             length = module.weight.shape[0 if isinstance(module, VocabParallelEmbedding) else 1]
             division = Division.by_unit((length,), section.tensor_parallel.tp_grain_size, place.size)
@@ -87,20 +121,17 @@ def _bind_hand_written(model: nn.Module, section: TensorParallelConfig, place: P
         yield name
 
 
-def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts) -> None:
+def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: _Families) -> None:
     """Make the modules that have rules what the rules say."""
     modules = dict(model.named_modules())
-    siblings: dict[str, Siblings] = {}
     for name, rule in plan.rules.items():
         module, division = modules.get(name), plan.divisions.get(name)
         if module is None:
             assert division is not None
             _cut_parameter(model, name, rule, division, cuts)
         elif rule.kind is Kind.COLUMN:
-            parent = name.rpartition(".")[0]
-            if parent not in siblings:
-                siblings[parent] = _siblings(modules[parent])
-            _bind(column(module, gather_output=rule.gather_output, siblings=siblings[parent]), place, division, cuts)
+            made = column(module, gather_output=rule.gather_output, siblings=families.of(name))
+            _bind(made, place, division, cuts)
         elif rule.kind is Kind.ROW:
             _bind(row(module, split_input=rule.split_input), place, division, cuts)
         elif rule.kind in (Kind.VOCABULARY, Kind.EMBEDDING):
@@ -124,13 +155,6 @@ def _bind(module: Any, place: Place, division: Division | None, cuts: _Cuts) -> 
     assert division is not None
     module.bind(place, division)
     cuts.add(module, module.cuts())
-
-
-def _siblings(parent: nn.Module) -> Siblings:
-    made = Siblings()
-    parent.register_forward_pre_hook(made.forget)
-    parent.register_forward_hook(made.forget)
-    return made
 
 
 def _cut_parameter(model: nn.Module, name: str, rule: Rule, division: Division, cuts: _Cuts) -> None:

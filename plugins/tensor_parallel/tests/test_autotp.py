@@ -52,3 +52,32 @@ def test_tokens_divided_between_layers(kind: str, world: int, tp: int, stages: l
     """Megatron's sequence parallelism; 8 tokens do not divide by 3, nor do 4 heads."""
     for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages, {"sequence_parallel": True})):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
+
+
+def overlapped(kind: str) -> dict[str, Any]:
+    """As `compare`; also whether sums over the ranks were started while there was other work."""
+    from ds_core.comm import Collective, Interceptor, Order, add_interceptor, remove_interceptor
+
+    class Watch(Interceptor):
+        order = Order.OBSERVE
+        started = 0
+
+        def around(self, collective: Collective, call: Any) -> Any:
+            if "input of column-parallel layers" in collective.label:
+                self.started += bool(collective.arguments["async_op"])
+            return call()
+
+    watch = Watch()
+    add_interceptor(watch)
+    try:
+        off = compare(2, kind, 2, [0], {"tp_overlap_comm": True})
+    finally:
+        remove_interceptor(watch)
+    return {"off": off, "started": watch.started}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_sums_of_gradients_go_on_behind_those_of_weights(kind: str) -> None:
+    for found in run_ranks(2, overlapped, kind):
+        assert max(found["off"].values()) < 1e-12, found
+        assert found["started"] == STEPS * (2 * 2 + 1)  # attention and MLP of two blocks, and the head
