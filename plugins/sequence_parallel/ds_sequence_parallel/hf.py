@@ -10,6 +10,7 @@ sequence. The loss is divided by the number of tokens of all shards; see `ds_seq
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
@@ -119,10 +120,11 @@ class ShardedModel:
         self._check_model()
         if self.registered:
             self._register()
+        self.loss: Any = None
         self.old_loss: Any = getattr(model, "loss_function", None)
         self.shifts = _LOSSES.get(getattr(self.old_loss, "__name__", ""))
         if callable(self.old_loss):
-            model.loss_function = self.loss
+            model.loss_function = self.loss = self._over_all_shards(self.old_loss)
         self._handles = [
             model.register_forward_pre_hook(self.begin, with_kwargs=True),
             model.register_forward_hook(self.end, always_call=True),
@@ -287,15 +289,20 @@ class ShardedModel:
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
-    def loss(self, logits: Tensor, labels: Tensor | None = None, *args: Any, **options: Any) -> Any:
+    def _over_all_shards(self, function: Any) -> Any:
         """The model's loss function, divided by the tokens of all shards."""
-        if (inputs := self.inputs) is not None and inputs.labelled:
-            inputs.losses += 1
-            if options.get("num_items_in_batch") is None:
-                options["num_items_in_batch"] = inputs.items
-            if options.get("shift_labels") is None and self.shifts:
-                options["shift_labels"] = labels
-        return self.old_loss(logits, labels, *args, **options)
+
+        @functools.wraps(function)
+        def loss(logits: Tensor, labels: Tensor | None = None, *args: Any, **options: Any) -> Any:
+            if (inputs := self.inputs) is not None and inputs.labelled:
+                inputs.losses += 1
+                if options.get("num_items_in_batch") is None:
+                    options["num_items_in_batch"] = inputs.items
+                if options.get("shift_labels") is None and self.shifts:
+                    options["shift_labels"] = labels
+            return function(logits, labels, *args, **options)
+
+        return loss
 
     def end(self, module: Any, args: Any, output: Any) -> Any:
         """Show the mean over all shards; after the model's forward, also one that failed."""
@@ -308,7 +315,7 @@ class ShardedModel:
             output.past_key_values = None
         if not inputs.labelled:
             return output
-        if not inputs.losses and self.model.loss_function == self.loss:  # another's may well not call this one
+        if not inputs.losses and self.model.loss_function is self.loss:  # another's may well not call this one
             raise UsageError(
                 f"sequence_parallel: {type(self.model).__name__} computes its loss itself, over this rank's tokens "
                 "alone; "

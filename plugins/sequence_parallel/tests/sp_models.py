@@ -139,7 +139,7 @@ def differences(cases: list[Any]) -> list[list[float]]:
     found = []
     for family, mode, options in cases:
         one = plain(family, **options)
-        section = {"size": dist.get_world_size(), "mode": mode}
+        section = {"size": dist.get_world_size(), "mode": mode, **options.get("section", {})}
         mine = trained(family, {"sequence_parallel": section, **options.get("sections", {})}, **options)
         valid = batch(0, options.get("length", 13), options.get("kind", "plain")).get("attention_mask")
         rows = slice(None) if valid is None else valid.bool()

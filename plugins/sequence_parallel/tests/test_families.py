@@ -15,7 +15,7 @@ from ds_testing import run_ranks
 FAST = [
     ["llama", "ulysses", {}],
     ["llama", "ring", {"kind": "padded", "attention": "sdpa"}],
-    ["gpt2", "auto", {"kind": "packed"}],
+    ["gpt2", "auto", {"kind": "packed", "section": {"tiled_loss": {"shards": 2}}}],
     ["bloom", "auto", {"kind": "padded"}],
 ]
 SLOW = [
