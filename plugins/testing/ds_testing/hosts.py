@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,9 +232,12 @@ class Host:
 
     def stop_ssh(self) -> None:
         """End its OpenSSH server: connections are refused; those that are open stay."""
-        for process in self.processes():
-            if process.words and "[listener]" in process.words[0]:
-                os.kill(process.pid, signal.SIGKILL)
+        end = time.monotonic() + 10.0
+        while not (found := [p.pid for p in self.processes() if p.words and "[listener]" in p.words[0]]):
+            if time.monotonic() > end:  # just after its start it does not bear that name yet
+                raise LabError(f"no OpenSSH server runs on {self.name}")
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
