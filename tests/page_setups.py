@@ -109,6 +109,7 @@ sections = {
 pathlib.Path("ds_config.json").write_text(json.dumps({**sections, "optimizer": {"type": "AdamW"}}))
 """,
     "plugins/moe/README.md": TORCH,
+    "plugins/tensor_parallel/README.md": TORCH + "from torch.nn import functional as F\n",
     "plugins/pipeline/README.md": TORCH
     + """
 from itertools import repeat

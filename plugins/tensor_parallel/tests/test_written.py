@@ -45,5 +45,15 @@ class TestWrittenForMore(TestWritten):
 
 @pytest.mark.slow
 class TestWrittenWithDividedTokens(TestWritten):
-    configs = {2: divided(2, sequence_parallel=True), 4: divided(4, sequence_parallel=True)}
+    configs = {2: divided(2, sequence_parallel=True)}
     data = (1, 2)
+
+
+@pytest.mark.slow
+class TestWrittenWithTokensOfFour(TestWritten):
+    configs = {4: divided(4, sequence_parallel=True, tp_overlap_comm=True)}
+
+
+@pytest.mark.slow
+class TestWrittenOverlapped(TestWritten):
+    configs = {2: divided(2, tp_overlap_comm=True)}
