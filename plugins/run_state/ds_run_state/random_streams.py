@@ -67,6 +67,12 @@ class RandomStreams:
         self._states[name] = state
         self._seeds.add(seed)
 
+    def begin(self, name: str, seed: int) -> None:
+        """As `add`, but a stream of that name is replaced."""
+        self._states.pop(name, None)
+        self._seeds.discard(seed)
+        self.add(name, seed)
+
     def seed_model_parallel(self, seed: int, index: int) -> None:
         """Seed the generators with `seed`, forget all streams, and begin `MODEL_PARALLEL` with a seed of its own.
 

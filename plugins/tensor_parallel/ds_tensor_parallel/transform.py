@@ -22,7 +22,9 @@ from ds_tensor_parallel.layers import Column, ColumnParallelLinear, Cut, Place, 
 from ds_tensor_parallel.megatron_sp import divide_sequences
 from ds_tensor_parallel.modules import divide_input, rope_size, share_tail, sum_gradient, sum_output
 from ds_tensor_parallel.plan import Plan, make_plan
+from ds_tensor_parallel.random_regions import divide_random_numbers
 from ds_tensor_parallel.rules import Kind, Rule
+from ds_tensor_parallel.same_inputs import compare_inputs
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -67,6 +69,8 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
         keep_heads(model.get_submodule(name), heads, first, count)
     if section.sequence_parallel or any(rule.kind is Kind.SEQUENCE for rule in plan.rules.values()):
         divide_sequences(model, place, ctx.config.origin)
+    divide_random_numbers(model, ctx, place)
+    compare_inputs(model, ctx.accelerator, place)
     if ctx.rank == 0:
         _tell(plan, len(hand_written), place.size)
     return model
