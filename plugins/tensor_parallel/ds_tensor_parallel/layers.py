@@ -256,12 +256,12 @@ class RowParallelLinear(Row, nn.Linear):
 
 def leaves_part(layer: nn.Module) -> bool:
     """Whether each rank has other outputs of it."""
-    return isinstance(layer, _Column) and layer.tp is not None and not layer.gather_output
+    return isinstance(layer, Column) and layer.tp is not None and not layer.gather_output
 
 
 def takes_part(layer: nn.Module) -> bool:
     """Whether each rank gives it other inputs, and its outputs are whole."""
-    return isinstance(layer, _Row) and layer.tp is not None and not layer.split_input
+    return isinstance(layer, Row) and layer.tp is not None and not layer.split_input
 
 
 # -- layers of others --------------------------------------------------------------------------------------------------
