@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +36,10 @@ class Layout:
 
     def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The stretches (first, end) that `rank` has."""
-        return _pieces(self)[rank]
+        zigzag = self.zigzag and self.length >= 2 * self.ranks  # else some chunks would be empty
+        count = self.ranks * (2 if zigzag else 1)
+        chunks = (rank, count - 1 - rank) if zigzag else (rank,)
+        return tuple((self.length * i // count, self.length * (i + 1) // count) for i in chunks)
 
     @property
     def sizes(self) -> list[int] | None:
@@ -65,16 +67,6 @@ class Layout:
             return parts
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return parts.index_select(dim, order.to(parts.device))
-
-
-@functools.lru_cache(maxsize=64)
-def _pieces(layout: Layout) -> tuple[tuple[tuple[int, int], ...], ...]:
-    zigzag = layout.zigzag and layout.length >= 2 * layout.ranks  # else some chunks would be empty
-    count = layout.ranks * (2 if zigzag else 1)
-    chunks = [(layout.length * i // count, layout.length * (i + 1) // count) for i in range(count)]
-    if not zigzag:
-        return tuple((chunk,) for chunk in chunks)
-    return tuple((chunks[r], chunks[count - 1 - r]) for r in range(layout.ranks))
 
 
 def cut(whole: Tensor, group: ProcessGroup | None, dim: int = 1, *, zigzag: bool = False) -> Tensor:

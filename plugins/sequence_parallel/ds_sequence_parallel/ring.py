@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from ds_core import comm
 from ds_core.comm import ALONE
@@ -49,15 +50,25 @@ def ring_attention(
     """
     if query.shape[1] % key.shape[1]:
         raise UsageError(f"{query.shape[1]} query heads do not divide over {key.shape[1]} key-value heads")
-    plan = _Plan(group, layout, causal, query.shape[-1] ** -0.5 if scale is None else scale, mask)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if torch.compiler.is_compiling() and mask is None and comm.world_size(group) > 1:
+        members: Any = dist.group.WORLD if group is None else group
+        name = members.group_name
+        return cast(Tensor, _ring_op(query, key, value, name, layout.length, layout.zigzag, causal, scale)[0])
+    plan = _Plan(group, layout, causal, scale, mask)
     if query.shape[2] != plan.own:
         raise UsageError(
             f"ring attention: rank {plan.rank} has {query.shape[2]} positions, and of a sequence of "
             f"{layout.length} over "
             f"{layout.ranks} ranks it has {plan.own}"
         )
+    return cast(Tensor, _eagerly(query, key, value, plan))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a mask is a function, for which a graph has no place
+def _eagerly(query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Any:
     apply: Any = _Ring.apply
-    return cast(Tensor, apply(query, key, value, plan))
+    return apply(query, key, value, plan)
 
 
 class RingAttention(nn.Module):
@@ -278,3 +289,61 @@ def _returned(going: _Shift | None, own: list[Tensor], parts: tuple[Tensor, ...]
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# -- as operations of torch, for graphs --------------------------------------------------------------------------------
+
+
+def _named(group: str, length: int, zigzag: bool, causal: bool, scale: float) -> _Plan:
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    members = resolve(group)
+    return _Plan(members, Layout(length, members.size(), zigzag), causal, scale, None)
+
+
+@torch.library.custom_op("ds_sequence_parallel::ring", mutates_args=())
+def _ring_op(
+    query: Tensor, key: Tensor, value: Tensor, group: str, length: int, zigzag: bool, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _forward(query, key, value, _named(group, length, zigzag, causal, scale))
+
+
+@_ring_op.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, group: str, length: int, zigzag: bool, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty((*query.shape[:3], value.shape[3]))
+    return out, query.new_empty(query.shape[:3], dtype=_sum_dtype(query))
+
+
+@torch.library.custom_op("ds_sequence_parallel::ring_backward", mutates_args=())
+def _ring_backward_op(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    length: int,
+    zigzag: bool,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(grad, query, key, value, out, lse, _named(group, length, zigzag, causal, scale))
+
+
+@_ring_backward_op.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    return *_ring_backward_op(grad, *ctx.saved_tensors, *ctx.settings), *([None] * 5)
+
+
+_ring_op.register_autograd(_ring_gradients, setup_context=_keep)

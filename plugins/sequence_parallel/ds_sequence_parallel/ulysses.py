@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ class Heads:
     per_key: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=64)
     def of(query_heads: int, key_heads: int, ranks: int) -> Heads:
         """Query heads in shares that differ by one at most; UsageError where key-value heads do not divide them."""
         if query_heads % key_heads:

@@ -109,6 +109,8 @@ def trained(family: str, sections: dict[str, Any], **options: Any) -> Run:
         **sections,
     }
     engine, *_ = ds_core.initialize(model=make_model(family, options.get("attention", "eager")), config=config)
+    if options.get("compiled"):
+        engine.compile(backend="aot_eager")
     losses, logits = [], torch.empty(0)
     for step in range(steps):
         out = engine(**batch(step, length, kind))

@@ -47,3 +47,25 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("family", m.FAMILIES)
 def test_each_family(family: str, ranks: int) -> None:
     check(ranks, [case for case in SLOW if case[0] == family])
+
+
+def compiled(mode: str) -> list[float]:
+    """How far losses and weights of blocks under torch.compile are off, and how many graph breaks there are."""
+    import torch
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    one, section = m.plain("llama", attention="sdpa"), {"size": 2, "mode": mode}
+    mine = m.trained("llama", {"sequence_parallel": section, "compile": {}}, attention="sdpa", compiled=True)
+    graphs, breaks = torch._dynamo.utils.counters["stats"]["unique_graphs"], torch._dynamo.utils.counters["graph_break"]
+    worst = max(float((mine[1][n] - w).abs().max()) for n, w in one[1].items())
+    return [max(abs(a - b) for a, b in zip(one[0], mine[0], strict=True)), worst, graphs, sum(breaks.values())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ulysses", "ring"])
+def test_compiled_blocks_are_whole_graphs(mode: str) -> None:
+    for loss, weights, graphs, breaks in run_ranks(2, compiled, mode):
+        assert loss < 1e-6
+        assert weights < 1e-12
+        assert (graphs > 0, breaks) == (True, 0)
