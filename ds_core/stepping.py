@@ -36,7 +36,7 @@ class WeightUpdate:
     def __init__(self, engine: RunningEngine) -> None:
         ctx, groups = engine.ctx, engine.param_groups()
         self._clip = ctx.config.core.gradient_clipping
-        self._sum = ctx.mesh.size("dp") if ctx.config.core.gradient_allreduce_op == "sum" else 1
+        self._sum = ctx.mesh.size("batch") if ctx.config.core.gradient_allreduce_op == "sum" else 1
         self._schedule_needs = required(engine.lr_scheduler.step) if engine.lr_scheduler is not None else ()
         self._num_params = sum(len(g["params"]) for g in groups)
         self._changes_gradients = _takes_gradients(engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ds_checkpoint.tensorfile import DTYPES, carry, check_tensor, write_tensors
 from ds_core import comm
 from ds_core.errors import CheckpointError
 
-__all__ = ["clone_tensors_for_torch_save", "save_16bit_model"]
+__all__ = ["clone_tensors_for_torch_save", "gather_model", "save_16bit_model"]
 
 log = logging.getLogger("ds_checkpoint")
 
@@ -50,29 +50,53 @@ def save_16bit_model(
         if comm.rank() == 0:
             log.warning("save_16bit_model has written nothing to %s: %s; set it to true", save_dir, why)
         return False
-    (pieces, _), reports = on_every_rank(
-        action, lambda: _pieces(run, exclude_frozen_parameters), lambda prepared: prepared[1]
-    )
-    plan, _ = on_every_rank(action, lambda: _plan(row for report in reports for row in report["rows"]))
+    plan, pieces, shared = _agree(action, run, exclude_frozen_parameters)
     # Rank 0 writes in order of falling item size; the others send in that order.
     dtypes = {state.name: _narrow(DTYPES[state.dtype], run) for state in plan}
     plan.sort(key=lambda state: -dtypes[state.name].itemsize)
-    metadata = {alias: name for report in reports for alias, name in report["shared"].items()} | {"format": "pt"}
+    metadata = shared | {"format": "pt"}
     device = run.ctx.accelerator.current_device()
 
     def work() -> None:
         if comm.rank() == 0:
             _write(path, plan, pieces, dtypes, metadata, device)
-            return
-        for state in plan:
-            for chunk in state.chunks:
-                if chunk.file == str(comm.rank()):
-                    tensor = pieces[chunk.key].values().detach()
-                    comm.send(tensor.reshape(-1).to(device, dtypes[state.name]), dst=0)
+        else:
+            _send(plan, pieces, dtypes, device)
 
     on_first_rank(action, lambda: path.parent.mkdir(parents=True, exist_ok=True))
     on_every_rank(action, work)
     return True
+
+
+def gather_model(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    """All weights and buffers, whole, on the CPU of rank 0, in their own dtypes; None on the others. Collective.
+
+    Shared tensors have all their names. Raises CheckpointError on every rank when it fails on any.
+    """
+    run, action = RunState(engine), "cannot gather the model"
+    plan, pieces, shared = _agree(action, run, exclude_frozen_parameters)
+    dtypes, device = {state.name: DTYPES[state.dtype] for state in plan}, run.ctx.accelerator.current_device()
+
+    def work() -> dict[str, Tensor] | None:
+        if comm.rank() != 0:
+            _send(plan, pieces, dtypes, device)
+            return None
+        return {
+            state.name.removeprefix("module/"): _receive(state, pieces, dtypes[state.name], device).view(state.shape)
+            for state in plan
+        }
+
+    found, _ = on_every_rank(action, work, lambda prepared: None)
+    return None if found is None else found | {alias: found[name] for alias, name in shared.items() if name in found}
+
+
+def _agree(
+    action: str, run: RunState, exclude_frozen: bool
+) -> tuple[list[SavedState], dict[str, StateTensor], dict[str, str]]:
+    """The whole states, this rank's pieces of them by key, and the other names of shared tensors. Collective."""
+    (pieces, _), reports = on_every_rank(action, lambda: _pieces(run, exclude_frozen), lambda prepared: prepared[1])
+    plan, _ = on_every_rank(action, lambda: _plan(row for report in reports for row in report["rows"]))
+    return plan, pieces, {alias: name for report in reports for alias, name in report["shared"].items()}
 
 
 def _path(action: str, save_dir: str | os.PathLike[str], name: str) -> Path:
@@ -136,18 +160,7 @@ def _write(
 
     def take() -> Tensor:
         state = waiting.pop(0)
-        out = torch.empty(state.numel, dtype=dtypes[state.name])
-        for chunk in state.chunks:
-            if chunk.file == "0":
-                part = pieces[chunk.key].values().detach().reshape(-1)
-            else:
-                part = torch.empty(chunk.stop - chunk.start, dtype=out.dtype, device=device)
-                comm.recv(part, src=int(chunk.file))
-            part = part.cpu().contiguous()
-            box, place = chunk.within(state.shape), (chunk.start, chunk.stop)
-            for move in moves(box, place, Box.whole(state.shape), (0, state.numel)):
-                carry(move, part, out)
-        return out
+        return _receive(state, pieces, dtypes[state.name], device)
 
     items = [(s.name.removeprefix("module/"), s.shape, dtypes[s.name], take) for s in plan]
     try:
@@ -155,6 +168,36 @@ def _write(
     finally:
         while waiting:  # writing failed: the other ranks are still sending
             take()
+
+
+def _receive(state: SavedState, pieces: Mapping[str, StateTensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rank 0: a whole state, flat, of its own pieces and those that the others `_send`."""
+    out = torch.empty(state.numel, dtype=dtype)
+    for chunk in state.chunks:
+        if chunk.file == "0":
+            part = pieces[chunk.key].values().detach().reshape(-1)
+        else:
+            part = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=device)
+            comm.recv(part, src=int(chunk.file))
+        part = part.cpu().contiguous()
+        box, place = chunk.within(state.shape), (chunk.start, chunk.stop)
+        for move in moves(box, place, Box.whole(state.shape), (0, state.numel)):
+            carry(move, part, out)
+    return out
+
+
+def _send(
+    plan: Sequence[SavedState],
+    pieces: Mapping[str, StateTensor],
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+) -> None:
+    """Another rank: send its pieces to rank 0, in the plan's order."""
+    for state in plan:
+        for chunk in state.chunks:
+            if chunk.file == str(comm.rank()):
+                tensor = pieces[chunk.key].values().detach()
+                comm.send(tensor.reshape(-1).to(device, dtypes[state.name]), dst=0)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.errors import UsageError
 from ds_deepspeed_compat.constants import DEEPSPEED_OPTIMIZERS
 from ds_deepspeed_compat.engine_getters import read
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from ds_core.data import Loader
 
 __all__ = [
+    "_consolidated_16bit_state_dict",
     "_zero3_consolidated_16bit_state_dict",
     "allreduce_gradients",
     "checkpoint_tag_validation_enabled",
@@ -317,16 +317,17 @@ def load_module_state_dict(
 def _zero3_consolidated_16bit_state_dict(
     engine: Engine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Any] | None:
-    """The module's whole ``state_dict``, on the CPU, on rank 0; None on the others. Every rank calls it.
-
-    Raises UsageError where ranks hold different layers or experts: `Engine.save_16bit_model` writes those.
-    """
+    """The module's whole ``state_dict``, on the CPU, on rank 0; None on the others. Every rank calls it."""
     import torch
     from torch import nn
 
     mesh = engine.ctx.mesh
     if mesh.size("dp") != mesh.world_size or (mesh.has("ep") and mesh.size("ep") > 1):
-        raise UsageError("ranks hold different parts of the model; engine.save_16bit_model writes all of them")
+        # Ranks hold different layers, experts, or parts of them.
+        gathered: dict[str, Any] | None = importlib.import_module("ds_checkpoint.export").gather_model(
+            engine, exclude_frozen_parameters
+        )
+        return gathered
     found: dict[str, Any] = {}
     copies: dict[Any, Tensor] = {}  # a tied weight keeps its names
     for name, value in engine.module.state_dict(keep_vars=True).items():
@@ -337,6 +338,9 @@ def _zero3_consolidated_16bit_state_dict(
                 copies[value] = value.detach().cpu().clone()
         found[name] = copies.get(value, value)
     return found if mesh.rank == 0 else None
+
+
+_consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
 
 def _whole(engine: Engine, value: Any) -> contextlib.AbstractContextManager[Any]:

@@ -82,11 +82,11 @@ class RemoteError(Exception):
 class WorkerPool:
     """`size` gloo ranks on this machine, started at the first `run`.
 
-    Raises ValueError for a size below 1 or above twice the cores (at least 4 are allowed).
+    Raises ValueError for a size below 1 or above twice the cores (at least 8 are allowed).
     """
 
     def __init__(self, size: int) -> None:
-        most = max(4, 2 * (os.cpu_count() or 1))
+        most = max(8, 2 * (os.cpu_count() or 1))
         if not 1 <= size <= most:
             raise ValueError(f"a pool of {size} workers on {os.cpu_count()} cores; use 1 to {most}")
         self.size = size

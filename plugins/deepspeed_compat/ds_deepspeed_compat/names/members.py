@@ -44,8 +44,8 @@ MEMBERS: Mapping[str, Rows] = {
         "register_compile_pass": differs("ds_compile", "a pass is a function (graph, inputs) -> graph"),
         "save_16bit_model save_fp16_model": differs("ds_core", "writes safetensors, never a pickle"),
         "allreduce_gradients": differs("ds_core", "without effect: backward and step reduce by themselves"),
-        "_zero3_consolidated_16bit_state_dict": differs(
-            "ds_deepspeed_compat", "any stage; an error where ranks hold different layers or experts"
+        "_zero3_consolidated_16bit_state_dict _consolidated_16bit_state_dict": differs(
+            "ds_deepspeed_compat", "any stage and layout; in the weights' own dtypes"
         ),
         "load_moe_state_dict allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback "
         "sparse_allreduce": missing("the partitioner reduces; load_checkpoint reads experts"),
