@@ -244,11 +244,16 @@ class _Truth:
         return total, float(norm)
 
 
-def _loss(model: Any, batch: Any, dtype: Any) -> Tensor:
+def _cast(batch: Any, dtype: Any) -> Any:
     from ds_core.precision import cast_floats
+
+    return cast_floats(batch, dtype)
+
+
+def _loss(model: Any, batch: Any, dtype: Any) -> Tensor:
     from ds_core.runner import call_with_batch, loss_of
 
-    loss: Tensor = loss_of(call_with_batch(model, cast_floats(batch, dtype)))
+    loss: Tensor = loss_of(call_with_batch(model, _cast(batch, dtype)))
     return loss
 
 
@@ -265,7 +270,6 @@ def _train(
 ) -> dict[str, float]:
     import torch
 
-    from ds_core.precision import cast_floats
     from ds_testing.partitioner import relative, whole_weights
 
     make, make_batch, make_truth = _functions(names)
@@ -279,8 +283,8 @@ def _train(
     first = {n: p.detach().clone() for n, p in truth.model.named_parameters()}
     worst = {"loss": 0.0, "norm": 0.0}
     for step in range(3):
-        batches = [cast_floats(make_batch(step, micro, index), own) for micro in range(gas)]
-        ours = _mean_loss(engine, batches, own) if by_hand else engine.train_batch(iter(batches)).item()
+        batches = [_cast(make_batch(step, micro, index), own) for micro in range(gas)]
+        ours = _step(engine, batches, own, by_hand=by_hand)
         theirs, norm = truth.step(step, ranks, gas, clip)
         worst["loss"] = max(worst["loss"], abs(ours - theirs) / max(abs(theirs), 1e-3))
         worst["norm"] = max(worst["norm"], abs(float(engine.get_global_grad_norm()) - norm) / max(norm, 1e-3))
@@ -295,12 +299,14 @@ def _train(
     return worst
 
 
-def _mean_loss(engine: Any, batches: list[Any], dtype: Any) -> float:
-    """Forward, backward and step by hand; the mean of the losses over micro-batches and all ranks."""
+def _step(engine: Any, batches: list[Any], dtype: Any, *, by_hand: bool = True) -> float:
+    """One step, by hand where the runner can be driven so; the mean of the losses over micro-batches and all ranks."""
     import torch
 
     from ds_core import comm
 
+    if not (by_hand and engine.runner.manual):
+        return float(engine.train_batch(iter(batches)).item())
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         loss = _loss(engine, batch, dtype)
@@ -340,8 +346,7 @@ def _trained(names: list[Any], extra: dict[str, Any]) -> dict[str, Any]:
     engine = _engine(_made(make, torch.float32), extra)
     _, index = data_place(engine.ctx.mesh)
     for step in range(2):
-        engine.backward(_loss(engine, make_batch(step, 0, index), torch.float32))
-        engine.step()
+        _step(engine, [_cast(make_batch(step, 0, index), torch.float32)], torch.float32)
     weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     found = {"weights": weights, "norm": engine.get_global_grad_norm()}
     engine.destroy()
@@ -364,7 +369,8 @@ def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
         batch = iter([make_batch(0, 0, index)])
         ours = engine.eval_batch(batch)
         engine.eval()
-        forward = _loss(engine, make_batch(0, 0, index), torch.float64).item()
+        by_hand = engine.runner.manual
+        forward = _loss(engine, make_batch(0, 0, index), torch.float64).item() if by_hand else each[index]
         engine.train()
     after = whole_weights(engine)
     engine.destroy()
@@ -384,8 +390,7 @@ def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
     engine = _engine(model, extra, optimizer=_plain_optimizer(model))
     ranks, index = data_place(engine.ctx.mesh)
     for step in range(2):
-        engine.backward(_loss(engine, make_batch(step, 0, index), torch.float64))
-        engine.step()
+        _step(engine, [_cast(make_batch(step, 0, index), torch.float64)], torch.float64)
         truth.step(step, ranks)
     whole = whole_weights(engine)
     engine.destroy()
@@ -399,8 +404,7 @@ def _save(names: list[Any], extra: dict[str, Any], folder: str) -> None:
     engine = _engine(_made(make, torch.float64), extra)
     _, index = data_place(engine.ctx.mesh)
     for step in range(2):
-        engine.backward(_loss(engine, make_batch(step, 0, index), torch.float64))
-        engine.step()
+        _step(engine, [_cast(make_batch(step, 0, index), torch.float64)], torch.float64)
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
     engine.destroy()
@@ -421,8 +425,7 @@ def _go_on(names: list[Any], extra: dict[str, Any], folder: str) -> dict[str, fl
     loaded, wanted = whole_weights(engine), {n: p.detach().clone() for n, p in truth.model.named_parameters()}
     for step in range(2, 4):
         truth.step(step, ranks)
-        engine.backward(_loss(engine, make_batch(step, 0, index), torch.float64))
-        engine.step()
+        _step(engine, [_cast(make_batch(step, 0, index), torch.float64)], torch.float64)
     went_on = whole_weights(engine)
     engine.destroy()
     found = {f"loaded weight {n}": relative(loaded[n], w) for n, w in wanted.items()}

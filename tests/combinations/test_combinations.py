@@ -1,0 +1,107 @@
+"""Tensor, sequence, pipeline and expert parallelism, each with each, with every stage of ZeRO: equal to one process.
+
+The kit of transforms that divide a model does the comparing; see `ds_testing.ShardedTransformConformance`. Each normal
+run takes a few cases of each product, the slow ones all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import models as m
+from ds_testing import ShardedTransformConformance
+
+CUT = (r".*\.[qkv]_proj\..*", r".*\.o_proj\.weight", r".*\.up_proj\..*", r".*\.down_proj\.weight")
+
+
+def tp(size: int) -> dict[str, Any]:
+    return {"tensor_parallel": {"autotp_size": size}}
+
+
+def sp(size: int) -> dict[str, Any]:
+    return {"sequence_parallel": {"size": size, "inputs": m.INPUTS}}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    section = {"stage": stage, "param_persistence_threshold": 8, "reduce_bucket_size": 300, **more}
+    return {"zero_optimization": section} if stage else {}
+
+
+STAGES = {f"zero{stage}": zero(stage) for stage in range(4)}
+OFFLOADED = {f"zero{stage} offloaded": zero(stage, offload_optimizer={"device": "cpu"}) for stage in (2, 3)}
+
+
+class Combination(ShardedTransformConformance):
+    """A few cases: each stage once, in turn in fp64 and fp32, accumulating, clipping."""
+
+    axis = "tp"
+    cut = CUT
+    frozen = (r"layers\.1\..*_proj\.weight", r"layers\.2\.first\..*")
+    make_model = staticmethod(m.whole)
+    make_batch = staticmethod(m.batch)
+    data: ClassVar[tuple[int, ...]] = (1,)
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = STAGES
+    dtypes = ("float64", "float32")
+
+    @classmethod
+    def cases(cls, size: int, data: int) -> list[tuple[str, int, float, str]]:
+        turns = itertools.cycle(itertools.product(cls.gas, cls.clip, cls.dtypes))
+        return [(variant, *next(turns)) for variant in cls.variants]
+
+
+class Whole(Combination):
+    """All cases."""
+
+    data: ClassVar[tuple[int, ...]] = (1, 2)
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {**STAGES, **OFFLOADED}
+    timeout = 900.0
+
+    @classmethod
+    def cases(cls, size: int, data: int) -> list[tuple[str, int, float, str]]:
+        exact = itertools.product(cls.variants, cls.gas, cls.clip, cls.dtypes)
+        return [*exact, *((variant, 2, 0.3, "bfloat16") for variant in cls.variants)]
+
+
+class TestTensor(Combination):
+    configs = {2: tp(2)}
+    data = (1, 2)
+
+
+@pytest.mark.slow
+class TestTensorWhole(Whole):
+    configs = {2: tp(2), 4: tp(4)}
+    data = (1,)
+
+
+class TestTensorSequence(Combination):
+    """Four ranks that divide layers and sequences by two."""
+
+    configs = {4: {**tp(2), **sp(2)}}
+
+
+@pytest.mark.slow
+class TestTensorSequenceWhole(Whole):
+    configs = {4: {**tp(2), **sp(2)}, 8: {**tp(2), **sp(4)}}
+    data = (1,)
+
+
+class TestSequence(Combination):
+    axis = "sp"
+    cut = ()
+    configs = {2: sp(2)}
+
+
+@pytest.mark.slow
+class TestSequenceWhole(Whole):
+    axis = "sp"
+    cut = ()
+    configs = {2: sp(2), 4: sp(4)}
+    data = (1,)
