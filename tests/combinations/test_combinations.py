@@ -105,3 +105,48 @@ class TestSequenceWhole(Whole):
     cut = ()
     configs = {2: sp(2), 4: sp(4)}
     data = (1,)
+
+
+class Staged(Combination):
+    """Two stages; a rank has one of them."""
+
+    make_model = staticmethod(m.pipeline)
+    make_truth = staticmethod(m.plain)
+    make_batch = staticmethod(m.pipe_batch)
+    gas = (2, 3)
+
+
+class StagedWhole(Staged, Whole):
+    gas = (1, 2, 5)
+    cases = Whole.cases
+
+
+PIPELINED_SP = {"sequence_parallel": {"size": 2, "inputs": {"inputs": 1, "labels": 1}}}
+
+
+class TestPipelineTensor(Staged):
+    configs = {4: {**tp(2)}}
+
+
+class TestPipelineSequence(Staged):
+    axis, cut = "sp", ()
+    configs = {4: PIPELINED_SP}
+
+
+@pytest.mark.slow
+class TestPipelineTensorWhole(StagedWhole):
+    configs = {4: {**tp(2)}}
+
+
+@pytest.mark.slow
+class TestPipelineSequenceWhole(StagedWhole):
+    axis, cut = "sp", ()
+    configs = {4: PIPELINED_SP}
+
+
+@pytest.mark.slow
+class TestPipelineTensorSequence(StagedWhole):
+    """Eight ranks, two by two by two."""
+
+    configs = {8: {**tp(2), **PIPELINED_SP}}
+    data = (1,)

@@ -159,6 +159,8 @@ class PipelineModule(nn.Module):
         self.loss_fn = loss_fn if self.is_last_stage() else None
         self.has_loss = loss_fn is not None
         self.batch_fn: Callable[[Any], Any] | None = None
+        self.cut_batch: Callable[[Any, Any], tuple[Any, Any]] | None = None
+        """Set by a transform where ranks work on parts of samples: (inputs, labels) -> this rank's parts."""
         self._micro_offsets = [0] * chunks
         self.shapes_known = False
 

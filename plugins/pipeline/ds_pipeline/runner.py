@@ -196,6 +196,8 @@ class PipelineRunner(Runner):
                 micros = take_micro_batches(
                     batches, self._count, self.module.batch_fn, self._with_loss and self.module.has_loss
                 )
+                if (cut := self.module.cut_batch) is not None:
+                    micros = [cut(*pair) for pair in micros]
         except StopIteration:
             short = True
         except Exception as error:  # all shall know; it is raised below

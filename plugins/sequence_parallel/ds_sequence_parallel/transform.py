@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ds_core.context import StashKey
 from ds_core.errors import UsageError
+from ds_core.nested import map_leaves
 from ds_sequence_parallel.config import SequenceParallelConfig, settings
 from ds_sequence_parallel.hf import ShardedModel, root_model
 from ds_sequence_parallel.layout import Layout
@@ -59,15 +60,15 @@ def _ring(model: Any, asked: SequenceParallelConfig, ctx: Context) -> bool:
 
 
 def _cut_inputs(model: nn.Module, asked: SequenceParallelConfig, ctx: Context) -> None:
-    """A hook that cuts the arguments of a plain module that `inputs` names."""
+    """A hook that cuts the arguments of a plain module that `inputs` names; of a pipeline, inputs and labels."""
+    pipeline = hasattr(model, "cut_batch")
     names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
+    names = ["inputs", "labels"] if pipeline else names
     rank, ranks, ring = ctx.mesh.index("sp"), ctx.mesh.size("sp"), asked.mode == "ring"
     unknown = [name for name in asked.inputs if name not in names]
     if unknown:
-        raise UsageError(
-            f"sequence_parallel.inputs names {', '.join(unknown)}, and {type(model).__name__}.forward takes "
-            f"{', '.join(names)}"
-        )
+        takes = "a pipeline's micro-batch is" if pipeline else f"{type(model).__name__}.forward takes"
+        raise UsageError(f"sequence_parallel.inputs names {', '.join(unknown)}, and {takes} {', '.join(names)}")
 
     def part(name: str, value: Any) -> Any:
         dim = asked.inputs.get(name)
@@ -80,6 +81,14 @@ def _cut_inputs(model: nn.Module, asked: SequenceParallelConfig, ctx: Context) -
                 f"{ranks} ranks{' (two each)' if ring else ''}; pad it to a multiple of {2 * ranks if ring else ranks}"
             )
         return layout.cut(value, rank, dim).contiguous()
+
+    if pipeline:
+
+        def cut(inputs: Any, labels: Any) -> tuple[Any, Any]:
+            return map_leaves(lambda x: part("inputs", x), inputs), map_leaves(lambda x: part("labels", x), labels)
+
+        model.cut_batch = cut  # type: ignore[assignment]
+        return
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         cut_args = tuple(part(name, value) for name, value in zip(names, args, strict=False))

@@ -36,7 +36,8 @@ class ShardedTransformConformance:
 
     make_model: ``() -> module`` whose output holds a scalar loss. make_batch: ``(step, micro, index) -> batch``; ranks
     along an axis of model parallelism are given the same. make_truth: the model of one process with the same names,
-    where `make_model` is not one itself. All are module-level functions, given as ``staticmethod``.
+    where `make_model` is not one itself (the stages of a pipeline). All are module-level functions, given as
+    ``staticmethod``.
 
     frozen: as `cut`, of parameters that some cases freeze. data: numbers of data-parallel ranks. variants: by name what
     is added to the config, such as ZeRO stages. gas, clip, dtypes: further factors; `cases` chooses of their product.
@@ -79,7 +80,9 @@ class ShardedTransformConformance:
 
     def _run(self, world: int, size: int, function: Any, *arguments: Any) -> list[Any]:
         cls = type(self)
-        names = [reference(f) for f in (cls.make_model, cls.make_batch, cls.make_truth or cls.make_model)]
+        truth = cls.make_truth or cls.make_model
+        make = cls.make_model if size in self.configs else truth
+        names = [reference(f) for f in (make, cls.make_batch, truth)]
         config = {**self.configs.get(size, {}), "plugins": {"load": list(self.load if size in self.configs else ())}}
         return run_ranks(world, function, names, config, *arguments, timeout=self.timeout)
 
@@ -106,25 +109,25 @@ class ShardedTransformConformance:
 
         for size in self._sizes():
             ranks = self._run(size, size, _parts_of, self.axis, self.initialized_alike)
-            names = set(ranks[0]["whole"])
+            wholes = {name: whole for rank in ranks for name, whole in rank["whole"].items()}
             for pattern in self.cut:
-                assert any(re.fullmatch(pattern, n) for n in names), f"cut: no parameter is {pattern!r}: {names}"
-            for name in names:
-                parts = [rank["parts"][name] for rank in ranks]
+                assert any(re.fullmatch(pattern, n) for n in wholes), f"cut: no parameter is {pattern!r}: {set(wholes)}"
+            for name, whole in wholes.items():
+                parts = [rank["parts"][name] for rank in ranks if name in rank["parts"]]
                 if any(re.fullmatch(pattern, name) for pattern in self.cut):
                     assert all(self.axis in part["held"] for part in parts), (
                         f"{name} is cut, but ds_param_axes does not put it on {self.axis!r}: {parts[0]['held']}"
                     )
                     assert all(part["sliced"] for part in parts), f"{name} is cut, but it is not in ds_run_state.SLICES"
                     most = max(part["numel"] for part in parts)
-                    assert most < ranks[0]["whole"][name].numel(), f"{self.axis} {size}: a rank has all of {name}"
+                    assert most < whole.numel(), f"{self.axis} {size}: a rank has all of {name}"
                 else:
                     assert self.axis not in parts[0]["held"], f"{name} is on {self.axis!r} and not in `cut`"
                     assert all(torch.equal(p["value"], parts[0]["value"]) for p in parts), (
                         f"{name} is not cut, but ranks along {self.axis!r} start with different values; "
                         "they must agree on those of the first"
                     )
-                off = (ranks[0]["whole"][name] - ranks[0]["truth"][name]).abs().max()
+                off = (whole - ranks[0]["truth"][name]).abs().max()
                 assert not off, f"the parts of {name} are not those of the first rank's model: off by {float(off):.3g}"
 
     def test_what_is_not_cut_stays_the_same(self) -> None:
@@ -134,9 +137,10 @@ class ShardedTransformConformance:
         for size, data in itertools.product(self._sizes(), self.data):
             ranks = self._run(size * data, size, _trained)
             assert len({rank["norm"] for rank in ranks}) == 1, f"gradient norms are {[r['norm'] for r in ranks]}"
-            for name, value in ranks[0]["weights"].items():
+            for name in {name for rank in ranks for name in rank["weights"]}:
                 if not any(re.fullmatch(pattern, name) for pattern in self.cut):
-                    assert all(torch.equal(value, rank["weights"][name]) for rank in ranks), (
+                    values = [rank["weights"][name] for rank in ranks if name in rank["weights"]]
+                    assert all(torch.equal(values[0], value) for value in values), (
                         f"{self.axis} {size} x data {data}: {name} differs between ranks after two steps; sum its "
                         f"gradient over {self.axis!r} where its ranks use it for different elements"
                     )
@@ -270,6 +274,7 @@ def _train(
 ) -> dict[str, float]:
     import torch
 
+    from ds_core import comm
     from ds_testing.partitioner import relative, whole_weights
 
     make, make_batch, make_truth = _functions(names)
@@ -291,8 +296,9 @@ def _train(
     mine = whole_weights(engine)
     engine.destroy()
     weights = dict(truth.model.named_parameters())
-    assert set(mine) == set(weights), f"names of parameters changed: {sorted(set(mine) ^ set(weights))}"
-    for name, weight in weights.items():
+    anywhere = {name for names in comm.all_gather_json(list(mine)) for name in names}  # of all stages of a pipeline
+    assert anywhere == set(weights), f"names of parameters changed: {sorted(anywhere ^ set(weights))}"
+    for name, weight in ((n, w) for n, w in weights.items() if n in mine):
         worst[f"weight {name}"] = relative(mine[name], weight.detach())
         if not weight.requires_grad and dtype != "bfloat16":
             worst[f"frozen {name}"] = relative(mine[name], first[name])
@@ -394,7 +400,7 @@ def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
         truth.step(step, ranks)
     whole = whole_weights(engine)
     engine.destroy()
-    return {f"weight {n}": relative(whole[n], p.detach()) for n, p in truth.model.named_parameters()}
+    return {f"weight {n}": relative(whole[n], p.detach()) for n, p in truth.model.named_parameters() if n in whole}
 
 
 def _save(names: list[Any], extra: dict[str, Any], folder: str) -> None:
@@ -428,8 +434,8 @@ def _go_on(names: list[Any], extra: dict[str, Any], folder: str) -> dict[str, fl
         _step(engine, [_cast(make_batch(step, 0, index), torch.float64)], torch.float64)
     went_on = whole_weights(engine)
     engine.destroy()
-    found = {f"loaded weight {n}": relative(loaded[n], w) for n, w in wanted.items()}
-    weights = {n: p.detach() for n, p in truth.model.named_parameters()}
+    found = {f"loaded weight {n}": relative(loaded[n], wanted[n]) for n in loaded}
+    weights = {n: p.detach() for n, p in truth.model.named_parameters() if n in loaded}
     return found | {f"weight {n} two steps later": relative(went_on[n], w) for n, w in weights.items()}
 
 
@@ -454,5 +460,5 @@ def _export(names: list[Any], extra: dict[str, Any], folder: str) -> str:
     tied = {n for n, p in plain.named_parameters(remove_duplicate=False)} - {n for n, _ in plain.named_parameters()}
     if set(missing) - tied or unexpected:
         return f"it lacks {missing}, and has {unexpected}, which the model does not know"
-    wrong = [n for n, p in plain.named_parameters() if relative(p.detach(), whole[n].bfloat16()) > 0]
+    wrong = [n for n, p in plain.named_parameters() if n in whole and relative(p.detach(), whole[n].bfloat16()) > 0]
     return f"{wrong} are not what was trained" if wrong else ""
