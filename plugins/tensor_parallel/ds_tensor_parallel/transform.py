@@ -12,6 +12,7 @@ from ds_run_state.slices import SLICES, Slice
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.comm import ALONE
 from ds_core.errors import ConfigError, Problem
 from ds_tensor_parallel.attention import keep_heads
 from ds_tensor_parallel.config import TensorParallelConfig
@@ -48,7 +49,8 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     cuts = _Cuts(model, ctx, place)
     families = _Families(model, _overlaps(section, ctx))
     hand_written = list(_bind_hand_written(model, section, place, cuts, families))
-    if not plan.divisions and not hand_written:
+    stages = ctx.mesh.group("pp") if ctx.mesh.has("pp") else ALONE  # some may have no layers to divide
+    if not any(comm.all_gather_json(bool(plan.divisions or hand_written), group=stages)):
         raise ConfigError(
             [
                 Problem(
