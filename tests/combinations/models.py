@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from ds_moe import MoE
 from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from ds_sequence_parallel import CrossEntropy, DistributedAttention
 from torch import Tensor, nn
@@ -57,6 +58,27 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.first(hidden))
         return hidden + self.mlp(self.second(hidden))
+
+
+class ExpertBlock(Block):
+    """A block whose MLP is one of four, chosen by each token."""
+
+    ranks = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"use_rts": False, "drop_tokens": False, "min_capacity": 0}
+        self.mlp = MoE(WIDTH, MLP(), 4, ep_size=self.ranks, **options)  # type: ignore[assignment, arg-type]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.first(hidden))
+        return hidden + self.mlp(self.second(hidden))[0]  # type: ignore[no-any-return]
+
+
+class DividedExpertBlock(ExpertBlock):
+    """Two ranks have two of the experts each."""
+
+    ranks = 2
 
 
 class Embedding(nn.Module):
@@ -120,6 +142,15 @@ def whole() -> nn.Module:
 
 def spare() -> nn.Module:
     return Spare()
+
+
+def experts() -> nn.Module:
+    """Each rank has all of them."""
+    return Decoder(ExpertBlock)
+
+
+def divided_experts() -> nn.Module:
+    return Decoder(DividedExpertBlock)
 
 
 def batch(step: int, micro: int, index: int) -> Mapping[str, Tensor]:

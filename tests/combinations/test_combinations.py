@@ -39,8 +39,14 @@ STAGES = {f"zero{stage}": zero(stage) for stage in range(4)}
 OFFLOADED = {f"zero{stage} offloaded": zero(stage, offload_optimizer={"device": "cpu"}) for stage in (2, 3)}
 
 
+RECOMPUTED = {
+    "recomputed": {"activation_checkpointing": {"modules": ["Block"]}},
+    "zero3 recomputed": {**zero(3), "activation_checkpointing": {"modules": ["Block"]}},
+}
+
+
 class Combination(ShardedTransformConformance):
-    """A few cases: each stage once, in turn in fp64 and fp32, accumulating, clipping."""
+    """A few cases, in turn in fp64 and fp32, accumulating, clipping."""
 
     axis = "tp"
     cut = CUT
@@ -48,7 +54,7 @@ class Combination(ShardedTransformConformance):
     make_model = staticmethod(m.whole)
     make_batch = staticmethod(m.batch)
     data: ClassVar[tuple[int, ...]] = (1,)
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = STAGES
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {name: STAGES[name] for name in ("zero1", "zero3")}
     dtypes = ("float64", "float32")
 
     @classmethod
@@ -61,7 +67,7 @@ class Whole(Combination):
     """All cases."""
 
     data: ClassVar[tuple[int, ...]] = (1, 2)
-    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {**STAGES, **OFFLOADED}
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {**STAGES, **OFFLOADED, **RECOMPUTED}
     timeout = 900.0
 
     @classmethod
@@ -71,8 +77,11 @@ class Whole(Combination):
 
 
 class TestTensor(Combination):
+    """With layers that are not used."""
+
+    make_model = staticmethod(m.spare)
     configs = {2: tp(2)}
-    data = (1, 2)
+    variants = {"zero2": zero(2), **RECOMPUTED}
 
 
 @pytest.mark.slow
@@ -84,6 +93,7 @@ class TestTensorWhole(Whole):
 class TestTensorSequence(Combination):
     """Four ranks that divide layers and sequences by two."""
 
+    variants = STAGES
     configs = {4: {**tp(2), **sp(2)}}
 
 
@@ -93,6 +103,7 @@ class TestTensorSequenceWhole(Whole):
     data = (1,)
 
 
+@pytest.mark.slow
 class TestSequence(Combination):
     axis = "sp"
     cut = ()
@@ -128,6 +139,7 @@ class TestPipelineTensor(Staged):
     configs = {4: {**tp(2)}}
 
 
+@pytest.mark.slow
 class TestPipelineSequence(Staged):
     axis, cut = "sp", ()
     configs = {4: PIPELINED_SP}
@@ -150,3 +162,38 @@ class TestPipelineTensorSequence(StagedWhole):
 
     configs = {8: {**tp(2), **PIPELINED_SP}}
     data = (1,)
+
+
+class Experts(Combination):
+    """Two ranks divide the experts, which each token is sent to."""
+
+    cut = CUT[:2]
+    make_model = staticmethod(m.divided_experts)
+    make_truth = staticmethod(m.experts)
+
+
+class TestTensorExperts(Experts):
+    configs = {4: tp(2)}
+
+
+@pytest.mark.slow
+class TestTensorExpertsWhole(Experts, Whole):
+    configs = {4: tp(2)}
+    cases = Whole.cases
+
+
+@pytest.mark.slow
+class TestSequenceExperts(Experts, Whole):
+    axis, cut = "sp", ()
+    configs = {4: sp(2)}
+    data = (1,)
+    cases = Whole.cases
+
+
+@pytest.mark.slow
+class TestTensorSequenceExperts(Experts, Whole):
+    """Eight ranks, two by two by two."""
+
+    configs = {8: {**tp(2), **sp(2)}}
+    data = (1,)
+    cases = Whole.cases

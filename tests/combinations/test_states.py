@@ -1,0 +1,109 @@
+"""States of parameters that are cut: reading and setting single ones, and the whole model on one rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import models as m
+from ds_testing import run_ranks
+
+
+def engine(stage: int, **more: Any) -> Any:
+    import ds_core
+
+    config = {
+        "train_micro_batch_size_per_gpu": m.MICRO,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
+        "tensor_parallel": {"autotp_size": 2},
+        **more,
+    }
+    made, *_ = ds_core.initialize(model=m.whole().double(), config=config)
+    return made
+
+
+def read_and_set(stage: int) -> dict[str, float]:
+    import torch
+    from ds_access import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+    from ds_run_state.slices import SLICES
+    from ds_testing.partitioner import relative
+
+    made, truth = engine(stage), m.whole().double()
+    slices, mesh = made.ctx.stash[SLICES], made.ctx.mesh
+    made.backward(made(**m.batch(0, 0, mesh.index("dp"))))
+    for index in range(mesh.size("dp")):
+        (truth(**m.batch(0, 0, index)) / mesh.size("dp")).backward()
+    off: dict[str, float] = {}
+    params, wholes = dict(made.module.named_parameters()), dict(truth.named_parameters())
+    assert any(name in slices for name in params)
+
+    def mine(name: str, whole: torch.Tensor) -> torch.Tensor:
+        return slices[name].take(whole) if name in slices else whole
+
+    for name, param in params.items():
+        off[f"grad {name}"] = relative(safe_get_full_grad(param), mine(name, wholes[name].grad))
+        off[f"param {name}"] = relative(safe_get_full_fp32_param(param), mine(name, wholes[name].detach()))
+    made.step()
+    torch.optim.Adam(wholes.values(), lr=0.01).step()
+    for name, param in params.items():
+        moment = safe_get_full_optimizer_state(param, "exp_avg")
+        off[f"moment {name}"] = relative(moment, mine(name, 0.1 * wholes[name].grad))
+        doubled = 2 * safe_get_full_fp32_param(param)
+        safe_set_full_fp32_param(param, doubled)
+        safe_set_full_optimizer_state(param, 3 * moment, "exp_avg")
+        off[f"set {name}"] = relative(safe_get_full_fp32_param(param), mine(name, 2 * wholes[name].detach()))
+        off[f"set moment {name}"] = relative(safe_get_full_optimizer_state(param, "exp_avg"), 3 * moment)
+    made.destroy()
+    return off
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
+def test_states_of_a_rank_are_its_parts(stage: int) -> None:
+    """Gradients, masters and moments are read and set as this rank's part of the whole, at every stage."""
+    for rank, off in enumerate(run_ranks(4, read_and_set, stage)):
+        worst = max(off, key=lambda name: off[name])
+        assert off[worst] <= 1e-7, f"rank {rank}: {worst} is off by {off[worst]:.3g}"
+
+
+def gathered(stage: int) -> list[Any]:
+    import torch
+    from ds_testing.partitioner import relative
+
+    made = engine(stage, sequence_parallel={"size": 2, "inputs": m.INPUTS})
+    made.backward(made(**m.batch(0, 0, 0)))
+    made.step()
+    state = made._consolidated_16bit_state_dict()
+    made.destroy()
+    if state is None:
+        return [None, None]
+    truth = m.whole().double()
+    truth.load_state_dict(state)
+    plain = m.whole().double()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    plain(**m.batch(0, 0, 0)).backward()
+    optimizer.step()
+    found, wanted = dict(truth.named_parameters()), dict(plain.named_parameters())
+    return [sorted(state) == sorted(plain.state_dict()), max(relative(found[n], wanted[n]) for n in wanted)]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_whole_state_dict_on_rank_0(stage: int) -> None:
+    """What Accelerate asks of an engine with tensor parallelism, when a model is saved."""
+    (named, off), *others = run_ranks(4, gathered, stage)
+    assert named and off <= 1e-7
+    assert others == [[None, None]] * 3
