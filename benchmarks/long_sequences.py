@@ -3,9 +3,8 @@
     python benchmarks/long_sequences.py [--limit 4] [--seconds 150] [--rows nothing tiled ...]
 
 Each row is a config. A process per rank makes the optimizer states in a short step, and then takes steps of growing
-length. From their peaks of resident memory comes the need per token, and from that the length that should fit. It is
-then tried, in steps of 5 %, until one does not fit; where one such step would take longer than `--seconds`, the table
-has the length that the line promises, marked with ~.
+length, each a quarter longer, until one does not fit; then steps of 5 % from the last that did. Where a step would take
+longer than `--seconds`, the length that the peaks of resident memory promise is given, marked with ~.
 
 The model has random weights: memory does not depend on their values. fp32, AdamW, one sequence per step.
 """
@@ -37,8 +36,8 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute + tiled + sp 2 + ZeRO-2": (2, {**RECOMPUTE, **SHARDED, "sequence_parallel": {"size": 2, **TILED}}),
 }
 """Ranks, and sections of the config."""
-FIRST = (256, 512, 1024)
-"""Lengths from which the need per token is taken."""
+LADDER = [int(256 * 1.25**i) for i in range(30)]
+"""Lengths to try."""
 
 
 def resident_peak() -> int:
@@ -64,8 +63,8 @@ def build() -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, use_cache=False))
 
 
-def work(row: str, lengths: list[int], limit: int, out: Path) -> None:
-    """Steps of these lengths; each one that fits leaves a line in `out`."""
+def work(row: str, lengths: list[int], limit: int, seconds: float, out: Path) -> None:
+    """Steps of these lengths, until one takes `seconds`; each one that fits leaves a line in `out`."""
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     import torch
 
@@ -84,70 +83,70 @@ def work(row: str, lengths: list[int], limit: int, out: Path) -> None:
         engine.backward(loss)
         engine.step()
         del loss
-        peak = torch.tensor([resident_peak()], dtype=torch.long)
-        ds_core.comm.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+        took = torch.tensor([float(resident_peak()), time.perf_counter() - began], dtype=torch.float64)
+        ds_core.comm.all_reduce(took, op=torch.distributed.ReduceOp.MAX)
         if engine.global_rank == 0 and length in lengths:
-            line = {"length": length, "peak": int(peak), "seconds": time.perf_counter() - began}
             with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({"length": length, "peak": took[0].item(), "seconds": took[1].item()}) + "\n")
+        if took[1].item() > seconds:
+            break
     engine.destroy()
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
 
 
-def steps(row: str, lengths: list[int], limit: int) -> list[dict[str, Any]]:
-    """What fitted of these lengths, in order."""
+def steps(row: str, lengths: list[int], limit: int, seconds: float) -> tuple[list[dict[str, Any]], bool]:
+    """What fitted of these lengths, in order; and whether one did not fit."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "steps")
         out.touch()
-        task = json.dumps([row, lengths, limit, str(out)])
+        task = json.dumps([row, lengths, limit, seconds, str(out)])
         # Large tensors are returned to the system when they are freed, so that memory that is free counts as free.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
         command = [sys.executable, "-m", "ds_cli", "run", "--nproc", str(ROWS[row][0]), __file__, "--task", task]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         found = [json.loads(line) for line in out.read_text().splitlines()]
         text = done.stdout + done.stderr
-        if len(found) < len(lengths) and "memory" not in text.lower():
+        if done.returncode and not any(word in text.lower() for word in ("memory", "bad_alloc", "mmap")):
             raise SystemExit(f"{row}: {text[-4000:]}")
-        return found
+        return found, done.returncode != 0
 
 
-def measure(row: str, limit: int, seconds: float) -> dict[str, Any]:
+def measure(row: str, limit: int, seconds: float) -> str:
     """One row of the table."""
-    first = steps(row, list(FIRST), limit)
-    if len(first) < 2:
-        return {"row": row, "length": first[0]["length"] if first else 0, "tried": True, "per_token": 0, "base": 0}
-    low, high = first[0], first[-1]
-    per_token = (high["peak"] - low["peak"]) / (high["length"] - low["length"])
-    base = low["peak"] - per_token * low["length"]
-    promised = int((limit - base) / per_token)
-    found = {"row": row, "per_token": per_token, "base": base, "seconds": high["seconds"]}
-    if high["seconds"] * (promised / high["length"]) ** 2 > seconds:
-        return {**found, "length": promised, "tried": False}
-    fitted = steps(row, [int(promised * share / 100) for share in range(70, 131, 5)], limit)
-    length = fitted[-1]["length"] if fitted else high["length"]
-    return {**found, "length": length, "tried": True, "seconds": fitted[-1]["seconds"] if fitted else high["seconds"]}
+    found, full = steps(row, LADDER, limit, seconds)
+    if len(found) < 2:
+        return f"| {row} | {ROWS[row][0]} | | | under {LADDER[1]} | |"
+    before, last = found[-2:]
+    if full:
+        finer = [int(last["length"] * share / 100) for share in (105, 110, 115, 120)]
+        last = [last, *steps(row, finer, limit, seconds)[0]][-1]
+    per_token = (last["peak"] - before["peak"]) / (last["length"] - before["length"])
+    length = last["length"] if full else last["length"] + (limit - last["peak"]) / per_token
+    need = f"{per_token / 1024:,.0f} | {last['peak'] / 2**30:.2f} GiB at {last['length']:,}"
+    return f"| {row} | {ROWS[row][0]} | {need} | {'' if full else '~'}{int(length):,} | {last['seconds']:.0f} s |"
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=4.0, help="GiB per rank")
-    parser.add_argument("--seconds", type=float, default=150.0, help="lengths whose step takes longer are not tried")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="nothing longer is tried after a step that took longer"
+    )
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--task", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.task:
-        row, lengths, limit, out = json.loads(chosen.task)
-        work(row, lengths, limit, Path(out))
+        row, lengths, limit, seconds, out = json.loads(chosen.task)
+        work(row, lengths, limit, seconds, Path(out))
         return
-    print("| config | ranks | KiB per token | without tokens | longest sequence |\n| --- | --- | --- | --- | --- |")
+    print(
+        "| config | ranks | KiB per token | peak | longest sequence | its step |\n| --- | --- | --- | --- | --- | --- |"
+    )
     for row in chosen.rows:
-        one = measure(row, int(chosen.limit * 2**30), chosen.seconds)
-        length = f"{'' if one['tried'] else '~'}{one['length']:,}"
-        need = f"{one['per_token'] / 1024:,.0f} | {one['base'] / 2**30:.2f} GiB"
-        print(f"| {row} | {ROWS[row][0]} | {need} | {length} |", flush=True)
+        print(measure(row, int(chosen.limit * 2**30), chosen.seconds), flush=True)
 
 
 if __name__ == "__main__":

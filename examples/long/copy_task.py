@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 from ds_sequence_parallel import DistributedAttention, TiledFusedLogitsLoss, TiledMLP, token_mean
@@ -82,7 +81,7 @@ def sequences(count: int, length: int, words: int, random: torch.Generator) -> t
 
 def plan(longest: int) -> list[tuple[int, int, int]]:
     """Sequences per step, their length, and the number of steps."""
-    return [s for s in ((32, 128, 80), (4, 1024, 40), (1, 4096, 15)) if s[1] < longest] + [(1, longest, 6)]
+    return [stage for stage in ((8, 128, 40), (1, 1024, 20), (1, 4096, 8)) if stage[1] < longest] + [(1, longest, 4)]
 
 
 def main() -> None:
@@ -107,7 +106,6 @@ def main() -> None:
             loss, share = engine(*sequences(count, length, words, random))
             engine.backward(loss)
             engine.step()
-            if engine.global_rank == 0 and __import__("os").environ.get("V"): print(length, loss.item(), share.item(), time.perf_counter()-began, flush=True)
         if engine.global_rank == 0:
             seconds = time.perf_counter() - began
             print(f"{length:6} tokens: loss {loss.item():.3f}, copied {share.item():.1%}, {seconds:.0f} s", flush=True)
