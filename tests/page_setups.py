@@ -71,6 +71,15 @@ actor, critic = (ds_core.initialize(model=nn.Linear(4, 1), config=config)[0] for
 """,
     "docs/checkpoints.md": ENGINE + CONFIG_FILE + DEEPSPEED_CHECKPOINT,
     "docs/moe.md": TORCH + CONFIG_FILE,
+    "docs/long-sequences.md": TORCH
+    + """
+import json, pathlib
+import transformers
+
+ids = torch.randint(64, (1, 32))
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=16, intermediate_size=32, vocab_size=64,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2))
+""",
     "docs/pipeline.md": TORCH
     + CONFIG_FILE
     + """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -45,7 +46,8 @@ class Counts:
         """How many calls there were on each group, by its name; a sender and a receiver are a group."""
         found: dict[str, GroupHistory] = {}
         for group, count, messages in collectives.called():
-            found[group.group_name] = GroupHistory(tuple(dist.get_process_group_ranks(group)), count, ())
+            with contextlib.suppress(KeyError):  # the program has destroyed the group
+                found[group.group_name] = GroupHistory(tuple(dist.get_process_group_ranks(group)), count, ())
             for ends, sent in dict(messages).items():
                 found[channel_name(group.group_name, ends)] = GroupHistory(ends, sent, ())
         return found
