@@ -177,3 +177,51 @@ PARTS = {**AUTO, "partition_activations": True}
 )
 def test_divided_models(sections: Any, recompute: Any) -> None:
     run_ranks(2, divided, sections, recompute)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def left(run: Callable[[], Any]) -> int:
+    """Bytes that a forward leaves for backward, by torch's allocator."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        out = run()
+    total = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    del out
+    return int(total)
+
+
+def memory(axis: str) -> list[int]:
+    """Bytes with all inputs of six blocks kept, and with a part of each; rows that do not divide."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in "abcdef"
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.sum()
+
+    x = torch.randn(1001, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = []
+    for section in ({}, {"partition_activations": True, "partition_axis": axis}):
+        fake = {"plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}, "fake_axes": {"axes": {axis: 2}}}
+        section = {"activation_checkpointing": {"modules": "auto", **section}}
+        engine, *_ = ds_core.initialize(model=Step(), config=config(**fake, **section))
+        for _ in range(2):  # the first forwards compare ranks
+            engine(x).backward()
+        found.append(left(lambda engine=engine: engine(x)))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("axis", ["tp", "mine"])
+def test_memory_is_that_of_the_formula(axis: str) -> None:
+    row, random = 64 * 4, 6 * len(torch.get_rng_state())
+    for whole, part in run_ranks(2, memory, axis):
+        assert whole == pytest.approx(5 * 1001 * row + random, rel=0.05)  # the first input is the caller's
+        assert part == pytest.approx(6 * 1001 * row / 2 + random, rel=0.05)
