@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ds_core import names_on_first_use
 
 if TYPE_CHECKING:
+    from ds_sequence_parallel.autosp import prepare_autosp_inputs
     from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter, cut_batches
     from ds_sequence_parallel.layout import Layout, cut, joined
     from ds_sequence_parallel.losses import CrossEntropy, cross_entropy, token_mean
@@ -32,6 +33,7 @@ __all__ = [
     "cut",
     "cut_batches",
     "joined",
+    "prepare_autosp_inputs",
     "ring_attention",
     "token_mean",
 ]
@@ -40,6 +42,7 @@ __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
         "batches": "UlyssesSPDataLoaderAdapter cut_batches",
+        "autosp": "prepare_autosp_inputs",
         "layout": "Layout cut joined",
         "losses": "CrossEntropy cross_entropy token_mean",
         "offload": "Offload",

@@ -69,7 +69,7 @@ class _Inputs(Tokens):
     items: Any = None
     labelled: bool = False
     losses: int = 0
-    attentions: int = 0
+    attended: bool = False
 
 
 class GatheredKeys:
@@ -82,7 +82,7 @@ class GatheredKeys:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values, [batch, heads, positions, size], of all ranks. Collective."""
-        self.inputs.attentions += 1
+        self.inputs.attended = True  # no count: torch.compile would make a graph for each
         sizes = self.inputs.layout.sizes
         return gather_to(key, self.group, 2, sizes), gather_to(value, self.group, 2, sizes)
 
@@ -282,7 +282,7 @@ class ShardedModel:
     ) -> tuple[Tensor, None]:
         """transformers' attention function: [batch, heads, positions, size] -> [batch, positions, heads, size]."""
         if self.inputs is not None:
-            self.inputs.attentions += 1
+            self.inputs.attended = True  # no count: torch.compile would make a graph for each
         elif not isinstance(attention_mask, Part) and not torch.is_grad_enabled():
             return plain_attention(self.before, module)(module, query, key, value, attention_mask, **options)[0], None
         return attend_part(module, query, key, value, attention_mask, self.group, self.ring, self.before, options), None
@@ -309,7 +309,7 @@ class ShardedModel:
         inputs, self.inputs = self.inputs, None
         if inputs is None or output is None:
             return None
-        if not inputs.attentions:
+        if not inputs.attended:
             raise UsageError(f"sequence_parallel: no attention of {type(self.model).__name__} was divided; is it one?")
         if not isinstance(output, tuple) and getattr(output, "past_key_values", None) is not None:
             output.past_key_values = None

@@ -58,7 +58,7 @@ NAMES: Mapping[str, Rows] = {
         "vocab_sequence_parallel_cross_entropy": "ds_sequence_parallel.deepspeed_names"
     },
     "deepspeed.compile.passes.sp_compile": {
-        "prepare_autosp_inputs": missing("ds_sequence_parallel: the axis sp by config alone")
+        "prepare_autosp_inputs": differs("ds_sequence_parallel", "ZeRO 0 to 3; pooling and masks too")
     },
     "deepspeed.compression": {"init_compression redundancy_clean student_initialization": _COMPRESSION},
     "deepspeed.compression.compress": {"init_compression redundancy_clean student_initialization": _COMPRESSION},

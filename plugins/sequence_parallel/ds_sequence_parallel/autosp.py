@@ -1,0 +1,79 @@
+"""AutoSP: the compile pass that divides sequences over ranks in the captured graph of a model, which has no word of it.
+
+`prepare_autosp_inputs` marks the inputs of each forward; ``"compile": {"deepcompile": true, "passes": ["autosp"]}`` and
+``engine.compile()`` do the rest, see `ds_sequence_parallel.autosp_graph`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_core.process import STATE
+from ds_sequence_parallel.autosp_graph import MARK, divide_graph
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from ds_core.context import Context
+
+__all__ = ["make_pass", "prepare_autosp_inputs"]
+
+
+def prepare_autosp_inputs(
+    input_id: Tensor,
+    label_id: Tensor,
+    position_id: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    seq_dim: int = 1,
+) -> Tensor:
+    """Mark the inputs of the coming forward for AutoSP, whole as they are; returns `input_id`. Call it before each.
+
+    seq_dim: the dimension of the sequence, which becomes dynamic in all of them. Every rank along ``sp`` has the same
+    inputs. Raises ValueError for what is missing or does not fit.
+    """
+    given = {"input_id": input_id, "label_id": label_id, "position_id": position_id, "attention_mask": attention_mask}
+    for name in ("input_id", "label_id"):
+        if not isinstance(given[name], Tensor):
+            raise ValueError(f"prepare_autosp_inputs: {name} is missing; it is a tensor, not {given[name]!r}")
+    if not 0 <= seq_dim < input_id.dim():
+        raise ValueError(f"prepare_autosp_inputs: seq_dim {seq_dim} is no dimension of input_id of {input_id.dim()}")
+    length = input_id.shape[seq_dim]
+    sizes = {e.ctx.mesh.size("sp") for e in STATE.engines if e.ctx.mesh.has("sp")}
+    for ranks in sizes:
+        if length % ranks:
+            raise ValueError(
+                f"prepare_autosp_inputs: input_id has {length} positions, which do not divide over the {ranks} ranks "
+                f"of sp; pad it to a multiple of {ranks}"
+            )
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        along = [seq_dim] if tensor.dim() <= 2 or name == "input_id" else [tensor.dim() - 2, tensor.dim() - 1]
+        along = [dim for dim in along if dim < tensor.dim() and tensor.shape[dim] == length]
+        if not along:
+            raise ValueError(
+                f"prepare_autosp_inputs: {name} of shape {tuple(tensor.shape)} has not the {length} positions of "
+                f"input_id in dimension {seq_dim}"
+            )
+        for dim in along:
+            torch._dynamo.mark_dynamic(tensor, dim)
+    vars(input_id)["tag"] = (MARK, seq_dim)
+    return input_id
+
+
+def make_pass(ctx: Context) -> Any:
+    """The pass ``autosp``; None where sequences are not divided."""
+    if ctx.mesh.size("sp") == 1:
+        return None
+
+    @functools.wraps(divide_graph)
+    def autosp(graph: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+        return divide_graph(graph, ctx.mesh.group("sp"))
+
+    vars(autosp)["whole"] = True
+    return autosp
