@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.comm import ALONE
-from ds_core.errors import ConfigError, Problem
+from ds_core.errors import ConfigError, Problem, UsageError
 from ds_tensor_parallel.attention import keep_heads
 from ds_tensor_parallel.config import TensorParallelConfig
 from ds_tensor_parallel.cross_entropy import divide_loss
@@ -40,8 +40,13 @@ _NO_MATRIX = (Kind.WHOLE, Kind.SUM_GRADIENT)
 def divide(model: nn.Module, ctx: Context) -> nn.Module:
     """The model with its layers divided over ``tp``. Collective.
 
-    Raises ConfigError when nothing can be divided, or a rule does not fit.
+    Raises ConfigError when nothing can be divided, or a rule does not fit; UsageError when weights are not whole.
     """
+    if empty := [name for name, param in model.named_parameters() if not param.numel()]:
+        raise UsageError(
+            f"{empty[0]} has no elements here, as after ds_zero.Init, and tensor parallelism cuts whole weights; make the "
+            "model outside of Init: ranks then keep their parts of it"
+        )
     section = ctx.config.section("tensor_parallel")
     section = section if isinstance(section, TensorParallelConfig) else TensorParallelConfig()
     place = Place(ctx.mesh.group("tp"), ctx.mesh.size("tp"), ctx.mesh.index("tp"))

@@ -100,6 +100,21 @@ def test_rules_divide_a_model_of_ones_own() -> None:
         assert max(off.values()) < 1e-12, off
 
 
+def sharded_before() -> str:
+    import ds_core
+    from ds_core.errors import UsageError
+
+    model = own()
+    model.gated.weight.data = torch.empty(0, dtype=torch.float64)
+    with pytest.raises(UsageError) as error:
+        ds_core.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": config(SPECS)})
+    return str(error.value)
+
+
+def test_weights_that_are_elsewhere_are_an_error() -> None:
+    assert "gated.weight has no elements here, as after ds_zero.Init" in run_ranks(2, sharded_before)[0]
+
+
 def plan(model: nn.Module, section: dict[str, Any], ranks: int = 2) -> Any:
     return make_plan(model, TensorParallelConfig.model_validate(section), ranks, "ds.json")
 
