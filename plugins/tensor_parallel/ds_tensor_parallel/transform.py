@@ -44,8 +44,8 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     """
     if empty := [name for name, param in model.named_parameters() if not param.numel()]:
         raise UsageError(
-            f"{empty[0]} has no elements here, as after ds_zero.Init, and tensor parallelism cuts whole weights; make the "
-            "model outside of Init: ranks then keep their parts of it"
+            f"{empty[0]} has no elements here, as after ds_zero.Init, and tensor parallelism cuts whole weights; make "
+            "the model outside of Init: ranks then keep their parts of it"
         )
     section = ctx.config.section("tensor_parallel")
     section = section if isinstance(section, TensorParallelConfig) else TensorParallelConfig()
