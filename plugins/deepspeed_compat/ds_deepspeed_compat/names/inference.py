@@ -9,6 +9,9 @@ from ds_deepspeed_compat.names.top import INFERENCE, TENSOR_PARALLEL
 
 _INFERENCE = missing(INFERENCE)
 _TENSOR = missing(TENSOR_PARALLEL)
+_SIZES = "made with its sizes, as nn.Linear is; initialize divides it"
+_ROW = differs("ds_tensor_parallel:RowParallelLinear", _SIZES)
+_COLUMN = differs("ds_tensor_parallel:ColumnParallelLinear", _SIZES)
 _FPDT = missing("ds_sequence_parallel: ring attention, tiled layers and activation offload")
 _COMPRESSION = missing("compression is not built")
 
@@ -25,9 +28,15 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.module_inject": {
         "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer generic_injection "
         "HFBertLayerPolicy DSPolicy Normalize EmbeddingLayer": _INFERENCE,
-        "LinearAllreduce LinearLayer set_autotp_mode AutoTPConfig AutoTPPresets TPLayerSpec PartitionType": _TENSOR,
+        "LinearAllreduce": _ROW,
+        "LinearLayer": _COLUMN,
+        "set_autotp_mode AutoTPConfig AutoTPPresets TPLayerSpec PartitionType": _TENSOR,
     },
-    "deepspeed.module_inject.layers": {"LinearAllreduce LinearLayer set_autotp_mode": _TENSOR},
+    "deepspeed.module_inject.layers": {
+        "LinearAllreduce": _ROW,
+        "LinearLayer": _COLUMN,
+        "set_autotp_mode": _TENSOR,
+    },
     "deepspeed.module_inject.auto_tp": {"AutoTP": _TENSOR},
     "deepspeed.module_inject.autotp_config": {
         "AutoTPConfig AutoTPPresets TPLayerSpec PartitionType merge_autotp_configs": _TENSOR,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 INFERENCE = "inference is not built; train with ds_core, and serve the exported weights with another program"
-TENSOR_PARALLEL = "tensor parallelism is not built; pass initialize(mpu=...) of a framework that slices the layers"
+TENSOR_PARALLEL = "set tensor_parallel.autotp_size in the config: initialize divides the layers of the model"
 
 _CONFIG = "checked as a run's config is; setting an attribute changes no run"
 
