@@ -296,13 +296,17 @@ class ShardedModel:
         def loss(logits: Tensor, labels: Tensor | None = None, *args: Any, **options: Any) -> Any:
             if (inputs := self.inputs) is not None and inputs.labelled:
                 inputs.losses += 1
-                if options.get("num_items_in_batch") is None:
-                    options["num_items_in_batch"] = inputs.items
-                if options.get("shift_labels") is None and self.shifts:
-                    options["shift_labels"] = labels
+                options = self.complete(labels, options)
             return function(logits, labels, *args, **options)
 
         return loss
+
+    def complete(self, labels: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of the loss function, also of a forward that takes no ``**kwargs`` and so passes on labels alone."""
+        if (inputs := self.inputs) is None or not inputs.labelled:
+            return options
+        told = {"num_items_in_batch": inputs.items} | ({"shift_labels": labels} if self.shifts else {})
+        return options | {name: value for name, value in told.items() if options.get(name) is None}
 
     def end(self, module: Any, args: Any, output: Any) -> Any:
         """Show the mean over all shards; after the model's forward, also one that failed."""

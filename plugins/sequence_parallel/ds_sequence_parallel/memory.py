@@ -9,6 +9,7 @@ from ds_core.context import StashKey
 from ds_sequence_parallel.config import settings
 from ds_sequence_parallel.offload import offload_blocks
 from ds_sequence_parallel.tile_model import tile_loss, tile_mlps
+from ds_sequence_parallel.transform import SHARDED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +29,7 @@ def save_memory(model: nn.Module, ctx: Context) -> nn.Module:
     if asked.tiled_mlp is not None:
         done.append(tile_mlps(model, asked.tiled_mlp))
     if asked.tiled_loss is not None:
-        done.append(tile_loss(model, asked.tiled_loss))
+        done.append(tile_loss(model, asked.tiled_loss, ctx.stash.get(SHARDED)))
     if asked.offload_activations is not None:
         done.append(offload_blocks(model, asked.offload_activations, ctx.accelerator))
     return model

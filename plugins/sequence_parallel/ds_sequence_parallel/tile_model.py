@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from ds_run_state.blocks import chosen
@@ -22,6 +22,9 @@ from ds_core.errors import UsageError
 from ds_core.process import log_once
 from ds_sequence_parallel.config import TileConfig, TiledMLPConfig
 from ds_sequence_parallel.tiled import TileBytes, tiled, weights_of
+
+if TYPE_CHECKING:
+    from ds_sequence_parallel.hf import ShardedModel
 
 __all__ = ["DeferredLogits", "stand_before", "tile_loss", "tile_mlps"]
 
@@ -105,9 +108,10 @@ def _begins(tensor: Tensor, lead: Sequence[int]) -> bool:
 # -- the loss ----------------------------------------------------------------------------------------------------
 
 
-def tile_loss(model: nn.Module, section: TileConfig) -> Callable[[], None]:
+def tile_loss(model: nn.Module, section: TileConfig, sharded: ShardedModel | None = None) -> Callable[[], None]:
     """Compute the model's logits and loss in tiles; gives a function that undoes it.
 
+    sharded: what cuts the model's sequences, and shifts its labels, if they are cut.
     Raises UsageError for a model of which it is not known how.
     """
     key, name = "sequence_parallel.tiled_loss", type(model).__name__
@@ -125,7 +129,7 @@ def tile_loss(model: nn.Module, section: TileConfig) -> Callable[[], None]:
         )
     head = TiledHead(output)
     forward = stand_before({output: head})
-    model.loss_function = TiledLoss(before, head, shards_of(section))  # type: ignore[assignment]
+    model.loss_function = TiledLoss(before, head, shards_of(section), sharded)  # type: ignore[assignment]
     place = list(inspect.signature(type(model).forward).parameters).index("labels") - 1
 
     def arm(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -184,8 +188,10 @@ class TiledHead:
 class TiledLoss:
     """Stands before the model's loss function `before`, a mean over tokens in transformers' signature."""
 
-    def __init__(self, before: Callable[..., Tensor], head: TiledHead, shards: int | TileBytes) -> None:
-        self.__wrapped__, self.head, self.shards = before, head, shards
+    def __init__(
+        self, before: Callable[..., Tensor], head: TiledHead, shards: int | TileBytes, sharded: ShardedModel | None
+    ) -> None:
+        self.__wrapped__, self.head, self.shards, self.sharded = before, head, shards, sharded
 
     def __call__(
         self,
@@ -198,9 +204,12 @@ class TiledLoss:
         **kwargs: Any,
     ) -> Tensor:
         common = {"vocab_size": vocab_size, "ignore_index": ignore_index, **kwargs}
+        items = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
         if not isinstance(logits, DeferredLogits):
-            items = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
             return self.__wrapped__(logits=logits, labels=labels, **items, **common)
+        if self.sharded is not None:  # labels of a part are shifted already
+            items = self.sharded.complete(labels, items)
+        num_items_in_batch, shift_labels = items["num_items_in_batch"], items["shift_labels"]
         if shift_labels is None:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

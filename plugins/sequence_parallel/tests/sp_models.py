@@ -45,13 +45,27 @@ FAMILIES = ("llama", "gpt2", "bloom", "qwen2", "phi3", "mixtral", "deepseek_v2")
 
 def make_model(family: str, attention: str = "eager") -> Any:
     """A model in fp64, with the same weights each time."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+    if family == "strict":
+        torch.manual_seed(0)
+        return strict(LlamaForCausalLM)(config_of("llama")).double()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention).double()
     if family in ("mixtral", "deepseek_v2"):
         model.set_experts_implementation("eager")  # grouped products have no fp64
     return model
+
+
+def strict(base: Any) -> Any:
+    """A class of model whose forward takes no further arguments, and gives its loss function labels alone."""
+
+    class Strict(base):  # type: ignore[misc]
+        def forward(self, input_ids=None, position_ids=None, attention_mask=None, labels=None, use_cache=None):  # type: ignore[no-untyped-def]
+            given = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": use_cache}
+            return super().forward(input_ids=input_ids, labels=labels, **given)
+
+    return Strict
 
 
 def batch(step: int, length: int, kind: str = "plain", size: int = 2) -> dict[str, Tensor]:

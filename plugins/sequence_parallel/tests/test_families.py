@@ -17,6 +17,7 @@ FAST = [
     ["llama", "ring", {"kind": "padded", "attention": "sdpa"}],
     ["gpt2", "auto", {"kind": "packed", "section": {"tiled_loss": {"shards": 2}}}],
     ["bloom", "auto", {"kind": "padded"}],
+    ["strict", "auto", {"section": {"tiled_loss": {"shards": 2}}}],
 ]
 SLOW = [
     [family, mode, {"kind": kind, "attention": attention, "steps": 10}]
