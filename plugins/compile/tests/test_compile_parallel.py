@@ -59,10 +59,18 @@ def trained(sections: dict[str, Any], compiled: bool) -> tuple[list[float], list
     return losses, [counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())]
 
 
+def divided(size: int) -> dict[str, Any]:
+    """The pass that asserts divided layers changes nothing."""
+    return {"tensor_parallel": {"autotp_size": size}, "compile": {"deepcompile": True, "passes": ["autotp"]}}
+
+
+def test_the_pass_autotp_needs_divided_layers() -> None:
+    with pytest.raises(Exception, match="'autotp' needs tensor_parallel.autotp_size of 2 or more, and the size is 1"):
+        run_ranks(1, trained, divided(1), True)
+
+
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "section", [{"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}], ids=["tp", "sp"]
-)
+@pytest.mark.parametrize("section", [divided(2), {"sequence_parallel_size": 2}], ids=["tp", "sp"])
 def test_no_graph_breaks(section: dict[str, Any], stage: int) -> None:
     zero = {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})}
     sections = section | {"zero_optimization": zero}

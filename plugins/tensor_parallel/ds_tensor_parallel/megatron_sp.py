@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ds_core.errors import ConfigError, Problem
 from ds_tensor_parallel.layers import Column, Place, Row, parts
 from ds_tensor_parallel.modules import sum_gradient
+from ds_tensor_parallel.random_regions import draw_by_tokens
 
 __all__ = ["divide_sequences"]
 
@@ -108,7 +109,8 @@ def _stacks(model: nn.Module) -> dict[str, dict[str, nn.Module]]:
 
 def _divide_block(name: str, block: nn.Module, tokens: _Tokens, origin: str) -> int:
     """Make each child with divided layers a region; parameters of the others see a part of the tokens."""
-    regions, alone = 0, [*block.parameters(recurse=False)]
+    ends: dict[nn.Module, nn.Module] = {}
+    alone = [*block.parameters(recurse=False)]
     for key, child in block.named_children():
         columns = [m for m in child.modules() if isinstance(m, Column)]
         rows = [m for m in child.modules() if isinstance(m, Row)]
@@ -121,12 +123,14 @@ def _divide_block(name: str, block: nn.Module, tokens: _Tokens, origin: str) -> 
             raise ConfigError(
                 [Problem("tensor_parallel.sequence_parallel", why, "leave it out for this model")], origin
             )
-        alone += _make_region(child, columns, tokens)
-        regions += 1
+        ends[child] = _make_region(child, columns, tokens)
+        if isinstance(end := ends[child], Row) and isinstance(end.bias, nn.Parameter):
+            alone.append(end.bias)
+    draw_by_tokens(block, ends)
     for param in {id(p): p for p in alone}.values():
         if param.requires_grad:
             sum_gradient(param, tokens.place)
-    return regions
+    return len(ends)
 
 
 def _by_token(module: nn.Module) -> bool:
@@ -137,14 +141,14 @@ def _by_token(module: nn.Module) -> bool:
     return simple or "norm" in type(module).__name__.lower() or not any(True for _ in module.parameters())
 
 
-def _make_region(region: nn.Module, columns: Iterable[Column], tokens: _Tokens) -> list[nn.Parameter]:
-    """Gather tokens in front of it, divide them behind it; gives its parameters that see a part of the tokens."""
+def _make_region(region: nn.Module, columns: Iterable[Column], tokens: _Tokens) -> nn.Module:
+    """Gather tokens in front of it, divide them behind it; gives the module that does: a row-parallel layer, or it."""
     direct = list(region.children())
     ends = [child for child in direct if isinstance(child, Row)]
     if len(ends) != 1:
         region.register_forward_pre_hook(tokens.gather_alike, with_kwargs=True)
         region.register_forward_hook(tokens.keep_own)
-        return []
+        return region
     others = (c for c in direct if not isinstance(c, (Column, Row)) and any(True for _ in c.parameters()))
     if any(True for _ in others) or any(True for _ in region.parameters(recurse=False)):
         region.register_forward_pre_hook(tokens.gather_alike, with_kwargs=True)
@@ -153,8 +157,7 @@ def _make_region(region: nn.Module, columns: Iterable[Column], tokens: _Tokens) 
         for column in columns:
             column.copies = False
     ends[0].sequence_dim = DIM
-    bias = ends[0].bias
-    return [bias] if isinstance(bias, nn.Parameter) else []
+    return ends[0]
 
 
 def _hidden(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What this distribution offers to ds_core: the section ``tensor_parallel``, its axis, its transform (torch-free)."""
+"""What this distribution offers to ds_core: the section ``tensor_parallel``, its axis, transform and compile pass."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.entries import Axis, Phase, Transform
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_config", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
+__all__ = ["ds_compile_passes", "ds_config", "ds_mesh_axes", "ds_param_axes", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -21,6 +21,11 @@ def ds_config() -> type[BaseModel]:
     from ds_tensor_parallel.config import TensorParallelConfig
 
     return TensorParallelConfig
+
+
+def ds_compile_passes() -> Mapping[str, str]:
+    """``autotp``, which needs divided layers and changes no graph."""
+    return {"autotp": "ds_tensor_parallel.compile_passes:autotp"}
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

@@ -4,11 +4,14 @@ Between a column-parallel layer and the row-parallel layer that ends the pair ev
 there draws from the stream "model-parallel-rng" (`ds_run_state.random_streams`); everywhere else it draws from the
 generators themselves, which are made alike on the ranks of a group. Were they not, ranks would drop other elements of
 what they all hold, and drift apart without a word.
+
+With divided sequences the ranks have other tokens in a block, too, except between the gathering in front of a region
+and its first column-parallel layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_tensor_parallel.layers import Place
 
-__all__ = ["divide_random_numbers", "drops"]
+__all__ = ["divide_random_numbers", "draw_by_tokens", "drops"]
 
 _OFFSET = 2718
 
@@ -46,6 +49,21 @@ def divide_random_numbers(model: nn.Module, ctx: Context, place: Place) -> None:
             _Region().around(module, columns)
 
 
+def draw_by_tokens(block: nn.Module, ends: Mapping[nn.Module, nn.Module]) -> None:
+    """Draw from each rank's own stream where `block` works on a part of the tokens.
+
+    ends: region -> the module behind which its tokens are divided again.
+    """
+    if not drops(block):
+        return
+    own = _Region()
+    block.register_forward_pre_hook(own.open)
+    block.register_forward_hook(own.close, always_call=True)
+    for region, end in ends.items():
+        region.register_forward_pre_hook(own.close)
+        end.register_forward_hook(own.open)
+
+
 def _of_first(value: Tensor, ctx: Context, place: Place, source: int) -> Tensor:
     """The first rank's `value`."""
     sent = value.to(ctx.accelerator.current_device())
@@ -63,7 +81,10 @@ def drops(module: nn.Module) -> bool:
 
 
 class _Region:
-    """Opened by the output of a column-parallel layer, closed by the input of a row-parallel one or the end."""
+    """Where a rank draws from its own stream.
+
+    Opened by the output of a column-parallel layer, closed by the input of a row-parallel one or the end.
+    """
 
     def __init__(self) -> None:
         self._fork: AbstractContextManager[None] | None = None

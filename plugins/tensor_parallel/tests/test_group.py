@@ -87,6 +87,81 @@ def test_dropout_is_alike_outside_and_each_ranks_own_inside() -> None:
     assert not torch.equal(first, second), "the stream does not go on"
 
 
+def with_divided_tokens() -> dict[str, Any]:
+    """What each rank drops outside of blocks, in them on its tokens, and in regions on all tokens."""
+    import torch
+    from torch import nn
+
+    import ds_core
+    from ds_core import comm
+
+    drop: Any = type(build().inside)
+    dropped: dict[str, Any] = {}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = drop(RATE), drop(RATE)
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: Any) -> Any:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x).square().mean()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lead, self.region, self.trail = drop(RATE), Region(), drop(RATE)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.trail(self.region(self.lead(x)))
+
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            made = build()
+            self.before, self.up, self.inside, self.down, self.after = (
+                getattr(made, name) for name in ("before", "up", "inside", "down", "after")
+            )
+
+        def forward(self, x: Any) -> Any:
+            return self.after(self.down(self.inside(self.up(self.before(x)))))
+
+    torch.manual_seed(comm.rank())
+    engine, *_ = ds_core.initialize(model=Outer(), config=settings(2, sequence_parallel=True))
+    losses = []
+    for _ in range(3):  # in the first steps ranks compare their random states
+        loss = engine(torch.ones(4, 16, WIDTH))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    for name, module in engine.module.named_modules():
+        if isinstance(module, nn.Dropout) and hasattr(module, "dropped"):
+            dropped[name] = module.dropped.clone()
+    state = torch.get_rng_state()
+    engine.destroy()
+    return {"losses": losses, "masks": dropped, "state": state}
+
+
+def test_with_divided_tokens_each_rank_drops_by_masks_of_its_own() -> None:
+    import torch
+
+    one, two = run_ranks(2, with_divided_tokens)
+    assert one["losses"] == two["losses"] and torch.equal(one["state"], two["state"])
+    alike = {"first", "last", "blocks.0.region.before", "blocks.1.region.before"}
+    assert len(one["masks"]) == 12 and alike < set(one["masks"])
+    for name, mine in one["masks"].items():
+        other = two["masks"][name]
+        assert mine.shape[:2] == (4, 16 if name in alike or name.endswith("inside") else 8), name
+        if name in alike:
+            assert torch.equal(mine, other), name
+        else:
+            both = (mine & other).float().mean().item()
+            assert abs(both - RATE**2) < 0.03, name
+
+
 def different(what: str) -> str:
     import torch
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
-from ds_deepspeed_compat.names.top import INFERENCE, TENSOR_PARALLEL
+from ds_deepspeed_compat.names.top import INFERENCE, LEGACY_TENSOR_PARALLEL
 
 _INFERENCE = missing(INFERENCE)
-_TENSOR = missing(TENSOR_PARALLEL)
+_TENSOR = missing("set tensor_parallel.autotp_size and partition_config in the config: initialize divides the layers")
 _SIZES = "made with its sizes, as nn.Linear is; initialize divides it"
 _ROW = differs("ds_tensor_parallel:RowParallelLinear", _SIZES)
 _COLUMN = differs("ds_tensor_parallel:ColumnParallelLinear", _SIZES)
@@ -30,12 +30,13 @@ NAMES: Mapping[str, Rows] = {
         "HFBertLayerPolicy DSPolicy Normalize EmbeddingLayer": _INFERENCE,
         "LinearAllreduce": _ROW,
         "LinearLayer": _COLUMN,
-        "set_autotp_mode AutoTPConfig AutoTPPresets TPLayerSpec PartitionType": _TENSOR,
+        "set_autotp_mode": LEGACY_TENSOR_PARALLEL,
+        "AutoTPConfig AutoTPPresets TPLayerSpec PartitionType": _TENSOR,
     },
     "deepspeed.module_inject.layers": {
         "LinearAllreduce": _ROW,
         "LinearLayer": _COLUMN,
-        "set_autotp_mode": _TENSOR,
+        "set_autotp_mode": LEGACY_TENSOR_PARALLEL,
     },
     "deepspeed.module_inject.auto_tp": {"AutoTP": _TENSOR},
     "deepspeed.module_inject.autotp_config": {

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 INFERENCE = "inference is not built; train with ds_core, and serve the exported weights with another program"
-TENSOR_PARALLEL = "set tensor_parallel.autotp_size in the config: initialize divides the layers of the model"
+LEGACY_TENSOR_PARALLEL = differs(
+    "ds_tensor_parallel.deepspeed_names",
+    "training only; initialize merges it with the config, and the dtype switches bf16 or fp16 on",
+)
 
 _CONFIG = "checked as a run's config is; setting an attribute changes no run"
 
@@ -17,7 +20,7 @@ NAMES: Mapping[str, Rows] = {
         "init_distributed": "ds_core",
         "add_config_arguments": "ds_deepspeed_compat.arguments",
         "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config": missing(INFERENCE),
-        "tp_model_init set_autotp_mode": missing(TENSOR_PARALLEL),
+        "tp_model_init set_autotp_mode": LEGACY_TENSOR_PARALLEL,
         "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
         "PipelineModule": "ds_pipeline",
         "DeepSpeedDataLoader": differs(
