@@ -22,7 +22,7 @@ sys.exit(sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[1]))
 """
 
 
-def start_ray(lab: Lab, folder: Path, *, cpus: int = 2, options: Sequence[str] = (), timeout: float = 60.0) -> None:
+def start_ray(lab: Lab, folder: Path, *, cpus: int = 2, options: Sequence[str] = (), timeout: float = 180.0) -> None:
     """Return when every host is a node. folder: for what the nodes say. Needs ray beside this Python."""
     _start(lab.head, folder, "--head", f"--port={PORT}", "--include-dashboard=false", "--num-cpus=0")
     for host in lab.hosts:
@@ -35,11 +35,11 @@ def start_ray(lab: Lab, folder: Path, *, cpus: int = 2, options: Sequence[str] =
 
 
 def _start(host: Host, folder: Path, *words: str) -> None:
-    program = Path(sys.executable).with_name("ray")
     with (folder / f"ray-{host.name}.log").open("w") as log:
         host.popen(
             [
-                *(str(program), "start", *words, f"--node-ip-address={host.address}", "--num-gpus=0", "--block"),
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", *words),
+                *(f"--node-ip-address={host.address}", "--num-gpus=0", "--block"),
                 *("--disable-usage-stats", "--object-store-memory=80000000"),
             ],
             stdout=log,
