@@ -27,7 +27,7 @@ def same(build: Callable[[], nn.Module], step: Callable[[Any, int], Tensor], sec
     for section in ({}, {"activation_checkpointing": recompute}):
         torch.manual_seed(2)
         engine, *_ = ds_core.initialize(model=build(), config=config(**sections, **section))
-        torch.manual_seed(3 + comm.rank())
+        torch.manual_seed(3 + engine.ctx.mesh.index("dp"))
         losses = [step(engine, index) for index in range(2)]
         engine.destroy()
         found.append([*losses, *engine.module.state_dict().values()])

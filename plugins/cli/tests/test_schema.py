@@ -114,7 +114,7 @@ def test_every_core_key_is_described() -> None:
         ("fake.code", "ds-fake 1.0", "text or null", "***", "Code."),
         ("fake.needed", "ds-fake 1.0", "a whole number", "required", "Needed."),
         ("itself.inner.inner", "ds-itself 1.0", "an object {...} or null", "null", "The same again."),
-        ("tensor_parallel.autotp_size", "ds-tensor-parallel", "any value", "absent", "documented but not built yet"),
+        ("tensor_parallel.autotp_size", "ds-tensor-parallel", "any value", "absent", "./plugins/tensor_parallel`"),
         ("csv_monitor", "ds-monitor-csv", None, "absent", "pip install ./monitors/kit ./monitors/csv"),
     ],
 )
