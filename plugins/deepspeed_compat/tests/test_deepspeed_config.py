@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "csv_monitor": {"enabled": True},
     "checkpoint": {"tag_validation": "fail"},
     "wandb": {"enabled": False},
-    "compile": None,
+    "compile": {},
 }
 
 

@@ -388,9 +388,9 @@ def has_a_topology() -> None:
 
 def stands_beside_another_axis() -> list[Any]:
     """An axis that the documents do not know is in the topology too."""
-    config = {"fake_axes": {"axes": {"sp": 2}}, "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
+    config = {"fake_axes": {"axes": {"cp": 2}}, "plugins": {"load": ["fake_axes=ds_testing.fake_axes"]}}
     engine, truth = start(pipeline(2), config=config), Plain()
-    assert set(engine.topology().get_axis_names()) == {"pipe", "sp", "data"}
+    assert set(engine.topology().get_axis_names()) == {"pipe", "cp", "data"}
     ours = engine.train_batch(iter([batch(0, m, 0) for m in range(2)])).item()
     assert ours == pytest.approx(sum(truth(*batch(0, m, 0)).item() for m in range(2)) / 2, rel=1e-12)
     answer = [engine.mpu().get_global_rank(), engine.mpu().stage_to_global(1)]
