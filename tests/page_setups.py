@@ -135,9 +135,18 @@ config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
           "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 iterator = repeat((torch.randint(32, (2, 4)), torch.randint(32, (2, 4))))
 """,
+    "plugins/activation_checkpointing/README.md": TORCH
+    + """
+def block(hidden, mask, scale):
+    return torch.tanh(hidden * mask * scale)
+
+hidden, mask = torch.randn(2, 4, requires_grad=True), torch.ones(2, 4)
+""",
     "plugins/run_state/README.md": ENGINE
     + """
 from ds_core.checkpointer import LoadOptions
+
+seed, tp_index, dropout, hidden = 5, 0, nn.Dropout(0.5), torch.ones(4)
 
 options = LoadOptions()
 
@@ -156,7 +165,9 @@ class Memory:
 
 read_back = Memory
 """,
-    "plugins/state_stores/README.md": ENGINE + "ctx, plugins, weight = engine.ctx, engine.ctx.plugins, layer.weight\n",
+    "plugins/state_stores/README.md": ENGINE
+    + "ctx, plugins, weight = engine.ctx, engine.ctx.plugins, layer.weight\n"
+    + "accelerator, activation = ctx.accelerator, torch.ones(4)\n",
     "plugins/zero/README.md": TORCH
     + """
 import copy
