@@ -98,7 +98,7 @@ def plain(family: str, **options: Any) -> Run:
     """Training by hand in one process."""
     steps, kind, length = options.get("steps", 3), options.get("kind", "plain"), options.get("length", 13)
     model = make_model(family, options.get("attention", "eager"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0, eps=options.get("eps", 1e-8))
     losses, logits = [], torch.empty(0)
     for step in range(steps):
         out = model(**batch(step, length, kind), use_cache=False)
@@ -119,7 +119,7 @@ def trained(family: str, sections: dict[str, Any], **options: Any) -> Run:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": options.get("eps", 1e-8)}},
         **sections,
     }
     engine, *_ = ds_core.initialize(model=make_model(family, options.get("attention", "eager")), config=config)
