@@ -65,6 +65,7 @@ def test_buffers_that_a_block_counts_in_are_counted_once() -> None:
     assert got["blocks.1.norm.num_batches_tracked"] == 3
 
 
+@pytest.mark.slow
 def test_a_budget_chooses_blocks(caplog: pytest.LogCaptureFixture) -> None:
     from ds_activation_checkpointing.blocks import BLOCKS
 
