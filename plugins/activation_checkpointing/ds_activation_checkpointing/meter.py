@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -28,7 +29,7 @@ class Meter:
         self._module = module
         self.full = self.held = self.flops = self.peak = 0
         self._waiting = 0
-        self._storages: dict[int, int] = {}
+        self._storages: dict[StorageWeakRef, int] = {}
 
     @contextlib.contextmanager
     def measuring(self, region: Region) -> Iterator[None]:
@@ -47,10 +48,10 @@ class Meter:
     def saw(self, tensor: Tensor) -> None:
         """Autograd saves `tensor`. Weights and buffers are there anyway."""
         storage = tensor.untyped_storage()
-        place = storage.data_ptr()
+        key = StorageWeakRef(storage)  # an address is used again once it is let go
         own = (t.untyped_storage().data_ptr() for t in (*self._module.parameters(), *self._module.buffers()))
-        if place not in self._storages and place not in own:
-            self._storages[place] = storage.nbytes()
+        if key not in self._storages and storage.data_ptr() not in own:
+            self._storages[key] = storage.nbytes()
 
     def _done(self) -> None:
         self._waiting -= 1

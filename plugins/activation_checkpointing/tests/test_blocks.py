@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from block_models import Net, batch, build, config, train  # noqa: E402
+from ds_activation_checkpointing.meter import Meter  # noqa: E402
 
 import ds_core  # noqa: E402
 from ds_core.errors import UsageError  # noqa: E402
@@ -65,7 +66,17 @@ def test_buffers_that_a_block_counts_in_are_counted_once() -> None:
     assert got["blocks.1.norm.num_batches_tracked"] == 3
 
 
-@pytest.mark.slow
+def test_a_tensor_at_the_address_of_one_that_was_let_go_counts() -> None:
+    meter = Meter(nn.Linear(4, 4))
+    for _ in range(10):
+        meter.saw(torch.ones(1000))
+    assert sum(meter._storages.values()) == 10 * 4000
+    twice = torch.ones(1000)
+    meter.saw(twice)
+    meter.saw(twice[:10])
+    assert sum(meter._storages.values()) == 11 * 4000
+
+
 def test_a_budget_chooses_blocks(caplog: pytest.LogCaptureFixture) -> None:
     from ds_activation_checkpointing.blocks import BLOCKS
 
