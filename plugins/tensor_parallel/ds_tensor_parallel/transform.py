@@ -230,12 +230,10 @@ class _Cuts:
             if cut is None:
                 param.data = full
                 continue
-            piece = slices.get(name) or Slice.of(full.shape)
-            slices[name] = piece.keep("tp", cut.dim, cut.division.ranges(self._place.rank))
+            ranges, here = cut.division.ranges(self._place.rank), Slice.of(full.shape)
+            slices[name] = slices.get(name, here).keep("tp", cut.dim, ranges)
             param.grad = None
-            param.data = (
-                Slice.of(full.shape).keep("tp", cut.dim, cut.division.ranges(self._place.rank)).take(full).clone()
-            )
+            param.data = here.keep("tp", cut.dim, ranges).take(full).clone()
         for buffer in self._model.buffers():
             buffer.data = self._shared(buffer)
         self._ctx.stash[SLICES] = slices
