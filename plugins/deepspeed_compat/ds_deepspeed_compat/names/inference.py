@@ -1,4 +1,4 @@
-"""Inference, tensor parallelism, sequence parallelism, compression: what is not built yet."""
+"""Inference and compression, which are not built yet; tensor and sequence parallelism."""
 
 from __future__ import annotations
 
