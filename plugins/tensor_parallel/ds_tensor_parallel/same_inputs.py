@@ -28,13 +28,14 @@ _RANDOM = "the random state"
 def compare_inputs(model: nn.Module, accelerator: Accelerator, place: Place) -> None:
     """UsageError on all ranks of the group where the first forwards of `model` are given other inputs on one of them.
 
-    With dropout in the model the random state must be alike, too.
+    With dropout in the model the random state must be alike, too. A forward that torch.compile traces compares nothing:
+    that would break its graph.
     """
     left, random = CHECKED, drops(model)
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal left
-        if not module.training or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
             return
         left -= 1
         if left == 0:
