@@ -6,6 +6,11 @@ backward goes on, and the result is added to this rank's shard (`Grads.shard`). 
 [Note: flags] At the end of each reduction ranks exchange one byte per parameter ("I had a gradient") and one per
 bucket ("gradients came after its reduction", as in nested backwards: then it is reduced once more). So a parameter
 that no rank used keeps ``grad=None`` as in one-process torch, and ranks whose control flow differs stay in step.
+
+[Note: reduced] Who wants to begin with a bucket before the end of backward sets `Reducer.on_reduced`. It is called at
+an accumulation boundary only, when the shard has all that was accumulated. What it cannot know yet: which parameters
+the other ranks used (one that this rank used is used), whether gradients are finite, their norm, and that no gradient
+comes late (then it is called again for that bucket, in `Reducer.finish`, or after the next `begin`).
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from ds_zero.gradient_source import GradientSource
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
+    from ds_zero.placement import Copy
 
 __all__ = ["Grads", "Reducer"]
 
@@ -65,7 +71,7 @@ class Grads:
     local: this rank's, not reduced yet, in the layout of the bucket; filled: which parameters it has. shard: this
     rank's shard of the reduced gradients; None: nothing was reduced yet. buffer: the buffer of which `shard` is a view,
     if any. host: memory for the shard if the host does the optimizer's step. used: which parameters had a gradient
-    since the last step.
+    since the last step. copied: the last copy to `host`, if any; any thread may wait for it.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -77,6 +83,7 @@ class Grads:
         self.shard: Tensor | None = None
         self.buffer: Tensor | None = None
         self.host: Tensor | None = None
+        self.copied: Copy | None = None
         self.arrived: set[int] = set()
         self.awaited = count
 
@@ -96,7 +103,7 @@ class Grads:
             self._use_host(wide)
             self.shard.copy_(narrow)
         assert self.shard is not None
-        placement.transfers.to_host(self.shard, out, add=not first)
+        self.copied = placement.transfers.to_host(self.shard, out, add=not first)
 
     def _use_host(self, dtype: torch.dtype) -> None:
         """Make `host` the shard; memory of a wider dtype is reused."""
@@ -117,7 +124,7 @@ class Grads:
 
     def drop(self) -> None:
         """Forget all gradients."""
-        self.local = self.shard = self.buffer = None
+        self.local = self.shard = self.buffer = self.copied = None
 
 
 @dataclass(slots=True)
@@ -134,8 +141,10 @@ class Reducer(GradientSource):
     """Reduces gradients to the ranks that own them. See the module's docstring.
 
     groups: the process group of each bucket's reduction. order: the order in which buckets are reduced, asked for at
-    the start of each backward; equal on all ranks.
+    the start of each backward; equal on all ranks. on_reduced: see [Note: reduced].
     """
+
+    on_reduced: Callable[[FlatBucket], None] | None = None
 
     def __init__(
         self,
@@ -319,6 +328,8 @@ class Reducer(GradientSource):
             self._pool.put(done.source)
         if not inside and grads.shard is not out:
             self._pool.put(out)
+        if self.on_reduced is not None and self.owner.sync:
+            self.on_reduced(bucket)
 
     def _synchronize(self) -> None:
         """Wait for copies to the host."""

@@ -8,6 +8,7 @@ accelerator the path is the same, and copies are done when they are started.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
 
-__all__ = ["ON_DEVICE", "OffloadStores", "StatePlacement", "Transfers"]
+__all__ = ["ON_DEVICE", "Copy", "OffloadStores", "StatePlacement", "Transfers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +106,42 @@ class OffloadStores:
             self.transfers.synchronize()
 
 
-@dataclass(slots=True)
-class _StagingBuffer:
-    """Host memory through which one copy at a time goes.
+class Copy:
+    """One copy between device and host. then: what the host does with the data after it."""
 
-    event: recorded after that copy; None: it is over. then: what the host does with the data after the copy.
-    """
-
-    memory: Tensor | None = None
-    event: Any = None
-    then: Callable[[], Any] | None = None
+    def __init__(self, event: Any, then: Callable[[], Any] | None = None) -> None:
+        self._event, self._then, self._lock = event, then, threading.Lock()
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Wait for the copy, and use its data, unless that was done. Any thread may call it."""
+        with self._lock:
+            event, self._event = self._event, None
+            then, self._then = self._then, None
+            if event is not None:
+                event.synchronize()
+            if then is not None:
+                then()
+
+    @property
+    def over(self) -> bool:
+        """Whether `finish` would not wait; asked of copies without `then`."""
+        event = self._event
+        return event is None or event.query()
+
+
+@dataclass(slots=True)
+class _StagingBuffer:
+    """Host memory through which one copy at a time goes: the last one, which may be running."""
+
+    memory: Tensor | None = None
+    copy: Copy | None = None
+
+    def finish(self) -> None:
         """Wait for the copy, and use its data."""
-        event, self.event = self.event, None
-        then, self.then = self.then, None
-        if event is not None:
-            event.synchronize()
-        if then is not None:
-            then()
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.finish()
 
 
 class Transfers:
@@ -133,20 +150,20 @@ class Transfers:
     def __init__(self, ctx: Context, store: StateStore) -> None:
         self._new_event, self._store, self._kernels = ctx.accelerator.new_event, store, ctx.kernels
         self._slots: deque[_StagingBuffer] = deque([_StagingBuffer(), _StagingBuffer()])  # the oldest copy's first
-        self._direct: deque[Any] = deque()
+        self._direct: deque[Copy] = deque()
 
-    def to_host(self, target: Tensor, source: Tensor, *, add: bool) -> None:
+    def to_host(self, target: Tensor, source: Tensor, *, add: bool) -> Copy:
         """Start to copy device tensor `source` into host tensor `target`, or with `add` to add it.
 
-        `source` may be overwritten by later work of the device. Complete after `synchronize`.
+        `source` may be overwritten by later work of the device. Complete after `synchronize`, or the copy's `finish`.
         """
         if not add and source.dtype == target.dtype:
-            self._straight(target, source)
-            return
+            return self._straight(target, source)
         slot, memory = self._next(source)
         memory.copy_(source, non_blocking=True)
-        slot.event = self._mark()
-        slot.then = (lambda: self._kernels.accumulate(target, memory)) if add else (lambda: target.copy_(memory))
+        then = (lambda: self._kernels.accumulate(target, memory)) if add else (lambda: target.copy_(memory))
+        slot.copy = Copy(self._mark(), then)
+        return slot.copy
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Start to copy host tensor `source` into device tensor `target`; casts are done on the host.
@@ -158,21 +175,22 @@ class Transfers:
             return
         slot, memory = self._next(target)
         target.copy_(memory.copy_(source), non_blocking=True)
-        slot.event = self._mark()
+        slot.copy = Copy(self._mark())
 
-    def _straight(self, target: Tensor, source: Tensor) -> None:
+    def _straight(self, target: Tensor, source: Tensor) -> Copy:
         """Start a copy that needs no staging buffer."""
         target.copy_(source, non_blocking=True)
-        while self._direct and self._direct[0].query():
+        while self._direct and self._direct[0].over:
             self._direct.popleft()
-        self._direct.append(self._mark())
+        self._direct.append(Copy(self._mark()))
+        return self._direct[-1]
 
     def synchronize(self) -> None:
         """Wait until all copies are over."""
         for slot in self._slots:
             slot.finish()
         while self._direct:
-            self._direct.popleft().synchronize()
+            self._direct.popleft().finish()
 
     def _next(self, like: Tensor) -> tuple[_StagingBuffer, Tensor]:
         slot = self._slots.popleft()
