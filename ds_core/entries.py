@@ -268,7 +268,8 @@ class Axis(_Record):
     """A named axis of the process mesh. With ``inside="dp"`` it folds into dp and does not multiply the world.
 
     outermost: its ranks are as far apart as can be (little is sent along it); along an axis that is neither that nor
-    inside dp they are neighbours. same_batch: ranks along it, inside dp, get the same samples, to work on a part each.
+    inside dp they are neighbours. Inside dp `size` counts the ranks of the axes that fold inside it, too: an axis of 8
+    around one of 2 has 4. same_batch: ranks along it, inside dp, get the same samples, to work on a part each.
     """
 
     name: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ds_core import comm
@@ -157,36 +158,31 @@ def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
     axes = sorted(axes, key=lambda a: not a.outermost)
     outer = [a for a in axes if a.inside is None]
     folded = [a for a in axes if a.inside is not None]
-    names = [a.name for a in (*outer, *folded)]
-    problems = [
-        Problem("", f"mesh axis {n!r} is declared twice") for n in sorted({n for n in names if names.count(n) > 1})
+    names = [a.name for a in axes]
+    wrong = [f"{n!r} is declared twice" for n in sorted({n for n in names if names.count(n) > 1})]
+    wrong += [f"{a.name!r} has size {a.size}; it must be at least 1" for a in axes if a.size < 1]
+    wrong += [
+        f"{a.name!r} folds inside {a.inside!r}; only 'dp' can hold other axes" for a in folded if a.inside != "dp"
     ]
-    problems += [
-        Problem("", f"mesh axis {a.name!r} has size {a.size}; it must be at least 1")
-        for a in (*outer, *folded)
-        if a.size < 1
-    ]
-    problems += [
-        Problem("", f"mesh axis {a.name!r} folds inside {a.inside!r}; only 'dp' can hold other axes")
-        for a in folded
-        if a.inside != "dp"
-    ]
-    if problems:
-        raise ConfigError(problems, "mesh")
+    if wrong:
+        raise ConfigError([Problem("", f"mesh axis {text}") for text in wrong], "mesh")
     product = math.prod(a.size for a in outer)
     shown = " x ".join(f"{a.name} {a.size}" for a in outer)
     if world_size % product:
         raise ConfigError(
             f"{shown} = {product} ranks do not divide the world of {world_size}; start a multiple of {product}", "mesh"
         )
-    dp, inner = world_size // product, math.prod(a.size for a in folded)
-    if dp % inner:
+    around = [a for a in folded if a.outermost]
+    within = math.prod(a.size for a in folded[len(around) :])
+    parted = [*(replace(a, size=a.size // within) for a in around), *folded[len(around) :]]
+    dp, inner = world_size // product, math.prod(a.size for a in parted)
+    if not inner or dp % inner or any(a.size % within for a in around):
         inside = " x ".join(f"{a.name} {a.size}" for a in folded)
-        good = ", ".join(str(d) for d in range(1, dp + 1) if dp % d == 0)
+        good = ", ".join(str(d) for d in range(1, dp + 1) if dp % d == 0 and not (around and d % within))
         raise ConfigError(
             f"{inside} must divide dp {dp} (world {world_size}{' / ' + shown if outer else ''}); use {good}", "mesh"
         )
-    parts = [Axis("edp" if folded else "dp", dp // inner), *folded]
+    parts = [Axis("edp" if folded else "dp", dp // inner), *parted]
     grid = [*(a for a in outer if a.outermost), *parts, *(a for a in outer if not a.outermost)]
     alias = {"batch": tuple(a.name for a in parts if not a.same_batch), "dp": tuple(a.name for a in parts)}
     return Mesh([a.name for a in grid], [a.size for a in grid], rank, alias)

@@ -55,6 +55,14 @@ def test_folded_axis_splits_dp_and_keeps_the_alias():
     assert mesh.replicas(()) == ("edp", "ep")
 
 
+@pytest.mark.parametrize(("ep", "size", "block", "edp"), [(1, 4, 4, 2), (2, 4, 2, 2), (4, 4, 1, 2), (2, 8, 4, 1)])
+def test_an_axis_around_others_counts_their_ranks(ep, size, block, edp):
+    mesh = plan_mesh([Axis("ep", ep, inside="dp"), Axis("block", size, inside="dp", outermost=True)], 8, 5)
+    assert mesh.describe() == {"edp": edp, "block": block, "ep": ep}
+    assert mesh.ranks("block", "ep") == [r for r in range(8) if r // size == 5 // size]
+    assert mesh.size("dp") == mesh.size("batch") == 8
+
+
 def test_axes_of_size_one_need_no_group():
     mesh = plan_mesh([Axis("tp", 1)], 1, 0)
     assert mesh.group("dp") is ALONE
@@ -75,6 +83,13 @@ def test_unknown_axis_names_the_known_ones():
         ([Axis("pp", 2), Axis("pp", 2)], 4, ["'pp' is declared twice"]),
         ([Axis("tp", 0)], 4, ["'tp' has size 0"]),
         ([Axis("ep", 2, inside="tp")], 4, ["folds inside 'tp'"]),
+        ([Axis("block", 3, inside="dp", outermost=True)], 4, ["block 3 must divide dp 4", "use 1, 2, 4"]),
+        (
+            [Axis("ep", 2, inside="dp"), Axis("block", 3, inside="dp", outermost=True)],
+            12,
+            ["block 3 x ep 2 must divide dp 12", "use 2, 4, 6, 12"],
+        ),
+        ([Axis("ep", 4, inside="dp"), Axis("block", 2, inside="dp", outermost=True)], 8, ["use 4, 8"]),
     ],
 )
 def test_errors_carry_the_numbers(axes, world, words):

@@ -232,13 +232,14 @@ class ZeroPartitioner(WeightOwner):
             work.wait()
 
     def _check_equal(self, buckets: Iterable[FlatBucket]) -> None:
-        """For ``enable_sanity_checks``: the weights of a bucket are the same on all its ranks."""
+        """For ``enable_sanity_checks``: the weights of a bucket are the same on all ranks that have its parameters."""
+        mesh = self.ctx.mesh
         for bucket in buckets:
-            if bucket.world == 1:
+            if not bucket.reduces:
                 continue
             mine = bucket.full.double().sum().view(1)
-            sums = mine.new_empty(bucket.world)
-            comm.all_gather_into_tensor(sums, mine, group=bucket.group)
+            sums = mine.new_empty(mesh.size(*bucket.replicas))
+            comm.all_gather_into_tensor(sums, mine, group=mesh.group(*bucket.replicas))
             if not torch.equal(sums, mine.expand_as(sums)):
                 raise DSError(
                     f"rank {self.ctx.rank}: weights differ between ranks after the step, in the bucket from "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.buckets import arrange
+from ds_zero.hierarchy import far, sharding_axes
 from ds_zero.layout import Layout
 from ds_zero.placement import ON_DEVICE, StatePlacement
 from ds_zero.records import Piece
@@ -54,8 +55,10 @@ class FlatBucket:
 
     full: the buffer, of which parameters are views. shard: this rank's shard of it. sharded: whether weights are
     sharded between steps; else `full` is always there, and `shard` is a view of it. master: what the optimizer updates:
-    the shard itself, or a copy of it in the dtype of master weights or in a store. axes, held, counted: see
-    `ParamInfo`. owned: set where the optimizer updates full tensors (see `owned_tensors`); `master` is the shard then.
+    the shard itself, or a copy of it in the dtype of master weights or in a store. replicas, held, counted: see
+    `ParamInfo`. axes: those of `replicas` over which it is sharded, far: the others; see `ds_zero.hierarchy`. group,
+    world, rank: along `axes`. reduces: whether other ranks have the parameters, too. owned: set where the optimizer
+    updates full tensors (see `owned_tensors`); `master` is the shard then.
     """
 
     def __init__(
@@ -71,13 +74,15 @@ class FlatBucket:
         self.placement = placement
         self.params, self.names = list(params), [i.name for i in infos]
         self.shapes = [tuple(p.shape) for p in params]
-        self.axes, self.held, self.sharded = infos[0].replicas, infos[0].held, sharded
+        self.replicas, self.held, self.sharded = infos[0].replicas, infos[0].held, sharded
+        self.axes, self.far = sharding_axes(mesh, self.replicas), far(mesh, self.replicas)
+        self.reduces = mesh.size(*self.replicas) > 1
         text = f"{self.names[0]!r}" + (f" to {self.names[-1]!r}" if len(self.names) > 1 else "")
         self.about_weights, self.about_gradients = f"weights of {text}", f"gradients of {text}"  # for comm.label
         self.counted = infos[0].counted
         self.group, self.world, self.rank = mesh.group(*self.axes), mesh.size(*self.axes), mesh.index(*self.axes)
         self.layout = Layout.of([p.numel() for p in params], self.world)
-        self.full = self._flatten(mesh.ranks(*self.axes)[0])
+        self.full = self._flatten(mesh.ranks(*self.replicas), mesh.group(*self.replicas))
         mine = slice(self.rank * self.layout.shard_numel, (self.rank + 1) * self.layout.shard_numel)
         self.shard = self.full[mine]
         if sharded:
@@ -105,19 +110,18 @@ class FlatBucket:
         return self.shard if dtype == mine.dtype else self.shard.to(dtype)
 
     @torch.no_grad()
-    def _flatten(self, source: int) -> Tensor:
-        """Move the parameters into one buffer, and broadcast the weights of global rank `source`."""
+    def _flatten(self, ranks: list[int], group: Any) -> Tensor:
+        """Move the parameters into one buffer, and broadcast the weights of the first of the global `ranks`."""
         full = torch.zeros(self.layout.total, dtype=self.params[0].dtype, device=self.params[0].device)
-        ranks = torch.distributed.get_process_group_ranks(self.group) if self.world > 1 else []
         agreed = True
         for param, view in zip(self.params, self.views(full), strict=True):
             found = pop_weight(param, ranks)
             view.copy_(param if found is None else found[0])
             param.data = view
             agreed = agreed and found is not None and found[1]
-        if self.world > 1 and not agreed:
+        if len(ranks) > 1 and not agreed:
             comm.label(self.about_weights)
-            comm.broadcast(full, src=source, group=self.group)
+            comm.broadcast(full, src=ranks[0], group=group)
         return full
 
     def _piece(self, index: int) -> Piece:
@@ -334,8 +338,8 @@ def make_buckets(
         return info.replicas, info.held, info.counted, param.dtype, param.device, param.requires_grad, placement(param)
 
     def most(key: tuple[Any, ...]) -> int:
-        axes, _, _, dtype, device, *_ = key
-        limit = capacity(ctx.mesh.size(*axes))
+        replicas, _, _, dtype, device, *_ = key
+        limit = capacity(ctx.mesh.size(*sharding_axes(ctx.mesh, replicas)))
         return min(limit, HOST_BYTES // dtype.itemsize) if frees_gradients and device.type == "cpu" else limit
 
     runs = arrange(params, kind, lambda key, filled, size: filled + size > most(key))

@@ -22,6 +22,7 @@ from ds_zero.flat import FlatBucket, make_buckets
 from ds_zero.gather import GatherScheduler, narrower_dtype
 from ds_zero.gather_hooks import GatherHooks
 from ds_zero.gather_unit import BucketUnit, UnitState
+from ds_zero.hierarchy import sharding_axes
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.records import Piece
 from ds_zero.sharded_param import remove_attributes
@@ -57,11 +58,10 @@ class Stage3(ZeroPartitioner):
         self.hooks: GatherHooks
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
-        trained = set(params)
+        trained, mesh = set(params), self.ctx.mesh
         offloads = self.offload.param is not None  # then even a single rank gains from releasing weights
-        shared_out = [
-            p for p in module.parameters() if offloads or self.ctx.mesh.size(*self.ctx.params[p].replicas) > 1
-        ]
+        sizes = {p: mesh.size(*sharding_axes(mesh, self.ctx.params[p].replicas)) for p in module.parameters()}
+        shared_out = [p for p, size in sizes.items() if offloads or size > 1]
         small = persistent(shared_out, self.section)
         sharded = {p for p in shared_out if p not in small}
         self._gatherers = gatherers(module, sharded, self.section)
