@@ -31,6 +31,7 @@ from ds_zero.sharded_param import prepare_module, unshard_module
 from ds_zero.state_offload import BACKWARD, FORWARD, OffloadedStates
 from ds_zero.tiled_step import tiled_step
 from ds_zero.weights import WeightOwner
+from ds_zero.wires import AllGather, Broadcasts
 
 if TYPE_CHECKING:
     from ds_access.param_shard import ParamShard
@@ -225,9 +226,8 @@ class ZeroPartitioner(WeightOwner):
 
     def _gather_weights(self, buckets: Iterable[FlatBucket]) -> None:
         """Gather the weights that their owners have just written."""
-        works = []
-        for bucket in buckets:
-            works += bucket.start_gather(bucket.group, gather=self.section.allgather_partitions)
+        wire = AllGather() if self.section.allgather_partitions else Broadcasts()
+        works = [work for bucket in buckets for work in bucket.start_gather(wire)]
         for work in works:
             work.wait()
 

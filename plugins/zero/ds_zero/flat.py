@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,26 +27,13 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
     from ds_zero.records import OptimizerTensors
+    from ds_zero.wires import WeightWire
 
-__all__ = ["CastOnWait", "FlatBucket", "make_buckets", "needs_full_tensors"]
+__all__ = ["FlatBucket", "make_buckets", "needs_full_tensors"]
 
 HOST_BYTES = 1 << 23
 """The most bytes of a bucket in host memory whose gradient buffer is freed in each step. The allocator keeps freed
 memory only up to some size; above it every step pays for fresh pages: 70 of 410 ms CPU time for 114 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class CastOnWait:
-    """A collective that runs in another dtype than its result; `wait` casts into `out`."""
-
-    work: Any
-    low: Tensor
-    out: Tensor
-
-    def wait(self) -> None:
-        """Wait for the collective, and write the result."""
-        self.work.wait()
-        self.out.copy_(self.low)
 
 
 class FlatBucket:
@@ -274,7 +260,7 @@ class FlatBucket:
             self.master.copy_(self.shard)
 
     @torch.no_grad()
-    def _own(self) -> Tensor:
+    def own(self) -> Tensor:
         """This rank's shard on the device; if a store has it, a copy in `full`."""
         if not self.shard_in_store:
             return self.shard
@@ -283,26 +269,13 @@ class FlatBucket:
         self.placement.transfers.to_device(mine, self.shard)
         return mine
 
-    def start_gather(self, group: Any, *, gather: bool, dtype: torch.dtype | None = None) -> list[Any]:
-        """Start to gather all shards into `full`; returns the collectives to wait for.
-
-        gather: by one all-gather, else each rank broadcasts its shard. dtype: in which weights are sent, if not
-        in their own; always by an all-gather.
-        """
-        mine = self._own()
+    def start_gather(self, wire: WeightWire) -> list[Any]:
+        """Start to gather all shards into `full` by `wire`; returns the works to wait for."""
         if self.world == 1:
+            self.own()
             return []
         comm.label(self.about_weights)
-        if dtype is not None:
-            low = torch.empty_like(self.full, dtype=dtype)
-            return [
-                CastOnWait(comm.all_gather_into_tensor(low, mine.to(dtype), group=group, async_op=True), low, self.full)
-            ]
-        if gather:
-            return [comm.all_gather_into_tensor(self.full, mine, group=group, async_op=True)]
-        ranks = torch.distributed.get_process_group_ranks(group)
-        parts = self.shards(self.full)
-        return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
+        return wire.start(self)
 
 
 def _together(shard: Tensor, master: Tensor) -> bool:

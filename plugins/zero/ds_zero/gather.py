@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_zero.gather_unit import GatherUnit, UnitState
 from ds_zero.trace import Trace
+from ds_zero.wires import WeightWire, weight_wire
 
 if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
@@ -31,17 +32,18 @@ log = logging.getLogger("ds_zero")
 class GatherScheduler:
     """Decides when units are gathered, prefetched and released; hooks report which modules run.
 
-    live: elements unsharded or being gathered now. peak: the maximum of `live`. dtype: a function of a unit that gives
-    the dtype in which its weights are sent for running modules; None: their own. Callers get exact weights.
+    live: elements unsharded or being gathered now. peak: the maximum of `live`. wire: a function of a unit that gives
+    the wire of its next gather for running modules; None: `exact`, by which callers get exact weights.
     """
 
     def __init__(
         self,
         section: ZeroConfig,
         units: Sequence[GatherUnit],
-        dtype: Callable[[Any], torch.dtype | None] = lambda unit: None,
+        wire: Callable[[Any], WeightWire | None] = lambda unit: None,
     ) -> None:
-        self.section, self.units, self._dtype = section, list(units), dtype
+        self.section, self.units, self._wire = section, list(units), wire
+        self.exact = weight_wire(section)
         self.sizes = [u.size for u in units]
         self.live = self.peak = 0
         self.passes = 0  # how many have ended
@@ -105,7 +107,7 @@ class GatherScheduler:
             unit.for_caller = True
             self._start(unit, exact=True)
         elif not unit.exact:
-            unit.refresh(by_all_reduce=self.section.use_all_reduce_for_fetch_params)
+            unit.refresh(self.exact)
         if unit.state is UnitState.GATHERING:
             unit.complete()
 
@@ -119,7 +121,7 @@ class GatherScheduler:
         """The weights have changed: gather pinned units again."""
         for unit in self.units:
             if unit.uses.callers:
-                unit.refresh(by_all_reduce=self.section.use_all_reduce_for_fetch_params)
+                unit.refresh(self.exact)
 
     def release_idle(self) -> None:
         """Release what was prefetched or kept for reuse."""
@@ -149,8 +151,7 @@ class GatherScheduler:
             unit.complete()
 
     def _start(self, unit: GatherUnit, *, exact: bool = False) -> None:
-        dtype = None if exact else self._dtype(unit)
-        unit.start(by_all_reduce=self.section.use_all_reduce_for_fetch_params, dtype=dtype)
+        unit.start((None if exact else self._wire(unit)) or self.exact)
         self.live += unit.size
         self.peak = max(self.peak, self.live)
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_core import comm
-from ds_zero.flat import CastOnWait
 from ds_zero.status import ZeroParamStatus
 
 if TYPE_CHECKING:
     from ds_zero.flat import FlatBucket
+    from ds_zero.wires import WeightWire
 
 __all__ = ["BucketUnit", "GatherUnit", "UnitState", "Uses"]
 
@@ -55,8 +54,8 @@ class GatherUnit(ABC):
     """State and reference counts of a unit; subclasses move the data.
 
     index: of the unit. size: elements, padding included. leaf: belongs to a leaf module, below which ranks may run
-    different modules. name: a parameter of it, for messages. exact: whether the last gather was in the weights' own
-    dtype. for_caller: whether it was gathered for a caller only. arrived: parameters whose gradient this backward
+    different modules. name: a parameter of it, for messages. exact: whether the last gather gave the bits of the
+    shards. for_caller: whether it was gathered for a caller only. arrived: parameters whose gradient this backward
     has computed. first_use: when the last forward first needed it, as a count of fetches; -1: never.
     """
 
@@ -69,12 +68,12 @@ class GatherUnit(ABC):
         self.first_use = -1
 
     @abstractmethod
-    def _begin(self, by_all_reduce: bool, dtype: torch.dtype | None) -> None:
-        """Start the collective."""
+    def _begin(self, wire: WeightWire) -> None:
+        """Start the collectives."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Wait for the collective, and give the parameters their values."""
+        """Wait for the collectives, and give the parameters their values."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -84,10 +83,10 @@ class GatherUnit(ABC):
         assert self.state is state, f"{self.name} is {self.state.value}, not {state.value}"
 
     @torch.no_grad()
-    def start(self, *, by_all_reduce: bool, dtype: torch.dtype | None = None) -> None:
-        """Begin to gather. Collective over the bucket's ranks. dtype: in which weights are sent, if not their own."""
+    def start(self, wire: WeightWire) -> None:
+        """Begin to gather by `wire`. Collective over the bucket's ranks."""
         self._expect(UnitState.SHARDED)
-        self._begin(by_all_reduce, dtype)
+        self._begin(wire)
         self.state = UnitState.GATHERING
 
     def complete(self) -> None:
@@ -96,12 +95,12 @@ class GatherUnit(ABC):
         self._finish()
         self.state = UnitState.UNSHARDED
 
-    def refresh(self, *, by_all_reduce: bool) -> None:
-        """Gather again, in the weights' own dtype, into the memory of which the parameters are views."""
+    def refresh(self, wire: WeightWire) -> None:
+        """Gather again, by a `wire` that is exact, into the memory of which the parameters are views."""
         if self.state is UnitState.GATHERING:
             self.complete()
         self.state = UnitState.SHARDED  # but the memory stays
-        self.start(by_all_reduce=by_all_reduce)
+        self.start(wire)
         self.complete()
 
     def release(self) -> None:
@@ -142,19 +141,11 @@ class BucketUnit(GatherUnit):
         self._empty = [p.data.new_empty(0) for p in bucket.params]
         self._free()
 
-    def _begin(self, by_all_reduce: bool, dtype: torch.dtype | None) -> None:
+    def _begin(self, wire: WeightWire) -> None:
         bucket = self.bucket
         bucket.full.untyped_storage().resize_(self._bytes)
-        self.exact = dtype is None or bucket.world == 1
-        if by_all_reduce and bucket.world > 1:
-            low = bucket.full if dtype is None else torch.empty_like(bucket.full, dtype=dtype)
-            low.zero_()
-            bucket.own_shard(low).copy_(bucket.shard)
-            comm.label(bucket.about_weights)
-            work = comm.all_reduce(low, group=bucket.group, async_op=True)
-            self._works = [work if dtype is None else CastOnWait(work, low, bucket.full)]
-        else:
-            self._works = bucket.start_gather(bucket.group, gather=True, dtype=dtype)
+        self.exact = wire.exact or bucket.world == 1
+        self._works = bucket.start_gather(wire)
         self._set_status(ZeroParamStatus.INFLIGHT)
 
     def _finish(self) -> None:

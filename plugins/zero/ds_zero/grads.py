@@ -28,11 +28,13 @@ from ds_core.buckets import averaging_factors, wire_dtype
 from ds_core.params import GradGroup
 from ds_core.partition import GradState
 from ds_zero.gradient_source import GradientSource
+from ds_zero.wires import Chain, gradient_wire
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
     from ds_zero.placement import Copy
+    from ds_zero.wires import GradientWire
 
 __all__ = ["Grads", "Reducer"]
 
@@ -141,7 +143,11 @@ class Reducer(GradientSource):
     """Reduces gradients to the ranks that own them. See the module's docstring.
 
     groups: the process group of each bucket's reduction. order: the order in which buckets are reduced, asked for at
-    the start of each backward; equal on all ranks. on_reduced: see [Note: reduced].
+    the start of each backward; equal on all ranks. on_reduced: see [Note: reduced]. wire: by which a bucket is reduced;
+    None: by that of the config.
+
+    [Note: chains] The later collectives of a `Chain` begin where the next bucket's first one does: the same place on
+    all ranks, and a bucket's backward later.
     """
 
     on_reduced: Callable[[FlatBucket], None] | None = None
@@ -152,15 +158,17 @@ class Reducer(GradientSource):
         buckets: Sequence[FlatBucket],
         groups: Callable[[FlatBucket], Any],
         order: Callable[[], Sequence[FlatBucket]] | None = None,
+        wire: Callable[[FlatBucket], GradientWire | None] = lambda bucket: None,
     ) -> None:
         super().__init__(owner, buckets)
-        self._group, self._order = groups, order
+        self._group, self._order, self._wire = groups, order, wire
+        self._plain = gradient_wire(self.section)
         self._all = {b: Grads(b) for b in buckets}
         self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
         self._queue: list[Grads] = []
         self._next = 0
         self._in_flight: deque[_Reduction] = deque()
-        self._wires: dict[FlatBucket, torch.dtype] = {}
+        self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
         self._state = GradState.LOCAL
         self._before, self._after = averaging_factors(self.ctx)
         self._keeps = self.section.stage == 1
@@ -228,14 +236,14 @@ class Reducer(GradientSource):
     def _start(self) -> None:
         """Prepare for one backward."""
         self._state = GradState.RUNNING
-        self._wires = self._wires or {b: self._wire(b) for b in self._all}
+        self._wire_dtypes = self._wire_dtypes or {b: self._wire_dtype(b) for b in self._all}
         self._next = 0
         order = self._order() if self._order is not None else list(self._all)
         self._queue = [self._all[b] for b in order if self._all[b].awaited]
         for grads in self._queue:
             grads.arrived.clear()
 
-    def _wire(self, bucket: FlatBucket) -> torch.dtype:
+    def _wire_dtype(self, bucket: FlatBucket) -> torch.dtype:
         """The dtype in which a bucket is reduced: the widest that any of its parameters asks for."""
         wanted = [wire_dtype(p, self.ctx) for p in bucket.params]
         wire = wanted[0]
@@ -272,7 +280,7 @@ class Reducer(GradientSource):
                 bucket.view(source, index).zero_()
         source[sum(bucket.layout.sizes) :].zero_()
         grads.local, grads.filled = None, [False] * len(bucket.params)
-        wire = self._wires[bucket]
+        wire = self._wire_dtypes[bucket]
         if source.dtype != wire and bucket.world > 1:
             cast = self._pool.get(source.numel(), wire, source.device).copy_(source)
             self._pool.put(source)
@@ -285,21 +293,22 @@ class Reducer(GradientSource):
 
     def _send(self, grads: Grads, source: Tensor) -> _Reduction:
         """Start the reduction; in place in stage 1, which keeps the buffer."""
-        bucket, group = grads.bucket, self._group(grads.bucket)
+        bucket = grads.bucket
         if bucket.world == 1:
             return _Reduction(grads, [], source, source)
-        mine = bucket.own_shard(source)
+        for earlier in self._in_flight:  # [Note: chains]
+            for work in earlier.works:
+                if isinstance(work, Chain):
+                    work.advance()
         comm.label(bucket.about_gradients)
-        if self.section.reduce_scatter:
-            out = mine if self._keeps else self._pool.get(mine.numel(), mine.dtype, mine.device)
-            works = [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)]
-            return _Reduction(grads, works, source, out)
-        if self.section.use_multi_rank_bucket_allreduce:
-            works = [comm.all_reduce(source, group=group, async_op=True)]
-        else:
-            ranks, parts = torch.distributed.get_process_group_ranks(group), bucket.shards(source)
-            works = [comm.reduce(parts[i], dst=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
-        return _Reduction(grads, works, source, mine)
+        wire = self._wire(bucket) or self._plain
+        works, out = wire.start(bucket, source, self._group(bucket), self._room)
+        return _Reduction(grads, works, source, out)
+
+    def _room(self, bucket: FlatBucket, source: Tensor) -> Tensor:
+        """Where the reduced shard of `source` goes."""
+        numel = bucket.layout.shard_numel
+        return bucket.own_shard(source) if self._keeps else self._pool.get(numel, source.dtype, source.device)
 
     def _drain(self, left: int) -> None:
         """Complete reductions, the oldest first, until at most `left` are running."""

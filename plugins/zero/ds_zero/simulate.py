@@ -22,6 +22,7 @@ from ds_zero.layout import Layout
 if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
     from ds_zero.units import Gatherer
+    from ds_zero.wires import WeightWire
 
 __all__ = ["SimulatedBucket", "SimulatedUnit", "Wires", "gather_passes", "reduction"]
 
@@ -50,7 +51,7 @@ class SimulatedUnit(GatherUnit):
         self.bucket = bucket
         self.gathers = 0
 
-    def _begin(self, by_all_reduce: bool, dtype: torch.dtype | None) -> None:
+    def _begin(self, wire: WeightWire) -> None:
         self.gathers += 1
 
     def _finish(self) -> None:

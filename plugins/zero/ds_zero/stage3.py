@@ -29,6 +29,7 @@ from ds_zero.sharded_param import remove_attributes
 from ds_zero.state_offload import BACKWARD
 from ds_zero.status import ZeroParamStatus
 from ds_zero.units import Gatherer, gatherers, members, persistent
+from ds_zero.wires import AllGather, weight_wire
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_zero.config import ZeroConfig
     from ds_zero.gradient_source import GradientSource
+    from ds_zero.wires import WeightWire
 
 __all__ = ["Stage3"]
 
@@ -104,7 +106,7 @@ class Stage3(ZeroPartitioner):
         out = super().attach(module, groups)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         low = self.ctx.precision.autocast is not None
-        self.gathering = GatherScheduler(self.section, self.units, *([self._autocast_dtype] if low else []))
+        self.gathering = GatherScheduler(self.section, self.units, *([self.wire_of] if low else []))
         self.hooks = GatherHooks(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
         for part in module.modules():
             for param in externals(part):
@@ -114,10 +116,14 @@ class Stage3(ZeroPartitioner):
                 _describe(piece.param, bucket, piece)
         return out
 
-    def _autocast_dtype(self, unit: BucketUnit) -> torch.dtype | None:
-        """The dtype in which the weights of `unit` are sent: the one to which autocast casts them anyway, if any."""
+    def wire_of(self, unit: BucketUnit) -> WeightWire | None:
+        """How the weights of `unit` are gathered now for running modules; None: exactly.
+
+        Under autocast they are sent in the dtype to which it casts them anyway, if any.
+        """
         listed = self.ctx.stash.get(WIRE_DTYPES)
-        return narrower_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
+        dtype = narrower_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
+        return None if dtype is None else weight_wire(self.section, dtype)
 
     # -- access to weights, see `weights` --------------------------------------------------------------
 
@@ -269,7 +275,7 @@ class Stage3(ZeroPartitioner):
         self.unit_of = {}
         for unit in self.units:
             if unit.state is UnitState.SHARDED or not unit.exact:
-                unit.refresh(by_all_reduce=False)
+                unit.refresh(AllGather())
             elif unit.state is UnitState.GATHERING:
                 unit.complete()
         for part in self._module.modules():

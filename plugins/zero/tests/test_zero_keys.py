@@ -262,8 +262,8 @@ def check_sanity(stage: int, checks: bool) -> str:
     try:
         if comm.rank() == 1:  # a rank whose memory goes bad
 
-            def start_gather(group: Any, **how: Any) -> Any:
-                for work in owner(group, **how):
+            def start_gather(wire: Any) -> Any:
+                for work in owner(wire):
                     work.wait()
                 bucket.full[0] += 1
                 return []

@@ -179,9 +179,11 @@ def gathered(by_all_reduce: bool) -> tuple[list[int], bool, bool]:
     outputs, exact = [], True
     for listed in (None, []):
         auto = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": listed}
-        engine = start(3, torch_autocast=auto if listed is not None else {k: auto[k] for k in ("enabled", "dtype")})
-        section = engine.partitioner.section
-        object.__setattr__(section, "use_all_reduce_for_fetch_params", by_all_reduce)
+        if listed is None:
+            del auto["lower_precision_safe_modules"]
+        zero = {"stage": 3, "param_persistence_threshold": 0, "reduce_bucket_size": 100}
+        zero["stage3_use_all_reduce_for_fetch_params"] = by_all_reduce
+        engine = start(3, torch_autocast=auto, zero_optimization=zero)
         sent = 0
         real = comm.all_reduce if by_all_reduce else comm.all_gather_into_tensor
 
