@@ -63,6 +63,14 @@ class StateStore(ABC):
     def wait(self, tensors: Sequence[Tensor]) -> None:
         """Wait until fetched tensors are in memory."""
 
+    def allocate(self, tensors: Sequence[Tensor]) -> None:
+        """Give evicted tensors memory with any values, since all of it will be written; in memory when it returns.
+
+        Stores that can do it without reading override this.
+        """
+        self.fetch(tensors)
+        self.wait(tensors)
+
     @abstractmethod
     def evict(self, tensors: Sequence[Tensor], *, changed: bool = True) -> None:
         """Save tensors that are in memory, and free it. A tensor that is new to the store is managed from now on.

@@ -188,7 +188,7 @@ def whole_weights(engine: Any) -> dict[str, Any]:
         for piece in mine:
             box = piece.box or Box.whole(shape)
             local = torch.zeros(2, box.numel, dtype=torch.float64)
-            local[0, piece.start : piece.stop] = piece.tensor.detach().reshape(-1).double()
+            local[0, piece.start : piece.stop] = piece.values().detach().reshape(-1).double()
             local[1, piece.start : piece.stop] = 1
             sums[0].view(shape)[box.slices()] += local[0].view(box.size)
             sums[1].view(shape)[box.slices()] += local[1].view(box.size)

@@ -198,7 +198,9 @@ class ZeroPartitioner(WeightOwner):
         """See `Partitioner.step`."""
         stepper, reducer = self.stepper, self.reducer
         if any(b.evictable for b in reducer.buckets):
-            tiled_step(optimizer, reducer.buckets, stepper, reducer.given, factor)
+            states = self.section.offload_optimizer
+            ahead = states is not None and states.pipeline_read
+            tiled_step(optimizer, reducer.buckets, stepper, reducer.given, factor, ahead=ahead)
         else:
             stepper.step(optimizer, reducer.given, factor)
 

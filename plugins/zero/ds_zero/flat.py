@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.buckets import arrange
+from ds_zero.away import AwayShard
 from ds_zero.hierarchy import far, sharding_axes
 from ds_zero.layout import Layout
 from ds_zero.placement import ON_DEVICE, StatePlacement
@@ -40,11 +41,12 @@ class FlatBucket:
     """Parameters of one dtype, device and replica group, one after the other in a flat buffer.
 
     full: the buffer, of which parameters are views. shard: this rank's shard of it. sharded: whether weights are
-    sharded between steps; else `full` is always there, and `shard` is a view of it. master: what the optimizer updates:
-    the shard itself, or a copy of it in the dtype of master weights or in a store. replicas, held, counted: see
-    `ParamInfo`. axes: those of `replicas` over which it is sharded, far: the others; see `ds_zero.hierarchy`. group,
-    world, rank: along `axes`. reduces: whether other ranks have the parameters, too. owned: set where the optimizer
-    updates full tensors (see `owned_tensors`); `master` is the shard then.
+    sharded between steps; else `full` is always there, and `shard` is a view of it. away: set where a store frees the
+    shard's memory, which is there inside `shard_here` only. parts: of `shard`, by piece. master: what the optimizer
+    updates: the shard itself, or a copy of it in the dtype of master weights or in a store. replicas, held, counted:
+    see `ParamInfo`. axes: those of `replicas` over which it is sharded, far: the others; see `ds_zero.hierarchy`.
+    group, world, rank: along `axes`. reduces: whether other ranks have the parameters, too. owned: set where the
+    optimizer updates full tensors (see `owned_tensors`); `master` is the shard then.
     """
 
     def __init__(
@@ -78,17 +80,21 @@ class FlatBucket:
         self._staged: Tensor | None = None
         self.master = self._master(self.full[mine], ctx.precision.master) if masters else self.shard
         self.pieces = [self._piece(i) for i in range(len(self.params))]
+        self.parts = [self.shard[p.within] for p in self.pieces]  # torch makes no view of a tensor that is evicted
         self.owned: OptimizerTensors | None = None
         if self.evictable:
             assert placement.masters is not None
             placement.masters.evict([self.master])
+        frees = self.shard_in_store and placement.shards is not None and not placement.shards.resident
+        self.away = AwayShard(placement.shards, self.shard) if frees and placement.shards is not None else None
 
     @torch.no_grad()
     def _master(self, mine: Tensor, wanted: torch.dtype | None) -> Tensor:
         """The tensor that the optimizer updates, made from this rank's shard of `full`."""
         dtype = wanted if wanted is not None and mine.is_floating_point() else mine.dtype
-        store = self.placement.masters if self.trains else None
-        if store is not None and not (self.shard_in_store and store.resident and dtype == mine.dtype):
+        store, shards = self.placement.masters if self.trains else None, self.placement.shards
+        stays = store is not None and store.resident and shards is not None and shards.resident
+        if store is not None and not (self.shard_in_store and stays and dtype == mine.dtype):
             self.master_in_store = True
             return store.copy_in(mine, dtype)
         if store is None and self.shard_in_store and self.trains:
@@ -141,10 +147,18 @@ class FlatBucket:
         """Whether masters have another dtype than the weights."""
         return self.master.dtype != self.dtype
 
+    def shard_here(self, *, write: bool = False, fresh: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Inside, `shard` is in memory, and may be changed if `write`. fresh: all of it will be written."""
+        return contextlib.nullcontext() if self.away is None else self.away.here(write=write, fresh=fresh)
+
     @contextlib.contextmanager
     def in_memory(self) -> Iterator[None]:
         """Inside, `master` is in memory and may be changed."""
         store = self.placement.masters
+        if self.master is self.shard:
+            with self.shard_here(write=True):
+                yield
+            return
         if store is None or not is_evicted(self.master):
             yield
             return
@@ -188,7 +202,7 @@ class FlatBucket:
 
         None where it cannot, or where masters have the weights' dtype: then `update_shard` copies them.
         """
-        if not self.upcast:
+        if not self.upcast or (self.away is not None and not self.evictable):
             return None
         if _together(self.shard, self.master):
             return self.shard
@@ -201,7 +215,10 @@ class FlatBucket:
         if self.owned is not None:
             return self.owned.weight_targets()
         staged = self.staged
-        return [staged[p.within] if staged is not None and p.stop > p.start else None for p in self.pieces]
+        if staged is None:
+            return [None] * len(self.pieces)
+        parts = self.parts if staged is self.shard else [staged[p.within] for p in self.pieces]
+        return [part if p.stop > p.start else None for part, p in zip(parts, self.pieces, strict=True)]
 
     @torch.no_grad()
     def update_shard(self) -> None:
@@ -211,14 +228,16 @@ class FlatBucket:
         """
         staged = self.staged
         if self.owned is not None:
-            self.owned.update_shard()
+            with self.shard_here(write=True):
+                self.owned.update_shard()
         elif staged is self.shard or self.master is self.shard:
             return
         elif self.master_in_store and not self.shard_in_store:
             assert self.placement.transfers is not None
             self.placement.transfers.to_device(self.shard, self.master if staged is None else staged)
         else:
-            self.shard.copy_(self.master)
+            with self.shard_here(write=True, fresh=True):
+                self.shard.copy_(self.master)
 
     @torch.no_grad()
     def write(self, index: int, weight: Tensor) -> None:
@@ -229,7 +248,8 @@ class FlatBucket:
         flat, piece, owned = weight.reshape(-1), self.pieces[index], self.optimized[index]
         self._synchronize()
         if self.sharded:
-            self.shard[piece.within].copy_(flat[piece.start : piece.stop])
+            with self.shard_here(write=True):
+                self.parts[index].copy_(flat[piece.start : piece.stop])
         with self.in_memory():
             owned.master.data.view(-1).copy_(flat[owned.start : owned.stop])
 
@@ -257,7 +277,8 @@ class FlatBucket:
         if self.owned is not None:
             self.owned.refresh()
         elif self.master is not self.shard:
-            self.master.copy_(self.shard)
+            with self.shard_here():
+                self.master.copy_(self.shard)
 
     @torch.no_grad()
     def own(self) -> Tensor:
@@ -265,8 +286,10 @@ class FlatBucket:
         if not self.shard_in_store:
             return self.shard
         assert self.placement.transfers is not None
-        mine = self.own_shard(self.full)
-        self.placement.transfers.to_device(mine, self.shard)
+        mine, away = self.own_shard(self.full), self.away
+        if away is not None:
+            away.hold()
+        self.placement.transfers.to_device(mine, self.shard, then=None if away is None else away.drop)
         return mine
 
     def start_gather(self, wire: WeightWire) -> list[Any]:

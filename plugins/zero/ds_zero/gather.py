@@ -44,6 +44,9 @@ class GatherScheduler:
     ) -> None:
         self.section, self.units, self._wire = section, list(units), wire
         self.exact = weight_wire(section)
+        offload = section.offload_param
+        reads = offload is not None and any(u.away for u in units)
+        self._window = offload.buffer_count * offload.buffer_size if offload is not None and reads else 0
         self.sizes = [u.size for u in units]
         self.live = self.peak = 0
         self.passes = 0  # how many have ended
@@ -124,8 +127,9 @@ class GatherScheduler:
                 unit.refresh(self.exact)
 
     def release_idle(self) -> None:
-        """Release what was prefetched or kept for reuse."""
+        """Release what was read ahead, prefetched or kept for reuse."""
         for unit in self.units:
+            unit.forget()
             if unit.state is UnitState.GATHERING or unit.idle:
                 self.release(unit)
 
@@ -146,6 +150,8 @@ class GatherScheduler:
         if unit.state is UnitState.SHARDED:
             self._make_room(unit)
             self._start(unit)
+        if self._window:
+            self._read_ahead()
         self._prefetch()
         if unit.state is UnitState.GATHERING:
             unit.complete()
@@ -154,6 +160,17 @@ class GatherScheduler:
         unit.start((None if exact else self._wire(unit)) or self.exact)
         self.live += unit.size
         self.peak = max(self.peak, self.live)
+
+    def _read_ahead(self) -> None:
+        """Start to read shards in the order of the last pass, as far as the window allows."""
+        room = self._window
+        for index in self._trace.ahead():
+            unit = self.units[index]
+            if unit.state is UnitState.SHARDED:
+                room -= unit.away
+                if room < 0:
+                    return
+                unit.read()
 
     def _prefetch(self) -> None:
         """Start gathers in the order of the last pass, as far as the limits allow."""

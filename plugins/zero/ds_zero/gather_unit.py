@@ -79,6 +79,15 @@ class GatherUnit(ABC):
     def _free(self) -> None:
         """Free the memory of the unsharded weights."""
 
+    away = 0
+    """Elements of this rank's shard, where it rests in a store that frees memory."""
+
+    def read(self) -> None:  # noqa: B027
+        """Start to read the shard, where it is `away`, for a gather that is expected."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Free the shard's memory, where it was read and not gathered."""
+
     def _expect(self, state: UnitState) -> None:
         assert self.state is state, f"{self.name} is {self.state.value}, not {state.value}"
 
@@ -140,6 +149,17 @@ class BucketUnit(GatherUnit):
         self._bytes = bucket.full.untyped_storage().nbytes()
         self._empty = [p.data.new_empty(0) for p in bucket.params]
         self._free()
+        self.away = 0 if bucket.away is None else bucket.away.numel
+
+    def read(self) -> None:
+        """See `GatherUnit.read`."""
+        if self.bucket.away is not None:
+            self.bucket.away.read()
+
+    def forget(self) -> None:
+        """See `GatherUnit.forget`."""
+        if self.bucket.away is not None:
+            self.bucket.away.forget()
 
     def _begin(self, wire: WeightWire) -> None:
         bucket = self.bucket

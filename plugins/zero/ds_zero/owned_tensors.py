@@ -157,6 +157,8 @@ class OwnedTensors:
     def weight_targets(self) -> list[Tensor | None]:
         """See `FlatBucket.weight_targets`."""
         shard = self.bucket.shard
+        if self.bucket.away is not None:
+            return [None] * len(self.pieces)
         here = [p.stop > p.start and self._local(p.index) and p.master.device == shard.device for p in self.pieces]
         here = [h and p.master.dtype != shard.dtype for h, p in zip(here, self.pieces, strict=True)]
         return [self._in_shard(shard, p.index) if h else None for h, p in zip(here, self.pieces, strict=True)]
@@ -180,6 +182,10 @@ class OwnedTensors:
     @torch.no_grad()
     def refresh(self) -> None:
         """Make masters from the weights. Collective if weights are sharded."""
+        with self.bucket.shard_here():
+            self._refresh()
+
+    def _refresh(self) -> None:
         bucket = self.bucket
         replicated = not bucket.sharded
         found = {} if replicated else self._collect(bucket.shard)

@@ -66,19 +66,20 @@ class PieceShard(ParamShard):
     def round(self) -> None:
         """See `ParamShard.round`."""
         if self._bucket.master is not self._bucket.shard or self._bucket.owned is not None:
-            self._weight.copy_(self.read(self.updated).reshape(-1))
+            self._write_weight(self.read(self.updated).reshape(-1))
 
     def set_weight(self, master: Tensor) -> None:
         """See `ParamShard.set_weight`."""
-        self._weight.copy_(master.reshape(-1)[slice(*self.ranges[self.index])])
+        self._write_weight(master.reshape(-1)[slice(*self.ranges[self.index])])
         full = self._partitioner.unsharded_now(self._bucket)
         if full is not None:
             self._bucket.view(self.read(full), self._piece.index).copy_(master)
 
-    @property
-    def _weight(self) -> Tensor:
-        """This rank's range of the weight, as it is between steps."""
-        return self.read(self._bucket.shard)[self._piece.within]
+    def _write_weight(self, values: Tensor) -> None:
+        """Write this rank's range of the weight, as it is between steps."""
+        part = self._here(self._bucket.parts[self._piece.index])
+        with self._bucket.shard_here(write=True):
+            part.copy_(values)
 
     # -- gradients -------------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ accelerator the path is the same, and copies are done when they are started.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ class StatePlacement:
     """Where a bucket's states are; None: on the device.
 
     masters: the store of masters, optimizer states and reduced gradients (gradients always stay in memory). shards: the
-    store of weights that are sharded. transfers: the copies between device and host.
+    store of weights that are sharded, `FlatBucket.away` if it frees memory. transfers: the copies between device and host.
     """
 
     masters: StateStore | None = None
@@ -42,6 +43,7 @@ class StatePlacement:
 
 
 ON_DEVICE = StatePlacement()
+_NONE: Mapping[nn.Parameter, int] = {}
 
 
 class OffloadStores:
@@ -57,12 +59,12 @@ class OffloadStores:
         self.optimizer = open_store(ctx, wanted.device, wanted.options) if wanted is not None and wanted.on else None
         weights = section.offload_param
         self.param = open_store(ctx, weights.device, weights.options) if weights is not None and weights.on else None
+        self._near = self.param
+        self._near_elements = 0
         if self.param is not None and not self.param.resident:
             assert weights is not None
-            raise UsageError(
-                f"zero_optimization.offload_param.device: {weights.device!r} does not keep states in memory, as the "
-                "weights that are gathered must be; use cpu"
-            )
+            self._near = open_store(ctx, "cpu", {"pin_memory": weights.pin_memory})
+            self._near_elements = weights.max_in_cpu
         if self.optimizer is not None and not self.optimizer.resident and full_tensors:
             assert wanted is not None
             raise UsageError(
@@ -79,16 +81,19 @@ class OffloadStores:
                 'section, or set "zero_force_ds_cpu_optimizer": false'
             )
 
-    def placements(self, params: Sequence[nn.Parameter]) -> Callable[[nn.Parameter], StatePlacement]:
+    def placements(
+        self, params: Sequence[nn.Parameter], shards: Mapping[nn.Parameter, int] = _NONE
+    ) -> Callable[[nn.Parameter], StatePlacement]:
         """The placement of each parameter's states. params: those of the optimizer, in the model's order.
 
+        shards: the elements of this rank's shard of each parameter that is sharded, in the model's order. The first
+        ``max_in_cpu`` stay in host memory: what is needed first cannot be read behind anything.
         With ratio < 1 the last parameters are offloaded, up to half a parameter more or less than `ratio` of all
         elements: their gradients come first, so that copying them overlaps with the rest of backward.
         """
         if self.transfers is None:
             return lambda param: ON_DEVICE
-        on_device = StatePlacement(None, self.param, self.transfers)
-        offloaded = StatePlacement(self.optimizer, self.param, self.transfers)
+        near = self._near_params(shards)
         trained = [p for p in reversed(params) if p.is_floating_point() or p.is_complex()]
         wanted = self.ratio * sum(p.numel() for p in trained)
         chosen: set[nn.Parameter] = set()
@@ -98,7 +103,19 @@ class OffloadStores:
                 break
             chosen.add(param)
             taken += param.numel()
-        return lambda param: offloaded if param in chosen else on_device
+        places = {
+            (states, weights): StatePlacement(
+                self.optimizer if states else None, self._near if weights else self.param, self.transfers
+            )
+            for states in (True, False)
+            for weights in (True, False)
+        }
+        return lambda param: places[param in chosen, param in near]
+
+    def _near_params(self, shards: Mapping[nn.Parameter, int]) -> set[nn.Parameter]:
+        """Those whose weights stay in memory although `param` frees it."""
+        sums = itertools.accumulate(shards.values())
+        return {p for p, upto in zip(shards, sums, strict=True) if upto <= self._near_elements}
 
     def synchronize(self) -> None:
         """See `Transfers.synchronize`."""
@@ -125,7 +142,7 @@ class Copy:
 
     @property
     def over(self) -> bool:
-        """Whether `finish` would not wait; asked of copies without `then`."""
+        """Whether `finish` would not wait."""
         event = self._event
         return event is None or event.query()
 
@@ -165,25 +182,29 @@ class Transfers:
         slot.copy = Copy(self._mark(), then)
         return slot.copy
 
-    def to_device(self, target: Tensor, source: Tensor) -> None:
+    def to_device(self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None) -> None:
         """Start to copy host tensor `source` into device tensor `target`; casts are done on the host.
 
-        Later work of the device sees the values; the host may change `source` after `synchronize`.
+        Later work of the device sees the values; the host may change `source` after `synchronize`, or when `then` is
+        called.
         """
         if source.dtype == target.dtype:
-            self._straight(target, source)
+            self._straight(target, source, then)
             return
         slot, memory = self._next(target)
         target.copy_(memory.copy_(source), non_blocking=True)
         slot.copy = Copy(self._mark())
+        if then is not None:
+            then()
 
-    def _straight(self, target: Tensor, source: Tensor) -> Copy:
+    def _straight(self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None) -> Copy:
         """Start a copy that needs no staging buffer."""
         target.copy_(source, non_blocking=True)
+        copy = Copy(self._mark(), then)
+        self._direct.append(copy)
         while self._direct and self._direct[0].over:
-            self._direct.popleft()
-        self._direct.append(Copy(self._mark()))
-        return self._direct[-1]
+            self._direct.popleft().finish()
+        return copy
 
     def synchronize(self) -> None:
         """Wait until all copies are over."""

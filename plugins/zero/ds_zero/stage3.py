@@ -71,7 +71,8 @@ class Stage3(ZeroPartitioner):
             if gatherer.leaf and leaf_flag(gatherer.module) is None:
                 self._leaves.add(gatherer.module)
                 mark_leaf(gatherer.module, True)
-        placement = self.offload.placements(params)
+        elements = {p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas) for p in shared_out if p in sharded}
+        placement = self.offload.placements(params, elements)
         small_trained = [p for p in params if p not in sharded]
         replicated = make_buckets(
             small_trained, self.ctx, self.section.bucket_elements, placement=placement, frees_gradients=True
@@ -293,7 +294,7 @@ def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:
     param.ds_id = bucket.names[piece.index]
     param.ds_shape = torch.Size(piece.shape)
     param.ds_numel = param.ds_shape.numel()
-    param.ds_tensor = bucket.shard[piece.within]
+    param.ds_tensor = bucket.parts[piece.index]
     param.ds_persist = not bucket.sharded
     param.ds_active_sub_modules = set()  # for code that clears it; modules that need the weight are in its unit
     if not bucket.sharded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ def states(
             if bucket.sharded and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)
                 place = (piece.shape, piece.start, piece.stop, bucket.held)
-                yield StateTensor(f"module/{piece.name}", bucket.shard[piece.within], *place, keep)
+                reader = bucket.placement.shards.read if bucket.away is not None and bucket.placement.shards else None
+                yield StateTensor(f"module/{piece.name}", bucket.parts[piece.index], *place, keep, read=reader)
         for piece in bucket.optimized:
             if piece.stop > piece.start:
                 yield from _updated(bucket, piece, optimizer, store)
@@ -114,9 +116,10 @@ def load(
             check_shape(source, f"module/{name}", tuple(tensor.shape))
             tensor.copy_(read_state(source, f"module/{name}", tensor))
     for bucket in buckets:
-        for piece in bucket.pieces:
-            if bucket.sharded and (strict or f"module/{piece.name}" in known):
-                part = bucket.shard[piece.within]
+        given = [p for p in bucket.pieces if bucket.sharded and (strict or f"module/{p.name}" in known)]
+        with bucket.shard_here(write=True) if given else contextlib.nullcontext():
+            for piece in given:
+                part = bucket.parts[piece.index]
                 part.copy_(_range(source, f"module/{piece.name}", piece, part))
         with bucket.in_memory():
             _load_masters(bucket, source, known, from_fp32=from_fp32)

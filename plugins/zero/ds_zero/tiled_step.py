@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,13 @@ def tiled_step(
     stepper: Stepper,
     grads: Sequence[Tensor | None],
     factor: float,
+    *,
+    ahead: bool,
 ) -> None:
     """`Stepper.step` where some buckets' states are evicted: those buckets are updated one after the other.
 
-    grads: of the masters of all buckets, in order. While one bucket is updated the next one is fetched; its weights are
-    written before its masters are evicted again.
+    grads: of the masters of all buckets, in order. ahead: while one bucket is updated the next one is fetched. Weights
+    are written before their masters are evicted again; the store may save both behind the step.
     """
     owners = [b for b in buckets for _ in b.optimized]
     present = [None if b.evictable else g for b, g in zip(owners, grads, strict=True)]
@@ -40,23 +43,38 @@ def tiled_step(
         stepper.step(optimizer, present, factor)
     kept = _settings(optimizer)
     for index, tile in enumerate(tiles):
-        store = tile.placement.masters
-        assert store is not None
-        if index == 0:
-            store.fetch(_states(tile, optimizer))
-        store.wait(_states(tile, optimizer))
-        if index + 1 < len(tiles):
-            store.fetch(_states(tiles[index + 1], optimizer))
-        stepper.step(optimizer, [g if b is tile else None for b, g in zip(owners, grads, strict=True)], factor)
-        tile.update_shard()
-        if tile.placement.transfers is not None:
-            tile.placement.transfers.synchronize()
-        store.evict(_states(tile, optimizer))
+        mine = [g if b is tile else None for b, g in zip(owners, grads, strict=True)]
+        following = tiles[index + 1] if ahead and index + 1 < len(tiles) else None
+        with _in_memory(tile, optimizer, mine, following):
+            stepper.step(optimizer, mine, factor)
+            tile.update_shard()
+            if tile.placement.transfers is not None:
+                tile.placement.transfers.synchronize()
         if _settings(optimizer) != kept:
             raise UsageError(
                 f"{type(optimizer).__name__} changes its parameter groups in each step, and evicted states are updated "
                 "in several steps, so it would count them wrongly; use offload_optimizer.device cpu"
             )
+
+
+@contextlib.contextmanager
+def _in_memory(
+    tile: FlatBucket, optimizer: Optimizer, grads: Sequence[Tensor | None], following: FlatBucket | None
+) -> Iterator[None]:
+    """Inside, the states of `tile` are in memory, and those of `following` are fetched."""
+    store = tile.placement.masters
+    assert store is not None
+    store.fetch(_states(tile, optimizer))
+    shard = tile.away if tile.away is not None and tile.staged is tile.shard else None
+    if shard is not None:
+        shard.hold(fresh=sum(g.numel() for g in grads if g is not None) == sum(p.master.numel() for p in tile.pieces))
+    store.wait(_states(tile, optimizer))
+    if following is not None:
+        store.fetch(_states(following, optimizer))
+    yield
+    if shard is not None:
+        shard.drop(changed=True)
+    store.evict(_states(tile, optimizer))
 
 
 def _states(tile: FlatBucket, optimizer: Optimizer) -> list[Tensor]:

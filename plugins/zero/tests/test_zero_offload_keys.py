@@ -72,13 +72,6 @@ def test_what_cannot_be_offloaded_is_named_before_anything_starts(zero: dict[str
 
 
 @pytest.mark.usefixtures("clean_ds")
-def test_weights_need_a_store_that_stays_in_memory(tmp_path: Path) -> None:
-    disk = {"plugins": {"load": [f"disk={STORE}"]}, "disk": {"path": str(tmp_path)}}
-    with pytest.raises(UsageError, match=r"offload_param\.device: 'disk' does not keep states in memory.*use cpu"):
-        start({"stage": 3, "offload_param": {"device": "disk"}}, **disk)
-
-
-@pytest.mark.usefixtures("clean_ds")
 @pytest.mark.parametrize("given", ["object", "function"])
 def test_an_optimizer_of_the_users_needs_permission_with_offload(given: str) -> None:
     def run(zero: dict[str, Any], kind: Any = torch.optim.AdamW, **more: Any) -> bool:

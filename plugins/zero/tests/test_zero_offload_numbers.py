@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 STORE = "plugins.zero.tests.disk_store"
 CPU = {"device": "cpu", "pin_memory": True}
+FEW = {"device": "disk", "max_in_cpu": 0, "buffer_count": 2, "buffer_size": 300}
 STATES, WEIGHTS, ALL = (
     {"offload_optimizer": CPU},
     {"offload_param": CPU},
@@ -226,14 +227,22 @@ def alone() -> tuple[float, bool]:
         (3, "disk", "float32", 1, 4, {"ratio": 0.5}),
         (3, "disk", "float16", 1, 1, {}),
         (2, "disk", "float32", 1, 2, {}),
+        (3, "disk", "bfloat16", 4, 2, {"offload_param": FEW}),
+        (3, "disk", "float32", 1, 4, {"offload_param": {**FEW, "max_in_cpu": 300}, "pipeline_read": True}),
+        (3, "disk", "bfloat16", 1, 1, {"offload_param": FEW, "pipeline_read": True}),
+        (3, "disk", "float16", 1, 2, {"offload_param": FEW, "ratio": 0.5}),
+        (3, "cpu", "bfloat16", 1, 2, {"offload_param": FEW}),
+        (3, "none", "bfloat16", 4, 2, {"offload_param": FEW, "use_all_reduce_for_fetch_params": True}),
+        (3, "none", "float32", 1, 2, {"offload_param": {**FEW, "buffer_count": 0}}),
     ],
 )
 def test_states_on_disk_change_no_bit(
     stage: int, device: str, dtype: str, gas: int, world: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    states = {"device": device, **{k: v for k, v in more.items() if k == "ratio"}}
+    keys = ("ratio", "pipeline_read")
+    states = {"device": device, **{k: v for k, v in more.items() if k in keys}}
     states |= {"nvme_path": str(tmp_path)} if device == "nvme" else {}
-    offload = {"offload_optimizer": states, **{k: v for k, v in more.items() if k != "ratio"}}
+    offload = {"offload_optimizer": states, **{k: v for k, v in more.items() if k not in keys}}
     assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas, tmp_path) == [0.0] * world
 
 
