@@ -83,10 +83,10 @@ def _joined(name: str, pieces: list[StateTensor]) -> Tensor:
     if count != size or any(p.shape != first.shape for p in pieces):
         raise CheckpointError(f"state {name!r} has {size} elements, {count} are stored; copy all files")
     if len(pieces) == 1 and first.box is None:
-        return first.tensor.detach().reshape(first.shape)
+        return first.values().detach().reshape(first.shape)
     out = torch.empty(size, dtype=first.tensor.dtype)
     for piece in pieces:
-        values = piece.tensor.detach().reshape(-1).contiguous()
+        values = piece.values().detach().reshape(-1).contiguous()
         box = piece.box or Box.whole(piece.shape)
         for move in moves(box, (piece.start, piece.stop), Box.whole(piece.shape), (0, size)):
             carry(move, values, out)

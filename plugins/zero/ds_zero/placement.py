@@ -34,7 +34,7 @@ class StatePlacement:
     """Where a bucket's states are; None: on the device.
 
     masters: the store of masters, optimizer states and reduced gradients (gradients always stay in memory). shards: the
-    store of weights that are sharded, `FlatBucket.away` if it frees memory. transfers: the copies between device and host.
+    store of weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host.
     """
 
     masters: StateStore | None = None
@@ -58,7 +58,9 @@ class OffloadStores:
         self.ratio = wanted.ratio if wanted is not None else 1.0
         self.optimizer = open_store(ctx, wanted.device, wanted.options) if wanted is not None and wanted.on else None
         weights = section.offload_param
-        self.param = open_store(ctx, weights.device, weights.options) if weights is not None and weights.on else None
+        self.param = None
+        if weights is not None and weights.on:  # the share that stays in memory is another store's
+            self.param = open_store(ctx, weights.device, {**weights.options, "max_in_cpu": 0})
         self._near = self.param
         self._near_elements = 0
         if self.param is not None and not self.param.resident:

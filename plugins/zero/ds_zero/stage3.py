@@ -71,7 +71,9 @@ class Stage3(ZeroPartitioner):
             if gatherer.leaf and leaf_flag(gatherer.module) is None:
                 self._leaves.add(gatherer.module)
                 mark_leaf(gatherer.module, True)
-        elements = {p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas) for p in shared_out if p in sharded}
+        elements = {
+            p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas) for p in shared_out if p in sharded
+        }
         placement = self.offload.placements(params, elements)
         small_trained = [p for p in params if p not in sharded]
         replicated = make_buckets(

@@ -38,8 +38,8 @@ def start(case: Case, stage: int, place: str = "", folder: str = "") -> Any:
 
     config = case.config(comm.world_size())
     extra: dict[str, Any] = {"offload_optimizer": {"device": place}} if place else {}
-    if stage == 3 and place == "cpu":
-        extra["offload_param"] = {"device": place}
+    if stage == 3 and place:
+        extra["offload_param"] = {"device": place, "max_in_cpu": 0}
     if place == "disk":
         config["plugins"] = {"load": [f"disk={STORE}"]}
         config["disk"] = {"path": folder}

@@ -114,13 +114,14 @@ def test_writes_reach_every_rank_and_the_masters(stage: int, world: int) -> None
 
 
 CPU, DISK = {"device": "cpu"}, "plugins.zero.tests.disk_store"
+FAR = {"device": "disk", "max_in_cpu": 0}
 OFFLOADED: list[tuple[int, str, dict[str, Any]]] = [
     (1, "bfloat16", {"offload_optimizer": CPU}),
     (2, "float32", {"offload_optimizer": CPU}),
     (3, "bfloat16", {"offload_optimizer": CPU, "offload_param": CPU}),
     (3, "float32", {"offload_param": CPU}),
     (3, "float32", {"offload_optimizer": CPU, "offload_param": CPU}),
-    (3, "bfloat16", {"offload_optimizer": {"device": "disk"}}),
+    (3, "bfloat16", {"offload_optimizer": {"device": "disk"}, "offload_param": FAR}),
 ]
 
 

@@ -227,7 +227,7 @@ def alone() -> tuple[float, bool]:
         (3, "disk", "float32", 1, 4, {"ratio": 0.5}),
         (3, "disk", "float16", 1, 1, {}),
         (2, "disk", "float32", 1, 2, {}),
-        (3, "disk", "bfloat16", 4, 2, {"offload_param": FEW}),
+        (3, "disk", "float32", 4, 2, {"offload_param": FEW}),
         (3, "disk", "float32", 1, 4, {"offload_param": {**FEW, "max_in_cpu": 300}, "pipeline_read": True}),
         (3, "disk", "bfloat16", 1, 1, {"offload_param": FEW, "pipeline_read": True}),
         (3, "disk", "float16", 1, 2, {"offload_param": FEW, "ratio": 0.5}),
@@ -244,6 +244,48 @@ def test_states_on_disk_change_no_bit(
     states |= {"nvme_path": str(tmp_path)} if device == "nvme" else {}
     offload = {"offload_optimizer": states, **{k: v for k, v in more.items() if k not in keys}}
     assert run_ranks(world, difference, {"stage": stage}, offload, dtype, gas, tmp_path) == [0.0] * world
+
+
+def watched(folder: Path) -> dict[str, Any]:
+    """What of weights is in memory while steps and an evaluation run, whether reads ran ahead, and what was read."""
+    from ds_zero.away import AwayShard
+
+    far = {"device": "disk", "max_in_cpu": 400, "buffer_count": 2, "buffer_size": 300}
+    engine = make({"stage": 3, "offload_param": far, "param_persistence_threshold": 0}, folder, dtype="bfloat16")
+    units = engine.partitioner.units
+    away = [u.bucket for u in units if u.bucket.away is not None]
+    kept = [u.bucket for u in units if u.bucket.away is None]
+    found: dict[str, Any] = {"kept": sum(b.layout.shard_numel for b in kept), "most": 0, "ahead": 0}
+    read = AwayShard.read
+
+    def spy(self: Any) -> None:
+        read(self)
+        found["ahead"] += 1
+        there = sum(b.shard.untyped_storage().nbytes() // 2 for b in away)
+        found["most"] = max(found["most"], there)
+
+    AwayShard.read = spy  # type: ignore[method-assign]
+    try:
+        steps(engine, range(1))
+        found["first"] = found["ahead"]
+        steps(engine, range(1, 3))
+        with torch.no_grad():
+            engine(torch.ones(2, 7, dtype=torch.bfloat16))
+    finally:
+        AwayShard.read = read  # type: ignore[method-assign]
+    found["between"] = sum(b.shard.untyped_storage().nbytes() for b in away)
+    found["away"] = len(away)
+    engine.destroy()
+    return found
+
+
+def test_weights_on_disk_leave_the_memory_and_are_read_ahead(tmp_path: Path) -> None:
+    for found in run_ranks(2, watched, tmp_path):
+        assert found["away"] > 3
+        assert 0 < found["kept"] <= 400
+        assert found["between"] == 0
+        assert found["first"] < found["ahead"]
+        assert 300 < found["most"] <= 600  # 2 buffers of 300 elements
 
 
 def emptied(folder: Path) -> dict[str, Any]:
@@ -311,7 +353,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused(tmp_path: Path) -> No
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 GLOBAL = 4
-DISK = {"offload_optimizer": {"device": "disk"}}
+DISK = {"offload_optimizer": {"device": "disk", "pipeline_read": True}, "offload_param": FEW}
 
 
 def saved(folder: Path, dtype: str, zero: dict[str, Any]) -> dict[str, Tensor]:
