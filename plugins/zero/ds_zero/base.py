@@ -16,7 +16,6 @@ from ds_core.errors import DSError, UsageError
 from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup
 from ds_core.partition import broadcast_module
-from ds_core.stepping import Stepper
 from ds_zero import states
 from ds_zero.config import switch
 from ds_zero.flat import FlatBucket, needs_full_tensors
@@ -29,7 +28,7 @@ from ds_zero.placement import OffloadStores
 from ds_zero.records import Piece
 from ds_zero.sharded_param import prepare_module, unshard_module
 from ds_zero.state_offload import BACKWARD, FORWARD, OffloadedStates
-from ds_zero.tiled_step import tiled_step
+from ds_zero.updates import Updates
 from ds_zero.weights import WeightOwner
 from ds_zero.wires import AllGather, Broadcasts
 
@@ -65,7 +64,7 @@ class ZeroPartitioner(WeightOwner):
         self._module: nn.Module | None = None
         self._load_hooks: list[Any] = []
         self._reducer: GradientSource | None = None
-        self._stepper: Stepper | None = None
+        self.updates = Updates(self)
 
     # -- set-up ----------------------------------------------------------------------------------------------
 
@@ -106,6 +105,10 @@ class ZeroPartitioner(WeightOwner):
             hook.remove()
         self._load_hooks.clear()
 
+    def bind(self, optimizer: Optimizer) -> None:
+        """See `Partitioner.bind`."""
+        self.updates.bind(optimizer)
+
     @contextlib.contextmanager
     def module_hooks_removed(self) -> Iterator[None]:
         """Inside, the module has no hooks of this partitioner, so that it can be copied."""
@@ -121,6 +124,7 @@ class ZeroPartitioner(WeightOwner):
         """After weights were loaded into `module`: update their masters, which the next step publishes."""
         for param in module._parameters.values():
             if param is not None and (bucket := self.bucket_of.get(param)) is not None:
+                self.settle()
                 bucket.refresh_master(param)
 
     def release_idle(self) -> None:
@@ -159,6 +163,7 @@ class ZeroPartitioner(WeightOwner):
     def begin(self, changed: bool) -> None:
         """See `Partitioner.begin`."""
         self.offloaded.require("backward", BACKWARD)
+        self.updates.begin()
         self.reducer.begin(changed)
 
     def on_gradient(self, param: nn.Parameter) -> None:
@@ -167,6 +172,7 @@ class ZeroPartitioner(WeightOwner):
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See `Partitioner.add_gradient`; a released parameter takes one too."""
+        self.updates.settle()
         self.reducer.add(param, grad)
 
     def finish(self) -> None:
@@ -191,28 +197,11 @@ class ZeroPartitioner(WeightOwner):
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
         self.reducer.zero_grad()
-        if self._stepper is not None:
-            self._stepper.release()
+        self.updates.drop()
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`."""
-        stepper, reducer = self.stepper, self.reducer
-        if any(b.evictable for b in reducer.buckets):
-            states = self.section.offload_optimizer
-            ahead = states is not None and states.pipeline_read
-            tiled_step(optimizer, reducer.buckets, stepper, reducer.given, factor, ahead=ahead)
-        else:
-            stepper.step(optimizer, reducer.given, factor)
-
-    @property
-    def stepper(self) -> Stepper:
-        """The stepper of this rank's masters, in the order of the reducer's buckets."""
-        if self._stepper is None:
-            buckets = self.reducer.buckets
-            copies = [copy for b in buckets for copy in b.weight_targets()]
-            masters = [p.master for b in buckets for p in b.optimized]
-            self._stepper = Stepper(masters, copies, every=not any(b.evictable for b in buckets))
-        return self._stepper
+        self.updates.step(optimizer, factor)
 
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
@@ -223,7 +212,7 @@ class ZeroPartitioner(WeightOwner):
         self.offload.synchronize()
         for bucket in buckets:
             if not bucket.evictable:
-                bucket.update_shard()
+                bucket.update_shard(self.reducer.unused(bucket))
         self.offload.synchronize()
 
     def _gather_weights(self, buckets: Iterable[FlatBucket]) -> None:
@@ -258,6 +247,7 @@ class ZeroPartitioner(WeightOwner):
         """See `HasStates.states`. Replicated weights are stored by the first rank, pieces by their owners."""
         assert self._module is not None
         self.offloaded.require("saving states")
+        self.settle()
         return states.states(self.ctx, self._module, self.buckets, optimizer)
 
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
@@ -265,10 +255,15 @@ class ZeroPartitioner(WeightOwner):
         assert self._module is not None
         self.offloaded.require("loading states")
         from_fp32 = self.section.load_from_fp32_weights
-        self.offload.synchronize()
+        self.settle()
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
 
     # -- access ----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Others will read or write masters, states or gradients: no copy and no update of them runs after this."""
+        self.updates.settle()
+        self.offload.synchronize()
 
     def locate(self, param: nn.Parameter) -> ParamShard | None:
         """See `ds_access.param_shard.LocatesParams`."""
@@ -287,6 +282,7 @@ class ZeroPartitioner(WeightOwner):
 
     def detach(self) -> None:
         """See `Partitioner.detach`."""
+        self.updates.close()
         self.offloaded.reload(non_blocking=False)
         if self._reducer is not None:
             self._reducer.detach()

@@ -8,7 +8,7 @@ counters are per parameter, and parameter groups have as many entries as the use
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,12 +221,16 @@ class FlatBucket:
         return [part if p.stop > p.start else None for part, p in zip(parts, self.pieces, strict=True)]
 
     @torch.no_grad()
-    def update_shard(self) -> None:
+    def update_shard(self, unused: Iterable[Piece]) -> None:
         """After a step, which has written `weight_targets`: write the remaining new weights into the shard.
 
-        Masters are in memory. See `Transfers.to_device`. Collective where the optimizer updates full tensors.
+        unused: those that the step has left as they were. Masters are in memory. See `Transfers.to_device`. Collective
+        where the optimizer updates full tensors.
         """
         staged = self.staged
+        if staged is not None and staged is not self.shard and self.owned is None:
+            for piece in unused:
+                staged[piece.within].copy_(piece.master)
         if self.owned is not None:
             with self.shard_here(write=True):
                 self.owned.update_shard()
@@ -246,7 +250,6 @@ class FlatBucket:
         The parameter itself must have it already, if it is unsharded.
         """
         flat, piece, owned = weight.reshape(-1), self.pieces[index], self.optimized[index]
-        self._synchronize()
         if self.sharded:
             with self.shard_here(write=True):
                 self.parts[index].copy_(flat[piece.start : piece.stop])
@@ -260,16 +263,10 @@ class FlatBucket:
             return
         index = next(i for i, p in enumerate(self.params) if p is param)
         owned = self.optimized[index]
-        self._synchronize()
         with self.in_memory():
             master = owned.master.data.view(-1)
             now = self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
             master.copy_(torch.where(master.to(now.dtype) == now, master, now))
-
-    def _synchronize(self) -> None:
-        """Wait for running copies to and from the host."""
-        if self.placement.transfers is not None:
-            self.placement.transfers.synchronize()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
     from ds_zero.grads import Grads
+    from ds_zero.records import Piece
 
 __all__ = ["GradientSource"]
 
@@ -54,6 +55,10 @@ class GradientSource(ABC):
     @abstractmethod
     def used(self, bucket: FlatBucket) -> bool:
         """Whether any rank had a gradient for any parameter of `bucket`; asked between `gradients` and `zero_grad`."""
+
+    def unused(self, bucket: FlatBucket) -> list[Piece]:
+        """This rank's pieces of `bucket` for which no rank had a gradient; asked when `used` is."""
+        return []
 
     @property
     @abstractmethod

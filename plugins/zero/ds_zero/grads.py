@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
     from ds_zero.placement import Copy
+    from ds_zero.records import Piece
     from ds_zero.wires import GradientWire
 
 __all__ = ["Grads", "Reducer"]
@@ -425,6 +426,11 @@ class Reducer(GradientSource):
     def used(self, bucket: FlatBucket) -> bool:
         """See `GradientSource.used`."""
         return bucket in self._all and any(self._all[bucket].used)
+
+    def unused(self, bucket: FlatBucket) -> list[Piece]:
+        """See `GradientSource.unused`."""
+        used = self._all[bucket].used
+        return [p for p in bucket.pieces if not used[p.index] and p.stop > p.start]
 
     def zero_grad(self) -> None:
         """See `GradientSource.zero_grad`."""

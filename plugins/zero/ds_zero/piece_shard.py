@@ -52,7 +52,7 @@ class PieceShard(ParamShard):
 
     def _here(self, tensor: Tensor) -> Tensor:
         """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""
-        self._partitioner.offload.synchronize()
+        self._partitioner.settle()
         return self._partitioner.offloaded.view(tensor.detach())
 
     @property

@@ -37,6 +37,7 @@ def tiled_step(
     are written before their masters are evicted again; the store may save both behind the step.
     """
     owners = [b for b in buckets for _ in b.optimized]
+    pieces = [p for b in buckets for p in b.optimized]
     present = [None if b.evictable else g for b, g in zip(owners, grads, strict=True)]
     tiles = [b for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None) if b.evictable]
     if not tiles or any(g is not None for g in present):
@@ -44,10 +45,11 @@ def tiled_step(
     kept = _settings(optimizer)
     for index, tile in enumerate(tiles):
         mine = [g if b is tile else None for b, g in zip(owners, grads, strict=True)]
+        unused = (p for p, g, b in zip(pieces, grads, owners, strict=True) if b is tile and g is None)
         following = tiles[index + 1] if ahead and index + 1 < len(tiles) else None
         with _in_memory(tile, optimizer, mine, following):
             stepper.step(optimizer, mine, factor)
-            tile.update_shard()
+            tile.update_shard(unused)
             if tile.placement.transfers is not None:
                 tile.placement.transfers.synchronize()
         if _settings(optimizer) != kept:

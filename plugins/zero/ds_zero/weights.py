@@ -62,6 +62,10 @@ class WeightOwner(Partitioner):
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """Undo `add_external`."""
 
+    def settle(self) -> None:
+        """Masters are about to be written: no copy and no update of them may be running."""
+        raise NotImplementedError
+
 
 class WeightHandle(ABC):
     """How to gather, write and release one ZeRO-managed parameter. order: sort key, equal on all ranks."""
@@ -306,6 +310,7 @@ class _EngineWeight(WeightHandle):
             self.param.data = view
         if group is not None and view.numel():
             comm.broadcast(view, src=source, group=group)
+        self._owner.settle()
         self._bucket.write(self._piece.index, view)
 
     @untracked
@@ -322,6 +327,7 @@ class _EngineWeight(WeightHandle):
         if not self.is_sharded:
             self.param.data.copy_(value)
         if self._bucket is not None and self._piece is not None:
+            self._owner.settle()
             self._bucket.write(self._piece.index, value)
 
 

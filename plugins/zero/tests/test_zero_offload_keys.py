@@ -395,3 +395,29 @@ def test_a_model_whose_states_exceed_the_memory_of_a_process_trains(tmp_path: Pa
     assert run_ranks(1, capped, {**offload, "offload_optimizer": {"device": "disk"}}, 12.0, tmp_path) == [""]
     assert "allocate" in run_ranks(1, capped, {"stage": 0}, 12.0)[0]
     assert "allocate" in run_ranks(1, capped, offload, 12.0)[0]
+
+
+def unused_beside_a_device(monkeypatched: bool) -> float:
+    """How far 16-bit weights that nobody used have moved where steps write theirs into host memory first."""
+    import ds_zero.flat as flat
+
+    from plugins.zero.tests.test_zero_offload_numbers import make, steps, whole
+
+    before, flat._together = flat._together, lambda shard, master: not monkeypatched
+    try:
+        engine = make({"stage": 2, "offload_optimizer": CPU}, dtype="bfloat16")
+        for bucket in engine.partitioner.buckets if monkeypatched else ():
+            if bucket.staged is not None:
+                bucket.staged.fill_(torch.nan)  # fresh memory may hold anything
+        start = whole(engine)
+        steps(engine, range(2))
+        end = whole(engine)
+        engine.destroy()
+    finally:
+        flat._together = before
+    assert not torch.equal(start["out.weight"], end["out.weight"])
+    return sum(float((start[n] - end[n]).abs().max()) for n in start if "spare" in n)
+
+
+def test_unused_weights_stay_where_steps_write_to_the_host() -> None:
+    assert run_ranks(1, unused_beside_a_device, True) == run_ranks(1, unused_beside_a_device, False) == [0.0]

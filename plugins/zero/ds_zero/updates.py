@@ -1,0 +1,69 @@
+"""How the optimizer's updates of one partitioner are carried out: here at the step, when all is known of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ds_core.stepping import Stepper
+from ds_zero.tiled_step import tiled_step
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_zero.base import ZeroPartitioner
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """Updates in `step`. A subclass may begin earlier (see `Reducer.on_reduced`) or end later; then it keeps `settle`.
+
+    `ZeroPartitioner` calls these methods, on its own thread.
+    """
+
+    def __init__(self, owner: ZeroPartitioner) -> None:
+        self.owner = owner
+        self._stepper: Stepper | None = None
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """The optimizer is there. Raises UsageError for one that will not do."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def step(self, optimizer: Optimizer, factor: float) -> None:
+        """See `Partitioner.step`; gradients are what `GradientSource.given` has."""
+        self.update(optimizer, self.owner.reducer.given, factor)
+
+    def update(self, optimizer: Optimizer, grads: Sequence[Tensor | None], factor: float) -> None:
+        """Update from these gradients, one for each of what is `optimized` of all buckets; None: leave it."""
+        buckets, states = self.owner.reducer.buckets, self.owner.section.offload_optimizer
+        if any(b.evictable for b in buckets):
+            ahead = states is not None and states.pipeline_read
+            tiled_step(optimizer, buckets, self.stepper, grads, factor, ahead=ahead)
+        else:
+            self.stepper.step(optimizer, grads, factor)
+
+    @property
+    def stepper(self) -> Stepper:
+        """The stepper of this rank's masters, in the order of the reducer's buckets."""
+        if self._stepper is None:
+            buckets = self.owner.reducer.buckets
+            copies = [copy for b in buckets for copy in b.weight_targets()]
+            masters = [p.master for b in buckets for p in b.optimized]
+            self._stepper = Stepper(masters, copies, every=not any(b.evictable for b in buckets))
+        return self._stepper
+
+    def settle(self) -> None:
+        """Others will read or write masters, states or gradients: they must be as `step` has left them."""
+
+    def drop(self) -> None:
+        """Gradients are dropped, after a step or instead of one."""
+        if self._stepper is not None:
+            self._stepper.release()
+
+    def close(self) -> None:
+        """The engine ends."""
