@@ -49,10 +49,18 @@ class MLP(nn.Module):
         return self.down_proj(torch.tanh(self.up_proj(hidden)))  # type: ignore[no-any-return]
 
 
+class Norm(nn.LayerNorm):
+    """Biases of zero would hide mistakes, and make rounding of fp32 large beside what little training adds to them."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, 1.0, 0.3)
+        nn.init.normal_(self.bias, 0.0, 0.3)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.first, self.second = Norm(WIDTH), Norm(WIDTH)
         self.attention, self.mlp = Attention(), MLP()
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -111,7 +119,7 @@ class Decoder(nn.Module):
     def __init__(self, block: Any = Block) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(i): seeded(block, i) for i in range(1, BLOCKS + 1)})
-        self.layers[str(BLOCKS + 1)] = nn.LayerNorm(WIDTH)
+        self.layers[str(BLOCKS + 1)] = seeded(lambda: Norm(WIDTH), BLOCKS + 1)
         self.tied = nn.ModuleDict({"embedding": seeded(Embedding, 0)})
         self.loss = CrossEntropy()
 
@@ -169,7 +177,7 @@ def specs(block: Any = Block) -> list[Any]:
     return [
         TiedLayerSpec("embedding", Embedding, tied_weight_attr=()),
         *(LayerSpec(block) for _ in range(BLOCKS)),
-        LayerSpec(nn.LayerNorm, WIDTH),
+        LayerSpec(Norm, WIDTH),
         TiedLayerSpec("embedding", Embedding, forward_fn=project, tied_weight_attr=()),
     ]
 
