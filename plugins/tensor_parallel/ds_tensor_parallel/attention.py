@@ -3,24 +3,33 @@
 Weights of attention are divided by whole groups: the query heads that share a key and value head, and that head. A
 model that takes the number of heads from its weights (transformers' ``view(..., -1, head_dim)``) needs nothing else; of
 the others, attributes that count heads become this rank's.
+
+[Note: fewer keys than ranks] Then query heads are divided one by one, and each rank computes the keys and values of
+its query heads: the weights of these stay whole on all ranks, and their gradients are summed (`layers.Copied`).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Heads", "HeadsConfig", "heads_of", "keep_heads"]
+from ds_tensor_parallel.division import Division
+
+__all__ = ["Heads", "HeadsConfig", "Share", "heads_of", "keep_heads"]
 
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_partition")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_multi_query_groups_per_partition")
-SIZES = ("head_dim", "attention_head_size", "hidden_size_per_attention_head")
+SIZES = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "key_value_proj_dim")
 WIDTHS = ("split_size", "all_head_size", "inner_dim", "projection_size", "hidden_size_per_partition")
-_SIGNS = (*QUERY_HEADS, *KEY_HEADS, *SIZES, "num_key_value_groups")
+GROUPS = ("num_key_value_groups",)
+BIASES = ("alibi", "position_bias")
+"""Arguments of forward: what is added to the scores of each head."""
+_SIGNS = (*QUERY_HEADS, *KEY_HEADS, *SIZES, *GROUPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +41,35 @@ class Heads:
     size: int
 
     @property
-    def units(self) -> int:
-        """The number of parts into which the widths of all its projections divide."""
-        return self.keys
-
-    @property
     def fused(self) -> tuple[int, int, int]:
         """The widths of queries, keys and values."""
         return self.queries * self.size, self.keys * self.size, self.keys * self.size
+
+    def units(self, ranks: int) -> int:
+        """The number of parts into which the widths of its queries and of its outputs divide."""
+        return self.keys if self.keys >= ranks else self.queries
+
+    def share(self, ranks: int, rank: int) -> Share:
+        """What the rank works on. See [Note: fewer keys than ranks]."""
+        units, each = self.units(ranks), self.queries // self.keys
+        ((first, count),) = Division.by_unit((units,), 1, ranks).ranges(rank)
+        if units == self.keys:
+            return Share(first * each, count * each, tuple(range(first, first + count)))
+        used = Counter(query // each for query in range(first, first + count))
+        alike = len(set(used.values())) == 1
+        return Share(first, count, tuple(used if alike else used.elements()))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of an attention: `count` query heads from `first` on, and the key heads that it computes for them.
+
+    A key head is there once for each of its queries where the rank has more of one key head's than of another's.
+    """
+
+    first: int
+    count: int
+    keys: tuple[int, ...]
 
 
 def heads_of(module: nn.Module) -> Heads | None:
@@ -50,7 +80,7 @@ def heads_of(module: nn.Module) -> Heads | None:
     queries = _count(module, QUERY_HEADS) or _count(config, QUERY_HEADS)
     if not queries:
         return None
-    groups = _count(module, ("num_key_value_groups",))
+    groups = _count(module, GROUPS)
     keys = queries // groups if groups else _count(module, KEY_HEADS)
     if not keys:
         multi_query = getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False)
@@ -64,27 +94,29 @@ def _count(source: object, names: tuple[str, ...]) -> int:
     return next((v for n in names if isinstance(v := getattr(source, n, None), int) and v > 0), 0)
 
 
-def keep_heads(module: Any, heads: Heads, first: int, count: int) -> None:
-    """Let `module`, whose weights were cut, work on `count` groups of heads from `first` on."""
-    each = heads.queries // heads.keys
+def keep_heads(module: Any, heads: Heads, mine: Share) -> None:
+    """Let `module`, whose weights were cut, work on its share of the heads."""
+    keys = len(mine.keys)
+    changes = [
+        (QUERY_HEADS, heads.queries, mine.count),
+        (KEY_HEADS, heads.keys, keys),
+        (GROUPS, heads.queries // heads.keys, mine.count // keys),
+        (WIDTHS, heads.queries * heads.size, mine.count * heads.size),
+    ]
     for part in (module, *module.children()):
-        for names, whole, mine in (
-            (QUERY_HEADS, heads.queries, count * each),
-            (KEY_HEADS, heads.keys, count),
-            (WIDTHS, heads.queries * heads.size, count * each * heads.size),
-        ):
+        for names, whole, here in changes:
             for name in names:
                 if vars(part).get(name) == whole:
-                    setattr(part, name, mine)
+                    setattr(part, name, here)
     config = getattr(module, "config", None)
     if config is not None and not isinstance(config, HeadsConfig):
-        local = {n: count * each for n in QUERY_HEADS if getattr(config, n, None) == heads.queries}
-        local |= {n: count for n in KEY_HEADS if getattr(config, n, None) == heads.keys}
+        local = {n: mine.count for n in QUERY_HEADS if getattr(config, n, None) == heads.queries}
+        local |= {n: keys for n in KEY_HEADS if getattr(config, n, None) == heads.keys}
         module.config = HeadsConfig(config, local)
-    arguments = list(inspect.signature(module.forward).parameters)
-    if "alibi" in arguments:
-        place = arguments.index("alibi")
-        module.register_forward_pre_hook(_AlibiOf(heads.queries, first * each, count * each, place), with_kwargs=True)
+    for place, name in enumerate(inspect.signature(module.forward).parameters):
+        if name in BIASES:
+            narrow = _BiasesOf(heads.queries, mine.first, mine.count, place, name)
+            module.register_forward_pre_hook(narrow, with_kwargs=True)
 
 
 class HeadsConfig:
@@ -106,25 +138,28 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _AlibiOf:
-    """Forward pre-hook: of the biases of all heads, [batch * heads, ...], those of this rank's."""
+class _BiasesOf:
+    """Forward pre-hook: of the biases of all heads, [heads, ...] or [batch * heads, ...], those of this rank's."""
 
     heads: int
     first: int
     count: int
     place: int
+    name: str
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with a narrower `alibi`."""
-        if isinstance(kwargs.get("alibi"), Tensor):
-            return args, kwargs | {"alibi": self.narrow(kwargs["alibi"])}
+        """The same arguments with narrower biases."""
+        if isinstance(given := kwargs.get(self.name), Tensor):
+            return args, kwargs | {self.name: self.narrow(given)}
         if len(args) > self.place and isinstance(args[self.place], Tensor):
             return (*args[: self.place], self.narrow(args[self.place]), *args[self.place + 1 :]), kwargs
         return args, kwargs
 
-    def narrow(self, alibi: Tensor) -> Tensor:
-        """This rank's heads."""
-        rest = alibi.shape[1:]
-        return alibi.reshape(-1, self.heads, *rest).narrow(1, self.first, self.count).reshape(-1, *rest)
+    def narrow(self, biases: Tensor) -> Tensor:
+        """This rank's heads; of four dimensions they are what an attention computed from its own table."""
+        if biases.dim() != 3:
+            return biases
+        rest = biases.shape[1:]
+        return biases.reshape(-1, self.heads, *rest).narrow(1, self.first, self.count).reshape(-1, *rest)

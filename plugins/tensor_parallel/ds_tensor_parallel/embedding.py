@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.layers import Cut, Place, gather_columns
+from ds_tensor_parallel.rules import Kind
 
 __all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding", "check_embedding", "embedding"]
 
@@ -48,6 +49,7 @@ class _Hidden(nn.Module):
 
     tp: Place | None
     division: Division
+    gather_output = True
 
     def cuts(self) -> dict[str, Cut]:
         """The columns of the weight."""
@@ -59,9 +61,9 @@ class _Hidden(nn.Module):
         self.embedding_dim = division.size(place.rank)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The vectors of `ids`, on every rank."""
+        """The vectors of `ids`, on every rank, or this rank's part of them without `gather_output`."""
         found: Tensor = super().forward(ids)
-        return found if self.tp is None else gather_columns(found, self.tp, self.division)
+        return gather_columns(found, self.tp, self.division) if self.tp is not None and self.gather_output else found
 
 
 class VocabParallelEmbedding(_Vocabulary, nn.Embedding):
@@ -82,11 +84,13 @@ class HiddenParallelEmbedding(_Hidden, nn.Embedding):
         check_embedding(self)
 
 
-def embedding(layer: Any, *, vocabulary: bool) -> Any:
+def embedding(layer: Any, kind: Kind) -> Any:
     """Make `layer`, an embedding or a subclass of one, parallel in place: along the vocabulary, or the hidden size."""
     check_embedding(layer)
-    layer.__class__ = _subclass(vocabulary, layer.__class__)
+    layer.__class__ = _subclass(kind is Kind.VOCABULARY, layer.__class__)
     layer.tp = None
+    if kind is Kind.HEADS:
+        layer.gather_output = False
     return layer
 
 

@@ -27,13 +27,16 @@ if TYPE_CHECKING:
 __all__ = [
     "Column",
     "ColumnParallelLinear",
+    "Copied",
     "Cut",
     "Place",
     "Row",
     "RowParallelLinear",
     "Siblings",
     "column",
+    "copied",
     "is_linear",
+    "is_plain",
     "is_transposed",
     "parts",
     "row",
@@ -150,6 +153,38 @@ class Column(_Parallel):
         if (way := self.siblings.way(x, group)) is not None:
             return way.outputs(self)
         return cast(Tensor, super().forward(self.siblings.copied(x, group)))
+
+
+class Copied(Column):
+    """A layer of which each rank computes the outputs that it needs, some of them on several ranks.
+
+    As of keys and values for a rank's own queries. Weight and bias are whole on every rank, and their gradients are
+    summed over the ranks where they are used.
+    """
+
+    outputs: Sequence[tuple[int, int]] = ()
+    """(first, size) of this rank's."""
+
+    def cuts(self) -> dict[str, Cut]:
+        """Nothing."""
+        return {}
+
+    def choose(self, place: Place, outputs: Sequence[tuple[int, int]]) -> None:
+        """Compute these from now on."""
+        self.tp, self.outputs = place, outputs
+        _set_widths(self, outputs=sum(size for _, size in outputs))
+
+    def _outputs(self, x: Tensor, group: ProcessGroup) -> Tensor:
+        if self.copies:
+            x = copy_to(x, group) if self.siblings is None else self.siblings.copied(x, group)
+        layer: Any = self
+        bias = None if layer.bias is None else self._own(layer.bias, group)
+        return functional.linear(x, self._own(layer.weight, group), bias)
+
+    def _own(self, whole: Tensor, group: ProcessGroup) -> Tensor:
+        """Its rows for this rank's outputs."""
+        shared = copy_to(whole, group)
+        return torch.cat([shared.narrow(0, first, size) for first, size in self.outputs])
 
 
 class Row(_Parallel):
@@ -269,7 +304,7 @@ def takes_part(layer: nn.Module) -> bool:
 
 def column(layer: Any, *, gather_output: bool = False, siblings: Siblings | None = None) -> Any:
     """Make `layer`, a linear layer or a subclass of one, column-parallel in place."""
-    plain = layer.__class__.forward is nn.Linear.forward or is_transposed(layer)
+    plain = is_plain(layer)
     layer.__class__ = _subclass(Column, layer.__class__, ColumnParallelLinear)
     layer.tp, layer.siblings, layer.gather_output = None, siblings, gather_output
     if siblings is not None:
@@ -277,9 +312,18 @@ def column(layer: Any, *, gather_output: bool = False, siblings: Siblings | None
     return layer
 
 
+def copied(layer: Any, siblings: Siblings) -> Any:
+    """Make `layer`, an `nn.Linear` with torch's forward, one of which each rank computes some outputs, in place."""
+    assert is_plain(layer) and not is_transposed(layer), type(layer)
+    layer.__class__ = _subclass(Copied, layer.__class__, None)
+    layer.tp, layer.siblings, layer.gather_output = None, siblings, False
+    siblings.add(layer, plain=False)
+    return layer
+
+
 def row(layer: Any, *, split_input: bool = False) -> Any:
     """Make `layer`, a linear layer without a forward of its own, row-parallel in place."""
-    assert type(layer).forward is nn.Linear.forward or is_transposed(layer), type(layer)
+    assert is_plain(layer), type(layer)
     layer.__class__ = _subclass(Row, layer.__class__, RowParallelLinear)
     layer.tp, layer.split_input = None, split_input
     return layer
@@ -288,7 +332,7 @@ def row(layer: Any, *, split_input: bool = False) -> Any:
 @functools.cache
 def _subclass(kind: Any, base: Any, plain: Any) -> Any:
     """The class of layers of class `base` that are parallel."""
-    if base is nn.Linear:
+    if base is nn.Linear and plain is not None:
         return plain
     return type(f"{kind.__name__}Parallel{base.__name__}", (kind, base), {"__module__": __name__})
 
@@ -296,6 +340,11 @@ def _subclass(kind: Any, base: Any, plain: Any) -> Any:
 def is_transposed(layer: nn.Module) -> bool:
     """Whether the weight is [inputs, outputs], as in GPT-2's Conv1D."""
     return not isinstance(layer, nn.Linear) and "nf" in layer.__dict__
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether it computes as `nn.Linear` does, or with a transposed weight."""
+    return type(layer).forward is nn.Linear.forward or is_transposed(layer)
 
 
 def is_linear(module: nn.Module) -> bool:

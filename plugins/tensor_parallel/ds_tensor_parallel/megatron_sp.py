@@ -128,8 +128,7 @@ def _divide_block(name: str, block: nn.Module, tokens: _Tokens, origin: str) -> 
             alone.append(end.bias)
     draw_by_tokens(block, ends)
     for param in {id(p): p for p in alone}.values():
-        if param.requires_grad:
-            sum_gradient(param, tokens.place)
+        sum_gradient(param, tokens.place)
     return len(ends)
 
 

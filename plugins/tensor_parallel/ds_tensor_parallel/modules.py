@@ -71,7 +71,10 @@ def sum_gradient(param: nn.Parameter, place: Place) -> None:
         comm.all_reduce(total, group=place.group)
         return total
 
+    trained = param.requires_grad
+    param.requires_grad_(True)  # torch gives no hook to one that is frozen; it may be trained later
     param.register_hook(add)
+    param.requires_grad_(trained)
 
 
 def divide_input(module: nn.Module, place: Place) -> None:

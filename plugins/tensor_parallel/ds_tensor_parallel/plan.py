@@ -24,7 +24,7 @@ from ds_tensor_parallel.attention import Heads, heads_of
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.embedding import check_embedding
 from ds_tensor_parallel.heuristics import guess
-from ds_tensor_parallel.layers import is_linear, is_transposed, widths
+from ds_tensor_parallel.layers import is_linear, is_plain, is_transposed, widths
 from ds_tensor_parallel.rules import Kind, Rule
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "make_plan"]
 
-CUT = (Kind.COLUMN, Kind.ROW, Kind.VOCABULARY, Kind.EMBEDDING)
+CUT = (Kind.COLUMN, Kind.ROW, Kind.VOCABULARY, Kind.EMBEDDING, Kind.HEADS)
 
 
 @dataclasses.dataclass(slots=True)
@@ -182,7 +182,7 @@ class Planner:
     # -- where layers are cut ------------------------------------------------------------------------------------------
 
     def _divide(self) -> None:
-        """Divisions of all that is cut; drops the rules of attentions with fewer heads than ranks."""
+        """Divisions of all that is cut; drops the rules of attentions with too few heads for the ranks."""
         rules, grain = self.plan.rules, self.section.tensor_parallel.tp_grain_size
         around: dict[str, list[str]] = defaultdict(list)  # columns, by the module around them and the next
         for name, rule in rules.items():
@@ -191,40 +191,67 @@ class Planner:
                 around[parent].append(name)
                 around[parent.rpartition(".")[0] + "/"].append(name)
         units = {parent: heads_of(self.modules[parent]) for parent in around if not parent.endswith("/")}
-        few = {parent: heads.keys for parent, heads in units.items() if heads is not None and heads.keys < self.ranks}
+        few = {parent: heads for parent, heads in units.items() if heads is not None and heads.keys < self.ranks}
+        whole = {parent: heads for parent, heads in few.items() if not self._copies_keys(around[parent], heads)}
+        self.plan.attentions = {p: heads for p, heads in units.items() if heads is not None and p not in whole}
+        self._add_tables()
         for name in list(rules):
             rule = rules[name]
             if rule.kind not in CUT:
+                if rule.kind is not Kind.WHOLE and any(name.startswith(parent + ".") for parent in whole):
+                    rules[name] = dataclasses.replace(rule, kind=Kind.WHOLE)
                 continue
-            heads = self._heads_of(name, rule, around, units)
-            if heads is not None and heads[0] in few:
-                self.plan.whole[name] = (
-                    f"{heads[0]} has {few[heads[0]]} heads of keys and values for {self.ranks} ranks"
-                )
+            owner = self._heads_of(name, rule, around, units)
+            if owner is not None and owner[0] in whole:
+                keys = owner[1].keys
+                self.plan.whole[name] = f"{owner[0]} has {keys} heads of keys and values for {self.ranks} ranks"
                 del rules[name]
-                continue
-            try:
-                lengths = rule.lengths(self._length(name, rule), heads[1].fused if heads is not None else ())
-                self.plan.divisions[name] = (
-                    Division.by_count(lengths, heads[1].keys, self.ranks)
-                    if heads is not None
-                    else Division.by_unit(lengths, grain, self.ranks)
-                )
-            except ValueError as error:
-                raise self._error("", f"{name} ({rule.source}): {error}", "give its shape in layer_specs") from error
-            if min(self.plan.divisions[name].sizes()) == 0:
-                size = self.plan.divisions[name].length
-                raise self._error(
-                    "", f"{name}: a length of {size} does not reach for {self.ranks} ranks", "use fewer ranks"
-                )
-        self.plan.attentions = {p: n for p, n in units.items() if n is not None and p not in few}
+            elif owner is not None and rule.kind is Kind.COLUMN and self._of_keys(name, owner[1]):
+                rules[name] = dataclasses.replace(rule, kind=Kind.COPIED)
+            else:
+                self.plan.divisions[name] = self._division(name, rule, owner[1] if owner is not None else None, grain)
+
+    def _division(self, name: str, rule: Rule, heads: Heads | None, grain: int) -> Division:
+        try:
+            lengths = rule.lengths(self._length(name, rule), heads.fused if heads is not None else ())
+            if heads is not None:
+                found = Division.by_count(lengths, heads.units(self.ranks), self.ranks)
+            else:
+                found = Division.by_unit(lengths, grain, self.ranks)
+        except ValueError as error:
+            raise self._error("", f"{name} ({rule.source}): {error}", "give its shape in layer_specs") from error
+        if min(found.sizes()) == 0:
+            why = f"{name}: a length of {found.length} does not reach for {self.ranks} ranks"
+            raise self._error("", why, "use fewer ranks")
+        return found
+
+    def _copies_keys(self, columns: list[str], heads: Heads) -> bool:
+        """Whether queries can be divided one by one: keys and values have plain layers of their own."""
+        queries, keys, _ = heads.fused
+        modules = {name: self.modules[name] for name in columns}
+        return heads.queries >= self.ranks and all(
+            self.plan.rules[name].segments == 1
+            and (widths(m)[1] == queries or (widths(m)[1] == keys and is_plain(m) and not is_transposed(m)))
+            for name, m in modules.items()
+        )
+
+    def _of_keys(self, name: str, heads: Heads) -> bool:
+        """Whether every rank computes the outputs of this layer that its queries need."""
+        return heads.keys < self.ranks and name in self.modules and widths(self.modules[name])[1] == heads.fused[1]
+
+    def _add_tables(self) -> None:
+        """Embeddings of one number for each head (relative positions) are cut as the heads are."""
+        for name, heads in self.plan.attentions.items():
+            for key, child in self.modules[name].named_children():
+                if isinstance(child, nn.Embedding) and child.embedding_dim == heads.queries:
+                    self.plan.rules[f"{name}.{key}"] = Rule(Kind.HEADS, source=f"the heads of {name}")
 
     def _heads_of(
         self, name: str, rule: Rule, around: Mapping[str, list[str]], units: Mapping[str, Heads | None]
     ) -> tuple[str, Heads] | None:
         """(attention, its heads) where the layer is cut into heads."""
         parent = name.rpartition(".")[0]
-        if rule.kind is Kind.COLUMN and not rule.gather_output:
+        if rule.kind is Kind.HEADS or (rule.kind is Kind.COLUMN and not rule.gather_output):
             owner: str | None = parent
         elif rule.kind is Kind.ROW and not rule.split_input and name in self.modules:
             width = widths(self.modules[name])[0]
@@ -255,7 +282,7 @@ class Planner:
             return module.weight.shape[0 if rule.kind is Kind.VOCABULARY else 1]
         if not is_linear(module):
             raise ValueError(f"a {type(module).__name__} is no linear layer")
-        if rule.kind is Kind.ROW and type(module).forward is not nn.Linear.forward and not is_transposed(module):
+        if rule.kind is Kind.ROW and not is_plain(module):
             raise ValueError(f"a {type(module).__name__} has a forward of its own, so its input cannot be cut")
         return widths(module)[0 if rule.kind is Kind.ROW else 1]
 

@@ -14,18 +14,21 @@ class Kind(Enum):
     """How a module is divided, or what is done around it.
 
     COLUMN: a linear layer, or a parameter of experts, whose outputs are cut. ROW: whose inputs are cut; its outputs are
-    summed over the ranks. VOCABULARY, EMBEDDING: an embedding whose rows or columns are cut. WHOLE: every rank has all
-    of it. SUM_GRADIENT: whole, and used on each rank's own part, so that its gradient is summed over the ranks.
-    SUM_OUTPUT: what the module gives is summed over the ranks. EXPERTS: a module whose parameters have rules; inputs
-    go to all ranks' parts, its outputs are summed. ROPE_LATENT: DeepSeek's first projection of keys and values, whose
-    last outputs are used on each rank's own heads. SHARED: whole, inside of a module whose outputs are summed.
-    SEQUENCE: a module that works on each rank's part of the sequence.
+    summed over the ranks. COPIED: a layer of keys or values that is whole; each rank computes those of its own queries.
+    VOCABULARY, EMBEDDING: an embedding whose rows or columns are cut. HEADS: an embedding of one number for each head,
+    whose columns are cut and stay so. WHOLE: every rank has all of it. SUM_GRADIENT: whole, and used on each rank's own
+    part, so that its gradient is summed over the ranks. SUM_OUTPUT: what the module gives is summed over the ranks.
+    EXPERTS: a module whose parameters have rules; inputs go to all ranks' parts, its outputs are summed. ROPE_LATENT:
+    DeepSeek's first projection of keys and values, whose last outputs are used on each rank's own heads. SHARED: whole,
+    inside of a module whose outputs are summed. SEQUENCE: a module that works on each rank's part of the sequence.
     """
 
     COLUMN = "column"
     ROW = "row"
+    COPIED = "copied"
     VOCABULARY = "vocabulary"
     EMBEDDING = "embedding"
+    HEADS = "heads"
     WHOLE = "whole"
     SUM_GRADIENT = "sum gradient"
     SUM_OUTPUT = "sum output"

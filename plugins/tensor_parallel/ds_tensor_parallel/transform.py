@@ -19,7 +19,17 @@ from ds_tensor_parallel.config import TensorParallelConfig
 from ds_tensor_parallel.cross_entropy import divide_loss
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, embedding
-from ds_tensor_parallel.layers import Column, ColumnParallelLinear, Cut, Place, RowParallelLinear, Siblings, column, row
+from ds_tensor_parallel.layers import (
+    Column,
+    ColumnParallelLinear,
+    Cut,
+    Place,
+    RowParallelLinear,
+    Siblings,
+    column,
+    copied,
+    row,
+)
 from ds_tensor_parallel.megatron_sp import divide_sequences
 from ds_tensor_parallel.modules import divide_input, rope_size, share_tail, sum_gradient, sum_output
 from ds_tensor_parallel.plan import Plan, make_plan
@@ -72,8 +82,7 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
         _divide_losses(model, plan)
     cuts.share_and_cut()
     for name, heads in plan.attentions.items():
-        ((first, count),) = Division.by_unit((heads.keys,), 1, place.size).ranges(place.rank)
-        keep_heads(model.get_submodule(name), heads, first, count)
+        keep_heads(model.get_submodule(name), heads, heads.share(place.size, place.rank))
     if section.sequence_parallel or any(rule.kind is Kind.SEQUENCE for rule in plan.rules.values()):
         divide_sequences(model, place, ctx.config.origin)
     divide_random_numbers(model, ctx, place)
@@ -145,9 +154,13 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
             _bind(made, place, division, cuts)
         elif rule.kind is Kind.ROW:
             _bind(row(module, split_input=rule.split_input), place, division, cuts)
-        elif rule.kind in (Kind.VOCABULARY, Kind.EMBEDDING):
+        elif rule.kind is Kind.COPIED:
+            heads = plan.attentions[name.rpartition(".")[0]]
+            outputs = [(key * heads.size, heads.size) for key in heads.share(place.size, place.rank).keys]
+            copied(module, families.of(name)).choose(place, outputs)
+        elif rule.kind in (Kind.VOCABULARY, Kind.EMBEDDING, Kind.HEADS):
             assert isinstance(module, nn.Embedding)
-            _bind(embedding(module, vocabulary=rule.kind is Kind.VOCABULARY), place, division, cuts)
+            _bind(embedding(module, rule.kind), place, division, cuts)
         else:
             _surround(module, modules[name.rpartition(".")[0]], rule, place)
 
@@ -182,8 +195,7 @@ def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) ->
     match rule.kind:
         case Kind.SUM_GRADIENT:
             for param in module.parameters():
-                if param.requires_grad:
-                    sum_gradient(param, place)
+                sum_gradient(param, place)
         case Kind.EXPERTS:
             sum_output(module, place)
         case Kind.SUM_OUTPUT:

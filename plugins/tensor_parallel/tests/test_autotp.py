@@ -11,20 +11,23 @@ from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tp_models import hugging_face, plain, settings, train, weights_off
+from tp_models import FAMILIES, hugging_face, plain, settings, train, weights_off
 
 STEPS = 3
 
 
-def compare(world: int, kind: str, tp: int, stages: list[int], keys: dict[str, Any]) -> dict[str, float]:
+def compare(
+    world: int, kind: str, tp: int, stages: list[int], keys: dict[str, Any], sizes: Any = None
+) -> dict[str, float]:
     import ds_core
 
     dp = world // tp
-    truth = hugging_face(kind)
+    truth = hugging_face(kind, **(sizes or {}))
     losses = plain(truth, dp, STEPS)
     off = {}
     for stage in stages:
-        engine, *_ = ds_core.initialize(model=hugging_face(kind), config=settings(tp, stage, **keys))
+        model = hugging_face(kind, **(sizes or {}))
+        engine, *_ = ds_core.initialize(model=model, config=settings(tp, stage, **keys))
         got = train(engine, STEPS)
         if dp == 1:
             off[f"losses, stage {stage}"] = max(abs(a - b) for a, b in zip(got, losses, strict=True))
@@ -42,6 +45,30 @@ def compare(world: int, kind: str, tp: int, stages: list[int], keys: dict[str, A
 def test_trains_as_one_process(kind: str, world: int, tp: int, stages: list[int]) -> None:
     for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages, {})):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
+
+
+def test_fewer_heads_of_keys_than_ranks() -> None:
+    """Each rank computes keys and values for its own queries, from weights that all have."""
+    for rank, off in enumerate(run_ranks(3, compare, 3, "few", 3, [0, 3], {})):
+        assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
+
+
+MORE: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    *((kind, 2, {}, {}) for kind in (*FAMILIES, "t5", "mpt", "qwen3")),
+    ("t5", 4, {}, {}),  # its table of relative positions is cut into heads
+    ("mpt", 4, {}, {}),
+    ("qwen3", 3, {}, {}),  # norms of heads, whose gradients are summed
+    ("qwen3", 3, {"sequence_parallel": True}, {}),
+    ("qwen3", 3, {}, {"num_attention_heads": 2}),  # an attention that stays whole, with its norms
+    ("few", 3, {"tp_overlap_comm": True}, {"attention_bias": True}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tp", "keys", "sizes"), MORE)
+def test_every_stage(kind: str, tp: int, keys: dict[str, Any], sizes: dict[str, Any]) -> None:
+    for rank, off in enumerate(run_ranks(tp, compare, tp, kind, tp, [1, 2, 3], keys, sizes)):
+        assert max(off.values()) < 1e-6, f"rank {rank}: {off}"  # models compute some of it in fp32
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

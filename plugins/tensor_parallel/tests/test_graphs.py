@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tp_models import hugging_face, ids, settings
 
 
-def compiled(kind: str, keys: dict[str, Any]) -> dict[str, float]:
+def compiled(kind: str, tp: int, keys: dict[str, Any]) -> dict[str, float]:
     import torch
 
     import ds_core
 
-    engines = [ds_core.initialize(model=hugging_face(kind).float(), config=settings(2, **keys))[0] for _ in range(2)]
+    engines = [ds_core.initialize(model=hugging_face(kind).float(), config=settings(tp, **keys))[0] for _ in range(2)]
     eager, other = (engine.module for engine in engines)
     batch, losses = ids(0, 0), []
     for run in (eager, torch.compile(other, backend="aot_eager", fullgraph=True)):
@@ -36,10 +36,15 @@ def compiled(kind: str, keys: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "keys"),
-    [("llama", {}), ("gpt2", {"tp_overlap_comm": True}), ("llama", {"sequence_parallel": True})],
-    ids=["llama", "gpt2", "tokens"],
+    ("kind", "tp", "keys"),
+    [
+        ("llama", 2, {}),
+        ("gpt2", 2, {"tp_overlap_comm": True}),
+        ("llama", 2, {"sequence_parallel": True}),
+        ("few", 3, {}),
+    ],
+    ids=["llama", "gpt2", "tokens", "few"],
 )
-def test_one_graph(kind: str, keys: dict[str, Any]) -> None:
-    for off in run_ranks(2, compiled, kind, keys):
+def test_one_graph(kind: str, tp: int, keys: dict[str, Any]) -> None:
+    for off in run_ranks(tp, compiled, kind, tp, keys):
         assert max(map(abs, off.values())) < 1e-6, off

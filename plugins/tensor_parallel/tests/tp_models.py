@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 BATCH, LENGTH, VOCABULARY = 2, 8, 66
 ADAM = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
+FEW = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 4}
+"""Of three ranks the second has queries of both key heads, of one more than of the other."""
 FAMILIES = ("llama", "gpt2", "bloom", "qwen2", "phi3", "mixtral", "deepseek_v2")
 """Grouped queries, fused and tied weights, alibi, biases, fused and unequal matrices, experts, latent attention."""
 
@@ -50,10 +52,21 @@ def hugging_face(kind: str, **more: Any) -> Any:
         experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12}
         rest = {"num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 6}
         config = hf.DeepseekV2Config(**llama | latent | experts | rest | {"topk_method": "greedy"} | more)
+    elif kind == "qwen3":
+        config = hf.Qwen3Config(**llama | FEW | more)
+    elif kind == "t5":
+        sizes = {"d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 6, "dropout_rate": 0.0}
+        config = hf.T5Config(**common | sizes | {"decoder_start_token_id": 0, "tie_word_embeddings": True} | more)
+    elif kind == "mpt":
+        sizes = {"d_model": 24, "n_heads": 6, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 16}
+        config = hf.MptConfig(**common | sizes | more)
+    elif kind == "few":
+        config = hf.LlamaConfig(**llama | FEW | more)
     else:
         config = hf.LlamaConfig(**llama | grouped | more)
     config._experts_implementation = "eager"  # the library's fast kernel takes no fp64
-    model: Any = hf.AutoModelForCausalLM.from_config(config).double().train()
+    auto: Any = hf.AutoModelForSeq2SeqLM if kind == "t5" else hf.AutoModelForCausalLM
+    model: Any = auto.from_config(config).double().train()
     for name, param in model.named_parameters():
         if param.dim() == 1:
             param.data.add_(torch.randn_like(param) * 0.1)  # zeros and ones would hide mistakes
