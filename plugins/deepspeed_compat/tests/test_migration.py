@@ -51,7 +51,8 @@ def test_each_key_is_told_and_the_new_config_is_clean() -> None:
     assert {p.path for p in found.renamed} == {
         *("bfloat16", "fp16.clip", f"{zero}.cpu_offload", f"{zero}.allgather_size"),
     }
-    assert {p.path for p in found.idle} == {"fp16.hysteresis", f"{zero}.round_robin_gradients"}
+    idle = {"fp16.hysteresis", f"{zero}.round_robin_gradients", f"{zero}.offload_param.nvme_path"}
+    assert {p.path for p in found.idle} == idle
     assert [p.path for p in found.remarks] == [zero]  # a key of stage 3
     lost = {p.path: p.fix for p in found.lost}
     assert set(lost) == {"optimizer.type", f"{zero}.offload_param.device", "hybrid_engine", "amp", "trian_batch_size"}

@@ -23,7 +23,7 @@ def ds_config() -> type[Section]:
 
 
 def ds_state_stores() -> Mapping[str, StateStoreEntry]:
-    return dict.fromkeys(("nvme", "disk"), StateStoreEntry(f"{__name__}:DiskStore"))
+    return {"disk": StateStoreEntry(f"{__name__}:DiskStore")}
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:

@@ -1,0 +1,229 @@
+// Worker threads that keep `depth` blocks under way each, whatever brings them to the kernel.
+#include "engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <stdexcept>
+
+namespace ds {
+
+// -- transfers ----------------------------------------------------------------------------------------------------------------
+
+void Transfer::fail(Failure kind, int error, int64_t where) {
+    std::lock_guard<std::mutex> held(mutex);
+    if (failure != Failure::none) return;
+    failure = kind;
+    number = error;
+    at = where;
+}
+
+bool Transfer::failed() {
+    std::lock_guard<std::mutex> held(mutex);
+    return failure != Failure::none;
+}
+
+void Transfer::finish_block() {
+    std::lock_guard<std::mutex> held(mutex);
+    if (--left == 0) over.notify_all();
+}
+
+bool Transfer::wait(double seconds) {
+    std::unique_lock<std::mutex> held(mutex);
+    return over.wait_for(held, std::chrono::duration<double>(seconds), [&] { return left == 0; });
+}
+
+// -- checksums ----------------------------------------------------------------------------------------------------------------
+
+// Eight lanes of xor, multiplication by an odd number and rotation. Each step is invertible in the word and in the lane, so
+// that a change within one word of a lane always changes the sum; others go unseen once in 2^64.
+uint64_t checksum(const char* data, int64_t size) {
+    constexpr uint64_t P = 0x9E3779B97F4A7C15u, Q = 0xC2B2AE3D27D4EB4Fu;
+    uint64_t lane[8];
+    for (int i = 0; i < 8; i++) lane[i] = P * (uint64_t)(i + 1);
+    int64_t at = 0;
+    for (; at + 64 <= size; at += 64) {
+        uint64_t word[8];
+        std::memcpy(word, data + at, 64);
+        for (int i = 0; i < 8; i++) {
+            const uint64_t mixed = (lane[i] ^ word[i]) * P;
+            lane[i] = (mixed << 29) | (mixed >> 35);
+        }
+    }
+    uint64_t sum = (uint64_t)size;
+    auto fold = [&sum](uint64_t value) {
+        sum = (sum ^ value) * Q;
+        sum ^= sum >> 32;
+    };
+    for (uint64_t value : lane) fold(value);
+    for (; at < size; at++) fold((unsigned char)data[at]);
+    return sum;
+}
+
+// -- engine -------------------------------------------------------------------------------------------------------------------
+
+Engine::Engine(std::string kind, int64_t block, int depth, int threads, bool single, bool overlap)
+    : kind_(std::move(kind)), block_(block), depth_(kind_ == "threads" ? 1 : depth), single_(single), overlap_(overlap),
+      process_((int)getpid()) {
+    if (block < ALIGNMENT || block % ALIGNMENT) throw std::invalid_argument("block_size must be a multiple of 4096");
+    const int workers = kind_ == "threads" ? std::max(threads, std::min(depth, 16)) : threads;
+    sigset_t all, before;  // signals are for Python's threads
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    std::string problem;
+    for (int i = 0; i < workers && problem.empty(); i++) {
+        std::promise<std::string> said;
+        auto answer = said.get_future();
+        threads_.emplace_back([this, said = std::move(said)]() mutable {
+            std::unique_ptr<Backend> backend;
+            try {
+                backend = make();
+            } catch (const std::exception& error) {
+                said.set_value(error.what());
+                return;
+            }
+            said.set_value("");
+            work(backend);
+        });
+        problem = answer.get();
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (!problem.empty()) {
+        close();
+        throw std::runtime_error(problem);
+    }
+}
+
+Engine::~Engine() { close(); }
+
+std::unique_ptr<Backend> Engine::make() const {
+    if (kind_ == "io_uring") return make_uring((unsigned)depth_);
+    if (kind_ == "kernel aio") return make_kernel_aio((unsigned)depth_);
+    if (kind_ == "threads") return make_plain();
+    throw std::invalid_argument("no engine is called " + kind_);
+}
+
+void Engine::close() {
+    if ((int)getpid() != process_) {  // a fork has none of the threads
+        for (auto& thread : threads_) thread.detach();
+        threads_.clear();
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> held(mutex_);
+        closing_ = true;
+    }
+    more_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    threads_.clear();
+}
+
+void Engine::start(const std::shared_ptr<Transfer>& transfer) {
+    if ((int)getpid() != process_) throw std::runtime_error("a forked process cannot use its parent's engine");
+    transfer->block = block_;
+    const int64_t blocks = transfer->blocks();
+    transfer->left = blocks;
+    {
+        std::lock_guard<std::mutex> held(mutex_);
+        if (closing_) throw std::runtime_error("the engine is closed");
+        for (int64_t i = 0; i < blocks; i++) parts_.push_back({transfer, i});
+    }
+    if (blocks > 1)
+        more_.notify_all();
+    else
+        more_.notify_one();
+}
+
+bool Engine::take(Part& part, bool wait) {
+    std::unique_lock<std::mutex> held(mutex_);
+    if (wait) more_.wait(held, [&] { return closing_ || !parts_.empty(); });
+    if (parts_.empty()) return false;
+    part = std::move(parts_.front());
+    parts_.pop_front();
+    return true;
+}
+
+bool Engine::begin(Block& block, const Part& part) {
+    auto& transfer = *part.transfer;
+    if (transfer.failed()) {
+        transfer.finish_block();
+        return false;
+    }
+    block = {part.transfer, part.index * block_, std::min(block_, transfer.size - part.index * block_), 0, true};
+    if (transfer.write && !transfer.sums.empty())
+        transfer.sums[(size_t)part.index] = checksum(block.memory(), block.size);
+    return true;
+}
+
+bool Engine::advance(const Event& event) {
+    Block& block = *event.block;
+    Transfer& transfer = *block.transfer;
+    if (event.result == -EINTR || event.result == -EAGAIN) return false;
+    if (event.result < 0) {
+        transfer.fail(Failure::error, (int)-event.result, block.offset());
+        return true;
+    }
+    const int64_t before = block.done;
+    block.done += event.result;
+    if (block.done < block.size) {
+        if (transfer.direct) block.done -= block.done % ALIGNMENT;  // direct I/O goes on at a multiple
+        if (block.done > before) return false;
+        transfer.fail(Failure::ended, 0, block.offset());
+        return true;
+    }
+    if (!transfer.write && !transfer.sums.empty()) {
+        const char* data = transfer.memory + block.begin;
+        if (checksum(data, block.size) != transfer.sums[(size_t)(block.begin / block_)])
+            transfer.fail(Failure::changed, 0, transfer.offset + block.begin);
+    }
+    return true;
+}
+
+void Engine::work(std::unique_ptr<Backend>& backend) {
+    std::vector<Block> blocks((size_t)depth_);
+    std::vector<Event> events;
+    int under_way = 0;
+    for (;;) {
+        while (under_way < depth_ && (overlap_ || under_way == 0 || !backend)) {
+            bool filled = false;
+            // Without overlap a whole batch is handed over, and the next one when all of it is done.
+            for (auto& block : blocks) {
+                if (block.used) continue;
+                Part part;
+                if (!take(part, under_way == 0)) {
+                    if (under_way == 0) return;  // closed, and nothing is left
+                    break;
+                }
+                if (!begin(block, part)) continue;
+                backend->add(&block);
+                under_way++;
+                filled = true;
+                if (single_) backend->submit(0, events);
+            }
+            if (!filled || !overlap_ || under_way == depth_) break;
+        }
+        if (under_way == 0) continue;
+        if (events.empty()) backend->submit(overlap_ ? 1 : under_way, events);
+        std::vector<Event> again;
+        for (const Event& event : events) {
+            if (!advance(event)) {
+                again.push_back(event);
+                continue;
+            }
+            auto transfer = std::move(event.block->transfer);
+            event.block->used = false;
+            under_way--;
+            transfer->finish_block();
+        }
+        events.clear();
+        for (const Event& event : again) backend->add(event.block);
+    }
+}
+
+}  // namespace ds

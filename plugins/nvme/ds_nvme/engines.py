@@ -1,0 +1,171 @@
+"""Who moves bytes between memory and files: the contract of engines, and the one in Python (torch-free).
+
+A transfer is one read or write of a range of a file. It is cut into blocks of ``block_size``; at most ``queue_depth``
+of them are under way at a time. What the operating system moved only in part is continued.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from ds_nvme.files import ALIGNMENT, DiskError, Opened, disk_error
+
+__all__ = ["Engine", "Settings", "ThreadsEngine", "Transfer"]
+
+log = logging.getLogger("ds_nvme")
+
+SLOW = 10.0
+"""Seconds after which a log line says that a transfer is still under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How an engine works; the keys of the section ``aio``."""
+
+    block_size: int = 1 << 20
+    queue_depth: int = 8
+    threads: int = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+
+
+class Transfer(ABC):
+    """A read or write that is under way. The memory must stay where it is until `wait` has returned or raised."""
+
+    def __init__(self, file: Opened, *, write: bool, offset: int, nbytes: int) -> None:
+        self.file, self.write, self.offset, self.nbytes = file, write, offset, nbytes
+        self._over = False
+        self._error: DiskError | None = None
+
+    @property
+    def doing(self) -> str:
+        """For messages."""
+        return "write" if self.write else "read"
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @abstractmethod
+    def _wait(self, seconds: float) -> bool:
+        """Wait at most so long; whether it is done."""
+
+    @abstractmethod
+    def _result(self) -> None:
+        """Raise DiskError if it has failed."""
+
+    def wait(self) -> None:
+        """Wait until it is done; says so in the log when that takes long. Raises DiskError, each time it is called."""
+        waited = 0.0
+        while not self._over and not self._wait(SLOW):
+            waited += SLOW
+            log.warning(
+                "the %s of %s (%d bytes) has been under way for %.0f s: the disk is slow, or does not answer",
+                *(self.doing, self.file.path, self.nbytes, waited),
+            )
+        if not self._over:
+            self._over = True
+            try:
+                self._result()
+            except DiskError as error:
+                self._error = error
+            self.file.close()
+        if self._error is not None:
+            raise self._error
+
+
+class Engine(ABC):
+    """name: which one it is. settings: see `Settings`."""
+
+    name: str
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def start(self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int) -> Transfer:
+        """Start to move `nbytes` between memory at `address` and `file`, which is closed in the end.
+
+        Of a file that is open for direct I/O, all three numbers are multiples of ALIGNMENT.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way, and end the threads. May be called again."""
+
+
+class ThreadsEngine(Engine):
+    """``threads`` in Python: pread and pwrite in a pool of threads."""
+
+    name = "python threads"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        workers = max(settings.threads, min(settings.queue_depth, 16))
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="ds_nvme")
+
+    def start(self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int) -> Transfer:
+        """See `Engine`."""
+        step = self.settings.block_size
+        blocks = [
+            self._pool.submit(_move, file, write, offset + begin, address + begin, min(step, nbytes - begin))
+            for begin in range(0, nbytes, step)
+        ]
+        return _Futures(file, blocks, write=write, offset=offset, nbytes=nbytes)
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._pool.shutdown()
+
+
+class _Futures(Transfer):
+    def __init__(self, file: Opened, blocks: list[Future[None]], *, write: bool, offset: int, nbytes: int) -> None:
+        super().__init__(file, write=write, offset=offset, nbytes=nbytes)
+        self._blocks = blocks
+
+    def done(self) -> bool:
+        return all(b.done() for b in self._blocks)
+
+    def _wait(self, seconds: float) -> bool:
+        return not wait(self._blocks, timeout=seconds).not_done
+
+    def _result(self) -> None:
+        for block in self._blocks:
+            block.result()
+
+
+def _move(file: Opened, write: bool, offset: int, address: int, nbytes: int) -> None:
+    """Move one block."""
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    call = os.pwritev if write else os.preadv
+    done = 0
+    while done < nbytes:
+        try:
+            moved = call(file.descriptor, [memory[done:]], offset + done)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            raise disk_error("write" if write else "read", file.path, error.errno or 0, f"at {offset + done}") from None
+        done += moved
+        if file.direct and done < nbytes and moved > 0:
+            done -= done % ALIGNMENT  # direct I/O goes on at a multiple
+            moved = done and moved
+        if moved == 0:
+            raise ended(file.path, write, offset + done)
+
+
+def ended(path: str, write: bool, offset: int) -> DiskError:
+    """A transfer that makes no progress."""
+    if write:
+        return disk_error("write", path, errno.ENOSPC, f"at {offset}")
+    return DiskError(
+        f"cannot read {path} at {offset}: the file ends there, and more was written to it; something else has "
+        "shortened it",
+        path,
+    )

@@ -1,0 +1,51 @@
+"""The store ``nvme``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from ds_nvme import NvmeStore
+from ds_testing import PluginConformance, StateStoreConformance
+
+from ds_core.accelerator import get_accelerator
+
+
+class TestStore(StateStoreConformance):
+    def make_store(self, ctx: Any, tmp_path: Path) -> NvmeStore:
+        return NvmeStore(ctx, {"nvme_path": str(tmp_path)})
+
+
+class TestPlugin(PluginConformance):
+    entry_point = "ds_nvme.plugin"
+
+
+def open_store(path: Path, **options: Any) -> NvmeStore:
+    return NvmeStore(SimpleNamespace(accelerator=get_accelerator()), {"nvme_path": str(path), **options})
+
+
+def test_a_tensor_that_is_fetched_while_it_is_written_is_not_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    tensor = store.copy_in(torch.arange(10_000.0))
+    view = tensor[5:7]
+    for _ in range(3):
+        store.evict([tensor])
+        store.fetch([tensor])
+        store.evict([torch.zeros(5)])
+        store.wait([tensor])
+        assert torch.equal(tensor, torch.arange(10_000.0))
+    assert store.moved.read == 0
+    store.evict([tensor])
+    store.flush()
+    written = store.moved.written
+    store.fetch([tensor])
+    store.evict([tensor])  # fetched, and never waited for
+    store.fetch([tensor])
+    store.wait([tensor])
+    store.evict([tensor], changed=False)
+    assert store.read(view).tolist() == [5, 6]
+    assert (store.moved.written, store.moved.read) == (written, 3 * 40_960)
+    store.close()
+    assert not list(tmp_path.rglob("*.bin"))
