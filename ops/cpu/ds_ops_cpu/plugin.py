@@ -8,7 +8,10 @@ from ds_core.entries import CollectivesEntry, KernelEntry
 
 __all__ = ["ds_collectives", "ds_kernels"]
 
-OPS = ("accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd", "squared_norm")
+OPS = (
+    *("accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum"),
+    *("sgd", "squared_norm"),
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 

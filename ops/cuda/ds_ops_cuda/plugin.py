@@ -8,7 +8,10 @@ from ds_core.entries import KernelEntry
 
 __all__ = ["ds_kernels"]
 
-OPS = ("accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd", "squared_norm")
+OPS = (
+    *("accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum"),
+    *("sgd", "squared_norm"),
+)
 FUSED = ("bias_dropout_add", "bias_gelu", "layer_norm", "softmax_dropout")
 DTYPES = ("float32", "bfloat16", "float16")
 

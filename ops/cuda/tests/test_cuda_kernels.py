@@ -220,3 +220,20 @@ def test_quantisation_has_the_bits_of_the_reference(bits: int, symmetric: bool, 
             back = kernels.dequantize(*mine, **options), references.dequantize(*theirs, **options)
             torch.testing.assert_close(*back, rtol=0, atol=0, equal_nan=True)
     assert set(device) == {"quantize", "dequantize"}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_quantised_rows_have_the_bits_of_the_reference(bits: int, device: list[str]) -> None:
+    torch.manual_seed(bits)
+    for rows, n, group in ((1, 7, 4), (3, 1000, 64), (2, 1001, 6), (5, 5000, 2050), (0, 9, 2), (3, 0, 4)):
+        parts = [references.quantize(torch.randn(n), bits=bits, group=group, symmetric=True) for _ in range(rows + 1)]
+        q, scales = (torch.stack([p[i] for p in parts])[1:] for i in (0, 1))
+        if n == 1001:
+            scales[1, 3] = torch.nan
+        how = {"bits": bits, "group": group, "numel": n}
+        mine, theirs = kernels.requantize_sum(q, scales, **how), references.requantize_sum(q, scales, **how)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        for dtype in (F32, BF16, F16):
+            sums = [f.dequantize_sum(q, scales, **how, dtype=dtype) for f in (kernels, references)]
+            torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
+    assert set(device) == {"dequantize_sum"}

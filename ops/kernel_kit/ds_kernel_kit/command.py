@@ -211,6 +211,8 @@ def _timed_calls(n: int) -> dict[str, Callable[[Any], Any]]:
         "accumulate": lambda f: f([p], [half]),
         "quantize": lambda f: f(g, **how, symmetric=True),
         "dequantize": lambda f: f(q, scales, lows, **how, numel=n, dtype=torch.float32),
+        "dequantize_sum": lambda f: f(q[None], scales[None], **how, numel=n, dtype=torch.float32),
+        "requantize_sum": lambda f: f(q[None], scales[None], **how, numel=n),
     }
     for op, spec in STEPS.items():
         lists = [[t] for t in (p, g, m, v)[: len(spec.tensors)]]

@@ -7,6 +7,7 @@ one call; several calls with different factors, as for several parameter groups.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -230,7 +231,9 @@ def _accumulations(function: Function, device: str, dtypes: tuple[str, ...]) -> 
 
 def _quantisations(function: Function, device: str, dtypes: tuple[str, ...]) -> Cases:
     def same(x: Tensor, bits: int, group: int, symmetric: bool) -> None:
-        mine = function(x, bits=bits, group=group, symmetric=symmetric)
+        room = references.quantize(torch.zeros(x.numel(), device=device), bits=bits, group=group, symmetric=symmetric)
+        mine = function(x, bits=bits, group=group, symmetric=symmetric, out=room if x.numel() % 2 else None)
+        assert not x.numel() % 2 or mine[0] is room[0], "`out` is not what is returned"
         theirs = references.quantize(x, bits=bits, group=group, symmetric=symmetric)
         for a, b in zip(mine, theirs, strict=True):
             assert (a is None) == (b is None)
@@ -262,7 +265,9 @@ def _dequantisations(function: Function, device: str, dtypes: tuple[str, ...]) -
     def same(x: Tensor, bits: int, group: int, symmetric: bool) -> None:
         q, scales, lows = references.quantize(x, bits=bits, group=group, symmetric=symmetric)
         how: dict[str, Any] = {"bits": bits, "group": group, "numel": x.numel(), "dtype": x.dtype}
-        mine, theirs = function(q, scales, lows, **how), references.dequantize(q, scales, lows, **how)
+        room = torch.full((x.numel(),), 3.0, dtype=x.dtype, device=device) if x.numel() % 2 else None
+        mine, theirs = function(q, scales, lows, **how, out=room), references.dequantize(q, scales, lows, **how)
+        assert room is None or mine.data_ptr() == room.data_ptr(), "`out` is not what is returned"
         assert mine.dtype == theirs.dtype
         _close("values", [[mine]], [[theirs]], 0.0)
 
@@ -271,12 +276,62 @@ def _dequantisations(function: Function, device: str, dtypes: tuple[str, ...]) -
             yield what, lambda a=(x, bits, group, symmetric): same(*a)  # type: ignore[misc]
 
 
+def _sums(function: Function, device: str, dtypes: tuple[str, ...]) -> Cases:
+    """Of 0 to 5 rows with gaps between them."""
+
+    def same(rows: int, n: int, bits: int, group: int, into: torch.dtype | None) -> None:
+        q, scales = _rows(rows, n, bits, group, device)
+        how: dict[str, Any] = {"bits": bits, "group": group, "numel": n}
+        reference: Function = references.requantize_sum
+        if into is not None:
+            how["dtype"], reference = into, references.dequantize_sum
+        mine, theirs = function(q, scales, **how), reference(q, scales, **how)
+        for a, b in zip(*([mine], [theirs]) if into is not None else (mine[:2], theirs[:2]), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        room = tuple(None if t is None else torch.full_like(t, 3) for t in ([mine] if into is not None else mine))
+        filled = function(q, scales, **how, out=room[0] if into is not None else room)
+        for a, b in zip([filled] if into is not None else filled[:2], room[:2], strict=True):
+            assert b is not None and a.data_ptr() == b.data_ptr(), "`out` is not what is returned"
+        for a, b in zip(room, [mine] if into is not None else mine, strict=True):
+            assert a is None or torch.equal(a.nan_to_num(), b.nan_to_num()), "`out` has other values"
+
+    kinds = [k for k in (F32, BF16, F16) if not dtypes or str(k).removeprefix("torch.") in dtypes]
+    summed = "dtype" in inspect.signature(function).parameters
+    for into in kinds if summed else [None]:
+        for bits in (8, 4):
+            for i, n in enumerate(SIZES):
+                what = f"{i % 6} rows of {n} elements, {bits} bits, {into}"
+                group = (64, 2, 2048, 6)[i % 4]
+                yield what, lambda a=(i % 6, n, bits, group, into): same(*a)  # type: ignore[misc]
+
+
+def _rows(rows: int, n: int, bits: int, group: int, device: str) -> tuple[Tensor, Tensor]:
+    """Quantised tensors as rows of one buffer; one group is without steps."""
+    made = []
+    for row in range(rows):
+        x = tensor(n, F32, device, "contiguous", 11 * row + n).mul_(1.25**row)
+        if row == 2:
+            x[n // 2 :] = math.inf
+        made.append(references.quantize(x, bits=bits, group=group, symmetric=True))
+    if not made:
+        made = [references.quantize(tensor(n, F32, device, "contiguous", 0), bits=bits, group=group, symmetric=True)]
+    parts = []
+    for part in (torch.stack([q for q, _, _ in made]), torch.stack([s for _, s, _ in made])):
+        gaps = torch.zeros(len(part), part.shape[1] + 5, dtype=part.dtype, device=device)
+        gaps[:, : part.shape[1]] = part
+        parts.append(gaps[:rows, : part.shape[1]])
+    return parts[0], parts[1]
+
+
 CHECKS: dict[str, Comparisons] = {
     **{op: _steps(spec) for op, spec in STEPS.items()},
     "squared_norm": _norms,
     "accumulate": _accumulations,
     "quantize": _quantisations,
     "dequantize": _dequantisations,
+    "dequantize_sum": _sums,
+    "requantize_sum": _sums,
 }
 """Per operation of the core: given a provider's function, device and dtypes (empty: any), comparisons and their names.
 A comparison raises AssertionError. A plugin's own operations bring theirs as `KernelEntry.check`."""

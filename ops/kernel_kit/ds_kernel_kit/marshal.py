@@ -23,10 +23,12 @@ __all__ = [
     "Row",
     "Tensors",
     "compiled_steps",
-    "empty_quantized",
     "in_one_order",
     "pairs_by_kind",
     "quantized_parts",
+    "quantized_rows",
+    "room_for_quantized",
+    "room_for_values",
     "sizes_differ",
     "sorted_out",
 ]
@@ -113,12 +115,53 @@ def _alike(row: Row) -> bool:
 # -- quantisation ------------------------------------------------------------------------------------------------------
 
 
-def empty_quantized(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Room for what `references.quantize` makes of `x`: q, scales and lows, on its device."""
-    n = x.numel()
-    q = torch.empty(_length(n, bits), dtype=_dtype(bits, symmetric), device=x.device)
-    scales = torch.empty((n + group - 1) // group, device=x.device)
-    return q, scales, None if symmetric else torch.empty_like(scales)
+def room_for_quantized(
+    numel: int, device: torch.device, *, bits: int, group: int, symmetric: bool, out: references.Quantized | None
+) -> references.Quantized:
+    """Room for what `references.quantize` makes of `numel` elements: q, scales and lows; `out`, if it is given.
+
+    KernelError when `out` is not of the sizes, dtypes and device that are needed, or has gaps.
+    """
+    if out is None:
+        q = torch.empty(_length(numel, bits), dtype=_dtype(bits, symmetric), device=device)
+        scales = torch.empty((numel + group - 1) // group, device=device)
+        return q, scales, None if symmetric else torch.empty_like(scales)
+    if symmetric != (out[2] is None):
+        raise KernelError("room for lows is needed exactly where quantisation is not symmetric")
+    given, alike = quantized_parts(*out, bits=bits, group=group, numel=numel)
+    if not alike or any(t.device != device or not t.is_contiguous() for t in given):
+        raise KernelError(
+            f"room for values of {bits} bits must be contiguous, on {device}, and of dtypes {_dtype(bits, symmetric)} "
+            f"and torch.float32; given are {[(t.dtype, str(t.device), t.is_contiguous()) for t in given]}"
+        )
+    return out
+
+
+def room_for_values(numel: int, dtype: torch.dtype, device: torch.device, out: Tensor | None) -> Tensor:
+    """Room for what `references.dequantize` makes; `out`, if it is given. KernelError when that does not fit."""
+    if out is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    if out.numel() != numel or out.dtype != dtype or out.device != device or not out.is_contiguous():
+        raise KernelError(
+            f"room for {numel} values of {dtype} on {device} must be contiguous; given are {out.numel()} of "
+            f"{out.dtype} on {out.device}"
+        )
+    return out.view(-1)
+
+
+def quantized_rows(q: Tensor, scales: Tensor, *, bits: int, group: int, numel: int) -> bool:
+    """Whether rows of q and scales have the dtypes that `references.quantize` gives, each contiguous.
+
+    KernelError when their sizes are not those of `numel` elements.
+    """
+    groups, size = (numel + group - 1) // group, _length(numel, bits)
+    if q.dim() != 2 or scales.dim() != 2 or (*q.shape, *scales.shape) != (len(q), size, len(q), groups):
+        raise KernelError(
+            f"{numel} elements in groups of {group} at {bits} bits are rows of {size} in q and of {groups} in scales; "
+            f"given are {tuple(q.shape)} and {tuple(scales.shape)}"
+        )
+    alike = q.dtype == _dtype(bits, True) and scales.dtype == torch.float32
+    return alike and all(t.shape[1] < 2 or t.stride(1) == 1 for t in (q, scales))
 
 
 def quantized_parts(

@@ -8,7 +8,10 @@ from ds_core.entries import CommandEntry, KernelEntry
 
 __all__ = ["ds_commands", "ds_kernels"]
 
-OPS = ("accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd")
+OPS = (
+    *("accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum"),
+    "sgd",
+)
 
 
 def ds_kernels() -> Iterable[KernelEntry]:

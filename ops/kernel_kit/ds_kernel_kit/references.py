@@ -16,9 +16,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate", "adagrad", "adam", "dequantize", "lamb", "lion", "quantize", "sgd"]
+__all__ = [
+    "accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum",
+    "sgd",
+]  # fmt: skip
 
 Tensors = Sequence[Tensor]
+Quantized = tuple[Tensor, Tensor, Tensor | None]
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -208,15 +212,22 @@ def accumulate(into: Tensors, added: Tensors, *, scale: float = 1.0) -> None:
         total.add_(more, alpha=scale)
 
 
-def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool, out: Quantized | None = None) -> Quantized:
     """The elements of `x` in whole numbers, `group` of them (in order; the last group may be shorter) to a scale.
 
     Returns q, scales and lows (fp32, one per group; lows None when symmetric). symmetric: q in ±(2^(bits-1) - 1) and
     x ≈ q * scale; else q in 0 .. 2^bits - 1 and x ≈ q * scale + low. bits 8: q has one element for each of x, int8 or
     uint8. bits 4: uint8, two to a byte, the first in the low half; `group` must be even. A group that is all one value
-    (symmetric: all zero), or whose range is not finite, is all zeros.
+    (symmetric: all zero), or whose range is not finite, is all zeros; what is not finite shows in its scale.
+    out: contiguous tensors that are filled and returned.
     """
     check_quantize(bits, group)
+    if out is not None:
+        made = quantize(x, bits=bits, group=group, symmetric=symmetric)
+        for place, part in zip(out, made, strict=True):
+            if place is not None and part is not None:
+                place.copy_(part)
+        return out
     flat = x.detach().reshape(-1).float()
     n = flat.numel()
     groups = (n + group - 1) // group
@@ -242,16 +253,58 @@ def quantize(x: Tensor, *, bits: int, group: int, symmetric: bool) -> tuple[Tens
 
 
 def dequantize(
-    q: Tensor, scales: Tensor, lows: Tensor | None, *, bits: int, group: int, numel: int, dtype: torch.dtype
+    q: Tensor,
+    scales: Tensor,
+    lows: Tensor | None,
+    *,
+    bits: int,
+    group: int,
+    numel: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """What `quantize` was given, but for rounding: a flat tensor of `numel` elements. lows: None when symmetric."""
+    """What `quantize` was given, but for rounding: a flat tensor of `numel` elements. lows: None when symmetric.
+
+    out: a contiguous tensor of `dtype` that is filled and returned.
+    """
     check_quantize(bits, group)
+    if out is not None:
+        return out.view(-1).copy_(dequantize(q, scales, lows, bits=bits, group=group, numel=numel, dtype=dtype))
     if bits == 4:
         q = torch.stack([q & 15, q >> 4], 1).view(-1)[:numel]
         q = (q.to(torch.int16) ^ 8) - 8 if lows is None else q
     which = torch.arange(numel, device=q.device) // group
     x = q.float() * scales[which]
     return (x if lows is None else x + lows[which]).to(dtype)
+
+
+def dequantize_sum(
+    q: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group: int,
+    numel: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The sum of what rows of symmetrically quantised values stand for, in order, in fp32, and rounded once.
+
+    q, scales: each row what `quantize` gives of `numel` elements; rows are contiguous. out: as for `dequantize`.
+    """
+    check_quantize(bits, group)
+    total = torch.zeros(numel, device=q.device)
+    for row, steps in zip(q, scales, strict=True):
+        total += dequantize(row, steps, None, bits=bits, group=group, numel=numel, dtype=torch.float32)
+    return total.to(dtype) if out is None else out.view(-1).copy_(total)
+
+
+def requantize_sum(
+    q: Tensor, scales: Tensor, *, bits: int, group: int, numel: int, out: Quantized | None = None
+) -> Quantized:
+    """`quantize`, in the same way, of the `dequantize_sum` in fp32."""
+    total = dequantize_sum(q, scales, bits=bits, group=group, numel=numel, dtype=torch.float32)
+    return quantize(total, bits=bits, group=group, symmetric=True, out=out)
 
 
 def check_quantize(bits: int, group: int) -> None:

@@ -71,6 +71,14 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
             t if i or t is None else t.clamp(max=100) for i, t in enumerate(references.quantize(x, **how))
         ),
     ),
+    "a sum of the first row": (
+        "dequantize_sum",
+        lambda q, s, **how: references.dequantize_sum(q[:1], s[:1], **how),
+    ),
+    "a sum quantised in other groups": (
+        "requantize_sum",
+        lambda q, s, **how: tuple(t if i != 1 else t * 2 for i, t in enumerate(references.requantize_sum(q, s, **how))),
+    ),
     "dequantisation without lows": (
         "dequantize",
         lambda q, s, lows, **how: references.dequantize(q, s, None if lows is None else lows * 0, **how),

@@ -393,6 +393,61 @@ void quantize(const void* x, int type, long n, int bits, bool symmetric, void* o
     }
 }
 
+// W values from `i` on, a multiple of W.
+template <int BITS>
+inline F values(const uint8_t* q, long i) {
+#if defined(DS_AVX512) || defined(DS_AVX2)
+    __m128i x;
+    if (BITS == 8) {
+        x = W == 16 ? _mm_loadu_si128((const __m128i*)(q + i)) : _mm_loadl_epi64((const __m128i*)(q + i));
+    } else {  // of each byte the low half comes first; 8 and above stand for what is 16 less
+        uint64_t pairs = 0;
+        memcpy(&pairs, q + i / 2, W / 2);
+        const __m128i b = _mm_set_epi64x(0, (long long)pairs), half = _mm_set1_epi8(15), sign = _mm_set1_epi8(8);
+        x = _mm_unpacklo_epi8(_mm_and_si128(b, half), _mm_and_si128(_mm_srli_epi16(b, 4), half));
+        x = _mm_sub_epi8(_mm_xor_si128(x, sign), sign);
+    }
+#if defined(DS_AVX512)
+    return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+#else
+    return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
+#endif
+#else
+    F out;
+    for (int j = 0; j < W; j++) {
+        const int half = (q[(i + j) / 2] >> (j % 2 * 4)) & 15;
+        out[j] = (float)(BITS == 8 ? (int)(int8_t)q[i + j] : (half ^ 8) - 8);
+    }
+    return out;
+#endif
+}
+
+template <int BITS>
+inline void add_values(const uint8_t* q, float scale, bool first, float* into, long n) {
+    const F s = set(scale);
+    long i = 0;
+    if (first) {
+        for (; i + W <= n; i += W) store(into + i, values<BITS>(q, i) * s);
+    } else {
+        for (; i + W <= n; i += W) store(into + i, load(into + i) + values<BITS>(q, i) * s);
+    }
+    if (i == n) return;
+    uint8_t some[W] = {};
+    memcpy(some, q + i * BITS / 8, (size_t)((n - i) * BITS + 7) / 8);
+    const F x = values<BITS>(some, 0) * s;
+    put_some<F32>(into + i, first ? x : get_some<F32>(into + i, n - i) + x, n - i);
+}
+
+void add_quantized(const void* q, int bits, float scale, bool first, float* into, long n) {
+    if (bits == 8) add_values<8>((const uint8_t*)q, scale, first, into, n);
+    else add_values<4>((const uint8_t*)q, scale, first, into, n);
+}
+
+void narrow_all(void* to, const float* from, int type, long n) {
+    if (type == F32) memcpy(to, from, (size_t)n * 4);
+    else narrow(to, from, type, n);
+}
+
 void dequantize(const void* from, int bits, float scale, const float* low, void* out, int type, long n) {
     alignas(64) float room[BLOCK];
     auto q = (const uint8_t*)from;
@@ -401,14 +456,14 @@ void dequantize(const void* from, int bits, float scale, const float* low, void*
     for (long start = 0; start < n; start += BLOCK) {
         const long m = n - start < BLOCK ? n - start : BLOCK;
         float* y = type == F32 ? (float*)out + start : room;
-        if (bits == 8 && symmetric) {
-            for (long i = 0; i < m; i++) y[i] = (float)(int8_t)q[start + i] * scale;
+        if (symmetric) {
+            add_quantized(q + start * bits / 8, bits, scale, true, y, m);
         } else if (bits == 8) {
             for (long i = 0; i < m; i++) y[i] = (float)q[start + i] * scale + add;
         } else {
             for (long i = 0; i < m; i++) {
                 const int nibble = (q[(start + i) / 2] >> (i % 2 * 4)) & 15;
-                y[i] = (float)(symmetric ? (nibble ^ 8) - 8 : nibble) * scale + add;
+                y[i] = (float)nibble * scale + add;
             }
         }
         if (type != F32) narrow((char*)out + start * 2, y, type, m);
@@ -425,6 +480,7 @@ void finish() {
 
 extern const Table DS_ISA;
 const Table DS_ISA = {DS_NAME,    adam,         adagrad,    lion,     sgd,        lamb_moments,
-                      lamb_apply, squared_norm, accumulate, quantize, dequantize, finish};
+                      lamb_apply, squared_norm, accumulate, quantize, dequantize, add_quantized,
+                      narrow_all, finish};
 
 }  // namespace ds

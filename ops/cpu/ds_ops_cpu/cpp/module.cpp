@@ -354,6 +354,26 @@ void dequantize(int threads, long n, int type, uintptr_t out, long group, int bi
     });
 }
 
+// The sum of `rows` quantised tensors, group by group: as values of `type`, or quantised again where there are scales.
+void dequantize_sum(int threads, long n, long group, int bits, long rows, uintptr_t q, long q_step, uintptr_t scales,
+                    long scales_step, int type, uintptr_t out, uintptr_t out_scales) {
+    py::gil_scoped_release release;
+    groups_of(threads, n, group, [&](long i, long m) {
+        static thread_local std::vector<float> room;
+        const bool direct = !out_scales && type == ds::F32;
+        if (!direct && (long)room.size() < m) room.resize((size_t)m);
+        float* sum = direct ? (float*)out + i * group : room.data();
+        if (rows == 0) std::fill(sum, sum + m, 0.0f);
+        for (long row = 0; row < rows; row++)
+            chosen->add_quantized((char*)q + row * q_step + i * group * bits / 8, bits,
+                                  ((float*)(scales + (uintptr_t)(row * scales_step)))[i], row == 0, sum, m);
+        if (out_scales)
+            chosen->quantize(sum, ds::F32, m, bits, true, (char*)out + i * group * bits / 8, (float*)out_scales + i, nullptr);
+        else if (!direct)
+            chosen->narrow((char*)out + i * group * width(type), sum, type, m);
+    });
+}
+
 py::list instruction_sets() {
     py::list names;
     for (auto table : usable()) names.append(table->name);
@@ -393,6 +413,7 @@ PYBIND11_MODULE(_ds_ops_cpu, m) {
     m.def("squared_norm", &squared_norm);
     m.def("accumulate", &accumulate);
     m.def("quantize", &quantize);
+    m.def("dequantize_sum", &dequantize_sum);
     m.def("dequantize", &dequantize);
     m.def("instruction_sets", &instruction_sets, "Those this processor can run, best first.");
     m.def("use_instruction_set", &use_instruction_set, "For tests: choose one; returns the one before.");

@@ -70,6 +70,9 @@ struct Table {
     void (*accumulate)(float* into, const void* x, int type, float scale, long n);
     void (*quantize)(const void* x, int type, long n, int bits, bool symmetric, void* out, float* scale, float* low);
     void (*dequantize)(const void* q, int bits, float scale, const float* low, void* out, int type, long n);
+    // into = or += what symmetrically quantised values stand for.
+    void (*add_quantized)(const void* q, int bits, float scale, bool first, float* into, long n);
+    void (*narrow)(void* to, const float* from, int type, long n);  // fp32 is copied
     void (*finish)();  // makes streamed stores visible to other threads
 };
 

@@ -68,6 +68,7 @@ PYBIND11_MODULE(_ds_ops_cuda, m) {
   m.def("squared_norm", on_device(ds::squared_norm));
   m.def("quantize", on_device(ds::quantize));
   m.def("dequantize", on_device(ds::dequantize));
+  m.def("dequantize_sum", on_device(ds::dequantize_sum));
   m.def("bias_gelu_forward", on_device(ds::bias_gelu_forward));
   m.def("bias_gelu_backward", on_device(ds::bias_gelu_backward));
   m.def("bias_dropout_add_forward", on_device(ds::bias_dropout_add_forward));

@@ -43,6 +43,10 @@ void quantize(Address stream, int64_t numel, int type, Address x, int64_t group,
 void dequantize(Address stream, int64_t numel, int type, Address out, int64_t group, int bits, Address q,
                 Address scales, Address lows);
 
+// Rows of symmetrically quantised values, added up: as values of `type`, or quantised again where there are out_scales.
+void dequantize_sum(Address stream, int64_t numel, int64_t group, int bits, int64_t rows, Address q, int64_t q_step,
+                    Address scales, int64_t scales_step, int type, Address out, Address out_scales);
+
 // Rows of `cols` elements. weight_type: of weight and bias. sums: fp32 [chunks, values, cols], or [values, cols] that
 // starts as zeros where `atomic`.
 void bias_gelu_forward(Address stream, int64_t rows, int64_t cols, int type, int bias_type, bool tanh, Address x,

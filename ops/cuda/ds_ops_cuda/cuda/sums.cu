@@ -38,6 +38,32 @@ __global__ void __launch_bounds__(kThreads) total_kernel(const double* partials,
 
 // -- quantisation: a team of threads for each group ------------------------------------------------------------------
 
+// Writes group `row` of values value(i), begin <= i < end, whose range the whole team knows.
+template <int kTeam, class Value>
+__device__ void write_group(Value value, int64_t row, int64_t begin, int64_t end, float low, float high, int bits,
+                            bool symmetric, uint8_t* q, float* scales, float* lows) {
+  int most = symmetric ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
+  float scale = __fdiv_rn(symmetric ? Max()(-low, high) : high - low, static_cast<float>(most));
+  float least = symmetric ? -static_cast<float>(most) : 0.0f, base = symmetric ? 0.0f : low;
+  bool counts = scale > 0.0f && isfinite(scale);
+  if (team_rank<kTeam>() == 0) {
+    scales[row] = scale;
+    if (!symmetric) lows[row] = low;
+  }
+  auto whole = [&](int64_t i) {
+    if (!counts || i >= end) return 0;
+    float number = rintf(__fdiv_rn(value(i) - base, scale));
+    return static_cast<int>(fminf(fmaxf(number, least), static_cast<float>(most)));
+  };
+  if (bits == 8) {
+    for (int64_t i = begin + team_rank<kTeam>(); i < end; i += kTeam) q[i] = static_cast<uint8_t>(whole(i));
+  } else {  // groups are even, so each byte is of one group
+    for (int64_t i = begin + team_rank<kTeam>() * 2; i < end; i += kTeam * 2) {
+      q[i / 2] = static_cast<uint8_t>((whole(i) & 15) | (whole(i + 1) & 15) << 4);
+    }
+  }
+}
+
 template <int kTeam>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const void* x, int type, int64_t numel, int64_t group, int bits, bool symmetric, uint8_t* q,
@@ -56,26 +82,51 @@ __global__ void __launch_bounds__(kThreads)
   }
   low = -combine<kTeam>(-low, Max());
   high = combine<kTeam>(high, Max());
-  int most = symmetric ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
-  float scale = __fdiv_rn(symmetric ? Max()(-low, high) : high - low, static_cast<float>(most));
-  float least = symmetric ? -static_cast<float>(most) : 0.0f, base = symmetric ? 0.0f : low;
-  bool counts = scale > 0.0f && isfinite(scale);
-  if (team_rank<kTeam>() == 0) {
-    scales[row] = scale;
-    if (!symmetric) lows[row] = low;
-  }
-  auto whole = [&](int64_t i) {
-    if (!counts || i >= end) return 0;
-    float value = rintf(__fdiv_rn(load_one(x, type, i) - base, scale));
-    return static_cast<int>(fminf(fmaxf(value, least), static_cast<float>(most)));
-  };
-  if (bits == 8) {
-    for (int64_t i = begin + team_rank<kTeam>(); i < end; i += kTeam) q[i] = static_cast<uint8_t>(whole(i));
-  } else {  // groups are even, so each byte is of one group
-    for (int64_t i = begin + team_rank<kTeam>() * 2; i < end; i += kTeam * 2) {
-      q[i / 2] = static_cast<uint8_t>((whole(i) & 15) | (whole(i + 1) & 15) << 4);
+  auto value = [&](int64_t i) { return load_one(x, type, i); };
+  write_group<kTeam>(value, row, begin, end, low, high, bits, symmetric, q, scales, lows);
+}
+
+// What rows of symmetrically quantised values stand for, added up. steps: from one row to the next, in elements.
+struct Rows {
+  const uint8_t* q;
+  const float* scales;
+  int64_t q_step, scales_step, count;
+
+  __device__ float sum(int64_t i, int64_t group_number, int bits) const {
+    float total = 0.0f;
+    for (int64_t row = 0; row < count; ++row) {
+      const uint8_t* from = q + row * q_step;
+      int value = bits == 8 ? static_cast<int8_t>(from[i]) : ((from[i / 2] >> i % 2 * 4 & 15) ^ 8) - 8;
+      float x = __fmul_rn(static_cast<float>(value), scales[row * scales_step + group_number]);
+      total = __fadd_rn(total, x);
     }
+    return total;
   }
+};
+
+__global__ void __launch_bounds__(kThreads)
+    dequantize_sum_kernel(Rows rows, void* out, int type, int64_t numel, int64_t group, int bits) {
+  int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * 4;
+  bool wide = is_wide(out, type);
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4; i < numel; i += stride) {
+    Pack pack = {};
+    for (int k = 0; k < 4 && i + k < numel; ++k) pack.v[k] = rows.sum(i + k, (i + k) / group, bits);
+    store(out, type, i, numel, wide, pack);
+  }
+}
+
+// The sums are worked out twice, for their range and for what is written: nothing is kept between.
+template <int kTeam>
+__global__ void __launch_bounds__(kThreads)
+    requantize_sum_kernel(Rows rows, int64_t numel, int64_t group, int bits, uint8_t* q, float* scales) {
+  int64_t number = team_row<kTeam>();
+  int64_t begin = number * group, end = min(begin + group, numel);
+  if (begin >= numel) return;  // the whole team
+  auto value = [&](int64_t i) { return rows.sum(i, number, bits); };
+  float high = 0.0f;
+  for (int64_t i = begin + team_rank<kTeam>(); i < end; i += kTeam) high = Max()(high, fabsf(value(i)));
+  high = combine<kTeam>(high, Max());
+  write_group<kTeam>(value, number, begin, end, -high, high, bits, true, q, scales, nullptr);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -139,6 +190,27 @@ void dequantize(Address stream, int64_t numel, int type, Address out, int64_t gr
       reinterpret_cast<void*>(out), type, numel, group, bits, reinterpret_cast<const uint8_t*>(q),
       reinterpret_cast<const float*>(scales), reinterpret_cast<const float*>(lows));
   check_launch("dequantize");
+}
+
+void dequantize_sum(Address stream, int64_t numel, int64_t group, int bits, int64_t rows, Address q, int64_t q_step,
+                    Address scales, int64_t scales_step, int type, Address out, Address out_scales) {
+  if (numel == 0) return;
+  auto queue = reinterpret_cast<cudaStream_t>(stream);
+  Rows from = {reinterpret_cast<const uint8_t*>(q), reinterpret_cast<const float*>(scales), q_step, scales_step, rows};
+  if (!out_scales) {
+    int64_t blocks = (numel + kThreads * 4 - 1) / (kThreads * 4);
+    dequantize_sum_kernel<<<blocks < 65536 ? blocks : 65536, kThreads, 0, queue>>>(
+        from, reinterpret_cast<void*>(out), type, numel, group, bits);
+    check_launch("dequantize_sum");
+    return;
+  }
+  int64_t groups = (numel + group - 1) / group;
+  auto run = [&](auto kernel, int team) {
+    kernel<<<blocks_for(groups, team), kThreads, 0, queue>>>(from, numel, group, bits, reinterpret_cast<uint8_t*>(out),
+                                                             reinterpret_cast<float*>(out_scales));
+  };
+  if (group <= 2048) run(requantize_sum_kernel<32>, 32); else run(requantize_sum_kernel<kThreads>, kThreads);
+  check_launch("requantize_sum");
 }
 
 }  // namespace ds
