@@ -63,6 +63,9 @@ class ParamShard(ABC):
 
     # -- weights ---------------------------------------------------------------------------------------------
 
+    def check_local_write(self) -> None:  # noqa: B027
+        """Raise UsageError where other ranks would not see a range of the weight that is written here now."""
+
     @abstractmethod
     def round(self) -> None:
         """Write this rank's range of the weight from `updated`, where both have the same range."""

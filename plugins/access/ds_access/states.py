@@ -244,6 +244,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             "param_persistence_threshold), and other ranks would not see the change; use safe_set_full_fp32_param, or "
             "set that threshold to 0"
         )
+    held.check_local_write()
     held.write(held.updated, value.reshape(-1).to(held.updated.dtype))
     _refuse_old_graphs(held)
     held.round()

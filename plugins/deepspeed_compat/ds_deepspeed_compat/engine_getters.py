@@ -24,6 +24,7 @@ CONFIG_KEYS: Mapping[str, tuple[str, Any]] = {
     "zero_offload_optimizer": ("zero_optimization.offload_optimizer", None),
     "zero_offload_param": ("zero_optimization.offload_param", None),
     "zero_hpz_partition_size": ("zero_optimization.zero_hpz_partition_size", 1),
+    "mics_shard_size": ("zero_optimization.mics_shard_size", -1),
     "zero_quantized_weights": ("zero_optimization.zero_quantized_weights", False),
     "zero_quantized_nontrainable_weights": ("zero_optimization.zero_quantized_nontrainable_weights", False),
     "zero_quantized_gradients": ("zero_optimization.zero_quantized_gradients", False),

@@ -27,7 +27,7 @@ AXES = {
     "sequence": ("sp",),
     "sequence_data": ("dp",),
     "expert": ("ep",),
-    "expert_data": ("edp",),
+    "expert_data": ("edp", "hpz", "mics"),
     "max_expert": ("ep",),
     "pipe": ("pp",),
 }
@@ -76,6 +76,21 @@ def _get_broadcast_src_rank() -> int:
 def _get_expert_broadcast_src_rank(group_name: str = "") -> int:
     """The first of the ranks that hold the same experts."""
     return _ask("expert_data", "src_rank")  # type: ignore[no-any-return]
+
+
+def _zero_param_parallel_is_initialized() -> bool:
+    """Whether weights have second copies in blocks of ranks (hpZ)."""
+    return mesh().has("hpz")
+
+
+def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
+    """The ranks of this rank's block; None without hpZ."""
+    return group_of(mesh(), *mesh().alias["dp"][1:]) if mesh().has("hpz") else None
+
+
+def _get_zero_param_intra_parallel_group_world_size() -> int:
+    """How many ranks a block has."""
+    return mesh().size(*mesh().alias["dp"][1:]) if mesh().has("hpz") else 1
 
 
 def _get_max_expert_size() -> int:

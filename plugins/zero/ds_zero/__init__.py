@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         is_zero_param,
         unwrap_model_for_generation,
     )
-    from ds_zero.init_context import Init
+    from ds_zero.init_context import Init, MiCS_Init
     from ds_zero.leaves import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
     "TiledLinear",
@@ -60,7 +61,7 @@ __all__ = [
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
-        "init_context": "Init",
+        "init_context": "Init MiCS_Init",
         "external": "register_external_parameter unregister_external_parameter",
         "gathered_parameters": "GatheredParameters empty_partition_cache is_zero_param unwrap_model_for_generation",
         "leaves": (

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
     from ds_zero.gather_unit import BucketUnit
     from ds_zero.gradient_source import GradientSource
+    from ds_zero.wires import GradientWire
 
 __all__ = ["ZeroPartitioner"]
 
@@ -144,7 +145,15 @@ class ZeroPartitioner(WeightOwner):
         order: Callable[[], Sequence[FlatBucket]] | None = None,
     ) -> GradientSource:
         """What takes the gradients of `buckets`; see `Reducer` for the arguments."""
-        return LocalGradients(self, buckets) if serves(self, buckets) else Reducer(self, buckets, groups, order)
+        return (
+            LocalGradients(self, buckets)
+            if serves(self, buckets)
+            else Reducer(self, buckets, groups, order, self.gradient_wire_of)
+        )
+
+    def gradient_wire_of(self, bucket: FlatBucket) -> GradientWire | None:
+        """How gradients of `bucket` are reduced; None: as the config says."""
+        return None
 
     @property
     def module(self) -> nn.Module:

@@ -42,7 +42,6 @@ _DISK_KEYS = (
 _NVME = "offload to NVMe will come with ds-offload"
 _SUPER = "SuperOffload will come with ds-offload"
 _QUANTISED = "quantised communication will come with a later version of ds-zero"
-_HIERARCHY = "hierarchical partitions (hpZ, MiCS) will come with a later version of ds-zero"
 
 
 class _Place(Section):
@@ -207,6 +206,14 @@ class ZeroConfig(Section):
     )
     log_trace_cache_warnings: bool = option(False, "Warn when modules run in another order than in the last pass.")
     leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered as one unit.")
+    # -- hierarchies of ranks, see ds_zero.hierarchy
+    zero_hpz_partition_size: int = option(
+        1, "hpZ: data-parallel ranks per block that keeps a second copy of gathered weights; 0 and 1: off.", ge=0
+    )
+    mics_shard_size: int = option(-1, "MiCS: data-parallel ranks over which states are partitioned; -1: all.", ge=-1)
+    mics_hierarchical_params_gather: bool = option(
+        False, "MiCS: gather in two steps where a shard group spans several hosts, first across hosts, then inside."
+    )
     # -- loading and checks
     load_from_fp32_weights: bool = option(
         True, "Load master weights from stored fp32 copies; false: make them from the 16-bit weights."
@@ -222,13 +229,10 @@ class ZeroConfig(Section):
     )
     # -- later
     zenflow: dict[str, Any] | None = not_built(None, "ZenFlow will come with ds-offload")
-    zero_hpz_partition_size: int = not_built(1, _HIERARCHY, "Size of the second partition group.")
     zero_quantized_weights: bool = not_built(False, _QUANTISED, "Gather quantised weights (qwZ).")
     zero_quantized_nontrainable_weights: bool = not_built(False, _QUANTISED, "Gather quantised frozen weights.")
     zero_quantized_gradients: bool = not_built(False, _QUANTISED, "Reduce quantised gradients (qgZ).")
     zeropp_loco_param: dict[str, Any] | None = not_built(None, _QUANTISED, "Error feedback of qgZ.")
-    mics_shard_size: int = not_built(-1, _HIERARCHY, "Ranks per MiCS group; -1: off.")
-    mics_hierarchical_params_gather: bool = not_built(False, _HIERARCHY, "Gather in two steps.")
     save_muon_momentum_buffer_in_memory: bool = not_built(False, _NVME, "Keep Muon's momentum out of NVMe.")
     pipeline_loading_checkpoint: bool = option(
         False, "Load in a pipeline.", without_effect="every rank reads only its own ranges of a checkpoint"
@@ -285,6 +289,13 @@ class ZeroConfig(Section):
     @classmethod
     def _no_leaves(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    @field_validator("mics_shard_size")
+    @classmethod
+    def _some_ranks(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("a shard group has at least 1 rank; -1 turns MiCS off")
+        return value
 
     @property
     def overlap(self) -> bool:

@@ -27,6 +27,7 @@ from ds_zero.sharded_param import pop_weight
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
+    from ds_zero.hierarchy import SecondCopy
     from ds_zero.records import OptimizerTensors
     from ds_zero.wires import WeightWire
 
@@ -46,7 +47,8 @@ class FlatBucket:
     updates: the shard itself, or a copy of it in the dtype of master weights or in a store. replicas, held, counted:
     see `ParamInfo`. axes: those of `replicas` over which it is sharded, far: the others; see `ds_zero.hierarchy`.
     group, world, rank: along `axes`. reduces: whether other ranks have the parameters, too. owned: set where the
-    optimizer updates full tensors (see `owned_tensors`); `master` is the shard then.
+    optimizer updates full tensors (see `owned_tensors`); `master` is the shard then. second: this rank's share of a
+    second copy of gathered weights, if there is one.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class FlatBucket:
         self.pieces = [self._piece(i) for i in range(len(self.params))]
         self.parts = [self.shard[p.within] for p in self.pieces]  # torch makes no view of a tensor that is evicted
         self.owned: OptimizerTensors | None = None
+        self.second: SecondCopy | None = None
         if self.evictable:
             assert placement.masters is not None
             placement.masters.evict([self.master])
@@ -250,6 +253,7 @@ class FlatBucket:
         The parameter itself must have it already, if it is unsharded.
         """
         flat, piece, owned = weight.reshape(-1), self.pieces[index], self.optimized[index]
+        self.outdate()
         if self.sharded:
             with self.shard_here(write=True):
                 self.parts[index].copy_(flat[piece.start : piece.stop])
@@ -267,6 +271,11 @@ class FlatBucket:
             master = owned.master.data.view(-1)
             now = self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
             master.copy_(torch.where(master.to(now.dtype) == now, master, now))
+
+    def outdate(self) -> None:
+        """The weights have changed, on all ranks that have them: a second copy is not used any more."""
+        if self.second is not None:
+            self.second.valid = False
 
     @torch.no_grad()
     def refresh(self) -> None:

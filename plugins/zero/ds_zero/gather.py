@@ -157,7 +157,8 @@ class GatherScheduler:
             unit.complete()
 
     def _start(self, unit: GatherUnit, *, exact: bool = False) -> None:
-        unit.start((None if exact else self._wire(unit)) or self.exact)
+        wire = self._wire(unit)
+        unit.start(self.exact if wire is None or (exact and not wire.exact) else wire)
         self.live += unit.size
         self.peak = max(self.peak, self.live)
 

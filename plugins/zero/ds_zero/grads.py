@@ -282,7 +282,7 @@ class Reducer(GradientSource):
         source[sum(bucket.layout.sizes) :].zero_()
         grads.local, grads.filled = None, [False] * len(bucket.params)
         wire = self._wire_dtypes[bucket]
-        if source.dtype != wire and bucket.world > 1:
+        if source.dtype != wire and bucket.reduces:
             cast = self._pool.get(source.numel(), wire, source.device).copy_(source)
             self._pool.put(source)
             source = cast
@@ -295,7 +295,7 @@ class Reducer(GradientSource):
     def _send(self, grads: Grads, source: Tensor) -> _Reduction:
         """Start the reduction; in place in stage 1, which keeps the buffer."""
         bucket = grads.bucket
-        if bucket.world == 1:
+        if not bucket.reduces:
             return _Reduction(grads, [], source, source)
         for earlier in self._in_flight:  # [Note: chains]
             for work in earlier.works:
@@ -370,15 +370,18 @@ class Reducer(GradientSource):
         """Agree on which parameters any rank used; the buckets to be reduced again. See [Note: flags]."""
         by_axes: dict[tuple[str, ...], list[Grads]] = {}
         for grads in self._queue:
-            by_axes.setdefault(grads.bucket.axes, []).append(grads)
+            by_axes.setdefault(grads.bucket.replicas, []).append(grads)
         again = []
         for members in by_axes.values():
             late = [g.local is not None or any(p.grad is not None for p in g.bucket.params) for g in members]
             used = [u for g in members for u in g.used]
-            if members[0].bucket.world > 1:
+            if members[0].bucket.reduces:
                 flags = torch.tensor(late + used, dtype=torch.uint8, device=members[0].bucket.full.device)
                 comm.label("flags of gradients, at the end of backward")
-                comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self._group(members[0].bucket))
+                # Gathers are on the group of `replicas` unless that has far ranks, too.
+                far, mesh = members[0].bucket.far, self.ctx.mesh
+                group = mesh.group(*members[0].bucket.replicas) if far else self._group(members[0].bucket)
+                comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
                 agreed = [bool(f) for f in flags.tolist()]
                 late, used = agreed[: len(members)], agreed[len(members) :]
             for grads in members:

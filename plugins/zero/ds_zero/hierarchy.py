@@ -13,17 +13,36 @@ which they are gathered again until they change.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ds_core import comm
 from ds_core.comm import ALONE
+from ds_zero.wires import AllGather, Chain, GradientWire, Room, WeightWire, Works, cast_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ds_core.mesh import Mesh
+    from ds_zero.flat import FlatBucket
 
-__all__ = ["Levels", "far", "levels", "near", "sharding_axes"]
+__all__ = [
+    "AddedFar",
+    "Levels",
+    "SecondCopy",
+    "TwoSteps",
+    "far",
+    "levels",
+    "near",
+    "ranks_per_host",
+    "second_copy",
+    "sharding_axes",
+    "two_steps",
+]
 
 
 def near(mesh: Mesh, replicas: Sequence[str]) -> tuple[str, ...]:
@@ -62,3 +81,141 @@ def levels(mesh: Mesh, axes: Sequence[str], size: int) -> Levels:
 
     near = mine(range(first, first + size) for first in range(0, world, size))
     return Levels(near, mine(range(place, world, size) for place in range(size)), size, world // size)
+
+
+def ranks_per_host(mesh: Mesh, axes: Sequence[str]) -> int:
+    """How many neighbours along `axes` share a host; 1 where hosts differ in that. Collective over the world."""
+    everyone = comm.all_gather_json(host_name())
+    mine = [everyone[rank] for rank in mesh.ranks(*axes)]
+    size = mine.count(mine[0])
+    even = [mine[at - at % size] for at in range(len(mine))] == mine and len(set(mine)) * size == len(mine)
+    found = set(comm.all_gather_json(size if even else 1))
+    return found.pop() if len(found) == 1 else 1
+
+
+def host_name() -> str:
+    """What is equal on the ranks of one host, or of one container there."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+# -- MiCS ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AddedFar(GradientWire):
+    """MiCS: a reduction over the near ranks by another wire, the result of which is added up over the far ones.
+
+    group: the far ranks.
+    """
+
+    near: GradientWire
+    group: Any
+
+    def start(self, bucket: FlatBucket, source: Tensor, group: Any, room: Room) -> tuple[Works, Tensor]:
+        """See `GradientWire.start`."""
+        works, out = ([], source) if bucket.world == 1 else self.near.start(bucket, source, group, room)
+
+        def add() -> Works:
+            comm.label(bucket.about_gradients)
+            return [comm.all_reduce(out, group=self.group, async_op=True)]
+
+        return [Chain(works, add)], out
+
+
+@dataclass(frozen=True, slots=True)
+class TwoSteps(WeightWire):
+    """MiCS: shards go to the other hosts' ranks at this one's place there, and then everything to all ranks of a host.
+
+    So each shard crosses a link between two hosts once. hosts: blocks of ranks that are on one host.
+    """
+
+    hosts: Levels
+
+    def start(self, bucket: FlatBucket) -> Works:
+        """See `WeightWire.start`."""
+        mine, full, count = bucket.own(), bucket.full, self.hosts.count
+        across = torch.empty(count * mine.numel(), dtype=mine.dtype, device=mine.device)
+
+        def inside() -> Works:
+            pairs = zip(full.chunk(count), across.chunk(count), strict=True)
+            comm.label(bucket.about_weights)
+            return [comm.all_gather_into_tensor(o, i, group=self.hosts.near, async_op=True) for o, i in pairs]
+
+        return [Chain([comm.all_gather_into_tensor(across, mine, group=self.hosts.far, async_op=True)], inside)]
+
+
+def two_steps(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], TwoSteps]:
+    """How to gather in two steps what is sharded over the `wanted` axes, for those whose ranks are on several hosts.
+
+    Collective over the world; ranks may want different ones.
+    """
+    found = {}
+    for axes in sorted({tuple(axes) for rank in comm.all_gather_json(sorted(wanted)) for axes in rank}):
+        size = ranks_per_host(mesh, axes)
+        if 1 < size < mesh.size(*axes):
+            found[axes] = TwoSteps(levels(mesh, axes, size))
+    return found
+
+
+# -- hpZ -----------------------------------------------------------------------------------------------------------
+
+
+class SecondCopy(WeightWire):
+    """hpZ: gathers over all ranks by another wire, and from then on over the near ranks, until the weights change.
+
+    group, size, place: the near ranks, how many they are, and this one's place. wire: see above; its values are kept as
+    they came. copy: this rank's share of them. valid: whether it is that of the weights now; equal on all ranks.
+    """
+
+    def __init__(self, group: Any, size: int, place: int) -> None:
+        self.group, self.size, self.place = group, size, place
+        self.wire: WeightWire = AllGather()
+        self.copy: Tensor | None = None
+        self.valid = False
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        """See `WeightWire`."""
+        return self.wire.exact
+
+    def around(self, wire: WeightWire) -> SecondCopy:
+        """This, for a gather by `wire`."""
+        self.wire = wire
+        return self
+
+    def start(self, bucket: FlatBucket) -> Works:
+        """See `WeightWire.start`."""
+        full, dtype = bucket.full, getattr(self.wire, "dtype", None) or bucket.dtype  # in which values are sent
+        mine = self.copy
+        if mine is None or mine.dtype != dtype or not self.valid:
+            return [Chain(self.wire.start(bucket), lambda: self._keep(full, dtype))]
+        if self.size == 1:
+            full.copy_(mine)
+            return []
+        low = full if dtype == full.dtype else torch.empty_like(full, dtype=dtype)
+        work = comm.all_gather_into_tensor(low, mine, group=self.group, async_op=True)
+        return [work if low is full else cast_after(work, low, full)]
+
+    def _keep(self, full: Tensor, dtype: torch.dtype) -> Works:
+        """Keep this rank's share of gathered weights."""
+        if self.copy is None or self.copy.dtype != dtype:
+            self.copy = torch.empty(full.numel() // self.size, dtype=dtype, device=full.device)
+        self.copy.copy_(full.view(self.size, -1)[self.place])
+        self.valid = True
+        return []
+
+    def free(self) -> None:
+        """Forget the copy."""
+        self.copy, self.valid = None, False
+
+
+def second_copy(bucket: FlatBucket, mesh: Mesh) -> SecondCopy | None:
+    """hpZ's copy of the weights of `bucket`; None where all its ranks are in one block."""
+    axes = near(mesh, bucket.axes)
+    if not mesh.has("hpz") or mesh.size(*axes) == bucket.world:
+        return None
+    return SecondCopy(mesh.group(*axes), mesh.size(*axes), mesh.index(*axes))

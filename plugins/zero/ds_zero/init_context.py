@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_zero.config import ZeroConfig
 
-__all__ = ["Init"]
+__all__ = ["Init", "MiCS_Init"]
 
 log = logging.getLogger("ds_zero")
 
@@ -56,7 +56,8 @@ class Init:
     override_module_apply; with a stage below 3 nothing is sharded, and values that are still "auto" do not count.
     config: deprecated name of config_dict_or_path.
     dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or as built.
-    mem_efficient_linear: has no effect; False is noted in the log. enabled=False does nothing.
+    mem_efficient_linear, zero_param_parallel_group: have no effect, which is noted in the log. enabled=False does
+    nothing. With ``mics_shard_size`` in the config each shard group has all weights.
 
     Weights are bit-identical to plain construction with the first rank's random state. Modules on the meta device get
     values from their ``reset_parameters``; without that method they must be loaded or written before `initialize`.
@@ -64,6 +65,8 @@ class Init:
 
     Raises UsageError or ConfigError for arguments that are invalid, contradict each other or are not supported yet.
     """
+
+    _for_mics = False
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Init:
         if not enabled:
             return
         quantised = zero_quantized_weights or zero_quantized_nontrainable_weights
-        _refuse_unbuilt(zero_param_parallel_group, quantised, remote_device, dtype)
+        _refuse_unbuilt(quantised, remote_device, dtype)
         if config is not None:
             log.warning("ds_zero.Init: config= is deprecated; use config_dict_or_path=")
             if config_dict_or_path is not None:
@@ -96,12 +99,20 @@ class Init:
         if not mem_efficient_linear and comm.rank() == 0:
             text = "ds_zero.Init: mem_efficient_linear has no effect: no module keeps a gathered weight"
             log_once(log, logging.WARNING, text)
+        if zero_param_parallel_group is not None and comm.rank() == 0:
+            text = "ds_zero.Init: zero_param_parallel_group has no effect: hpZ's groups follow from the config"
+            log_once(log, logging.WARNING, text)
         run, plugins = _read(config if config_dict_or_path is None else config_dict_or_path)
         section = _section(run)
         if run is not None and (section is None or section.stage != 3):
             log.info("ds_zero.Init shards nothing: the config's ZeRO stage is %d", section.stage if section else 0)
             self._enabled = False
             return
+        if self._for_mics and (section is None or section.mics_shard_size < 1):
+            raise UsageError(
+                "ds_zero.MiCS_Init: the config has no zero_optimization.mics_shard_size; give it with "
+                "config_dict_or_path, or use ds_zero.Init"
+            )
         self._apply = section is None or section.override_module_apply
         group = mpu.get_data_parallel_group() if data_parallel_group is None and mpu is not None else None
         self._arguments = (
@@ -260,11 +271,7 @@ def _materialise(module: nn.Module) -> list[nn.Parameter]:
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_unbuilt(second_group: Any, quantised: bool, remote: str | None, dtype: torch.dtype | None) -> None:
-    if second_group is not None:
-        raise UsageError(
-            "ds_zero.Init: zero_param_parallel_group: hierarchical partitions will come with a later version of ds-zero"
-        )
+def _refuse_unbuilt(quantised: bool, remote: str | None, dtype: torch.dtype | None) -> None:
     if quantised:
         raise UsageError(
             "ds_zero.Init: zero_quantized_*: quantised communication will come with a later version of ds-zero"
@@ -329,6 +336,8 @@ def _shard_spec(
             raise UsageError(f"ds_zero.Init: rank {comm.rank()} is not in data_parallel_group, which has {ranks}")
     elif len(ranks) > 1:
         group = torch.distributed.group.WORLD
+    size = section.mics_shard_size if section is not None and section.mics_shard_size > 0 else len(ranks)
+    over, index = _block(group, ranks, size)
     device = accelerator.current_device()
     offload = section.offload_param if section is not None else None
     if offload is not None and remote is None and offload.device == "cpu":
@@ -337,7 +346,9 @@ def _shard_spec(
     return ShardSpec(
         group=group if len(ranks) > 1 else None,
         ranks=tuple(ranks),
-        index=ranks.index(comm.rank()),
+        over=over,
+        block=size,
+        index=index,
         device=device,
         shard_device=shard_device,
         # Where the device is the CPU itself there is nothing to copy to, so nothing to lock pages for.
@@ -345,3 +356,26 @@ def _shard_spec(
         dtype=dtype,
         checks=section is not None and section.enable_sanity_checks,
     )
+
+
+def _block(group: Any, ranks: list[int], size: int) -> tuple[Any, int]:
+    """The group of this rank's block of `size` consecutive `ranks`, and its index there. Collective over the block."""
+    if len(ranks) % size:
+        good = ", ".join(str(d) for d in range(1, len(ranks) + 1) if len(ranks) % d == 0)
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size: {size} does not divide the {len(ranks)} ranks of ds_zero.Init; "
+            f"use {good}"
+        )
+    place = ranks.index(comm.rank())
+    if size in (1, len(ranks)):
+        return (group if size > 1 else None), place % size
+    block = ranks[place - place % size :][:size]
+    over = torch.distributed.new_group(block, use_local_synchronization=True)
+    comm.open_transport(over)
+    return over, place % size
+
+
+class MiCS_Init(Init):
+    """`Init` for MiCS: its config must set ``zero_optimization.mics_shard_size``."""
+
+    _for_mics = True

@@ -9,6 +9,7 @@ from ds_access.param_shard import ParamShard
 from ds_state_stores import StateStore, is_evicted
 from torch import Tensor
 
+from ds_core.errors import UsageError
 from ds_zero.flat import FlatBucket
 from ds_zero.records import Piece
 
@@ -23,16 +24,17 @@ class PieceShard(ParamShard):
     """A piece of a parameter, in its bucket; what the optimizer updates may be another range (see `owned_tensors`)."""
 
     def __init__(self, partitioner: ZeroPartitioner, bucket: FlatBucket, piece: Piece) -> None:
-        mesh, axes = partitioner.ctx.mesh, bucket.axes
+        mesh, axes = partitioner.ctx.mesh, bucket.replicas
         self._partitioner, self._bucket, self._piece = partitioner, bucket, piece
         self.name, self.shape, self.param = piece.name, piece.shape, piece.param
         self.updated = partitioner.pieces[piece.param].master
-        self.group, self.ranks, self.index = bucket.group, mesh.ranks(*axes), bucket.rank
-        spans = (bucket.layout.span(piece.index, rank) for rank in range(bucket.world))
+        self.group, self.ranks, self.index = mesh.group(*axes), mesh.ranks(*axes), mesh.index(*axes)
+        places = [rank % bucket.world for rank in range(len(self.ranks))]  # far ranks have the same
+        spans = (bucket.layout.span(piece.index, place) for place in places)
         self.ranges = self.updated_ranges = [(s.start, s.stop) for s in spans]
         if bucket.owned is not None:
             owner, everything = bucket.owned.owners[piece.index], (0, self.numel)
-            self.updated_ranges = [everything if rank == owner else (0, 0) for rank in range(bucket.world)]
+            self.updated_ranges = [everything if rank == owner else (0, 0) for rank in places]
         self.partitions_weights = partitioner.section.stage == 3
         self.local = bucket.sharded
         self.device = bucket.full.device
@@ -70,16 +72,27 @@ class PieceShard(ParamShard):
 
     def set_weight(self, master: Tensor) -> None:
         """See `ParamShard.set_weight`."""
+        self._bucket.outdate()
         self._write_weight(master.reshape(-1)[slice(*self.ranges[self.index])])
         full = self._partitioner.unsharded_now(self._bucket)
         if full is not None:
             self._bucket.view(self.read(full), self._piece.index).copy_(master)
+        if self._bucket.far:  # each block has written its own
+            self.write(self.updated, master.reshape(-1)[slice(*self.updated_ranges[self.index])])
 
     def _write_weight(self, values: Tensor) -> None:
         """Write this rank's range of the weight, as it is between steps."""
         part = self._here(self._bucket.parts[self._piece.index])
         with self._bucket.shard_here(write=True):
             part.copy_(values)
+
+    def check_local_write(self) -> None:
+        """See `ParamShard.check_local_write`."""
+        if self._bucket.second is not None and self._bucket.second.valid:
+            raise UsageError(
+                f"parameter {self.name!r}: under hpZ other ranks do not see what one writes between the first forward "
+                "and the step; write it after step(), or with safe_set_full_fp32_param"
+            )
 
     # -- gradients -------------------------------------------------------------------------------------------
 

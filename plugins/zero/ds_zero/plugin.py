@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.entries import CommandEntry
+from ds_core.entries import Axis, CommandEntry
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from ds_core.partition import Partitioner
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_commands", "ds_compile_passes", "ds_config", "ds_engine_methods", "ds_partitioner"]
+__all__ = [
+    "ds_check",
+    "ds_commands",
+    "ds_compile_passes",
+    "ds_config",
+    "ds_engine_methods",
+    "ds_mesh_axes",
+    "ds_partitioner",
+]
 
 
 def ds_config() -> type[BaseModel]:
@@ -38,14 +46,27 @@ def ds_compile_passes() -> Mapping[str, str]:
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """Offload that the stage does not support, unknown stores, and optimizers that reduce gradients themselves."""
+    """What the stage does not support, unknown stores, and optimizers that reduce gradients themselves."""
     from ds_zero.config import ZeroConfig
-    from ds_zero.rules import offload_problems, optimizer_problems
+    from ds_zero.rules import hierarchy_problems, offload_problems, optimizer_problems
 
     section = config.section("zero_optimization")
     if not isinstance(section, ZeroConfig):
         return ()
-    return [*offload_problems(section, plugins), *optimizer_problems(section, config.core.optimizer, plugins)]
+    problems = [*offload_problems(section, plugins), *optimizer_problems(section, config.core.optimizer, plugins)]
+    return [*hierarchy_problems(section), *problems]
+
+
+def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
+    """The blocks of a hierarchy of ranks, see `ds_zero.hierarchy`; none unless the config asks."""
+    from ds_zero.config import ZeroConfig
+
+    section = config.section("zero_optimization")
+    if not isinstance(section, ZeroConfig):
+        return []
+    sizes = {"hpz": section.zero_hpz_partition_size, "mics": section.mics_shard_size}
+    asked = {"hpz": sizes["hpz"] > 1, "mics": sizes["mics"] > 0}
+    return [Axis(name, sizes[name], inside="dp", outermost=True) for name, on in asked.items() if on]
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 
-__all__ = ["SELF_REDUCED", "offload_problems", "optimizer_problems"]
+__all__ = ["SELF_REDUCED", "hierarchy_problems", "offload_problems", "optimizer_problems"]
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
@@ -29,6 +29,22 @@ def optimizer_problems(section: ZeroConfig, optimizer: OptimizerConfig | None, p
     answer = plugins.named("ds_optimizers", "optimizer").get(optimizer.type.lower())
     if answer is not None and answer.value.partitioner is not None:
         yield Problem("optimizer.type", f"{optimizer.type!r}: {SELF_REDUCED}", "set stage 0, or use another optimizer")
+
+
+def hierarchy_problems(section: ZeroConfig) -> Iterator[Problem]:
+    """Keys of hierarchies outside stage 3, and two hierarchies."""
+    hpz, mics = section.zero_hpz_partition_size > 1, section.mics_shard_size > 0
+    given = [key for key, on in (("zero_hpz_partition_size", hpz), ("mics_shard_size", mics)) if on]
+    if section.mics_hierarchical_params_gather and not mics:
+        path = "zero_optimization.mics_hierarchical_params_gather"
+        yield Problem(path, "there are no shard groups to gather over", "set mics_shard_size, or remove it")
+    if section.stage != 3:
+        for key in given:
+            path, why = f"zero_optimization.{key}", f"only stage 3 partitions weights, this is stage {section.stage}"
+            yield Problem(path, why, "set stage 3, or remove the key")
+    if hpz and mics:
+        why = "MiCS gathers inside a shard group already, so hpZ has nothing to add to it"
+        yield Problem(f"zero_optimization.{given[0]}", why, "remove it, or mics_shard_size")
 
 
 def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]:

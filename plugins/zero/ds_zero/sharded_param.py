@@ -65,13 +65,17 @@ _MARK = "_ds_sharded"
 class ShardSpec:
     """Over which ranks parameters are sharded, and how.
 
-    group: None for one rank alone. ranks: its global ranks; the weights of the first count. index: this rank's index in
-    the group. device: of unsharded weights. shard_device: of shards. pin: shards are in page-locked memory. dtype: of
-    floating-point weights; None keeps their own. checks: see ``enable_sanity_checks``.
+    ranks: the global ranks that share the parameters; the weights of the first count. group: theirs; None for one rank
+    alone. over, block: the group of the ranks over which they are sharded, and how many those are: all, or with MiCS a
+    block of them. index: this rank's index in its block. device: of unsharded weights. shard_device: of shards. pin:
+    shards are in page-locked memory. dtype: of floating-point weights; None keeps their own. checks: see
+    ``enable_sanity_checks``.
     """
 
     group: Any
     ranks: tuple[int, ...]
+    over: Any
+    block: int
     index: int
     device: torch.device
     shard_device: torch.device
@@ -108,7 +112,7 @@ class ShardedParam:
     @property
     def shard_numel(self) -> int:
         """Elements of each rank's shard, padding included."""
-        return -(-self.shape.numel() // len(self.spec.ranks))
+        return -(-self.shape.numel() // self.spec.block)
 
     def keep_shard(self, flat: Tensor) -> None:
         """Keep this rank's shard of the flat unsharded weight."""
@@ -122,7 +126,7 @@ class ShardedParam:
 
     def gather(self) -> Tensor:
         """The unsharded weight on the device; NaN (or zero, for integers) if it has no value yet. Collective."""
-        numel, world = self.shape.numel(), len(self.spec.ranks)
+        numel, world = self.shape.numel(), self.spec.block
         if self.shard is None:
             fill = float("nan") if self.dtype.is_floating_point else 0
             return torch.full(self.shape, fill, dtype=self.dtype, device=self.spec.device)
@@ -131,7 +135,7 @@ class ShardedParam:
             return shard.clone().view(self.shape)
         full = torch.empty(world * shard.numel(), dtype=self.dtype, device=self.spec.device)
         if shard.numel():
-            comm.all_gather_into_tensor(full, shard, group=self.spec.group)
+            comm.all_gather_into_tensor(full, shard, group=self.spec.over)
         return full[:numel].view(self.shape)
 
     def placeholder(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -7,7 +7,8 @@ order is independent of gathers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,14 @@ from ds_zero.flat import FlatBucket, make_buckets
 from ds_zero.gather import GatherScheduler, narrower_dtype
 from ds_zero.gather_hooks import GatherHooks
 from ds_zero.gather_unit import BucketUnit, UnitState
-from ds_zero.hierarchy import sharding_axes
+from ds_zero.hierarchy import AddedFar, second_copy, sharding_axes, two_steps
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.records import Piece
 from ds_zero.sharded_param import remove_attributes
 from ds_zero.state_offload import BACKWARD
 from ds_zero.status import ZeroParamStatus
 from ds_zero.units import Gatherer, gatherers, members, persistent
-from ds_zero.wires import AllGather, weight_wire
+from ds_zero.wires import AllGather, gradient_wire, weight_wire
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -39,9 +40,12 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
     from ds_zero.config import ZeroConfig
     from ds_zero.gradient_source import GradientSource
-    from ds_zero.wires import WeightWire
+    from ds_zero.hierarchy import TwoSteps
+    from ds_zero.wires import GradientWire, WeightWire
 
 __all__ = ["Stage3"]
+
+log = logging.getLogger("ds_zero")
 
 
 class Stage3(ZeroPartitioner):
@@ -55,6 +59,7 @@ class Stage3(ZeroPartitioner):
         self._gatherers: list[Gatherer] = []
         self._untrained: set[FlatBucket] = set()
         self._groups: dict[tuple[str, ...], Any] = {}
+        self._two_steps: dict[tuple[str, ...], TwoSteps] = {}
         self._leaves: set[nn.Module] = set()
         self.gathering: GatherScheduler
         self.hooks: GatherHooks
@@ -108,8 +113,15 @@ class Stage3(ZeroPartitioner):
                 self._check_external(part, param)
         out = super().attach(module, groups)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
-        low = self.ctx.precision.autocast is not None
-        self.gathering = GatherScheduler(self.section, self.units, *([self.wire_of] if low else []))
+        mesh = self.ctx.mesh
+        for unit in self.units:
+            unit.bucket.second = second_copy(unit.bucket, mesh)
+        if self.section.mics_hierarchical_params_gather:
+            self._two_steps = two_steps(mesh, {u.bucket.axes for u in self.units if u.bucket.world > 1})
+            if not self._two_steps and self.ctx.rank == 0:
+                log.info("mics_hierarchical_params_gather has no effect here: no shard group is on several hosts")
+        special = self.ctx.precision.autocast is not None or self._two_steps or mesh.has("hpz")
+        self.gathering = GatherScheduler(self.section, self.units, *([self.wire_of] if special else []))
         self.hooks = GatherHooks(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
         for part in module.modules():
             for param in externals(part):
@@ -120,10 +132,17 @@ class Stage3(ZeroPartitioner):
         return out
 
     def wire_of(self, unit: BucketUnit) -> WeightWire | None:
-        """How the weights of `unit` are gathered now for running modules; None: exactly.
+        """How the weights of `unit` are gathered now for running modules; None: exactly, as the config says."""
+        wire, second = self._wire_over_ranks(unit), unit.bucket.second
+        return wire if second is None else second.around(wire or self.gathering.exact)
+
+    def _wire_over_ranks(self, unit: BucketUnit) -> WeightWire | None:
+        """How they come from their shards.
 
         Under autocast they are sent in the dtype to which it casts them anyway, if any.
         """
+        if self._two_steps:
+            return self._two_steps.get(unit.bucket.axes)
         listed = self.ctx.stash.get(WIRE_DTYPES)
         dtype = narrower_dtype(unit.bucket.params, unit.bucket.dtype, listed) if listed else None
         return None if dtype is None else weight_wire(self.section, dtype)
@@ -185,6 +204,7 @@ class Stage3(ZeroPartitioner):
     def load_states(self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True) -> None:
         """See `HasStates.load_states`. Gathered weights are released, since they become outdated."""
         self.gathering.release_all()
+        self._outdate()
         super().load_states(source, optimizer, strict=strict)
         self.gathering.refresh()
 
@@ -192,6 +212,10 @@ class Stage3(ZeroPartitioner):
         self._groups = _own_groups(self.ctx.mesh, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
         return self._reducer_of(trained, lambda b: self._groups.get(b.axes), self._order)
+
+    def gradient_wire_of(self, bucket: FlatBucket) -> GradientWire | None:
+        """See `ZeroPartitioner.gradient_wire_of`."""
+        return AddedFar(gradient_wire(self.section), self.ctx.mesh.group(*bucket.far)) if bucket.far else None
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; replicated weights come last."""
@@ -233,6 +257,7 @@ class Stage3(ZeroPartitioner):
         """See `Partitioner.publish`. Only replicated weights are sent."""
         self.gathering.release_all()
         changed = [b for b in self.buckets if b not in self._untrained and self.reducer.used(b)]
+        self._outdate(but=self._untrained)
         replicated = [b for b in changed if not b.sharded]
         self._update_shards(changed)
         self._gather_weights(replicated)
@@ -240,6 +265,11 @@ class Stage3(ZeroPartitioner):
         if self.section.enable_sanity_checks:
             self._check_equal(replicated)
             self._check_released()
+
+    def _outdate(self, but: Collection[FlatBucket] = ()) -> None:
+        for unit in self.units:
+            if unit.bucket not in but:
+                unit.bucket.outdate()
 
     def _check_released(self) -> None:
         for unit in self.units:
@@ -257,6 +287,9 @@ class Stage3(ZeroPartitioner):
         busy = self.hooks.running or torch._C._current_graph_task_id() != -1
         if not busy:
             self.gathering.release_all()
+            for unit in self.units:
+                if unit.bucket.second is not None:
+                    unit.bucket.second.free()
         if busy or any(u.state is not UnitState.SHARDED for u in self.units):
             raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
 

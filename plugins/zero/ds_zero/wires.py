@@ -31,11 +31,14 @@ __all__ = [
     "ReduceScatter",
     "ReduceToOwners",
     "WeightWire",
+    "cast_after",
     "gradient_wire",
     "weight_wire",
 ]
 
 Works = list[Any]
+Room = Callable[["FlatBucket", Tensor], Tensor]
+"""(bucket, source) -> memory for the reduced shard of `source`."""
 
 
 class Chain:
@@ -90,7 +93,7 @@ class AllGather(WeightWire):
             return [comm.all_gather_into_tensor(full, mine, group=bucket.group, async_op=True)]
         low = torch.empty_like(full, dtype=self.dtype)
         work = comm.all_gather_into_tensor(low, mine.to(self.dtype), group=bucket.group, async_op=True)
-        return [_cast_after(work, low, full)]
+        return [cast_after(work, low, full)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class AllReduce(WeightWire):
         if mine.data_ptr() != place.data_ptr():
             place.copy_(mine)
         work = comm.all_reduce(low, group=bucket.group, async_op=True)
-        return [work if low is full else _cast_after(work, low, full)]
+        return [work if low is full else cast_after(work, low, full)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,9 @@ class Broadcasts(WeightWire):
         return [comm.broadcast(parts[i], src=rank, group=group, async_op=True) for i, rank in enumerate(ranks)]
 
 
-def _cast_after(work: Any, low: Tensor, out: Tensor) -> Chain:
+def cast_after(work: Any, low: Tensor, out: Tensor) -> Chain:
+    """`work` on `low`, whose result is then cast into `out`."""
+
     def finish() -> Works:
         out.copy_(low)
         return []
@@ -142,9 +147,6 @@ def weight_wire(section: ZeroConfig, dtype: torch.dtype | None = None) -> Weight
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-
-Room = Callable[["FlatBucket", Tensor], Tensor]
-"""(bucket, source) -> memory for the reduced shard of `source`."""
 
 
 class GradientWire(ABC):

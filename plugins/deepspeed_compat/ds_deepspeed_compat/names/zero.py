@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-_MICS = missing("MiCS and hpZ are not built; ZeRO divides over all data-parallel ranks")
+_MICS = missing("the keys mics_shard_size and zero_hpz_partition_size; there is one optimizer for all stages")
 _OPTIMIZER = "ds_deepspeed_compat.optimizer"
 _CONSTRUCTORS = "tensor empty zeros ones full arange eye randn"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.zero deepspeed.runtime.zero": {
         "Init GatheredParameters register_external_parameter unregister_external_parameter ZeroParamStatus "
-        "TiledLinear TiledLinearReturnBias unwrap_model_for_generation": "ds_zero",
+        "TiledLinear TiledLinearReturnBias unwrap_model_for_generation MiCS_Init": "ds_zero",
         "ZeroParamType": "ds_deepspeed_compat.enums",
-        "MiCS_Init MiCS_Optimizer": _MICS,
+        "MiCS_Optimizer": _MICS,
         "DeepSpeedZeRoOffload": missing("offload_param and offload_optimizer of the config"),
     },
     "deepspeed.runtime.zero.partition_parameters": {
@@ -27,7 +27,7 @@ NAMES: Mapping[str, Rows] = {
         **{f"_orig_torch_{name}": f"torch:{name}" for name in _CONSTRUCTORS.split()},
         "get_accelerator": "ds_deepspeed_compat.accelerator",
     },
-    "deepspeed.runtime.zero.mics": {"MiCS_Init MiCS_Optimizer MiCS_Offload": _MICS},
+    "deepspeed.runtime.zero.mics": {"MiCS_Init": "ds_zero", "MiCS_Optimizer MiCS_Offload": _MICS},
     "deepspeed.runtime.zero.tiling": {"TiledLinear TiledLinearReturnBias": "ds_zero"},
     "deepspeed.runtime.zero.linear": {
         "LinearModuleForZeroStage3": differs("torch.nn:Linear", "no linear keeps a gathered weight for backward"),

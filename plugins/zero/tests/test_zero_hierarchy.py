@@ -1,0 +1,330 @@
+"""Blocks of ranks, hpZ and MiCS: the weights of plain stage 3 to the last bit, and what crosses between blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ds_testing import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+D = 8
+HPZ, MICS = {"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}
+SMALL = {"param_persistence_threshold": 10, "reduce_bucket_size": 300, "max_reuse_distance": 0}
+
+
+class Net(nn.Module):
+    """Recomputed, shared, frozen and small weights, and one module that no pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(D, D), nn.Linear(D, D, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)) for _ in range(2))
+        self.frozen, self.unused = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, D)
+        self.out.weight = self.inp.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        loss: Tensor = self.out(torch.tanh(self.frozen(x))).square().mean()
+        return loss
+
+
+def train(zero: dict[str, Any], extra: dict[str, Any], *, exact: bool = False, steps: int = 3) -> dict[str, Tensor]:
+    """Losses, weights and moments after some steps. exact: gradients are rounded, so that every sum is exact."""
+    from ds_testing.partitioner import whole_weights
+
+    import ds_core
+    from ds_core import comm
+
+    torch.manual_seed(comm.rank())
+    model = Net().double() if exact else Net()
+    if exact:
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_hook(lambda grad: (grad * 2**24).round() / 2**24)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+        **extra,
+        "zero_optimization": {"stage": 3, **SMALL, **zero},
+    }
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    found = {}
+    for step in range(steps * config.get("gradient_accumulation_steps", 1)):
+        torch.manual_seed(100 * step + comm.rank())
+        x = torch.randn(2, D, dtype=next(iter(model.buffers()), torch.empty(0)).dtype)
+        loss = engine(x.to(engine.module.inp.weight.dtype))
+        engine.backward(loss)
+        engine.step()
+        found[f"loss {step}"] = loss.detach()
+    with torch.no_grad():
+        found["evaluated"] = engine(torch.ones(2, D).to(engine.module.inp.weight.dtype))
+    found |= whole_weights(engine)
+    engine.destroy()
+    return found
+
+
+def differences(variants: list[dict[str, Any]], extra: dict[str, Any], exact: bool) -> list[dict[str, float]]:
+    """Per variant, where it differs from plain stage 3 and by how much."""
+    truth = train({}, extra, exact=exact)
+    answers = []
+    for variant in variants:
+        found = train(variant, extra, exact=exact)
+        assert found.keys() == truth.keys()
+        answers.append({k: float((found[k] - v).abs().max()) for k, v in truth.items() if not torch.equal(found[k], v)})
+    return answers
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
+    "bf16": {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "matrices": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
+}
+
+
+@pytest.mark.parametrize("run", ["accumulated", "bf16", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS)])
+def test_second_copies_change_no_bit(run: str) -> None:
+    variants = [HPZ, {**HPZ, "offload_param": {"device": "cpu"}}, {**HPZ, "use_all_reduce_for_fetch_params": True}]
+    for answer in run_ranks(4, differences, variants, RUNS[run], False):
+        assert answer == [{}] * len(variants)
+
+
+@pytest.mark.parametrize("run", ["plain", pytest.param("accumulated", marks=pytest.mark.slow)])
+def test_shard_groups_change_no_bit_where_sums_are_exact(run: str) -> None:
+    extra = {k: v for k, v in RUNS[run].items() if k != "gradient_clipping"}
+    variants = [MICS, {"mics_shard_size": 1}, {"mics_shard_size": 4}, {**MICS, "reduce_scatter": False}]
+    variants.append({**MICS, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
+    for answer in run_ranks(4, differences, variants, extra, True):
+        assert answer == [{}] * len(variants)
+
+
+@pytest.mark.parametrize("run", ["accumulated", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS)])
+def test_shard_groups_train_as_plain_stage_3(run: str) -> None:
+    """In any case sums over ranks are made in another order only."""
+    bound = 0.05 if run in ("bf16", "autocast") else 1e-5
+    for answer in run_ranks(4, differences, [MICS], RUNS[run], False):
+        assert max(answer[0].values(), default=0.0) < bound
+
+
+# -- what crosses between blocks -----------------------------------------------------------------------------------
+
+
+def crossings(zero: dict[str, Any], extra: dict[str, Any]) -> dict[str, list[str]]:
+    """Per phase of two micro-batches and a step, the messages of groups that are in several blocks of two ranks."""
+    import ds_core
+    from ds_core import comm
+
+    class Watch(comm.Interceptor):
+        """Notes them under the phase that runs."""
+
+        def __init__(self) -> None:
+            self.phase, self.seen = "", dict[str, list[str]]()
+
+        def around(self, collective: comm.Collective, call: Any) -> Any:
+            ranks = torch.distributed.get_process_group_ranks(collective.group)
+            if len({rank // 2 for rank in ranks}) > 1 and collective.label.startswith(("weights", "gradients")):
+                self.seen.setdefault(self.phase, []).append(f"{collective.op} {collective.label}")
+            return call()
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW"},
+        **extra,
+        "zero_optimization": {"stage": 3, **SMALL, "prefetch_bucket_size": 0, **zero},
+    }
+    engine, *_ = ds_core.initialize(model=Net(), config=config)
+    comm.add_interceptor(watch := Watch())
+    for _ in range(2):
+        watch.seen.clear()
+        for micro in range(2):
+            watch.phase = f"forward {micro}"
+            loss = engine(torch.ones(2, D))
+            watch.phase = f"backward {micro}"
+            engine.backward(loss)
+            watch.phase = "step"
+            engine.step()
+    comm.remove_interceptor(watch)
+    engine.destroy()
+    return watch.seen
+
+
+def test_what_crosses_between_blocks() -> None:
+    for seen in run_ranks(4, crossings, HPZ, {}):
+        gathers = {phase: [m for m in found if "gather" in m] for phase, found in seen.items()}
+        assert len(gathers["forward 0"]) == len(set(gathers["forward 0"])) > 4  # each weight once
+        assert not any("frozen" in m for m in gathers["forward 0"])  # those came with the first pass of all
+        assert not any(gathers.get(phase) for phase in ("backward 0", "forward 1", "backward 1"))
+        assert all("small" in m or "gain" in m or "bias" in m for m in gathers.get("step", []))
+    for seen in run_ranks(4, crossings, MICS, {}):
+        assert set(seen) == {"backward 0", "backward 1"}
+        assert {m.split()[0] for found in seen.values() for m in found} == {"all_reduce"}
+
+
+# -- access and construction ---------------------------------------------------------------------------------------
+
+
+def look(zero: dict[str, Any]) -> dict[str, float]:
+    """Weights that were written in every way are what forwards use, on all ranks; gradients are those of all ranks."""
+    import ds_access
+    import ds_zero
+
+    import ds_core
+    from ds_core import comm
+    from ds_core.errors import UsageError
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 3, "param_persistence_threshold": 0, "enable_sanity_checks": True, **zero},
+    }
+    engine, *_ = ds_core.initialize(model=nn.Linear(D, D, bias=False), config=config)
+    weight, x = engine.module.weight, torch.eye(D) * (1 + comm.rank())
+    found = {}
+
+    def forward(wanted: float) -> float:
+        with torch.no_grad():
+            return float((engine(torch.eye(D)) - wanted).abs().max())
+
+    with ds_zero.GatheredParameters(weight, modifier_rank=3):
+        weight.data.fill_(float(comm.rank()))
+    found["written"] = forward(3.0)
+    ds_access.safe_set_full_fp32_param(weight, torch.full((D, D), 5.0))
+    found["set"] = forward(5.0)
+    ds_access.safe_set_full_fp32_param(weight, torch.full((D, D), 7.0 + comm.rank()))  # each owner's counts
+    value = ds_access.safe_get_full_fp32_param(weight)
+    assert value is not None
+    with torch.no_grad():
+        found["set apart"] = float((engine(torch.eye(D)) - value.T).abs().max())
+    engine.backward(engine(x).sum())
+    grad = ds_access.safe_get_full_grad(weight)
+    assert grad is not None
+    found["gradient"] = float((grad - 2.5 / 2).abs().max())
+    piece = ds_access.safe_get_local_fp32_param(weight)
+    assert piece is not None
+    try:
+        ds_access.safe_set_local_fp32_param(weight, torch.zeros_like(piece))
+    except UsageError as error:
+        assert "zero_hpz_partition_size" in zero and "under hpZ other ranks do not see" in str(error)
+    engine.step()
+    engine.backward(engine(x).sum())
+    engine.step()
+    ds_access.safe_set_local_fp32_param(weight, torch.full_like(piece, 2.0))
+    found["local"] = forward(2.0)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("zero", [HPZ, MICS], ids=["hpZ", "MiCS"])
+def test_weights_that_are_written_are_used(zero: dict[str, Any]) -> None:
+    for answer in run_ranks(4, look, zero):
+        assert all(error == 0 for error in answer.values()), answer
+
+
+def build() -> list[float]:
+    """A model built under MiCS_Init on each block, against plain construction on rank 0."""
+    import ds_zero
+    from ds_testing.partitioner import whole_weights
+
+    import ds_core
+    from ds_core import comm
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "param_persistence_threshold": 0, **MICS},
+    }
+    torch.manual_seed(comm.rank())
+    with ds_zero.MiCS_Init(config_dict_or_path=config):
+        model = Net()
+    assert model.inp.weight.ds_tensor.numel() == D * D // 2
+    torch.manual_seed(0)
+    truth = dict(Net().named_parameters())
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    whole = whole_weights(engine)
+    engine.destroy()
+    return [float((whole[n].view_as(p) - p).abs().max()) for n, p in truth.items() if n in whole]
+
+
+def test_models_are_built_in_shard_groups() -> None:
+    for errors in run_ranks(4, build):
+        assert len(errors) >= 12 and not any(errors)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def keep(folder: str, zero: dict[str, Any], load: str, tag: str) -> None:
+    """Train a step, or load; and save."""
+    import ds_core
+    from ds_core import comm
+
+    torch.manual_seed(comm.rank())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, **SMALL, **zero},
+    }
+    engine, *_ = ds_core.initialize(model=Net(), config=config)
+    if load:
+        engine.load_checkpoint(folder, tag=load)
+    else:
+        engine.backward(engine(torch.ones(2, D, dtype=torch.bfloat16)))
+        engine.step()
+    engine.save_checkpoint(folder, tag=tag)
+    engine.destroy()
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [(4, HPZ), (1, {}), (4, {"mics_shard_size": 4}), (2, MICS), (4, {})]
+
+
+@pytest.mark.parametrize("zero", [MICS, pytest.param(HPZ, marks=pytest.mark.slow)], ids=["MiCS", "hpZ"])
+def test_checkpoints_load_at_other_sizes(zero: dict[str, Any], tmp_path: Any) -> None:
+    from ds_checkpoint.offline import differences as differing
+    from ds_checkpoint.offline import open_saved
+
+    run_ranks(4, keep, str(tmp_path), zero, "", "from")
+    with open_saved(tmp_path, "from") as first:
+        for place, (world, other) in enumerate(LAYOUTS if zero is MICS else [(4, MICS), (2, {})]):
+            run_ranks(world, keep, str(tmp_path), other, "from", f"to{place}")
+            with open_saved(tmp_path, f"to{place}") as second:
+                assert list(differing(first, second)) == [], (world, other)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 2, **MICS}, "mics_shard_size: only stage 3 partitions weights, this is stage 2"),
+    ({"stage": 1, **HPZ}, "zero_hpz_partition_size: only stage 3 partitions weights, this is stage 1"),
+    ({"stage": 3, **HPZ, **MICS}, "MiCS gathers inside a shard group already"),
+    ({"stage": 3, "mics_hierarchical_params_gather": True}, "there are no shard groups to gather over"),
+    ({"stage": 3, "mics_shard_size": 3}, "mics 3 must divide dp 1 .* use 1"),
+    ({"stage": 3, "zero_hpz_partition_size": 2}, "hpz 2 must divide dp 1 .* use 1"),
+]
+
+
+@pytest.mark.parametrize(("zero", "message"), WRONG)
+def test_what_cannot_be(zero: dict[str, Any], message: str) -> None:
+    import ds_core
+    from ds_core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=message):
+        ds_core.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "zero_optimization": zero})
+
+
+def test_construction_in_shard_groups_needs_their_size() -> None:
+    import ds_zero
+
+    from ds_core.errors import UsageError
+
+    with pytest.raises(UsageError, match="has no zero_optimization.mics_shard_size"):
+        ds_zero.MiCS_Init(config_dict_or_path={"train_batch_size": 1, "zero_optimization": {"stage": 3}})
