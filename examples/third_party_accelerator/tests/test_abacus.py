@@ -84,6 +84,22 @@ def test_training_is_that_of_the_cpu(abacus: Run, tmp_path: Path, nproc: int) ->
         assert 0 < mine["peak"] < 64 * 2**20  # the device's own memory, not the process's
 
 
+def test_activations_rest_on_the_host(abacus: Run, tmp_path: Path) -> None:
+    """By config alone, with ZeRO 0 and 3: the same bits, and the bytes of the device that the formula gives."""
+    abacus("-m", "ds_cli", "run", "--nproc", "2", str(HERE / "offload.py"), str(tmp_path), cwd=tmp_path)
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        unit, layers = seen["unit"], seen["layers"]
+        for stage, without, offloaded in seen["found"]:
+            assert offloaded["device"] == f"abacus:{rank}"
+            assert (offloaded["losses"], offloaded["weights"]) == (without["losses"], without["weights"]), stage
+            # Each block keeps its input and the output of relu, and the last layer its input; offloaded, the last
+            # block's output of relu is still on its way.
+            assert without["held"] == pytest.approx((3 * layers + 1) * unit, rel=0.05)
+            assert offloaded["held"] == pytest.approx((2 + 1) * unit, rel=0.05)
+            assert without["peak"] - offloaded["peak"] > 2 * layers * unit  # most of what rested
+
+
 def test_the_tutorials_output_is_real(abacus: Run, tmp_path: Path) -> None:
     """Its commands in order, the quickstart as it is among them: found by its probe, resumed, with the CPU's losses."""
     for command, shown in console(TUTORIAL):

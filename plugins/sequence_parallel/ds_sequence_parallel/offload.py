@@ -122,6 +122,7 @@ class Offload:
     def _read(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        self.copies.settle()  # backward has begun: what was still leaving is held no longer
         if saved.tensor is None:
             saved.tensor = self.copies.back(saved.copy)
         found: Tensor = saved.tensor
