@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from ds_core.config import Section, option
+from ds_core.errors import Problem
 from ds_core.process import log_once
+from ds_nvme.files import ALIGNMENT, padded
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
-    from ds_core.errors import Problem
     from ds_core.plugins import Plugins
 
 __all__ = ["AsyncIO", "ds_check", "ds_config"]
@@ -34,14 +35,31 @@ class AsyncIO(Section):
     intra_op_parallelism: int = option(1, "Threads that share each read or write.", gt=0, alias="thread_count")
     single_submit: bool = option(False, "Submit one request at a time.")
     overlap_events: bool = option(True, "Submit without waiting for earlier requests.")
-    use_gds: bool = option(False, "GPUDirect storage.")
+    use_gds: bool = option(False, "GPUDirect storage; it is not supported.")
+    engine: Literal["io_uring", "kernel aio", "threads", "python threads"] | None = option(
+        None, "Who brings requests to the kernel; null: the first of these that works here."
+    )
+    checksum: bool | None = option(
+        None, "Compare checksums of what is read with what was written; null: where they cost next to nothing (C++)."
+    )
+
+    @field_validator("block_size")
+    @classmethod
+    def _aligned(cls, value: int) -> int:
+        if value % ALIGNMENT:
+            raise ValueError(f"must be a multiple of {ALIGNMENT}, as {padded(value)} is")
+        return value
 
 
-def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """Says once where the section is idle; refuses GPUDirect."""
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterator[Problem]:
+    """Says once where the section has nothing to do; else refuses GPUDirect."""
+    section = config.section("aio")
     if not _uses_nvme(config.raw):
         log_once(log, logging.INFO, "section aio has no effect: nothing is offloaded to NVMe")
-    return ()
+    elif isinstance(section, AsyncIO) and section.use_gds:
+        yield Problem(
+            "aio.use_gds", "GPUDirect storage is not supported: files are read into host memory", "set it to false"
+        )
 
 
 def _uses_nvme(given: Any) -> bool:

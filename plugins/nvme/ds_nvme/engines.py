@@ -26,7 +26,7 @@ SLOW = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How an engine works; the keys of the section ``aio``."""
+    """How an engine works; keys of the section ``aio``."""
 
     block_size: int = 1 << 20
     queue_depth: int = 8
@@ -47,6 +47,10 @@ class Transfer(ABC):
     def doing(self) -> str:
         """For messages."""
         return "write" if self.write else "read"
+
+    def sums(self) -> bytes:
+        """Of a write that is done, where they were asked for: the checksums of its blocks."""
+        return b""
 
     @abstractmethod
     def done(self) -> bool:
@@ -81,18 +85,22 @@ class Transfer(ABC):
 
 
 class Engine(ABC):
-    """name: which one it is. settings: see `Settings`."""
+    """name: which one it is. checks: whether it makes and compares checksums."""
 
     name: str
+    checks = False
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     @abstractmethod
-    def start(self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int) -> Transfer:
+    def start(
+        self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int, sums: bytes | None = None
+    ) -> Transfer:
         """Start to move `nbytes` between memory at `address` and `file`, which is closed in the end.
 
-        Of a file that is open for direct I/O, all three numbers are multiples of ALIGNMENT.
+        Of a file that is open for direct I/O, all three numbers are multiples of ALIGNMENT. sums: with b"" a write
+        makes checksums (see `Transfer.sums`), with those a read compares them; None: neither.
         """
 
     @abstractmethod
@@ -110,8 +118,10 @@ class ThreadsEngine(Engine):
         workers = max(settings.threads, min(settings.queue_depth, 16))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="ds_nvme")
 
-    def start(self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int) -> Transfer:
-        """See `Engine`."""
+    def start(
+        self, file: Opened, *, write: bool, offset: int, address: int, nbytes: int, sums: bytes | None = None
+    ) -> Transfer:
+        """See `Engine`; without checksums."""
         step = self.settings.block_size
         blocks = [
             self._pool.submit(_move, file, write, offset + begin, address + begin, min(step, nbytes - begin))

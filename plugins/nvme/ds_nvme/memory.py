@@ -1,12 +1,13 @@
 """Page-aligned host memory that is used again, and how it becomes the memory of a tensor's storage.
 
-All I/O is between files and buffers of the pool. A tensor's storage gives its memory up to a buffer, and gets it back
-from one: by a copy.
+All I/O is between files and buffers of the pool. A tensor's storage gives its memory up as a buffer, and gets it back
+from one. Where `ds_nvme.native.swapping` can be built, a buffer simply becomes the storage's memory, and is taken out
+of it again; else both are copies.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,15 +35,36 @@ class Buffer:
         return self.data.data_ptr()
 
 
+class _Lease:
+    """A buffer that is the memory of a storage. It goes back when torch gives that memory up."""
+
+    __slots__ = ("buffer", "pool")
+
+    def __init__(self, pool: Pool, buffer: Buffer) -> None:
+        self.pool = pool
+        self.buffer: Buffer | None = buffer
+
+    def __del__(self) -> None:
+        if self.buffer is not None:
+            self.pool.give_back(self.buffer)
+
+    def take(self) -> Buffer:
+        """The buffer, which goes back no more."""
+        buffer, self.buffer = self.buffer, None
+        assert buffer is not None
+        return buffer
+
+
 class Pool:
     """Hands out buffers, and takes them back.
 
-    pin: page-locks memory, or gives it back as it is. held: bytes in all buffers. peak: of `used`, the bytes that were
-    handed out at a time; free buffers are kept as long as `held` stays below it.
+    pin: page-locks memory, or gives it back as it is. swap: the module that exchanges a storage's memory; None: memory
+    is copied. held: bytes in all buffers. peak: of `used`, the bytes that were handed out at a time; free buffers are
+    kept as long as `held` stays below it.
     """
 
-    def __init__(self, pin: Callable[[Tensor], Tensor]) -> None:
-        self._pin = pin
+    def __init__(self, pin: Callable[[Tensor], Tensor], swap: Any = None) -> None:
+        self._pin, self._swap = pin, swap
         self._free: list[Buffer] = []
         self.held = self.used = self.peak = 0
 
@@ -78,12 +100,16 @@ class Pool:
     def detach(self, storage: torch.UntypedStorage) -> Buffer:
         """Take the contents of a storage, which is empty then."""
         nbytes = storage.nbytes()
-        buffer = self.take(nbytes)
-        buffer.data[:nbytes].copy_(bytes_of(storage))
         try:
+            if self._swap is not None and isinstance(lease := self._swap.owner(storage._cdata), _Lease):
+                if lease.pool is self:
+                    self._swap.take(storage._cdata)
+                    return lease.take()
+            buffer = self.take(nbytes)
+            buffer.data[:nbytes].copy_(bytes_of(storage))
+            buffer.data[nbytes : padded(nbytes)].zero_()
             storage.resize_(0)
-        except RuntimeError as error:
-            self.give_back(buffer)
+        except (RuntimeError, ValueError) as error:
             raise UsageError(
                 f"the memory of a tensor of {nbytes} bytes cannot be freed: {error} (torch refuses that for memory "
                 "that is shared with numpy or with other processes); offload a copy of it"
@@ -93,9 +119,24 @@ class Pool:
     @torch.no_grad()
     def attach(self, storage: torch.UntypedStorage, buffer: Buffer, nbytes: int) -> None:
         """Make the first `nbytes` of a buffer the contents of a storage, which is empty; the buffer is given up."""
+        if self._swap is not None:
+            self._swap.put(storage._cdata, buffer.address, nbytes, _Lease(self, buffer))
+            return
         storage.resize_(nbytes)
         bytes_of(storage).copy_(buffer.data[:nbytes])
         self.give_back(buffer)
+
+    @torch.no_grad()
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor, uninitialized; in the pool's memory where that is possible."""
+        nbytes = numel * dtype.itemsize
+        if self._swap is None or nbytes == 0:
+            return self._pin(torch.empty(numel, dtype=dtype))
+        made: Tensor = torch.empty(0, dtype=dtype)
+        buffer = self.take(nbytes)
+        buffer.data[nbytes:].zero_()
+        self.attach(made.untyped_storage(), buffer, nbytes)
+        return made.set_(made.untyped_storage(), 0, (numel,), (1,))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

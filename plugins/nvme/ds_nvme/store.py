@@ -25,9 +25,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_core.context import StashKey
 from ds_core.errors import UsageError
 from ds_nvme.aio import AsyncIO
-from ds_nvme.engines import Engine, Settings, ThreadsEngine, Transfer
+from ds_nvme.engines import Transfer
 from ds_nvme.files import DiskError, Opened, RunFolder, disk_error, open_file, padded
 from ds_nvme.memory import Buffer, Pool
+from ds_nvme.native import swapping
+from ds_nvme.probe import choose, settings
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -54,7 +56,8 @@ class _Rest:
 
     ref: to the storage; as long as there is one, no other storage has its address. nbytes: of the storage when it is in
     memory. path: its file. made: whether it exists. rests: whether it has
-    the storage's values. kept: in memory, never written. wanted: fetched, and not waited for. buffer: its
+    the storage's values. kept: in memory, never written. wanted: fetched, and not waited for. sums:
+    checksums of the file. buffer: its
     contents, while they are read, written, or kept in memory. transfer: what is under way between both.
     """
 
@@ -65,6 +68,7 @@ class _Rest:
     rests: bool = False
     kept: bool = False
     wanted: bool = False
+    sums: bytes = b""
     buffer: Buffer | None = None
     transfer: Transfer | None = field(default=None, repr=False)
 
@@ -82,9 +86,13 @@ class NvmeStore(StateStore):
         self._in_flight = max(1, int(options.get("buffer_count", 4)))
         self._room = int(options.get("max_in_cpu", 0))
         self._claims = not options.get("fast_init", False)
-        self._engine: Engine = ThreadsEngine(_settings(ctx))
+        aio = _section(ctx)
         self.folder = RunFolder(options["nvme_path"], getattr(ctx, "rank", 0))
-        self._pool = Pool(self._accelerator.pin if self.pinned else lambda host: host)
+        self._engine = choose(self.folder.path, settings(aio), aio.engine)
+        self._checks = self._engine.checks if aio.checksum is None else aio.checksum
+        if self._checks and not self._engine.checks:
+            raise UsageError(f"aio.checksum: the engine {self._engine.name!r} makes none; set it to false, or null")
+        self._pool = Pool(self._accelerator.pin if self.pinned else lambda host: host, swapping())
         self._rests: dict[int, _Rest] = {}
         self._writing: deque[_Rest] = deque()
         self._made = 0
@@ -92,15 +100,20 @@ class NvmeStore(StateStore):
         if (stash := getattr(ctx, "stash", None)) is not None:
             stash[_STORES] = [*(stash.get(_STORES) or ()), self]
 
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `StateStore`; memory that needs no copy when it is evicted."""
+        return self._pool.tensor(numel, dtype)
+
     # -- the contract ------------------------------------------------------------------------------------------------
 
     def fetch(self, tensors: Sequence[Tensor]) -> None:
         """See `StateStore`."""
+        wanted = [self._rests.get(storage._cdata) for storage, _ in _storages(tensors) if storage.nbytes() == 0]
+        fresh = [rest for rest in wanted if rest is not None and not rest.wanted]
+        for rest in fresh:
+            rest.wanted = True  # what is still being written is not given up
         self._reap()
-        for storage, _ in _storages(tensors):
-            if storage.nbytes() or (rest := self._rests.get(storage._cdata)) is None or rest.wanted:
-                continue
-            rest.wanted = True
+        for rest in fresh:
             if rest.buffer is None:
                 self._start(rest, self._pool.take(rest.nbytes), write=False)
 
@@ -188,7 +201,10 @@ class NvmeStore(StateStore):
         if write and not rest.made:
             self._claim(file, nbytes)
             rest.made = True
-        rest.transfer = self._engine.start(file, write=write, offset=0, address=buffer.address, nbytes=nbytes)
+        sums = None if not self._checks else b"" if write else rest.sums
+        rest.transfer = self._engine.start(
+            file, write=write, offset=0, address=buffer.address, nbytes=nbytes, sums=sums
+        )
         if write:
             self.moved.written += nbytes
         else:
@@ -214,6 +230,7 @@ class NvmeStore(StateStore):
         self.moved.waited += time.perf_counter() - before
         if rest.transfer.write:
             rest.rests = True
+            rest.sums = rest.transfer.sums()
             self._writing.remove(rest)
         rest.transfer = None
 
@@ -269,11 +286,10 @@ def close_stores(ctx: Context) -> None:
         store.close()
 
 
-def _settings(ctx: Context) -> Settings:
+def _section(ctx: Context) -> AsyncIO:
     config = getattr(ctx, "config", None)
     section = config.section("aio") if config is not None else None
-    aio = section if isinstance(section, AsyncIO) else AsyncIO()
-    return Settings(aio.block_size, aio.queue_depth, aio.intra_op_parallelism, aio.single_submit, aio.overlap_events)
+    return section if isinstance(section, AsyncIO) else AsyncIO()
 
 
 def _storages(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from ds_nvme import NvmeStore
+from ds_nvme.aio import AsyncIO
 from ds_testing import PluginConformance, StateStoreConformance
 
 from ds_core.accelerator import get_accelerator
@@ -18,12 +20,30 @@ class TestStore(StateStoreConformance):
         return NvmeStore(ctx, {"nvme_path": str(tmp_path)})
 
 
+@pytest.mark.parametrize("engine", ["kernel aio", "threads", "python threads"])
+class TestOtherEngines(StateStoreConformance):
+    """And with small blocks, deep queues, several threads; and copies instead of exchanged memory."""
+
+    @pytest.fixture(autouse=True)
+    def _chosen(self, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.aio: dict[str, Any] = {"engine": engine, "block_size": 4096, "queue_depth": 3}
+        if engine == "threads":
+            self.aio |= {"intra_op_parallelism": 2, "single_submit": True, "overlap_events": False}
+        if engine == "python threads":
+            monkeypatch.setattr("ds_nvme.store.swapping", lambda: None)
+
+    def make_store(self, ctx: Any, tmp_path: Path) -> NvmeStore:
+        return open_store(tmp_path, aio=self.aio, pipeline_write=False)
+
+
 class TestPlugin(PluginConformance):
     entry_point = "ds_nvme.plugin"
 
 
-def open_store(path: Path, **options: Any) -> NvmeStore:
-    return NvmeStore(SimpleNamespace(accelerator=get_accelerator()), {"nvme_path": str(path), **options})
+def open_store(path: Path, aio: dict[str, Any] | None = None, **options: Any) -> NvmeStore:
+    config = SimpleNamespace(section=lambda name: AsyncIO(**(aio or {})))
+    ctx: Any = SimpleNamespace(accelerator=get_accelerator(), config=config, rank=0)
+    return NvmeStore(ctx, {"nvme_path": str(path), **options})
 
 
 def test_a_tensor_that_is_fetched_while_it_is_written_is_not_read(tmp_path: Path) -> None:

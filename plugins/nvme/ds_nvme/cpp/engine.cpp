@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <future>
 #include <stdexcept>
@@ -102,6 +103,8 @@ Engine::Engine(std::string kind, int64_t block, int depth, int threads, bool sin
 
 Engine::~Engine() { close(); }
 
+bool Engine::ours() const { return (int)getpid() == process_; }
+
 std::unique_ptr<Backend> Engine::make() const {
     if (kind_ == "io_uring") return make_uring((unsigned)depth_);
     if (kind_ == "kernel aio") return make_kernel_aio((unsigned)depth_);
@@ -110,11 +113,6 @@ std::unique_ptr<Backend> Engine::make() const {
 }
 
 void Engine::close() {
-    if ((int)getpid() != process_) {  // a fork has none of the threads
-        for (auto& thread : threads_) thread.detach();
-        threads_.clear();
-        return;
-    }
     {
         std::lock_guard<std::mutex> held(mutex_);
         closing_ = true;
@@ -125,7 +123,7 @@ void Engine::close() {
 }
 
 void Engine::start(const std::shared_ptr<Transfer>& transfer) {
-    if ((int)getpid() != process_) throw std::runtime_error("a forked process cannot use its parent's engine");
+    if (!ours()) throw std::runtime_error("a forked process cannot use its parent's engine");
     transfer->block = block_;
     const int64_t blocks = transfer->blocks();
     transfer->left = blocks;
@@ -187,33 +185,45 @@ bool Engine::advance(const Event& event) {
 
 void Engine::work(std::unique_ptr<Backend>& backend) {
     std::vector<Block> blocks((size_t)depth_);
+    try {
+        serve(*backend, blocks);
+    } catch (const std::exception& error) {  // the kernel's door itself is broken: nothing goes through it any more
+        std::fprintf(stderr, "ds-nvme: %s\n", error.what());
+        backend.reset();
+        for (auto& block : blocks)
+            if (block.used) {
+                block.transfer->fail(Failure::error, EIO, block.offset());
+                block.transfer->finish_block();
+            }
+        for (Part part; take(part, true);) {
+            part.transfer->fail(Failure::error, EIO, part.transfer->offset);
+            part.transfer->finish_block();
+        }
+    }
+}
+
+void Engine::serve(Backend& backend, std::vector<Block>& blocks) {
     std::vector<Event> events;
     int under_way = 0;
     for (;;) {
-        while (under_way < depth_ && (overlap_ || under_way == 0 || !backend)) {
-            bool filled = false;
-            // Without overlap a whole batch is handed over, and the next one when all of it is done.
+        if (overlap_ || under_way == 0) {  // else a whole batch is done before the next one begins
             for (auto& block : blocks) {
-                if (block.used) continue;
                 Part part;
-                if (!take(part, under_way == 0)) {
-                    if (under_way == 0) return;  // closed, and nothing is left
-                    break;
+                while (!block.used && take(part, under_way == 0)) {
+                    if (!begin(block, part)) continue;
+                    backend.add(&block);
+                    under_way++;
+                    if (single_) backend.submit(0, events);
                 }
-                if (!begin(block, part)) continue;
-                backend->add(&block);
-                under_way++;
-                filled = true;
-                if (single_) backend->submit(0, events);
+                if (!block.used) break;
             }
-            if (!filled || !overlap_ || under_way == depth_) break;
+            if (under_way == 0) return;  // closed, and nothing is left
         }
-        if (under_way == 0) continue;
-        if (events.empty()) backend->submit(overlap_ ? 1 : under_way, events);
-        std::vector<Event> again;
+        if (events.empty()) backend.submit(overlap_ ? 1 : under_way, events);
+        std::vector<Block*> again;
         for (const Event& event : events) {
             if (!advance(event)) {
-                again.push_back(event);
+                again.push_back(event.block);
                 continue;
             }
             auto transfer = std::move(event.block->transfer);
@@ -222,7 +232,7 @@ void Engine::work(std::unique_ptr<Backend>& backend) {
             transfer->finish_block();
         }
         events.clear();
-        for (const Event& event : again) backend->add(event.block);
+        for (Block* block : again) backend.add(block);
     }
 }
 

@@ -75,7 +75,7 @@ public:
     ~Engine();
     void start(const std::shared_ptr<Transfer>& transfer);
     void close();
-    int64_t block() const { return block_; }
+    bool ours() const;  // false in a process that was forked from the engine's: it has none of the threads
 
 private:
     struct Part {
@@ -84,6 +84,7 @@ private:
     };
     std::unique_ptr<Backend> make() const;
     void work(std::unique_ptr<Backend>& backend);
+    void serve(Backend& backend, std::vector<Block>& blocks);
     bool take(Part& part, bool wait);
     bool begin(Block& block, const Part& part);
     bool advance(const Event& event);  // whether the block is done
