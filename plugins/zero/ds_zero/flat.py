@@ -85,6 +85,7 @@ class FlatBucket:
         self.parts = [self.shard[p.within] for p in self.pieces]  # torch makes no view of a tensor that is evicted
         self.owned: OptimizerTensors | None = None
         self.second: SecondCopy | None = None
+        self.joined: dict[str, Tensor] = {}  # optimizer states by name, see `tiled_step`
         if self.evictable:
             assert placement.masters is not None
             placement.masters.evict([self.master])

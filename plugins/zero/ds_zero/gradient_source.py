@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from ds_core.params import GradGroup
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
+    from ds_zero.bucket_grads import Grads
     from ds_zero.flat import FlatBucket
-    from ds_zero.grads import Grads
     from ds_zero.records import Piece
 
 __all__ = ["GradientSource"]
@@ -73,6 +74,10 @@ class GradientSource(ABC):
         """The gradients of `bucket` in its flat layout; None where there are none, now or ever."""
         return None
 
+    def evicted(self, bucket: FlatBucket) -> Tensor | None:
+        """The tensor of which `given` are views, where a store may have freed its memory."""
+        return None
+
     @abstractmethod
     def zero_grad(self) -> None:
         """Drop all gradients, also those of a backward that failed half-way."""
@@ -102,13 +107,20 @@ class GradientSource(ABC):
                 "ignore_unused_parameters is false; freeze them, use them, or set it to true"
             )
 
-    def grouped(self, mine: Iterable[Sequence[Tensor | None]]) -> list[GradGroup]:
-        """`given`, and the groups of the norm. mine: per bucket, the gradients of what is `optimized` of it."""
+    def grouped(
+        self, mine: Iterable[Sequence[Tensor | None]], norms: Mapping[FlatBucket, Tensor] = MappingProxyType({})
+    ) -> list[GradGroup]:
+        """`given`, and the groups of the norm. mine: per bucket, the gradients of what is `optimized` of it.
+
+        norms: of buckets whose gradients are evicted, their L2 norm, which stands for them.
+        """
         by_axes: dict[tuple[str, ...], list[Tensor]] = {}
         self.given = []
         for bucket, grads in zip(self.buckets, mine, strict=True):
             self.given += grads
             found = by_axes.setdefault(self._axes[bucket], [])
-            if bucket.counted:
+            if bucket.counted and bucket in norms:
+                found.append(norms[bucket])
+            elif bucket.counted:
                 found += [g for g in grads if g is not None]
         return [GradGroup(axes, tensors) for axes, tensors in by_axes.items()] or [GradGroup((), [])]

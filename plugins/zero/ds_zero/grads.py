@@ -15,6 +15,7 @@ comes late (then it is called again for that bucket, in `Reducer.finish`, or aft
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,19 +26,22 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.buckets import averaging_factors, wire_dtype
-from ds_core.params import GradGroup
+from ds_core.params import GradGroup, squared_norm
 from ds_core.partition import GradState
+from ds_core.process import log_once
+from ds_zero.bucket_grads import Grads
 from ds_zero.gradient_source import GradientSource
 from ds_zero.wires import Chain, gradient_wire
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.flat import FlatBucket
-    from ds_zero.placement import Copy
     from ds_zero.records import Piece
     from ds_zero.wires import GradientWire
 
-__all__ = ["Grads", "Reducer"]
+__all__ = ["Reducer"]
+
+log = logging.getLogger("ds_zero")
 
 IN_FLIGHT = 2
 """Reductions running at a time from stage 2 on: one bucket is reduced while the next one is filled."""
@@ -66,68 +70,6 @@ class _Pool:
 
     def clear(self) -> None:
         self._free.clear()
-
-
-class Grads:
-    """The gradients of one bucket.
-
-    local: this rank's, not reduced yet, in the layout of the bucket; filled: which parameters it has. shard: this
-    rank's shard of the reduced gradients; None: nothing was reduced yet. buffer: the buffer of which `shard` is a view,
-    if any. host: memory for the shard if the host does the optimizer's step. used: which parameters had a gradient
-    since the last step. copied: the last copy to `host`, if any; any thread may wait for it.
-    """
-
-    def __init__(self, bucket: FlatBucket) -> None:
-        self.bucket = bucket
-        count = len(bucket.params)
-        self.local: Tensor | None = None
-        self.filled = [False] * count
-        self.used = [False] * count
-        self.shard: Tensor | None = None
-        self.buffer: Tensor | None = None
-        self.host: Tensor | None = None
-        self.copied: Copy | None = None
-        self.arrived: set[int] = set()
-        self.awaited = count
-
-    def add_to_host(self, out: Tensor, accumulate: torch.dtype | None, *, once: bool) -> None:
-        """Start to add the device's `out` to the shard, which is on the host.
-
-        accumulate: the shard's dtype; None: that of masters, or of `out` if it is the only one (`once`).
-        """
-        placement, first = self.bucket.placement, self.shard is None
-        assert placement.masters is not None and placement.transfers is not None
-        wide = accumulate or self.bucket.master.dtype
-        if first:
-            self._use_host(out.dtype if once and accumulate is None else wide)
-        elif self.shard is not None and self.shard.dtype != wide:
-            placement.transfers.synchronize()
-            narrow = self.shard
-            self._use_host(wide)
-            self.shard.copy_(narrow)
-        assert self.shard is not None
-        self.copied = placement.transfers.to_host(self.shard, out, add=not first)
-
-    def _use_host(self, dtype: torch.dtype) -> None:
-        """Make `host` the shard; memory of a wider dtype is reused."""
-        store = self.bucket.placement.masters
-        assert store is not None
-        if self.host is None or self.host.dtype.itemsize < dtype.itemsize:
-            self.host = store.buffer(self.bucket.layout.shard_numel, dtype)
-        self.shard = self.host
-
-    def begin_shard(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
-        """Begin the shard with zeros, before anything was reduced."""
-        if self.bucket.stepped_on_host:
-            self._use_host(accumulate or self.bucket.master.dtype)
-            assert self.shard is not None
-            self.shard.zero_()
-        else:
-            self.shard = torch.zeros(self.bucket.layout.shard_numel, dtype=dtype, device=self.bucket.full.device)
-
-    def drop(self) -> None:
-        """Forget all gradients."""
-        self.local = self.shard = self.buffer = self.copied = None
 
 
 @dataclass(slots=True)
@@ -164,7 +106,7 @@ class Reducer(GradientSource):
         super().__init__(owner, buckets)
         self._group, self._order, self._wire = groups, order, wire
         self._plain = gradient_wire(self.section)
-        self._all = {b: Grads(b) for b in buckets}
+        self._all = {b: Grads(b, self._squares) for b in buckets}
         self._index_of = {p: (self._all[b], i) for b in buckets for i, p in enumerate(b.params)}
         self._queue: list[Grads] = []
         self._next = 0
@@ -174,6 +116,7 @@ class Reducer(GradientSource):
         self._before, self._after = averaging_factors(self.ctx)
         self._keeps = self.section.stage == 1
         self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
+        self._shown = self.ctx.plugins.implementing("ds_gradients")
         # A gradient can stay in param.grad only where it accumulates in the parameter's own dtype.
         self._eager = self.section.contiguous_gradients or self.ctx.precision.accumulate is not None
 
@@ -271,6 +214,7 @@ class Reducer(GradientSource):
         for index, param in enumerate(bucket.params):
             if param.grad is not None:
                 self._copy_in(grads, index)
+        grads.expect()
         source = grads.local
         if source is None:
             source = self._pool.get(bucket.layout.total, self._dtype(bucket), bucket.full.device)
@@ -396,7 +340,22 @@ class Reducer(GradientSource):
     def gradients(self) -> list[GradGroup]:
         """See `GradientSource.gradients`."""
         self.refuse_unused(g.used for g in self._all.values())
-        return self.grouped([self._mine(b, g) for b, g in self._all.items()])
+        if self._shown and any(g.evicted is not None for g in self._all.values()):
+            if self.ctx.rank == 0:
+                log_once(log, logging.INFO, f"{self._shown[0]} looks at all gradients: each step holds them in memory")
+            for grads in self._all.values():
+                grads.bring()
+        mine = [self._mine(b, g) for b, g in self._all.items()]
+        away = (g for g, given in zip(self._all.values(), mine, strict=True) if any(t is not None for t in given))
+        return self.grouped(mine, {g.bucket: g.norm for g in away if g.evicted is not None and g.norm is not None})
+
+    def evicted(self, bucket: FlatBucket) -> Tensor | None:
+        """See `GradientSource.evicted`."""
+        return self._all[bucket].shard
+
+    def _squares(self, tensors: list[Tensor]) -> Tensor:
+        kind = tensors[0].device.type, str(tensors[0].dtype).removeprefix("torch.")
+        return self.ctx.kernels.get("squared_norm", *kind, squared_norm)(tensors)  # type: ignore[no-any-return]
 
     def _mine(self, bucket: FlatBucket, grads: Grads) -> list[Tensor | None]:
         """The gradients of what this rank updates of `bucket`."""
@@ -408,6 +367,8 @@ class Reducer(GradientSource):
         if bucket.owned is not None:
             return bucket.owned.gradients(part, grads.used)
         used = (grads.used[p.index] and p.stop > p.start for p in bucket.pieces)
+        if bucket.evictable:
+            return [view if u else None for view, u in zip(grads.parts, used, strict=True)]
         return [part[p.within] if u else None for p, u in zip(bucket.pieces, used, strict=True)]
 
     def grads(self, bucket: FlatBucket) -> Grads | None:

@@ -15,7 +15,7 @@ from ds_zero.records import Piece
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
-    from ds_zero.grads import Grads
+    from ds_zero.bucket_grads import Grads
 
 __all__ = ["LocalPieceShard", "PieceShard"]
 
@@ -148,7 +148,8 @@ class PieceShard(ParamShard):
         grads.used[index], grads.filled[index] = True, False
         self.param.grad = None
         assert grads.shard is not None
-        self.read(grads.shard)[self._piece.within].copy_(values)
+        with grads.here():
+            self.read(grads.shard)[self._piece.within].copy_(values)
 
 
 class LocalPieceShard(PieceShard):

@@ -33,7 +33,7 @@ __all__ = ["ON_DEVICE", "Copy", "OffloadStores", "StatePlacement", "Transfers"]
 class StatePlacement:
     """Where a bucket's states are; None: on the device.
 
-    masters: the store of masters, optimizer states and reduced gradients (gradients always stay in memory). shards: the
+    masters: the store of masters, optimizer states and reduced gradients. shards: the
     store of weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host.
     """
 
@@ -171,17 +171,25 @@ class Transfers:
         self._slots: deque[_StagingBuffer] = deque([_StagingBuffer(), _StagingBuffer()])  # the oldest copy's first
         self._direct: deque[Copy] = deque()
 
-    def to_host(self, target: Tensor, source: Tensor, *, add: bool) -> Copy:
+    def to_host(self, target: Tensor, source: Tensor, *, add: bool, then: Callable[[], Any] | None = None) -> Copy:
         """Start to copy device tensor `source` into host tensor `target`, or with `add` to add it.
 
         `source` may be overwritten by later work of the device. Complete after `synchronize`, or the copy's `finish`.
         """
         if not add and source.dtype == target.dtype:
-            return self._straight(target, source)
+            return self._straight(target, source, then)
         slot, memory = self._next(source)
         memory.copy_(source, non_blocking=True)
-        then = (lambda: self._kernels.accumulate(target, memory)) if add else (lambda: target.copy_(memory))
-        slot.copy = Copy(self._mark(), then)
+
+        def use() -> None:
+            if add:
+                self._kernels.accumulate(target, memory)
+            else:
+                target.copy_(memory)
+            if then is not None:
+                then()
+
+        slot.copy = Copy(self._mark(), use)
         return slot.copy
 
     def to_device(self, target: Tensor, source: Tensor, then: Callable[[], Any] | None = None) -> None:

@@ -59,10 +59,6 @@ def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]
     if (states := section.offload_optimizer) is not None and states.on:
         if stage == 0:
             yield Problem(f"{OPTIMIZER}.device", "stage 0 partitions nothing", 'set stage 1, 2 or 3, or "none"')
-        elif states.device.lower() == "nvme" and stage != 3:
-            yield Problem(
-                f"{OPTIMIZER}.device", f"'nvme' needs stage 3, this is stage {stage}", 'set stage 3, or "cpu"'
-            )
         if states.ratio < 1 and stage != 3:
             yield Problem(
                 f"{OPTIMIZER}.ratio", f"{states.ratio} needs stage 3, this is stage {stage}", "set stage 3, or ratio 1"

@@ -16,6 +16,7 @@ from ds_run_state.states import (
     saved_optimizer_states,
     set_optimizer_state,
 )
+from ds_state_stores import is_evicted
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -23,6 +24,7 @@ from ds_zero.flat import FlatBucket
 from ds_zero.records import Piece
 
 if TYPE_CHECKING:
+    from ds_state_stores import StateStore
     from torch.optim import Optimizer
 
     from ds_core.context import Context
@@ -44,6 +46,7 @@ def states(
         return tuple(a for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
 
     partitioned = {p for b in buckets if b.sharded for p in b.params}
+    reader = _Reader()
     for name, param in module.named_parameters():
         if param not in partitioned:
             info, shape = ctx.params.get(param), tuple(param.shape)  # None: one that came after initialize
@@ -56,25 +59,28 @@ def states(
             if bucket.sharded and (piece.stop > piece.start or 0 in piece.shape):
                 keep = store and (piece.stop > piece.start or bucket.rank == 0)
                 place = (piece.shape, piece.start, piece.stop, bucket.held)
-                reader = bucket.placement.shards.read if bucket.away is not None and bucket.placement.shards else None
-                yield StateTensor(f"module/{piece.name}", bucket.parts[piece.index], *place, keep, read=reader)
+                read = reader.of(bucket, bucket.placement.shards if bucket.away is not None else None)
+                yield StateTensor(f"module/{piece.name}", bucket.parts[piece.index], *place, keep, read=read)
         for piece in bucket.optimized:
             if piece.stop > piece.start:
-                yield from _updated(bucket, piece, optimizer, store)
+                yield from _updated(bucket, piece, optimizer, store, reader)
 
 
-def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, store: bool) -> Iterator[StateTensor]:
+def _updated(
+    bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, store: bool, reader: _Reader
+) -> Iterator[StateTensor]:
     """The master weights, where they are not the weights themselves, and the optimizer's states of one piece."""
     place = (piece.shape, piece.start, piece.stop, bucket.held)
+    read = reader.of(bucket, bucket.placement.masters if bucket.evictable else None)
     if piece.master.dtype != bucket.dtype:
-        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=_reader(bucket))
+        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store, read=read)
     state = optimizer.state.get(piece.master, {}) if optimizer is not None else {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
         name = f"optimizer/{key}/{piece.name}"
         if value.shape == piece.master.shape:
-            yield StateTensor(name, value, *place, store, read=_reader(bucket))
+            yield StateTensor(name, value, *place, store, read=read)
         elif value.dim() == 0:  # a counter, the same for all pieces of the parameter
             yield StateTensor(name, value, (), 0, 1, bucket.held, store and piece.start == 0)
         elif bucket.owned is not None:
@@ -87,9 +93,28 @@ def _updated(bucket: FlatBucket, piece: Piece, optimizer: Optimizer | None, stor
             )
 
 
-def _reader(bucket: FlatBucket) -> Callable[[Tensor], Tensor] | None:
-    """How to read the optimizer's tensors, which may not be in memory; None when they always are."""
-    return bucket.placement.masters.read if bucket.placement.masters is not None and bucket.evictable else None
+class _Reader:
+    """Reads evicted states. Those of a bucket stay in memory until another's are read: pieces share storages."""
+
+    def __init__(self) -> None:
+        self._bucket: FlatBucket | None = None
+        self._open: list[tuple[StateStore, Tensor]] = []
+
+    def of(self, bucket: FlatBucket, store: StateStore | None) -> Callable[[Tensor], Tensor] | None:
+        """How to read tensors of `bucket` that `store` has; None when they always are in memory."""
+        return None if store is None else lambda tensor: self._read(tensor, bucket, store)
+
+    def _read(self, tensor: Tensor, bucket: FlatBucket, store: StateStore) -> Tensor:
+        if self._bucket is not bucket:
+            for owner, opened in self._open:
+                if not is_evicted(opened):
+                    owner.evict([opened], changed=False)
+            self._bucket, self._open = bucket, []
+        if is_evicted(tensor):
+            store.fetch([tensor])
+            store.wait([tensor])
+            self._open.append((store, tensor))
+        return tensor.detach().clone()
 
 
 @torch.no_grad()
@@ -150,6 +175,7 @@ def _load_optimizer(buckets: Sequence[FlatBucket], source: StateSource, optimize
             if piece.master not in mine:
                 continue
             values = {}
+            bucket.joined.clear()
             store = bucket.placement.masters if bucket.evictable else None
             replaced = optimizer.state.get(piece.master, {})
             for key, name in saved.get(piece.name, {}).items() if piece.stop > piece.start else ():

@@ -40,10 +40,11 @@ class Updates:
 
     def update(self, optimizer: Optimizer, grads: Sequence[Tensor | None], factor: float) -> None:
         """Update from these gradients, one for each of what is `optimized` of all buckets; None: leave it."""
-        buckets, states = self.owner.reducer.buckets, self.owner.section.offload_optimizer
+        reducer, states = self.owner.reducer, self.owner.section.offload_optimizer
+        buckets = reducer.buckets
         if any(b.evictable for b in buckets):
             ahead = states is not None and states.pipeline_read
-            tiled_step(optimizer, buckets, self.stepper, grads, factor, ahead=ahead)
+            tiled_step(optimizer, buckets, self.stepper, grads, factor, ahead=ahead, reduced=reducer.evicted)
         else:
             self.stepper.step(optimizer, grads, factor)
 
