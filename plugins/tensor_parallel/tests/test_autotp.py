@@ -11,7 +11,7 @@ from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tp_models import FAMILIES, hugging_face, plain, settings, train, weights_off
+from tp_models import FAMILIES, hugging_face, ids, plain, settings, train, weights_off
 
 STEPS = 3
 
@@ -47,9 +47,12 @@ def test_trains_as_one_process(kind: str, world: int, tp: int, stages: list[int]
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
 
 
-def test_fewer_heads_of_keys_than_ranks() -> None:
+@pytest.mark.parametrize(
+    ("tp", "keys"), [(2, {"num_key_value_heads": 1}), pytest.param(3, {}, marks=pytest.mark.slow)], ids=["one", "two"]
+)
+def test_fewer_heads_of_keys_than_ranks(tp: int, keys: dict[str, Any]) -> None:
     """Each rank computes keys and values for its own queries, from weights that all have."""
-    for rank, off in enumerate(run_ranks(3, compare, 3, "few", 3, [0, 3], {})):
+    for rank, off in enumerate(run_ranks(tp, compare, tp, "few", tp, [0, 3], {}, keys)):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
 
 
@@ -69,6 +72,37 @@ MORE: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 def test_every_stage(kind: str, tp: int, keys: dict[str, Any], sizes: dict[str, Any]) -> None:
     for rank, off in enumerate(run_ranks(tp, compare, tp, kind, tp, [1, 2, 3], keys, sizes)):
         assert max(off.values()) < 1e-6, f"rank {rank}: {off}"  # models compute some of it in fp32
+
+
+def trained_later(stage: int) -> float:
+    """Norms of heads are frozen until `initialize` is over: how far their gradients are off, beside their size."""
+    import torch
+    from ds_access import safe_get_full_grad
+
+    import ds_core
+
+    truth, model = hugging_face("qwen3"), hugging_face("qwen3")
+    norms = {n: p for n, p in model.named_parameters() if "q_norm" in n or "k_norm" in n}
+    for param in norms.values():
+        param.requires_grad_(False)
+    config = {key: value for key, value in settings(3, stage).items() if key != "optimizer"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = ds_core.initialize(model=model, config=config, optimizer=optimizer)
+    for param in norms.values():
+        param.requires_grad_(True)
+    batch = ids(0, 0)
+    truth(input_ids=batch, labels=batch).loss.backward()
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    wanted = {n: p.grad for n, p in truth.named_parameters() if n in norms}
+    off = max(float((safe_get_full_grad(p) - wanted[n]).abs().max() / wanted[n].abs().max()) for n, p in norms.items())
+    engine.destroy()
+    return off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_frozen_may_be_trained_later(stage: int) -> None:
+    assert max(run_ranks(3, trained_later, stage)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
