@@ -123,7 +123,7 @@ class Column(_Parallel):
     divides_loss = False
     """Of an output head: outputs are left divided in training, the loss is computed from them."""
     copies = True
-    """False where what is in front of the layer sums the gradient of its input over the ranks."""
+    """False where what is in front of the layer, or around it, sums the gradient of its input over the ranks."""
 
     def cuts(self) -> dict[str, Cut]:
         """The rows of the weight, which is [outputs, inputs], and the bias."""
@@ -191,6 +191,8 @@ class Row(_Parallel):
     """A layer of which each rank has some inputs: outputs are summed over the ranks."""
 
     split_input: bool
+    sums = True
+    """False where the module around the layer sums its outputs over the ranks."""
     sequence_dim: int | None = None
     """The dimension along which each rank gets the outputs of a part of the tokens; None: all ranks get all."""
 
@@ -212,6 +214,8 @@ class Row(_Parallel):
         layer: Any = self
         weight = layer.weight.t() if is_transposed(self) else layer.weight
         y, dim = functional.linear(x, weight), self.sequence_dim
+        if not self.sums:
+            return y if layer.bias is None else y + layer.bias.to(y.dtype) / self.tp.size
         if dim is None:
             y = reduce_from(y, self.tp.group)
         else:

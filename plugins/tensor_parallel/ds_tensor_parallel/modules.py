@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["divide_input", "rope_size", "share_tail", "sum_gradient", "sum_output"]
 
 
-def sum_output(module: nn.Module, place: Place, *, inputs: bool = True) -> None:
+def sum_output(module: nn.Module, place: Place) -> None:
     """Every rank has a part of the module's parameters, so its outputs are summed, and the gradients of its inputs.
 
-    As of experts, each of which is cut: hidden states and routing weights are equal on all ranks. inputs: False where
-    layers inside sum the gradients.
+    As of experts, each of which is cut: hidden states and routing weights are equal on all ranks.
     """
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -31,8 +30,7 @@ def sum_output(module: nn.Module, place: Place, *, inputs: bool = True) -> None:
             return (reduce_from(output[0], place.group), *output[1:])
         return output if output is None else reduce_from(output, place.group)
 
-    if inputs:
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
 
 

@@ -17,8 +17,8 @@ class Kind(Enum):
     summed over the ranks. COPIED: a layer of keys or values that is whole; each rank computes those of its own queries.
     VOCABULARY, EMBEDDING: an embedding whose rows or columns are cut. HEADS: an embedding of one number for each head,
     whose columns are cut and stay so. WHOLE: every rank has all of it. SUM_GRADIENT: whole, and used on each rank's own
-    part, so that its gradient is summed over the ranks. SUM_OUTPUT: what the module gives is summed over the ranks.
-    EXPERTS: a module whose parameters have rules; inputs go to all ranks' parts, its outputs are summed. ROPE_LATENT:
+    part, so that its gradient is summed over the ranks. EXPERTS: a module in which every rank computes a part with its
+    parts of parameters and of `local` layers; its outputs are summed, and the gradients of its inputs. ROPE_LATENT:
     DeepSeek's first projection of keys and values, whose last outputs are used on each rank's own heads. SHARED: whole,
     inside of a module whose outputs are summed. SEQUENCE: a module that works on each rank's part of the sequence.
     """
@@ -31,7 +31,6 @@ class Kind(Enum):
     HEADS = "heads"
     WHOLE = "whole"
     SUM_GRADIENT = "sum gradient"
-    SUM_OUTPUT = "sum output"
     EXPERTS = "experts"
     ROPE_LATENT = "rope latent"
     SHARED = "shared"
@@ -45,7 +44,7 @@ class Rule:
     segments: how many equal matrices are fused along the dimension that is cut, or their lengths; "heads": queries,
     keys and values, as long as the attention's heads say. dim: that dimension of the weight; None: the usual one of the
     layer. gather_output: of a COLUMN, every rank gets all outputs. split_input: of a ROW, its input is whole on every
-    rank. source: where the rule is from, for messages.
+    rank. local: no sums of its own, as the module around it sums. source: where the rule is from, for messages.
     """
 
     kind: Kind
@@ -53,6 +52,7 @@ class Rule:
     dim: int | None = None
     gather_output: bool = False
     split_input: bool = False
+    local: bool = False
     source: str = ""
 
     def lengths(self, whole: int, heads: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -151,9 +151,12 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
             _cut_parameter(model, name, rule, division, cuts)
         elif rule.kind is Kind.COLUMN:
             made = column(module, gather_output=rule.gather_output, siblings=families.of(name))
+            made.copies = not rule.local
             _bind(made, place, division, cuts)
         elif rule.kind is Kind.ROW:
-            _bind(row(module, split_input=rule.split_input), place, division, cuts)
+            made = row(module, split_input=rule.split_input)
+            made.sums = not rule.local
+            _bind(made, place, division, cuts)
         elif rule.kind is Kind.COPIED:
             heads = plan.attentions[name.rpartition(".")[0]]
             outputs = [(key * heads.size, heads.size) for key in heads.share(place.size, place.rank).keys]
@@ -163,6 +166,10 @@ def _convert(model: nn.Module, plan: Plan, place: Place, cuts: _Cuts, families: 
             _bind(embedding(module, rule.kind), place, division, cuts)
         else:
             _surround(module, modules[name.rpartition(".")[0]], rule, place)
+    partial = [modules[name] for name, rule in plan.rules.items() if rule.kind is Kind.EXPERTS]
+    partial = [module for module in partial if not isinstance(module, (nn.ModuleList, nn.ModuleDict))]  # never called
+    for param in {param: None for module in partial for param in module.parameters() if param not in cuts}:
+        sum_gradient(param, place)  # used on each rank's own part of the sum
 
 
 def _divide_losses(model: nn.Module, plan: Plan) -> None:
@@ -198,8 +205,6 @@ def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) ->
                 sum_gradient(param, place)
         case Kind.EXPERTS:
             sum_output(module, place)
-        case Kind.SUM_OUTPUT:
-            sum_output(module, place, inputs=False)
         case Kind.SHARED:
             divide_input(module, place)
         case Kind.ROPE_LATENT:
@@ -213,6 +218,9 @@ class _Cuts:
         self._model, self._ctx, self._place = model, ctx, place
         self._names = {param: name for name, param in model.named_parameters()}
         self._cuts: dict[nn.Parameter, Cut] = {}
+
+    def __contains__(self, param: nn.Parameter) -> bool:
+        return param in self._cuts
 
     def add(self, module: nn.Module, cuts: dict[str, Cut]) -> None:
         """Cut parameters of `module`. ConfigError where two layers that share one would cut it differently."""
