@@ -17,15 +17,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from ds_activation_checkpointing.checkpointing import Settings
-from ds_activation_checkpointing.kept_outputs import torch_policy
+from ds_activation_checkpointing.kept_outputs import TORCH_CONTEXTS
 from ds_activation_checkpointing.recompute import recompute
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import ds_core
 
@@ -60,19 +59,15 @@ class Blocks(nn.Module):
         return x
 
 
-def selective() -> Any:
-    return create_selective_checkpoint_contexts(torch_policy)
-
-
 def calls() -> dict[str, Callable[[nn.Module, Tensor], Tensor]]:
     """How each contestant calls a block."""
-    ours = Settings()
+    ours, kept = Settings(), TORCH_CONTEXTS["keep_matmuls"]
     return {
         "none": lambda block, x: block(x),
         "torch": lambda block, x: checkpoint(block, x, use_reentrant=False),
         "torch reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
         "ours": lambda block, x: recompute(block, (x,), {}, ours.options("block")),
-        "torch, keep_matmuls": lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=selective),
+        "torch, keep_matmuls": lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=kept),
         "ours, keep_matmuls": lambda block, x: recompute(block, (x,), {}, ours.options("block", "keep_matmuls")),
     }
 

@@ -68,7 +68,7 @@ class Settings:
 
     def options(self, name: str = "", policy: str = "all") -> Options:
         """For one function."""
-        return Options(name, keeper=self.keeper, keep_matmuls=policy == "keep_matmuls", watch=self.watch)
+        return Options(name, keeper=self.keeper, policy=policy, watch=self.watch)
 
 
 class _By(Enum):

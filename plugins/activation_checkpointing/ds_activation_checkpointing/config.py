@@ -24,9 +24,10 @@ class ActivationCheckpointingConfig(Section):
         "'auto': the model's repeated blocks, also where policy or budget is set. Absent: what the model itself "
         "checkpoints.",
     )
-    policy: Literal["all", "keep_matmuls"] = option(
+    policy: Literal["all", "keep_matmuls", "keep_attention"] = option(
         "all",
-        "What is computed again: all, or all but matrix products, convolutions and attention, whose outputs are kept.",
+        "What is computed again: all; all but matrix products, convolutions and attention, whose outputs are kept "
+        "(keep_matmuls); or all but attention (keep_attention), whose time grows with the square of the sequence.",
     )
     budget: int | None = option(
         None,

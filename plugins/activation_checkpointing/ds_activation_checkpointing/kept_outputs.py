@@ -1,4 +1,4 @@
-"""The policy ``keep_matmuls``: outputs of matrix products and attention are kept, everything else is computed again."""
+"""Policies: outputs of some operators are kept, everything else is computed again."""
 
 from __future__ import annotations
 
@@ -13,32 +13,46 @@ import torch
 from ds_run_state.random_streams import STREAMS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ds_core.nested import map_leaves
 
-__all__ = ["KeptOutputs", "keeps", "torch_policy"]
+__all__ = ["TORCH_CONTEXTS", "KeptOutputs", "keeps"]
 
-_MATMULS = (
-    "mm addmm bmm baddbmm linear convolution _scaled_mm _grouped_mm _scaled_grouped_mm "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_fused_attention_overrideable"
-)
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+}
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"}
+_KEPT = {"keep_matmuls": _MATMULS | _ATTENTION, "keep_attention": _ATTENTION}
 
 
 @functools.cache
-def keeps(op: Any) -> bool:
-    """Whether the outputs of an operator (an OpOverload) are kept."""
+def keeps(policy: str, op: Any) -> bool:
+    """Whether a policy keeps the outputs of an operator (an OpOverload)."""
     packet = getattr(op, "overloadpacket", None)
     if packet is None or op.namespace != "aten" or op._schema.is_mutable:
         return False
-    return packet.__name__ in _MATMULS.split()
+    return packet.__name__ in _KEPT[policy]
 
 
-def torch_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The same for ``torch.utils.checkpoint``, which torch.compile knows."""
-    return CheckpointPolicy.MUST_SAVE if keeps(op) else CheckpointPolicy.PREFER_RECOMPUTE
+def _torch_policy(policy: str, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if keeps(policy, op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_matmuls() -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_torch_policy, "keep_matmuls"))
+
+
+def _keep_attention() -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_torch_policy, "keep_attention"))
+
+
+TORCH_CONTEXTS = {"keep_matmuls": _keep_matmuls, "keep_attention": _keep_attention}
+"""The same for ``torch.utils.checkpoint``, which torch.compile knows: it takes functions of modules only."""
 
 
 @dataclass(slots=True)
@@ -56,18 +70,19 @@ class _Kept:
 class KeptOutputs:
     """What one run of a function keeps, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
         self._kept: deque[_Kept] = deque()
 
     def recording(self, saved: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
         """Inside, outputs are kept. saved: grows with each tensor that autograd saves."""
-        return _Mode(lambda op, run: self._record(op, run, len(saved)))
+        return _Mode(self._policy, lambda op, run: self._record(op, run, len(saved)))
 
     def serving(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, operators that were kept are not run again."""
         left = deque(self._kept)
         self._kept.clear()
-        return _Mode(lambda op, run: _serve(op, run, left))
+        return _Mode(self._policy, lambda op, run: _serve(op, run, left))
 
     def forget_after(self, place: int) -> None:
         """Drop what is made after the last tensor that autograd saves: nothing asks for it again."""
@@ -105,12 +120,12 @@ def _serve(op: Any, run: Callable[[], Any], left: deque[_Kept]) -> Any:
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, handle: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    def __init__(self, policy: str, handle: Callable[[Any, Callable[[], Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._handle = handle
+        self._policy, self._handle = policy, handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not keeps(func):
+        if not keeps(self._policy, func):
             return func(*args, **(kwargs or {}))
         return self._handle(func, functools.partial(func, *args, **(kwargs or {})))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_activation_checkpointing.inputs import Keeper, held
-from ds_activation_checkpointing.kept_outputs import KeptOutputs
+from ds_activation_checkpointing.kept_outputs import TORCH_CONTEXTS, KeptOutputs
 from ds_core.accelerator import get_accelerator
 from ds_core.errors import UsageError
 
@@ -37,14 +37,14 @@ __all__ = ["PLAIN", "Options", "Region", "recompute"]
 class Options:
     """How a function is recomputed.
 
-    name: of the block, for messages. keeper: where inputs rest. keep_matmuls: matrix products are not computed again.
-    stop_early: do not run what comes after the last tensor that is wanted; False where ranks that talk in the function
-    may want different ones. watch: what times it. meter: what measures it.
+    name: of the block, for messages. keeper: where inputs rest. policy: that of the section. stop_early: do not run
+    what comes after the last tensor that is wanted; False where ranks that talk in the function may want different
+    ones. watch: what times it. meter: what measures it.
     """
 
     name: str = "the checkpointed function"
     keeper: Keeper = field(default_factory=Keeper)
-    keep_matmuls: bool = False
+    policy: str = "all"
     stop_early: bool = True
     watch: Watch | None = None
     meter: Meter | None = None
@@ -56,19 +56,12 @@ PLAIN = Options()
 def recompute(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> Any:
     """``function(*args, **kwargs)``; what it needs in backward is computed again there."""
     if torch.compiler.is_compiling():
-        from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+        from torch.utils.checkpoint import checkpoint
 
-        from ds_activation_checkpointing.kept_outputs import torch_policy
-
-        if not options.keep_matmuls:
+        if options.policy == "all":
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(torch_policy),
-            **kwargs,
-        )
+        contexts = TORCH_CONTEXTS[options.policy]
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     if not torch.is_grad_enabled() or _inside():
         return function(*args, **kwargs)
     return Region(function, args, kwargs, options).forward(args, kwargs)
@@ -106,7 +99,7 @@ class Region:
         self._filled = self._last = 0
         self._autocast = _autocast_now()
         self._random = STREAMS.snapshot()
-        self._kept = KeptOutputs() if options.keep_matmuls else None
+        self._kept = KeptOutputs(options.policy) if options.policy != "all" else None
         self._inputs: Any = options.keeper.save((args, dict(kwargs)), options.name)
 
     @property

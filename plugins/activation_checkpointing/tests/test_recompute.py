@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from ds_activation_checkpointing.recompute import Options, recompute
 from ds_run_state.random_streams import STREAMS
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_core.errors import UsageError
 
@@ -24,7 +26,11 @@ def plainly(function: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def keeping(function: Call, *args: Any, **kwargs: Any) -> Any:
-    return recompute(function, args, kwargs, Options("block", keep_matmuls=True))
+    return recompute(function, args, kwargs, Options("block", policy="keep_matmuls"))
+
+
+def keeping_attention(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return recompute(function, args, kwargs, Options("block", policy="keep_attention"))
 
 
 def to_the_end(function: Call, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +65,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("call", [checkpoint, keeping, to_the_end, by_function])
+@pytest.mark.parametrize("call", [checkpoint, keeping, keeping_attention, to_the_end, by_function])
 def test_gradients_and_random_numbers_are_those_of_plain_autograd(call: Call, autocast: bool, streams: None) -> None:
     torch.manual_seed(0)
     blocks = [Block() for _ in range(2)]
@@ -220,3 +226,75 @@ def test_a_kept_input_has_its_strides() -> None:
         ).sum().backward()
     assert seen[0] == seen[1]
     assert seen[6] == seen[7]
+
+
+class Attention(nn.Module):
+    """Two products around attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
+        result: Tensor = self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).sin()
+        return result
+
+
+AGAIN = {"all": (1, 2), "keep_matmuls": (0, 0), "keep_attention": (0, 2)}
+"""How often attention and a product run in backward."""
+
+
+class Counted(TorchDispatchMode):
+    """Counts forward operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("policy", AGAIN)
+def test_what_a_policy_computes_again(policy: str) -> None:
+    x, block = torch.randn(2, 3, 8, requires_grad=True), Attention()
+    out = recompute(block, (x,), {}, Options("block", policy=policy))
+    with Counted() as counted:
+        out.sum().backward()
+    assert (counted.ran[FLASH], counted.ran["addmm"]) == AGAIN[policy]
+
+
+@pytest.mark.parametrize("policy", AGAIN)
+def test_a_compiled_region_computes_the_same_again(policy: str) -> None:
+    """As one graph; operators are counted in the graph of its backward."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[Counter[str]] = []
+
+    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(Counter(getattr(n.target, "__name__", "").split(".")[0] for n in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward)
+    block, x = Attention(), torch.randn(2, 3, 8)
+
+    def run(call: Call) -> list[Tensor]:
+        given = x.clone().requires_grad_()
+        call(given).sum().backward()
+        grads = [given.grad, *(p.grad for p in block.parameters())]
+        block.zero_grad()
+        return grads  # type: ignore[return-value]
+
+    options = Options("block", policy=policy)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda given: recompute(block, (given,), {}, options), backend=backend, fullgraph=True)
+    for wanted, got in zip(run(block), run(compiled), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    # torch saves the output of an operator that may draw random numbers, as attention is, with every policy.
+    assert [(ran[FLASH], ran["addmm"]) for ran in found] == [(0, AGAIN[policy][1])]

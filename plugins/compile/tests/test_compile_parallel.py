@@ -30,7 +30,7 @@ def tokens(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
-def trained(sections: dict[str, Any], compiled: bool) -> tuple[list[float], list[int]]:
+def trained(sections: dict[str, Any], backend: str | None) -> tuple[list[float], list[int]]:
     """Losses, and graphs and graph breaks, of a run on the same data on all ranks."""
     from torch._dynamo.utils import counters
 
@@ -45,8 +45,8 @@ def trained(sections: dict[str, Any], compiled: bool) -> tuple[list[float], list
         **sections,
     }
     engine, *_ = ds_core.initialize(model=llama(), config=config)
-    if compiled:
-        engine.compile("aot_eager", compile_kwargs={"fullgraph": True})
+    if backend is not None:
+        engine.compile(backend, compile_kwargs={"fullgraph": True})
     losses = []
     for step in range(STEPS):
         ids = tokens(step)
@@ -66,15 +66,30 @@ def divided(size: int) -> dict[str, Any]:
 
 def test_the_pass_autotp_needs_divided_layers() -> None:
     with pytest.raises(Exception, match="'autotp' needs tensor_parallel.autotp_size of 2 or more, and the size is 1"):
-        run_ranks(1, trained, divided(1), True)
+        run_ranks(1, trained, divided(1), "aot_eager")
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("section", [divided(2), {"sequence_parallel_size": 2}], ids=["tp", "sp"])
-def test_no_graph_breaks(section: dict[str, Any], stage: int) -> None:
+RECOMPUTED = {"activation_checkpointing": {"policy": "keep_attention"}}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("section", "stage", "backend"),
+    [
+        (divided(2), 2, "aot_eager"),
+        ({"sequence_parallel_size": 2}, 2, "aot_eager"),
+        pytest.param(divided(2), 3, "aot_eager", marks=SLOW),
+        pytest.param({"sequence_parallel_size": 2}, 3, "aot_eager", marks=SLOW),
+        pytest.param({}, 0, "inductor", marks=SLOW),
+        pytest.param({}, 3, "inductor", marks=SLOW),
+        pytest.param(RECOMPUTED, 0, "inductor", marks=SLOW),
+        pytest.param(RECOMPUTED, 3, "aot_eager", marks=SLOW),
+    ],
+)
+def test_no_graph_breaks(section: dict[str, Any], stage: int, backend: str) -> None:
     zero = {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})}
     sections = section | {"zero_optimization": zero}
-    wanted = run_ranks(2, trained, sections, False)
-    for (losses, graphs), (eager, _) in zip(run_ranks(2, trained, sections, True), wanted, strict=True):
+    wanted = run_ranks(2, trained, sections, None)
+    for (losses, graphs), (eager, _) in zip(run_ranks(2, trained, sections, backend), wanted, strict=True):
         assert max(abs(a - b) for a, b in zip(losses, eager, strict=True)) < 1e-12
         assert 1 <= graphs[0] <= 2 and graphs[1] == 0  # all blocks have the same

@@ -78,6 +78,11 @@ def divide_graph(graph: GraphModule, group: ProcessGroup) -> GraphModule:
     division = _Division(graph, group, *marked[0])
     division.run()
     if not division.attentions:
+        if any("checkpoint" in str(node.target) for node in graph.graph.nodes):
+            raise RuntimeError(
+                "autosp: attention is in blocks that are computed again in backward, where the pass does not look; "
+                "leave out activation_checkpointing, and set torch._functorch.config.activation_memory_budget below 1"
+            )
         raise RuntimeError(
             "autosp: the graph has no torch.nn.functional.scaled_dot_product_attention of the marked input, so there "
             'is nothing to divide; with transformers set attn_implementation="sdpa"'

@@ -181,3 +181,23 @@ def refused() -> None:
 
 def test_graphs_without_marks_or_attention() -> None:
     run_ranks(2, refused)
+
+
+def recomputed() -> None:
+    import ds_core
+
+    config = AUTOSP | {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
+    engine, *_ = ds_core.initialize(
+        model=make("llama"), config=config | {"activation_checkpointing": {"modules": "auto"}}
+    )
+    engine.compile("aot_eager")
+    inputs = given("llama", 0)
+    prepare_autosp_inputs(inputs["input_ids"], inputs["labels"])
+    with pytest.raises(RuntimeError, match="attention is in blocks that are computed again"):
+        engine(**inputs)
+    engine.destroy()
+
+
+@_slow
+def test_blocks_that_are_computed_again() -> None:
+    run_ranks(2, recomputed)
