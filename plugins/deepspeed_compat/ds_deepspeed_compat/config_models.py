@@ -82,6 +82,7 @@ _MODELS: Mapping[str, tuple[str, type[DeepSpeedConfigModel]]] = {
     "DeepSpeedZeroConfig": ("ds_zero.config:ZeroConfig", _Zero),
     "DeepSpeedZeroOffloadParamConfig": ("ds_zero.config:OffloadParam", DeepSpeedConfigModel),
     "DeepSpeedZeroOffloadOptimizerConfig": ("ds_zero.config:OffloadOptimizer", DeepSpeedConfigModel),
+    "ZenFlowConfig": ("ds_zero.config:ZenFlowConfig", DeepSpeedConfigModel),
     "DeepSpeedZeroLeafModuleConfig": ("ds_zero.config:LeafModules", DeepSpeedConfigModel),
     "TensorBoardConfig": ("ds_monitor_tensorboard.config:TensorBoardConfig", DeepSpeedConfigModel),
     "CSVConfig": ("ds_monitor_csv.config:CSVConfig", DeepSpeedConfigModel),

@@ -86,6 +86,10 @@ class ZeroPartitioner(WeightOwner):
         unshard_module(module)
         broadcast_module(self.ctx, module, but=self.pieces)
         self._reducer = self._make_reducer()
+        if self.section.zenflow is not None:
+            from ds_zero.zenflow.stepping import ZenFlow
+
+            self.updates = ZenFlow(self, self.section.zenflow)
         self.takes_gradients = not self._reducer.local
         self._install_hooks(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
@@ -220,7 +224,7 @@ class ZeroPartitioner(WeightOwner):
         """Write what the step has made into the shards; evictable masters' are written in the step."""
         self.offload.synchronize()
         for bucket in buckets:
-            if not bucket.evictable:
+            if not bucket.evictable and bucket.deferred is None:
                 bucket.update_shard(self.reducer.unused(bucket))
         self.offload.synchronize()
 
@@ -266,6 +270,7 @@ class ZeroPartitioner(WeightOwner):
         from_fp32 = self.section.load_from_fp32_weights
         self.settle()
         states.load(self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32)
+        self.updates.loaded(source, optimizer)
 
     # -- access ----------------------------------------------------------------------------------------------
 
@@ -279,6 +284,7 @@ class ZeroPartitioner(WeightOwner):
         if not self._shards:
             shard = LocalPieceShard if self.reducer.local else PieceShard
             self._shards = {p.param: shard(self, b, p) for b in self.buckets for p in b.pieces if self._updates(b)}
+        self.settle()  # the optimizer has all states to look at
         return self._shards.get(param)
 
     def _updates(self, bucket: FlatBucket) -> bool:

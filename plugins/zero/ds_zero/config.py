@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, RootModel, field_validator, model_validator
+from pydantic import ConfigDict, Field, RootModel, field_validator, model_validator
 
 from ds_core.config import Section, not_built, option
 from ds_core.config.section import names_of, old_names
@@ -21,6 +21,7 @@ __all__ = [
     "LeafModules",
     "OffloadOptimizer",
     "OffloadParam",
+    "ZenFlowConfig",
     "ZeroConfig",
     "switch",
 ]
@@ -98,6 +99,56 @@ class OffloadOptimizer(_Place):
     fast_init: bool = option(False, "NVMe: faster initialisation.")
     super_offload: bool = not_built(False, _SUPER, "Speculative CPU steps on tightly coupled chips.")
     cpuadam_cores_perc: float = not_built(0.8, _SUPER, "Share of the cores that SuperOffload's Adam uses.")
+
+
+class ZenFlowConfig(Section):
+    """Which columns of weights are updated in every step, on the device, and when the others are, on the host."""
+
+    topk_ratio: float = option(0.1, "The share of a weight's columns that are updated in every step.", ge=0, le=1)
+    select_strategy: Literal["auto", "step", "epoch"] = option(
+        "auto", "The unit of select_interval; auto: each epoch, or 100 steps where the length of one is not known."
+    )
+    select_interval: Annotated[int, Field(ge=1)] | Literal["auto"] = option(
+        "auto", "Steps or epochs until columns are chosen again; needed unless select_strategy is auto."
+    )
+    update_interval: Annotated[int, Field(ge=1)] | Literal["auto"] = option(
+        "auto", "Steps after which the other columns are updated with the mean gradient; auto: see auto_ratio."
+    )
+    overlap_step: bool = option(
+        False, "The host updates while training goes on; its weights are used one update_interval later."
+    )
+    offload: bool = option(False, "Keep the states of chosen columns on the host between steps, too.")
+    auto_ratio: float = option(
+        0.99,
+        "update_interval auto: the share of weights whose other columns have added up to the chosen.",
+        ge=0,
+        le=1,
+    )
+    full_warm_up_rounds: int = option(0, "The first steps, which update everything on the host.", ge=0)
+    pt_reserved_cores_perc: float = option(
+        0.5, "overlap_step: the share of this rank's cores that the host's updates leave to torch.", ge=0, le=1
+    )
+
+    @model_validator(mode="after")
+    def _intervals(self) -> ZenFlowConfig:
+        select, update = self.select_interval, self.update_interval
+        if self.select_strategy != "auto" and select == "auto":
+            raise ValueError(f"select_interval must be a number where select_strategy is {self.select_strategy!r}")
+        if self.select_strategy == "step" and isinstance(select, int) and isinstance(update, int) and select < update:
+            raise ValueError(
+                f"select_interval is {select}, less than update_interval, {update}; columns can be chosen at the "
+                f"beginning of an interval only, so use at least {update}"
+            )
+        return self
+
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """Keys without effect beside others."""
+        if self.select_strategy == "auto" and self.select_interval != "auto":
+            yield "select_interval", "has no effect with select_strategy 'auto'"
+        if self.update_interval != "auto" and "auto_ratio" in given:
+            yield "auto_ratio", "has no effect with a number for update_interval"
+        if not self.overlap_step and "pt_reserved_cores_perc" in given:
+            yield "pt_reserved_cores_perc", "has no effect without overlap_step"
 
 
 class LeafModules(Section):
@@ -227,8 +278,10 @@ class ZeroConfig(Section):
     cpu_offload_use_pin_memory: bool | None = option(
         None, "Deprecated, and not carried over: set pin_memory in offload_optimizer and offload_param."
     )
+    zenflow: ZenFlowConfig | None = option(
+        None, "Update important columns of weights on the device in every step, others on the host now and then."
+    )
     # -- later
-    zenflow: dict[str, Any] | None = not_built(None, "ZenFlow will come with ds-offload")
     zero_quantized_weights: bool = not_built(False, _QUANTISED, "Gather quantised weights (qwZ).")
     zero_quantized_nontrainable_weights: bool = not_built(False, _QUANTISED, "Gather quantised frozen weights.")
     zero_quantized_gradients: bool = not_built(False, _QUANTISED, "Reduce quantised gradients (qgZ).")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.params import ParamInfo
     from ds_zero.hierarchy import SecondCopy
-    from ds_zero.records import OptimizerTensors
+    from ds_zero.records import DeferredMasters, OptimizerTensors
     from ds_zero.wires import WeightWire
 
 __all__ = ["FlatBucket", "make_buckets", "needs_full_tensors"]
@@ -48,7 +48,7 @@ class FlatBucket:
     see `ParamInfo`. axes: those of `replicas` over which it is sharded, far: the others; see `ds_zero.hierarchy`.
     group, world, rank: along `axes`. reduces: whether other ranks have the parameters, too. owned: set where the
     optimizer updates full tensors (see `owned_tensors`); `master` is the shard then. second: this rank's share of a
-    second copy of gathered weights, if there is one.
+    second copy of gathered weights, if there is one. deferred: who writes masters and `shard` at times of its own.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class FlatBucket:
         self.owned: OptimizerTensors | None = None
         self.second: SecondCopy | None = None
         self.joined: dict[str, Tensor] = {}  # optimizer states by name, see `tiled_step`
+        self.deferred: DeferredMasters | None = None
         if self.evictable:
             assert placement.masters is not None
             placement.masters.evict([self.master])
@@ -98,6 +99,7 @@ class FlatBucket:
         dtype = wanted if wanted is not None and mine.is_floating_point() else mine.dtype
         store, shards = self.placement.masters if self.trains else None, self.placement.shards
         stays = store is not None and store.resident and shards is not None and shards.resident
+        stays = stays and not self.placement.deferred
         if store is not None and not (self.shard_in_store and stays and dtype == mine.dtype):
             self.master_in_store = True
             return store.copy_in(mine, dtype)
@@ -139,7 +141,8 @@ class FlatBucket:
     @property
     def stepped_on_host(self) -> bool:
         """Whether the optimizer updates this bucket on the host, so that reduced gradients are copied there."""
-        return self.placement.masters is not None and self.trains and self.owned is None
+        placed = self.placement.masters is not None and not self.placement.deferred
+        return placed and self.trains and self.owned is None
 
     @property
     def evictable(self) -> bool:
@@ -260,6 +263,8 @@ class FlatBucket:
                 self.parts[index].copy_(flat[piece.start : piece.stop])
         with self.in_memory():
             owned.master.data.view(-1).copy_(flat[owned.start : owned.stop])
+        if self.deferred is not None:
+            self.deferred.follow(owned)
 
     @torch.no_grad()
     def refresh_master(self, param: nn.Parameter) -> None:
@@ -272,6 +277,8 @@ class FlatBucket:
             master = owned.master.data.view(-1)
             now = self.view(self.full, index).reshape(-1)[owned.start : owned.stop].to(master.device)
             master.copy_(torch.where(master.to(now.dtype) == now, master, now))
+        if self.deferred is not None:
+            self.deferred.follow(owned)
 
     def outdate(self) -> None:
         """The weights have changed, on all ranks that have them: a second copy is not used any more."""

@@ -51,6 +51,8 @@ class PieceShard(ParamShard):
             self._store.write(found, values)
         else:
             found.copy_(values)
+        if self._bucket.deferred is not None:
+            self._bucket.deferred.follow(self._piece)
 
     def _here(self, tensor: Tensor) -> Tensor:
         """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""

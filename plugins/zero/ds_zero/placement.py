@@ -34,12 +34,14 @@ class StatePlacement:
     """Where a bucket's states are; None: on the device.
 
     masters: the store of masters, optimizer states and reduced gradients. shards: the
-    store of weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host.
+    store of weights that are sharded (see `FlatBucket.away`). transfers: the copies between device and host. deferred:
+    reduced gradients stay on the device until the step, and `ds_zero.zenflow` updates masters and weights.
     """
 
     masters: StateStore | None = None
     shards: StateStore | None = None
     transfers: Transfers | None = None
+    deferred: bool = False
 
 
 ON_DEVICE = StatePlacement()
@@ -73,6 +75,7 @@ class OffloadStores:
                 f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep states in memory, which "
                 "works with element-wise optimizers only, such as Adam; use cpu with this one"
             )
+        self.deferred = section.zenflow is not None
         store = self.optimizer or self.param
         self.transfers = Transfers(ctx, store) if store is not None else None
         refused = ctx.own_optimizer and switch(ctx.config, "zero_force_ds_cpu_optimizer", True)
@@ -107,7 +110,10 @@ class OffloadStores:
             taken += param.numel()
         places = {
             (states, weights): StatePlacement(
-                self.optimizer if states else None, self._near if weights else self.param, self.transfers
+                self.optimizer if states else None,
+                self._near if weights else self.param,
+                self.transfers,
+                self.deferred and states,
             )
             for states in (True, False)
             for weights in (True, False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["OptimizerTensors", "Piece"]
+if TYPE_CHECKING:
+    from ds_run_state.states import StateTensor
+
+__all__ = ["DeferredMasters", "OptimizerTensors", "Piece"]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,3 +53,13 @@ class OptimizerTensors(Protocol):
 
     def gradients(self, shard: Tensor, used: Sequence[bool]) -> list[Tensor | None]:
         """The full gradient of each piece."""
+
+
+class DeferredMasters(Protocol):
+    """Who updates a bucket's masters and weights at times of its own: see `ds_zero.zenflow`."""
+
+    def follow(self, piece: Piece) -> None:
+        """The master of `piece`, or an optimizer state of it, was written."""
+
+    def saved(self, piece: Piece, store: bool) -> Iterator[StateTensor]:
+        """What checkpoints keep of `piece` beside its weight and its optimizer states. store: see `StateTensor`."""

@@ -10,11 +10,12 @@ from ds_state_stores import check_store
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
+    from ds_core.config import RunConfig
     from ds_core.config.core import OptimizerConfig
     from ds_core.plugins import Plugins
     from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 
-__all__ = ["SELF_REDUCED", "hierarchy_problems", "offload_problems", "optimizer_problems"]
+__all__ = ["SELF_REDUCED", "hierarchy_problems", "offload_problems", "optimizer_problems", "zenflow_problems"]
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
@@ -64,6 +65,19 @@ def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]
                 f"{OPTIMIZER}.ratio", f"{states.ratio} needs stage 3, this is stage {stage}", "set stage 3, or ratio 1"
             )
         yield from _store_problems(states, OPTIMIZER, plugins)
+
+
+def zenflow_problems(section: ZeroConfig, config: RunConfig) -> Iterator[Problem]:
+    """What ZenFlow needs beside it."""
+    if section.zenflow is None:
+        return
+    path, states = "zero_optimization.zenflow", section.offload_optimizer
+    if states is None or states.device.lower() != "cpu":
+        yield Problem(path, "needs optimizer states on the host", f'set {OPTIMIZER}.device to "cpu"')
+    elif states.ratio < 1:
+        yield Problem(f"{OPTIMIZER}.ratio", f"{states.ratio} does not go with zenflow, which has a topk_ratio", "set 1")
+    if config.core.gradient_allreduce_op == "sum":
+        yield Problem("gradient_allreduce_op", "'sum' does not go with zero_optimization.zenflow", 'set "mean"')
 
 
 def _store_problems(place: OffloadParam | OffloadOptimizer, path: str, plugins: Plugins) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ class Stage12(ZeroPartitioner):
 
     def publish(self) -> None:
         """See `Partitioner.publish`; unused buckets have not changed."""
-        changed = [b for b in self.buckets if self.reducer.used(b)]
+        changed = [b for b in self.buckets if self.updates.changed(b)]
         self._update_shards(changed)
         self._gather_weights(changed)
         if self.section.enable_sanity_checks:

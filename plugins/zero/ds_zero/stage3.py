@@ -256,7 +256,7 @@ class Stage3(ZeroPartitioner):
     def publish(self) -> None:
         """See `Partitioner.publish`. Only replicated weights are sent."""
         self.gathering.release_all()
-        changed = [b for b in self.buckets if b not in self._untrained and self.reducer.used(b)]
+        changed = [b for b in self.buckets if b not in self._untrained and self.updates.changed(b)]
         self._outdate(but=self._untrained)
         replicated = [b for b in changed if not b.sharded]
         self._update_shards(changed)

@@ -64,6 +64,8 @@ def states(
         for piece in bucket.optimized:
             if piece.stop > piece.start:
                 yield from _updated(bucket, piece, optimizer, store, reader)
+                if bucket.deferred is not None and optimizer is not None:
+                    yield from bucket.deferred.saved(piece, store)
 
 
 def _updated(

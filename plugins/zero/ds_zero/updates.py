@@ -11,9 +11,11 @@ from ds_core.stepping import Stepper
 from ds_zero.tiled_step import tiled_step
 
 if TYPE_CHECKING:
+    from ds_run_state.states import StateSource
     from torch.optim import Optimizer
 
     from ds_zero.base import ZeroPartitioner
+    from ds_zero.flat import FlatBucket
 
 __all__ = ["Updates"]
 
@@ -57,6 +59,13 @@ class Updates:
             masters = [p.master for b in buckets for p in b.optimized]
             self._stepper = Stepper(masters, copies, every=not any(b.evictable for b in buckets))
         return self._stepper
+
+    def changed(self, bucket: FlatBucket) -> bool:
+        """Whether the step has changed weights of `bucket`, on any rank; asked before gradients are dropped."""
+        return self.owner.reducer.used(bucket)
+
+    def loaded(self, source: StateSource, optimizer: Optimizer | None) -> None:
+        """Masters, and the optimizer's states unless it is None, were read from `source`, after `settle`."""
 
     def settle(self) -> None:
         """Others will read or write masters, states or gradients: they must be as `step` has left them."""

@@ -65,7 +65,6 @@ DEFAULTS: dict[str, Any] = {
 LATER: list[dict[str, Any]] = [
     {"offload_optimizer": {"super_offload": True}},
     {"offload_optimizer": {"cpuadam_cores_perc": 0.5}},
-    {"zenflow": {}},
     {"zero_quantized_weights": True},
     {"zero_quantized_nontrainable_weights": True},
     {"zero_quantized_gradients": True},

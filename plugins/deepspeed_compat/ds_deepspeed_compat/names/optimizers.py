@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-_ZENFLOW = missing("ZenFlow is not built; offload_optimizer with DeepSpeedCPUAdam works")
+_ZENFLOW = missing("the section zero_optimization.zenflow, which works with any Adam")
 _ONEBIT = "no bias correction is applied; the engine connects by itself (docs/differences.md)"
 
 NAMES: Mapping[str, Rows] = {

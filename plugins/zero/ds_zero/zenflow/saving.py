@@ -1,0 +1,87 @@
+"""What checkpoints keep of ZenFlow, beside weights, masters and optimizer states, which have their usual names.
+
+For each weight there are numbers (``zenflow/``, see `_NUMBERS`), the columns that are updated on the device
+(``zenflow_columns/``, a byte for each), and the sum of its gradients in the interval that has begun (``zenflow_sum/``).
+All are by parameter, so a checkpoint loads at any world size, and one without them begins anew: columns are chosen in
+the next step. The four dimensions of two of them tell them from slices of weights (see `ds_run_state.slices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from ds_run_state.states import StateSource, StateTensor
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ds_zero.zenflow.stepping import ZenFlow
+    from ds_zero.zenflow.weight import Weight
+
+__all__ = ["load", "states"]
+
+_NUMBERS = ("updates", "steps", "since", "warm", "begun", "pending", "used", "rest", "most")
+"""How often its columns on the device were updated; of the run, see `ZenFlow`; of this weight, see `Weight`."""
+
+
+def states(flow: ZenFlow, weight: Weight, store: bool) -> Iterator[StateTensor]:
+    """The states of this module of one piece."""
+    piece, held = weight.piece, weight.bucket.held
+    first = store and piece.start == 0
+    if flow.pending and not weight.bucket.upcast:  # else masters are saved anyway
+        place = (piece.shape, piece.start, piece.stop, held)
+        yield StateTensor(f"master/{piece.name}", piece.master.data, *place, store)
+    run = (flow.steps, flow.since, flow.warm, flow.begun, bool(flow.pending))
+    own = (weight.used, weight.rest, weight.most)
+    numbers = torch.tensor([[[[float(n) for n in (weight.updates, *run, *own)]]]], dtype=torch.float64)
+    yield StateTensor(f"zenflow/{piece.name}", numbers, tuple(numbers.shape), 0, numbers.numel(), held, first)
+    if not weight.deferred or weight.picked is None:
+        return
+    mask = torch.zeros(1, 1, 1, weight.columns, dtype=torch.uint8)
+    mask[0, 0, 0, weight.picked.cpu()] = 1
+    yield StateTensor(f"zenflow_columns/{piece.name}", mask, tuple(mask.shape), 0, mask.numel(), held, first)
+    tile = flow.tile_of[weight.bucket]
+    if weight.used and tile.sums:
+        place = (piece.shape, piece.start, piece.stop, held)
+        yield StateTensor(f"zenflow_sum/{piece.name}", tile.sums[0][piece.within], *place, store)
+
+
+@torch.no_grad()
+def load(flow: ZenFlow, source: StateSource, optimizer: Optimizer | None) -> None:
+    """After masters and states were read: read the rest, or begin anew. Without optimizer: only follow the masters."""
+    if optimizer is None:
+        for weight in flow.weights:
+            flow.follow(weight.piece)
+        return
+    flow.begin_anew(optimizer)
+    known = set(source.names())
+    for tile in flow.tiles:
+        for weight in tile.weights:
+            if f"zenflow/{weight.piece.name}" in known:
+                _load_weight(flow, weight, source, known)
+        if tile.staged is not None:
+            tile.staged.copy_(tile.bucket.master)
+    if flow.begun:
+        flow.build(flow.weights)
+
+
+def _load_weight(flow: ZenFlow, weight: Weight, source: StateSource, known: set[str]) -> None:
+    """Read the states of one piece."""
+    piece, tile = weight.piece, flow.tile_of[weight.bucket]
+    values = source.read(f"zenflow/{piece.name}").tolist()
+    found = dict(zip(_NUMBERS, values, strict=True))
+    flow.steps, flow.since, flow.warm = (int(found[k]) for k in ("steps", "since", "warm"))
+    flow.begun |= bool(found["begun"])
+    weight.updates = int(found["updates"])
+    weight.used, weight.rest, weight.most = bool(found["used"]), found["rest"], found["most"]
+    if found["pending"]:
+        flow.pending = flow.tiles
+        if not weight.bucket.upcast and f"master/{piece.name}" in known:
+            piece.master.data.copy_(source.read(f"master/{piece.name}", piece.start, piece.stop))
+    columns = f"zenflow_columns/{piece.name}"
+    if weight.deferred and columns in known and source.shape(columns)[-1] == weight.columns:
+        weight.picked = source.read(columns).nonzero().view(-1).to(weight.bucket.full.device)
+    if f"zenflow_sum/{piece.name}" in known and weight.deferred:
+        tile.begin_sum()[piece.within].copy_(source.read(f"zenflow_sum/{piece.name}", piece.start, piece.stop))

@@ -1,0 +1,175 @@
+"""What ZenFlow keeps for each weight and for each bucket of a rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_zero.zenflow.columns import Chosen, Rectangle, count_of, rectangles, squares
+
+if TYPE_CHECKING:
+    from ds_core.accelerator import Accelerator
+    from ds_zero.flat import FlatBucket
+    from ds_zero.host_worker import Ticket
+    from ds_zero.records import Piece
+
+__all__ = ["Tile", "Weight"]
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """This rank's piece of one parameter.
+
+    columns: of the weight, as a matrix. wanted: how many of them are updated on the device. parts: the piece as
+    rectangles. picked: the columns that are; None: not chosen yet. chosen, part: the piece's elements of them, and what
+    the device's optimizer updates. now: whether any rank had a gradient in this step; grad: this piece's. used: whether
+    any had one in this interval. updates: how often devices have updated it; a rank may have had no part then. rest,
+    most: the sums, over the interval, of the mean norms of other and of picked columns.
+    """
+
+    bucket: FlatBucket
+    piece: Piece
+    columns: int
+    wanted: int
+    parts: list[Rectangle]
+    picked: Tensor | None = None
+    chosen: Chosen | None = None
+    part: nn.Parameter | None = None
+    now: bool = False
+    grad: Tensor | None = None
+    used: bool = False
+    updates: int = 0
+    rest: float = 0.0
+    most: float = 0.0
+
+    @classmethod
+    def of(cls, bucket: FlatBucket, piece: Piece, ratio: float) -> Weight:
+        """ratio: of columns that are updated on the device."""
+        columns = piece.shape[-1] if len(piece.shape) > 1 and 0 not in piece.shape else 0
+        parts = rectangles(piece.start, piece.stop, columns) if columns else []
+        return cls(bucket, piece, columns, count_of(columns, ratio), parts)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether any of it is updated on the host after the warm-up; else all of it is on the device."""
+        return self.columns > self.wanted
+
+    @property
+    def tallied(self) -> bool:
+        """Whether this rank counts it, of those that have pieces of it, where a share of all weights is asked for."""
+        return self.deferred and self.bucket.counted and self.piece.start == 0 and self.piece.stop > 0
+
+    def squares(self) -> Tensor:
+        """For each column the sum of squares of this piece's gradient."""
+        if self.grad is not None:
+            return squares(self.parts, self.grad.view(-1), self.columns)
+        return squares([], self.bucket.full.new_empty(0), self.columns)
+
+    def choose(self) -> None:
+        """Make `chosen` and `part` for the columns that are picked, from the host's master."""
+        piece, before = self.piece, self.part
+        self.chosen = self.part = None
+        if piece.stop == piece.start or not piece.param.requires_grad:
+            return
+        if not self.deferred:
+            self.chosen = Chosen(whole=piece.stop - piece.start)
+        elif self.picked is not None:
+            self.chosen = Chosen.of(self.parts, self.picked)
+        if self.chosen is not None and self.chosen.numel:
+            device = self.bucket.full.device if before is None else before.device
+            self.part = nn.Parameter(self.chosen.take(piece.master.data).to(device), requires_grad=False)
+
+    def blank(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state for all of the piece like `state`, which is that of its part: zeros, and no updates yet."""
+        made: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                made[key] = torch.zeros_like(self.piece.master, dtype=value.dtype, requires_grad=False)
+            elif key == "step":
+                made[key] = torch.zeros_like(value) if isinstance(value, Tensor) else type(value)(0)
+            else:
+                made[key] = copy.deepcopy(value)
+        return made
+
+
+@dataclass(slots=True, eq=False)
+class Tile:
+    """A bucket, as the host updates it.
+
+    sums: gradients, multiplied by the steps' factors, of this interval; and with overlap of the last one, which the
+    host applies meanwhile. begun: whether anything is in the sum. arrived: the last step's gradient on its way into it,
+    ticket: of the worker's job with it. staged: the new weights in their dtype, where masters have another. changed:
+    whether this step changes weights, be it without a gradient: those of the host may be taken over.
+    """
+
+    bucket: FlatBucket
+    weights: list[Weight]
+    place: int
+    sums: list[Tensor] = field(default_factory=list)
+    arrived: Tensor | None = None
+    ticket: Ticket | None = None
+    staged: Tensor | None = None
+    begun: bool = False
+    changed: bool = False
+
+    @property
+    def used(self) -> bool:
+        """Whether any rank had a gradient for any of its weights in this interval."""
+        return any(w.used for w in self.weights)
+
+    def receive(self, shard: Tensor, accelerator: Accelerator, factor: float) -> Callable[[], None]:
+        """Start to copy a step's gradient to the host; the function that then adds it, times `factor`, to the sum."""
+        store, size = self.bucket.placement.masters, self.bucket.layout.shard_numel
+        assert store is not None
+        if self.arrived is None or self.arrived.dtype != shard.dtype:
+            self.arrived = store.buffer(size, shard.dtype)
+        if not self.sums:
+            self.sums.append(store.buffer(size, self.bucket.master.dtype))
+        self.arrived.copy_(shard, non_blocking=True)
+        event = accelerator.new_event()
+        event.record()
+        begun, self.begun = self.begun, True
+        return partial(_add, self.sums[0], self.arrived, event, factor, begun)
+
+    def begin_sum(self) -> Tensor:
+        """The sum of this interval; zeros if nothing is in it yet."""
+        if not self.sums:
+            store = self.bucket.placement.masters
+            assert store is not None
+            self.sums.append(store.buffer(self.bucket.layout.shard_numel, self.bucket.master.dtype))
+        if not self.begun:
+            self.sums[0].zero_()
+            self.begun = True
+        return self.sums[0]
+
+    def mean_of(self, everything: bool) -> list[Tensor | None]:
+        """What the host's optimizer gets for each weight, to be divided by the number of steps; None: no update."""
+        return [
+            self.sums[0][w.piece.within]
+            if w.used and w.piece.stop > w.piece.start and (everything or w.deferred)
+            else None
+            for w in self.weights
+        ]
+
+    def turn(self, count: int) -> None:
+        """Begin another sum, of `count` that take turns."""
+        store = self.bucket.placement.masters
+        assert store is not None
+        if len(self.sums) < count:
+            self.sums.append(store.buffer(self.bucket.layout.shard_numel, self.bucket.master.dtype))
+        self.sums.append(self.sums.pop(0))
+        self.begun = False
+
+
+def _add(total: Tensor, arrived: Tensor, event: Any, factor: float, begun: bool) -> None:
+    event.synchronize()
+    if begun:
+        total.add_(arrived, alpha=factor)
+    else:
+        total.copy_(arrived).mul_(factor)
