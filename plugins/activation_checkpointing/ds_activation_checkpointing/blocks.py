@@ -45,7 +45,8 @@ class Block:
         self._ready = False
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
         self._changing: list[Tensor] = []
-        self._caches: list[int] = []  # places of arguments
+        names = list(inspect.signature(module.forward).parameters)
+        self._caches = [names.index(name) for name in _CACHES if name in names]  # places of arguments
         functools.update_wrapper(self, module.forward)  # its signature; after this its __dict__ has that of a function
 
     def __reduce__(self) -> Any:
@@ -56,18 +57,17 @@ class Block:
         """The module's result."""
         if not (self.recomputes and torch.is_grad_enabled()):
             return self._forward(*args, **kwargs)
-        if not self._ready:
+        compiling = torch.compiler.is_compiling()  # then one graph serves all blocks: it must not depend on their state
+        if not self._ready and not compiling:
             self._prepare()
         if getattr(self.module, "gradient_checkpointing", False):
             raise UsageError(_TWICE.format(self.name))
         args, kwargs = self._without_caches(args, kwargs)
-        return recompute(self._run, args, kwargs, self._options)
+        return recompute(self._forward if compiling else self._run, args, kwargs, self._options)
 
     def _prepare(self) -> None:
         """What is known once the model is on its device and its parameters are placed."""
         self._ready = True
-        names = list(inspect.signature(self._forward).parameters)
-        self._caches = [names.index(name) for name in _CACHES if name in names]
         self._buffers = [(m._buffers, key) for m in self.module.modules() for key in m._buffers]
         inside, params = set(self._ctx.mesh.expand(("dp",))), self._ctx.params
         # Where ranks with other samples talk inside of the block (experts), they may want other tensors again.

@@ -129,6 +129,8 @@ class ShardedModel:
             model.register_forward_pre_hook(self.begin, with_kwargs=True),
             model.register_forward_hook(self.end, always_call=True),
         ]
+        if (inner := getattr(model, "base_model", model)) is not model:
+            self._handles.append(inner.register_forward_hook(self.join_routers))
 
     def _check_model(self) -> None:
         name = type(self.model).__name__
@@ -307,6 +309,20 @@ class ShardedModel:
             return options
         told = {"num_items_in_batch": inputs.items} | ({"shift_labels": labels} if self.shifts else {})
         return options | {name: value for name, value in told.items() if options.get(name) is None}
+
+    def join_routers(self, module: Any, args: Any, output: Any) -> None:
+        """Give the model the router logits of all tokens: what it computes of them is no mean over shards."""
+        inputs, routers = self.inputs, getattr(output, "router_logits", None)
+        if inputs is None or not routers:
+            return
+        batch, sizes = output.last_hidden_state.shape[0], inputs.layout.sizes
+
+        def join(logits: Tensor) -> Tensor:
+            parts = gather_to(logits.reshape(batch, -1, logits.shape[-1]), self.group, 1, sizes)
+            whole = inputs.layout.in_order(parts, 1)
+            return whole.flatten(0, 1) if logits.dim() == 2 else whole
+
+        output.router_logits = tuple(join(r) if isinstance(r, Tensor) else r for r in routers)
 
     def end(self, module: Any, args: Any, output: Any) -> Any:
         """Show the mean over all shards; after the model's forward, also one that failed."""

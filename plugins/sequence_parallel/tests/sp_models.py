@@ -25,8 +25,10 @@ def config_of(family: str) -> Any:
         )  # the second layer has a window
     if family == "phi3":
         return t.Phi3Config(**SIZES, **heads, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    if family == "mixtral":
-        return t.MixtralConfig(**SIZES, **heads, **more, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+    if family in ("mixtral", "routed"):
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+        routed = {"output_router_logits": family == "routed", "router_aux_loss_coef": 0.5}
+        return t.MixtralConfig(**SIZES, **heads, **more, **experts, **routed)
     if family == "deepseek_v2":
         sizes = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
         experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -52,7 +54,7 @@ def make_model(family: str, attention: str = "eager") -> Any:
         return strict(LlamaForCausalLM)(config_of("llama")).double()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention).double()
-    if family in ("mixtral", "deepseek_v2"):
+    if family in ("mixtral", "routed", "deepseek_v2"):
         model.set_experts_implementation("eager")  # grouped products have no fp64
     return model
 

@@ -17,6 +17,7 @@ FAST = [
     ["llama", "ring", {"kind": "padded", "attention": "sdpa"}],
     ["gpt2", "auto", {"kind": "packed", "section": {"tiled_loss": {"shards": 2}}}],
     ["bloom", "auto", {"kind": "padded"}],
+    ["routed", "auto", {"kind": "padded"}],
     ["strict", "auto", {"section": {"tiled_loss": {"shards": 2}}}],
 ]
 SLOW = [
@@ -27,6 +28,11 @@ SLOW = [
     for attention in ("sdpa", "eager")
     if not (mode == "ring" and attention == "eager")  # the library's eager softmax is in fp32, the ring's in fp64
     if not (family == "bloom" and (mode == "ring" or kind == "packed" or attention == "sdpa"))
+]
+SLOW += [
+    ["routed", mode, {"kind": kind, "attention": "sdpa"}]
+    for mode in ("ulysses", "ring")
+    for kind in ("plain", "padded")
 ]
 
 
@@ -45,7 +51,7 @@ def test_two_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", m.FAMILIES)
+@pytest.mark.parametrize("family", [*m.FAMILIES, "routed"])
 def test_each_family(family: str, ranks: int) -> None:
     check(ranks, [case for case in SLOW if case[0] == family])
 
