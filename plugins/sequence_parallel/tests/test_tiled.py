@@ -276,3 +276,34 @@ def test_mistakes_in_backward() -> None:
     out = TiledMLP.apply(Stray.forward, model, x, 3).square().sum()
     with pytest.raises(UsageError, match="Stray is computed in tiles, which give no second derivatives"):
         torch.autograd.grad(out, x, create_graph=True)
+
+
+def test_any_function_with_deepspeeds_arguments() -> None:
+    from ds_sequence_parallel.sequence_tiled_compute import SequenceTiledCompute, sequence_tiled_compute
+
+    mlp, head = MLP().double(), Head(WIDTH, WORDS).double()
+    x, y = data()
+
+    def layer(x: Tensor, module: nn.Module, scale: float) -> Tensor:
+        return module(x) * scale
+
+    def tiles(x: Tensor) -> Tensor:
+        given: Any = (layer, LENGTH, 4, ["x"], ["module", "scale"], "x", None, 1, None, x, mlp, 0.5)
+        return SequenceTiledCompute.apply(*given)
+
+    same(run(mlp, tiles, x), run(mlp, lambda x: layer(x, mlp, 0.5), x), 1e-12)
+
+    def loss(x: Tensor, y: Tensor, mask: Tensor | None, self: Head) -> Tensor:  # noqa: N805 (DeepSpeed's own scripts)
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+    def tiled_loss(x: Tensor) -> Tensor:
+        shard: dict[str, Any] = {"y": y, "x": x, "mask": None}
+        return sequence_tiled_compute(loss, LENGTH, 5, shard, {"self": head}, "x", None, 0, "mean")
+
+    same(run(head, tiled_loss, x), run(head, lambda x: loss(x, y, None, head), x), 1e-12)
+    with pytest.raises(
+        UsageError, match=r"grad_requiring_tensor_key is 'z', which must be a tensor \[batch, 13, width\]"
+    ):
+        sequence_tiled_compute(loss, LENGTH, 5, {"x": x}, {}, "z")
+    with pytest.raises(UsageError, match="or 0 with an output_reduction of 'mean' or 'sum'; it is 0 with None"):
+        sequence_tiled_compute(loss, LENGTH, 5, {"x": x}, {}, "x", None, 0, None)

@@ -48,7 +48,7 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter": "ds_sequence_parallel.deepspeed_names",
         "TiledMLP TiledFusedLogitsLoss": "ds_sequence_parallel",
-        "SequenceTiledCompute": missing("ds_sequence_parallel.TiledMLP takes any module that treats tokens alike"),
+        "SequenceTiledCompute sequence_tiled_compute": "ds_sequence_parallel.sequence_tiled_compute",
     },
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
         "initialize_sequence_parallel": differs(
