@@ -22,7 +22,6 @@ from ds_state_stores import StateStore
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_core.context import StashKey
 from ds_core.errors import UsageError
 from ds_nvme.aio import AsyncIO
 from ds_nvme.engines import Transfer
@@ -34,11 +33,9 @@ from ds_nvme.probe import choose, settings
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["Moved", "NvmeStore", "close_stores"]
+__all__ = ["Moved", "NvmeStore"]
 
 log = logging.getLogger("ds_nvme")
-
-_STORES: StashKey[list[NvmeStore]] = StashKey("nvme stores")
 
 
 @dataclass(slots=True)
@@ -97,8 +94,6 @@ class NvmeStore(StateStore):
         self._writing: deque[_Rest] = deque()
         self._made = 0
         self.moved = Moved()
-        if (stash := getattr(ctx, "stash", None)) is not None:
-            stash[_STORES] = [*(stash.get(_STORES) or ()), self]
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `StateStore`; memory that needs no copy when it is evicted."""
@@ -278,12 +273,6 @@ class NvmeStore(StateStore):
         if rest.made:
             with contextlib.suppress(OSError):
                 os.unlink(rest.path)
-
-
-def close_stores(ctx: Context) -> None:
-    """Close the stores that were opened for a run."""
-    for store in ctx.stash.get(_STORES) or ():
-        store.close()
 
 
 def _section(ctx: Context) -> AsyncIO:

@@ -82,6 +82,9 @@ class StateStore(ABC):
     def discard(self, tensors: Sequence[Tensor]) -> None:
         """These tensors will not be used again. They may be evicted or not, and unknown to the store."""
 
+    def close(self) -> None:  # noqa: B027
+        """Nothing is read any more, what is evicted is given up. Who has opened a store closes it, maybe again."""
+
     def read(self, view: Tensor) -> Tensor:
         """The values of a managed tensor or a view of one. An evicted one stays evicted."""
         if not is_evicted(view):

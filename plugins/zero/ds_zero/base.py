@@ -304,6 +304,12 @@ class ZeroPartitioner(WeightOwner):
         for part in self._module.modules() if self._module is not None else ():
             remove_hooks(part)
         self._unfollow()
+        if self._module is not None:
+            self._end()
+            self.offload.close()
+
+    def _end(self) -> None:
+        """Leave the module with all its weights. Collective."""
 
 
 def _check_grain(ctx: Context) -> None:

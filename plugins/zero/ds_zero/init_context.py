@@ -14,10 +14,13 @@ import contextvars
 import logging
 import sys
 import threading
-from types import FrameType, TracebackType
+import weakref
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_state_stores import open_store
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -35,6 +38,9 @@ from ds_zero.sharded_param import ShardSpec, cast_param, fill_alias, shard_param
 from ds_zero.weights import owner_of
 
 if TYPE_CHECKING:
+    from ds_state_stores import StateStore
+
+    from ds_core.accelerator import Accelerator
     from ds_core.config import RunConfig
     from ds_core.plugins import Plugins
     from ds_zero.config import ZeroConfig
@@ -52,8 +58,9 @@ class Init:
 
     module: an existing model, which is sharded at once; no context is needed. data_parallel_group: the ranks to shard
     over, whose first rank's weights count; None: all ranks, or those of `mpu`. remote_device: "cpu" keeps the shards in
-    host memory, page-locked with `pin_memory`. config_dict_or_path: the run's config, for dtype, offload_param and
-    override_module_apply; with a stage below 3 nothing is sharded, and values that are still "auto" do not count.
+    host memory, page-locked with `pin_memory`; "nvme" keeps them on disk, as offload_param says.
+    config_dict_or_path: the run's config, for dtype, offload_param and override_module_apply; with a stage below 3
+    nothing is sharded, and values that are still "auto" do not count.
     config: deprecated name of config_dict_or_path.
     dtype: of floating-point weights (float16, bfloat16, float32, float64); None: the config's, or as built.
     mem_efficient_linear, zero_param_parallel_group: have no effect, which is noted in the log. enabled=False does
@@ -121,6 +128,7 @@ class Init:
             pin_memory,
             _dtype(dtype, run, plugins),
             section,
+            _store(remote_device, section, run, plugins),
         )
         self._spec: ShardSpec | None = None
         self._on_access = GatherOnAccess()
@@ -276,10 +284,8 @@ def _refuse_unbuilt(quantised: bool, remote: str | None, dtype: torch.dtype | No
         raise UsageError(
             "ds_zero.Init: zero_quantized_*: quantised communication will come with a later version of ds-zero"
         )
-    if remote == "nvme":
-        raise UsageError("ds_zero.Init: remote_device 'nvme': offload to NVMe will come with ds-offload; use 'cpu'")
-    if remote not in (None, "none", "cpu"):
-        raise UsageError(f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', or None for the accelerator")
+    if remote not in (None, "none", "cpu", "nvme"):
+        raise UsageError(f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', 'nvme', or None for the accelerator")
     if dtype is not None and dtype not in _DTYPES:
         raise UsageError(f"ds_zero.Init: dtype is {dtype}; use torch.float16, bfloat16, float32 or float64")
 
@@ -320,8 +326,35 @@ def _dtype(given: torch.dtype | None, run: RunConfig | None, plugins: Plugins | 
     return given or wanted
 
 
+def _store(
+    remote: str | None, section: ZeroConfig | None, run: RunConfig | None, plugins: Plugins | None
+) -> Callable[[Accelerator], StateStore] | None:
+    """What opens the store of shards; None: they are in memory."""
+    offload = section.offload_param if section is not None else None
+    device = offload.device.lower() if offload is not None and remote is None else remote or "none"
+    if device in ("none", "cpu"):
+        return None
+    if offload is None or plugins is None or (offload.nvme_path is None and device == "nvme"):
+        raise UsageError(
+            f"ds_zero.Init: remote_device {device!r} needs the folder; give config_dict_or_path= with "
+            "zero_optimization.offload_param.nvme_path"
+        )
+
+    def opened(accelerator: Accelerator) -> StateStore:
+        # There is no engine yet, and stores need no more of one than this.
+        like: Any = SimpleNamespace(accelerator=accelerator, config=run, plugins=plugins, rank=comm.rank())
+        return open_store(like, device, {**offload.options, "max_in_cpu": 0})
+
+    return opened
+
+
 def _shard_spec(
-    group: Any, remote: str | None, pin: bool, dtype: torch.dtype | None, section: ZeroConfig | None
+    group: Any,
+    remote: str | None,
+    pin: bool,
+    dtype: torch.dtype | None,
+    section: ZeroConfig | None,
+    store: Callable[[Accelerator], StateStore] | None,
 ) -> ShardSpec:
     """Start torch.distributed if it is not running, and choose the ranks and the device of shards."""
     accelerator = get_accelerator()
@@ -342,8 +375,9 @@ def _shard_spec(
     offload = section.offload_param if section is not None else None
     if offload is not None and remote is None and offload.device == "cpu":
         remote, pin = "cpu", pin or offload.pin_memory
-    shard_device = torch.device("cpu") if remote == "cpu" else device
-    return ShardSpec(
+    kept = store(accelerator) if store is not None else None
+    shard_device = torch.device("cpu") if remote == "cpu" or kept is not None else device
+    spec = ShardSpec(
         group=group if len(ranks) > 1 else None,
         ranks=tuple(ranks),
         over=over,
@@ -352,10 +386,14 @@ def _shard_spec(
         device=device,
         shard_device=shard_device,
         # Where the device is the CPU itself there is nothing to copy to, so nothing to lock pages for.
-        pin=pin and shard_device.type == "cpu" and device.type != "cpu",
+        pin=pin and kept is None and shard_device.type == "cpu" and device.type != "cpu",
         dtype=dtype,
         checks=section is not None and section.enable_sanity_checks,
+        store=kept,
     )
+    if kept is not None:
+        weakref.finalize(spec, kept.close)  # when an engine has all weights; else at exit
+    return spec
 
 
 def _block(group: Any, ranks: list[int], size: int) -> tuple[Any, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class OffloadStores:
                 "works with element-wise optimizers only, such as Adam; use cpu with this one"
             )
         self.deferred = section.zenflow is not None
+        self._close = weakref.finalize(self, _close, [s for s in (self.optimizer, self.param) if s is not None])
         store = self.optimizer or self.param
         self.transfers = Transfers(ctx, store) if store is not None else None
         refused = ctx.own_optimizer and switch(ctx.config, "zero_force_ds_cpu_optimizer", True)
@@ -125,10 +127,19 @@ class OffloadStores:
         sums = itertools.accumulate(shards.values())
         return {p for p, upto in zip(shards, sums, strict=True) if upto <= self._near_elements}
 
+    def close(self) -> None:
+        """Close the stores; also called at exit."""
+        self._close()
+
     def synchronize(self) -> None:
         """See `Transfers.synchronize`."""
         if self.transfers is not None:
             self.transfers.synchronize()
+
+
+def _close(stores: Sequence[StateStore]) -> None:
+    for store in stores:
+        store.close()
 
 
 class Copy:

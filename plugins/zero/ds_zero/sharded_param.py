@@ -15,10 +15,11 @@ weight alive, so that no garbage collector decides whether a gather takes place.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -31,6 +32,8 @@ from ds_core.errors import UsageError
 from ds_zero.status import ZeroParamStatus
 
 if TYPE_CHECKING:
+    from ds_state_stores import StateStore
+
     from ds_core.context import Context
 
 __all__ = [
@@ -54,6 +57,9 @@ log = logging.getLogger("ds_zero")
 _ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "ds_active_sub_modules")
 """The documented attributes of a partitioned parameter."""
 
+STORED = 1 << 16
+"""The least bytes of a shard that a store keeps; smaller ones stay in memory."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _SERIAL = itertools.count()
@@ -61,7 +67,7 @@ _MARK = "_ds_sharded"
 """The attribute of a parameter, and of the storage of an empty tensor, that leads to the weight."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ShardSpec:
     """Over which ranks parameters are sharded, and how.
 
@@ -69,7 +75,7 @@ class ShardSpec:
     alone. over, block: the group of the ranks over which they are sharded, and how many those are: all, or with MiCS a
     block of them. index: this rank's index in its block. device: of unsharded weights. shard_device: of shards. pin:
     shards are in page-locked memory. dtype: of floating-point weights; None keeps their own. checks: see
-    ``enable_sanity_checks``.
+    ``enable_sanity_checks``. store: keeps the shards, in place of memory, except for small ones.
     """
 
     group: Any
@@ -82,6 +88,7 @@ class ShardSpec:
     pin: bool = False
     dtype: torch.dtype | None = None
     checks: bool = False
+    store: StateStore | None = None
 
 
 def untracked(function: Callable[P, R]) -> Callable[P, R]:
@@ -106,6 +113,7 @@ class ShardedParam:
     def __init__(self, spec: ShardSpec, shape: torch.Size, dtype: torch.dtype, serial: int) -> None:
         self.spec, self.shape, self.dtype, self.serial = spec, shape, dtype, serial
         self.shard: Tensor | None = None
+        self._stored = False
         self.users = 0
         self.in_context = self.consumed = False
 
@@ -122,7 +130,42 @@ class ShardedParam:
         if self.spec.pin:
             shard = get_accelerator().pin(shard)
         shard[: mine.numel()].copy_(mine)
+        self._keep(shard)
+
+    def _keep(self, shard: Tensor | None) -> None:
+        """Make this the shard, in the store if it is to have it; the old one is forgotten."""
+        store, self._stored = self.spec.store, False
+        if store is not None and self.shard is not None:
+            store.discard([self.shard])
         self.shard = shard
+        if store is not None and shard is not None and shard.nbytes >= STORED:
+            self.shard, self._stored = store.copy_in(shard), True
+            store.evict([self.shard])
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[Tensor]:
+        """The shard, which is in memory inside."""
+        assert self.shard is not None
+        if self._stored and self.spec.store is not None:
+            self.spec.store.fetch([self.shard])
+            self.spec.store.wait([self.shard])
+            yield self.shard
+            self.spec.store.evict([self.shard], changed=False)
+        else:
+            yield self.shard
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Have the weight in another dtype."""
+        self.dtype = dtype
+        if self.shard is not None:
+            with self.here() as shard:
+                shard = shard.to(dtype)
+            self._keep(get_accelerator().pin(shard) if self.spec.pin else shard)
+
+    def consume(self) -> None:
+        """The weight was handed on."""
+        self._keep(None)
+        self.consumed = True
 
     def gather(self) -> Tensor:
         """The unsharded weight on the device; NaN (or zero, for integers) if it has no value yet. Collective."""
@@ -130,9 +173,10 @@ class ShardedParam:
         if self.shard is None:
             fill = float("nan") if self.dtype.is_floating_point else 0
             return torch.full(self.shape, fill, dtype=self.dtype, device=self.spec.device)
-        shard = self.shard.to(self.spec.device)
+        with self.here() as found:
+            shard = found.to(self.spec.device, copy=world == 1 or self._stored)
         if world == 1:
-            return shard.clone().view(self.shape)
+            return shard.view(self.shape)
         full = torch.empty(world * shard.numel(), dtype=self.dtype, device=self.spec.device)
         if shard.numel():
             comm.all_gather_into_tensor(full, shard, group=self.spec.over)
@@ -212,10 +256,7 @@ def cast_param(param: nn.Parameter) -> None:
     if sharded is None or sharded.spec.dtype in (None, sharded.dtype) or not sharded.dtype.is_floating_point:
         return
     assert sharded.spec.dtype is not None
-    sharded.dtype = sharded.spec.dtype
-    if sharded.shard is not None:
-        shard = sharded.shard.to(sharded.dtype)
-        sharded.shard = get_accelerator().pin(shard) if sharded.spec.pin else shard
+    sharded.cast(sharded.spec.dtype)
     param.data = sharded.placeholder()
     _set_attributes(param, sharded)
 
@@ -264,7 +305,7 @@ def pop_weight(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | N
         return None
     full = param.data if sharded.users else sharded.gather().to(param.device, param.dtype)
     remove_attributes(param)
-    sharded.shard, sharded.consumed = None, True
+    sharded.consume()
     return full, set(ranks) <= set(sharded.spec.ranks)
 
 

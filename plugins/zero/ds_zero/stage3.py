@@ -302,11 +302,8 @@ class Stage3(ZeroPartitioner):
             unit.complete()
         return None if unit.state is UnitState.SHARDED else bucket.full
 
-    def detach(self) -> None:
-        """Unshard the module on every rank, and remove the hooks. Collective."""
-        super().detach()
-        if self._module is None:
-            return
+    def _end(self) -> None:
+        """See `ZeroPartitioner._end`."""
         self.hooks.remove()
         self.unit_of = {}
         for unit in self.units:
@@ -314,7 +311,7 @@ class Stage3(ZeroPartitioner):
                 unit.refresh(AllGather())
             elif unit.state is UnitState.GATHERING:
                 unit.complete()
-        for part in self._module.modules():
+        for part in self.module.modules():
             if part in self._leaves:
                 mark_leaf(part, False)
         for param in self.pieces:

@@ -136,7 +136,8 @@ def compare(stage: int, name: str, section: dict[str, Any]) -> None:
     engine.destroy()
 
     torch.manual_seed(comm.rank())
-    with ds_zero.Init(config_dict_or_path=config(3, name)):
+    given = {k: v for k, v in section.items() if k == "offload_param"}
+    with ds_zero.Init(config_dict_or_path=config(3, name, **given)):
         model = Everything()
     assert all(ds_zero.is_zero_param(p) and p.numel() == 0 for p in model.parameters())
     with ds_zero.GatheredParameters(model):
@@ -152,6 +153,29 @@ def compare(stage: int, name: str, section: dict[str, Any]) -> None:
     engine.destroy()
     assert not any(ds_zero.is_zero_param(p) for p in model.parameters())
     assert model.head.weight is model.emb.weight
+
+
+def built_on_disk(folder: str) -> list[int]:
+    """Bytes of shards in memory after construction, and files on disk then and after the engine's end."""
+    from pathlib import Path
+
+    import ds_zero.sharded_param as sharded
+
+    sharded.STORED = 64
+    far = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    with ds_zero.Init(config_dict_or_path=config(3, "bfloat16", offload_param=far)):
+        model = Everything()
+    shards = [ds_zero.sharded_param.sharded_param_of(p).shard for p in model.parameters()]  # type: ignore[union-attr]
+    found = [max(s.untyped_storage().nbytes() for s in shards if s is not None), len(list(Path(folder).rglob("*.bin")))]
+    compare(3, "bfloat16", {"offload_param": far})
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shards_rest_on_disk(world: int, tmp_path: Any) -> None:
+    for largest, files in run_ranks(world, built_on_disk, str(tmp_path)):
+        assert largest < 64
+        assert files > 3
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -574,8 +598,8 @@ def test_a_model_without_an_engine_says_so() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.int8}, "dtype is torch.int8; use torch.float16"),
-    ({"remote_device": "nvme"}, "NVMe will come with ds-offload; use 'cpu'"),
-    ({"remote_device": "gpu"}, "remote_device is 'gpu'; use 'cpu'"),
+    ({"remote_device": "nvme"}, "remote_device 'nvme' needs the folder; give config_dict_or_path= with"),
+    ({"remote_device": "gpu"}, "remote_device is 'gpu'; use 'cpu', 'nvme'"),
     ({"zero_quantized_weights": True}, "quantised communication"),
     ({"zero_quantized_nontrainable_weights": True}, "quantised communication"),
     ({"config": config(), "config_dict_or_path": config()}, "are both given; give one"),
