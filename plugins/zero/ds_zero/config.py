@@ -19,6 +19,7 @@ __all__ = [
     "AllowUntestedOptimizer",
     "ForceOwnOptimizer",
     "LeafModules",
+    "Loco",
     "OffloadOptimizer",
     "OffloadParam",
     "ZenFlowConfig",
@@ -42,7 +43,7 @@ _DISK_KEYS = (
 """Keys of stores that free memory; they are passed to the store as options."""
 _NVME = "offload to NVMe will come with ds-offload"
 _SUPER = "SuperOffload will come with ds-offload"
-_QUANTISED = "quantised communication will come with a later version of ds-zero"
+_FROZEN = "quantised frozen weights will come with a later version of ds-zero"
 
 
 class _Place(Section):
@@ -170,6 +171,13 @@ class LeafModules(Section):
         return {**listed, **{k: list(dict.fromkeys(v)) for k, v in texts.items()}}
 
 
+class Loco(Section):
+    """Error feedback of quantised gradients."""
+
+    err_beta: float = option(0.8, "The share of the old error that is kept when a new one is made.", ge=0, le=1)
+    reset_T: int = option(1024, "Optimizer steps after which errors are cleared.", gt=0)
+
+
 _STAGE_3 = frozenset(
     (
         *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
@@ -265,6 +273,12 @@ class ZeroConfig(Section):
     mics_hierarchical_params_gather: bool = option(
         False, "MiCS: gather in two steps where a shard group spans several hosts, first across hosts, then inside."
     )
+    # -- slow links
+    zero_quantized_weights: bool = option(False, "Stage 3: send weights in 8 bits for modules that run (qwZ).")
+    zero_quantized_gradients: bool = option(
+        False, "Stage 3: send gradients in 4 bits, first inside each host and then between hosts (qgZ)."
+    )
+    zeropp_loco_param: Loco | None = option(None, "Error feedback (LoCo) of zero_quantized_gradients; null: none.")
     # -- loading and checks
     load_from_fp32_weights: bool = option(
         True, "Load master weights from stored fp32 copies; false: make them from the 16-bit weights."
@@ -282,10 +296,7 @@ class ZeroConfig(Section):
         None, "Update important columns of weights on the device in every step, others on the host now and then."
     )
     # -- later
-    zero_quantized_weights: bool = not_built(False, _QUANTISED, "Gather quantised weights (qwZ).")
-    zero_quantized_nontrainable_weights: bool = not_built(False, _QUANTISED, "Gather quantised frozen weights.")
-    zero_quantized_gradients: bool = not_built(False, _QUANTISED, "Reduce quantised gradients (qgZ).")
-    zeropp_loco_param: dict[str, Any] | None = not_built(None, _QUANTISED, "Error feedback of qgZ.")
+    zero_quantized_nontrainable_weights: bool = not_built(False, _FROZEN, "Gather quantised frozen weights.")
     save_muon_momentum_buffer_in_memory: bool = not_built(False, _NVME, "Keep Muon's momentum out of NVMe.")
     pipeline_loading_checkpoint: bool = option(
         False, "Load in a pipeline.", without_effect="every rank reads only its own ranges of a checkpoint"

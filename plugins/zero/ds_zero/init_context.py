@@ -97,8 +97,11 @@ class Init:
         self._handles: list[Any] = []
         if not enabled:
             return
-        quantised = zero_quantized_weights or zero_quantized_nontrainable_weights
-        _refuse_unbuilt(quantised, remote_device, dtype)
+        _refuse_unbuilt(remote_device, dtype)
+        if (zero_quantized_weights or zero_quantized_nontrainable_weights) and comm.rank() == 0:
+            log.warning(
+                "ds_zero.Init: zero_quantized_* have no effect here: set them in zero_optimization, for training"
+            )
         if config is not None:
             log.warning("ds_zero.Init: config= is deprecated; use config_dict_or_path=")
             if config_dict_or_path is not None:
@@ -279,11 +282,7 @@ def _materialise(module: nn.Module) -> list[nn.Parameter]:
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_unbuilt(quantised: bool, remote: str | None, dtype: torch.dtype | None) -> None:
-    if quantised:
-        raise UsageError(
-            "ds_zero.Init: zero_quantized_*: quantised communication will come with a later version of ds-zero"
-        )
+def _refuse_unbuilt(remote: str | None, dtype: torch.dtype | None) -> None:
     if remote not in (None, "none", "cpu", "nvme"):
         raise UsageError(f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', 'nvme', or None for the accelerator")
     if dtype is not None and dtype not in _DTYPES:

@@ -48,13 +48,20 @@ def ds_compile_passes() -> Mapping[str, str]:
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     """What the stage does not support, unknown stores, and optimizers that reduce gradients themselves."""
     from ds_zero.config import ZeroConfig
-    from ds_zero.rules import hierarchy_problems, offload_problems, optimizer_problems, zenflow_problems
+    from ds_zero.rules import (
+        hierarchy_problems,
+        offload_problems,
+        optimizer_problems,
+        quantised_problems,
+        zenflow_problems,
+    )
 
     section = config.section("zero_optimization")
     if not isinstance(section, ZeroConfig):
         return ()
     problems = [*offload_problems(section, plugins), *optimizer_problems(section, config.core.optimizer, plugins)]
-    return [*hierarchy_problems(section), *problems, *zenflow_problems(section, config)]
+    problems += [*quantised_problems(section), *zenflow_problems(section, config)]
+    return [*hierarchy_problems(section), *problems]
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

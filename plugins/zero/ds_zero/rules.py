@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
     from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 
-__all__ = ["SELF_REDUCED", "hierarchy_problems", "offload_problems", "optimizer_problems", "zenflow_problems"]
+__all__ = [
+    "SELF_REDUCED",
+    "hierarchy_problems",
+    "offload_problems",
+    "optimizer_problems",
+    "quantised_problems",
+    "zenflow_problems",
+]
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
@@ -78,6 +85,27 @@ def zenflow_problems(section: ZeroConfig, config: RunConfig) -> Iterator[Problem
         yield Problem(f"{OPTIMIZER}.ratio", f"{states.ratio} does not go with zenflow, which has a topk_ratio", "set 1")
     if config.core.gradient_allreduce_op == "sum":
         yield Problem("gradient_allreduce_op", "'sum' does not go with zero_optimization.zenflow", 'set "mean"')
+
+
+def quantised_problems(section: ZeroConfig) -> Iterator[Problem]:
+    """Quantised communication that the stage or other keys do not allow."""
+    path = "zero_optimization"
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(section, key) and section.stage != 3:
+            yield Problem(f"{path}.{key}", f"needs stage 3, this is stage {section.stage}", "set stage 3, or false")
+    if section.zero_quantized_weights and section.mics_hierarchical_params_gather:
+        why = "gathers weights as they are, and zero_quantized_weights in 8 bits"
+        yield Problem(f"{path}.mics_hierarchical_params_gather", why, "remove one of the two")
+    if section.zero_quantized_gradients and not section.reduce_scatter:
+        yield Problem(
+            f"{path}.zero_quantized_gradients", "takes the place of reduce_scatter, which is false", "set it to true"
+        )
+    if section.zeropp_loco_param is not None and not section.zero_quantized_gradients:
+        yield Problem(
+            f"{path}.zeropp_loco_param",
+            "corrects the errors of zero_quantized_gradients, which is false",
+            "set that to true, or remove this key",
+        )
 
 
 def _store_problems(place: OffloadParam | OffloadOptimizer, path: str, plugins: Plugins) -> Iterator[Problem]:

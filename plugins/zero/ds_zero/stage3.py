@@ -25,6 +25,7 @@ from ds_zero.gather_hooks import GatherHooks
 from ds_zero.gather_unit import BucketUnit, UnitState
 from ds_zero.hierarchy import AddedFar, second_copy, sharding_axes, two_steps
 from ds_zero.leaves import leaf_flag, mark_leaf
+from ds_zero.quantised import can_quantise, quantised_gather, quantised_reduce
 from ds_zero.records import Piece
 from ds_zero.sharded_param import remove_attributes
 from ds_zero.state_offload import BACKWARD
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ds_zero.config import ZeroConfig
     from ds_zero.gradient_source import GradientSource
     from ds_zero.hierarchy import TwoSteps
+    from ds_zero.quantised import QuantisedGather, QuantisedReduce
     from ds_zero.wires import GradientWire, WeightWire
 
 __all__ = ["Stage3"]
@@ -60,6 +62,8 @@ class Stage3(ZeroPartitioner):
         self._untrained: set[FlatBucket] = set()
         self._groups: dict[tuple[str, ...], Any] = {}
         self._two_steps: dict[tuple[str, ...], TwoSteps] = {}
+        self._gather_8: QuantisedGather | None = None
+        self._reduce_4: QuantisedReduce | None = None
         self._leaves: set[nn.Module] = set()
         self.gathering: GatherScheduler
         self.hooks: GatherHooks
@@ -120,7 +124,8 @@ class Stage3(ZeroPartitioner):
             self._two_steps = two_steps(mesh, {u.bucket.axes for u in self.units if u.bucket.world > 1})
             if not self._two_steps and self.ctx.rank == 0:
                 log.info("mics_hierarchical_params_gather has no effect here: no shard group is on several hosts")
-        special = self.ctx.precision.autocast is not None or self._two_steps or mesh.has("hpz")
+        self._gather_8 = quantised_gather(self.ctx, self.section, [u.bucket for u in self.units])
+        special = self.ctx.precision.autocast is not None or self._two_steps or self._gather_8 or mesh.has("hpz")
         self.gathering = GatherScheduler(self.section, self.units, *([self.wire_of] if special else []))
         self.hooks = GatherHooks(module, self._gatherers, self.gathering, self.unit_of, self._backward_began)
         for part in module.modules():
@@ -141,6 +146,8 @@ class Stage3(ZeroPartitioner):
 
         Under autocast they are sent in the dtype to which it casts them anyway, if any.
         """
+        if self._gather_8 is not None and can_quantise(unit.bucket.dtype):
+            return self._gather_8
         if self._two_steps:
             return self._two_steps.get(unit.bucket.axes)
         listed = self.ctx.stash.get(WIRE_DTYPES)
@@ -211,11 +218,15 @@ class Stage3(ZeroPartitioner):
     def _make_reducer(self) -> GradientSource:
         self._groups = _own_groups(self.ctx.mesh, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
+        self._reduce_4 = quantised_reduce(self.ctx, self.section, trained)
         return self._reducer_of(trained, lambda b: self._groups.get(b.axes), self._order)
 
     def gradient_wire_of(self, bucket: FlatBucket) -> GradientWire | None:
         """See `ZeroPartitioner.gradient_wire_of`."""
-        return AddedFar(gradient_wire(self.section), self.ctx.mesh.group(*bucket.far)) if bucket.far else None
+        quantised = self._reduce_4 if bucket.sharded and can_quantise(bucket.dtype) else None
+        if not bucket.far:
+            return quantised
+        return AddedFar(quantised or gradient_wire(self.section), self.ctx.mesh.group(*bucket.far))
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; replicated weights come last."""
@@ -251,6 +262,8 @@ class Stage3(ZeroPartitioner):
         """See `Partitioner.step`. It may write weights, so no gather may be running."""
         self.gathering.release_all()
         super().step(optimizer, factor)
+        if self._reduce_4 is not None and self._reduce_4.feedback is not None:
+            self._reduce_4.feedback.stepped()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -319,6 +332,8 @@ class Stage3(ZeroPartitioner):
         for group in self._groups.values():
             torch.distributed.destroy_process_group(group)
         self._groups.clear()
+        if self._reduce_4 is not None:
+            self._reduce_4.close()
 
 
 def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:

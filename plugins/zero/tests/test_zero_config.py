@@ -65,10 +65,7 @@ DEFAULTS: dict[str, Any] = {
 LATER: list[dict[str, Any]] = [
     {"offload_optimizer": {"super_offload": True}},
     {"offload_optimizer": {"cpuadam_cores_perc": 0.5}},
-    {"zero_quantized_weights": True},
     {"zero_quantized_nontrainable_weights": True},
-    {"zero_quantized_gradients": True},
-    {"zeropp_loco_param": {"err_beta": 0.8}},
     {"save_muon_momentum_buffer_in_memory": True},
 ]
 
