@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ds_core.compose import Composition
     from ds_core.entries import Chart
     from ds_zero.plan import Advice, Need, Offload
+    from ds_zero.plan_activations import Activations
 
 __all__ = ["plan"]
 
@@ -43,6 +45,9 @@ def plan(
         typer.Option(min=0, help="Elements that the optimizer keeps per parameter. Default: the config's; 2 (Adam)."),
     ] = None,
     gas: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one sequence: tell what activations take too. Needs --model.")
+    ] = None,
     device_memory: Annotated[
         str | None, typer.Option(help="Memory of one device, such as 80GB: recommend what fits.")
     ] = None,
@@ -62,7 +67,7 @@ def plan(
     from ds_core.precision import cast_module, make_precision
     from ds_zero import plan as planning
     from ds_zero.config import ZeroConfig
-    from ds_zero.plan_model import parse_amount
+    from ds_zero.plan_model import divide_matrices, parse_amount
 
     module = _model(params, largest_layer, model)
     given = dict(read_config(config).raw) if config is not None else {"bf16": {"enabled": True}}
@@ -71,6 +76,9 @@ def plan(
     assert isinstance(section, ZeroConfig)
     precision = make_precision(chosen.config, chosen.plugins)
     cast_module(module, precision)
+    divided = Divided.by(chosen)
+    activations = _activations(module, tokens, params, divided)
+    whole, module = module, divide_matrices(module, divided.layers)
     states, casts = _optimizer(chosen)
     states = states if optimizer_states is None else optimizer_states
     run = planning.PlannedRun(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1, casts)
@@ -88,13 +96,45 @@ def plan(
     if device_memory is not None:
         room = parse_amount(device_memory, "--device-memory")
         left = room - (0 if reserve == "0" else parse_amount(reserve, "--reserve"))
+        if activations is not None:
+            again = getattr(chosen.config.section("activation_checkpointing"), "recomputes", None) is not None
+            left -= activations.recomputed if again and activations.recomputed is not None else activations.kept
         host = None if host_memory is None else parse_amount(host_memory, "--host-memory")
         advice = planning.recommend(needs, left, host, min(ranks_per_host, world))
     elif host_memory is not None or reserve != "0":
         raise UsageError("--host-memory and --reserve are options of the recommendation; give --device-memory too")
     charts = [chart for answer in chosen.plugins.ask("ds_charts", config=chosen.config) for chart in answer.value]
-    _show(module, run, needs, advice, charts, as_json)
+    _show(whole, run, divided, activations, needs, advice, charts, as_json)
     _draw(charts, svg)
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """Ranks of other mesh axes. layers: those of tensor parallelism. sequences: those with the same samples."""
+
+    layers: int
+    sequences: int
+
+    @classmethod
+    def by(cls, chosen: Composition) -> Divided:
+        """Of a config."""
+        axes = [a for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for a in answer.value]
+        return cls(
+            math.prod(axis.size for axis in axes if axis.name == "tp"),
+            math.prod(axis.size for axis in axes if axis.same_batch),
+        )
+
+
+def _activations(module: nn.Module, tokens: int | None, params: str | None, divided: Divided) -> Activations | None:
+    from ds_zero.plan_activations import count_activations
+
+    if tokens is None:
+        return None
+    if params is not None:
+        raise UsageError(
+            "--tokens: activations are counted in a forward of the model; give --model instead of --params"
+        )
+    return count_activations(module, -(-tokens // divided.sequences))
 
 
 def _model(params: str | None, largest_layer: str | None, model: str | None) -> nn.Module:
@@ -148,7 +188,14 @@ def _optimizer(chosen: Composition) -> tuple[int, bool]:
 
 
 def _show(
-    module: nn.Module, run: Any, needs: list[Need], advice: Advice | None, charts: list[Chart], as_json: bool
+    module: nn.Module,
+    run: Any,
+    divided: Divided,
+    activations: Activations | None,
+    needs: list[Need],
+    advice: Advice | None,
+    charts: list[Chart],
+    as_json: bool,
 ) -> None:
     from ds_cli.show import show_json, show_table
 
@@ -160,7 +207,9 @@ def _show(
             {
                 "parameters": total,
                 "world": run.world,
+                "tensor_parallel": divided.layers,
                 "gradient_accumulation_steps": run.gas,
+                "activations": None if activations is None else asdict(activations),
                 "choices": rows,
                 "recommended": found,
                 "reason": None if advice is None else advice.reason,
@@ -168,7 +217,8 @@ def _show(
             }
         )
         return
-    typer.echo(f"{total:,} parameters on {run.world} ranks; GB of each rank, without activations")
+    times = f", each {divided.layers} that divide matrices evenly" if divided.layers > 1 else ""
+    typer.echo(f"{total:,} parameters on {run.world} ranks{times}; GB of each rank, without activations")
     columns = ("stage", "on the host", "weights", "gradients", "masters", "states", "step", "buckets", "gathered")
     shown = [
         (
@@ -182,6 +232,13 @@ def _show(
         for need in needs
     ]
     show_table((*columns, "device", "host", "sent per step"), shown)
+    if activations is not None:
+        again = (
+            "" if activations.recomputed is None else f", {_gb(activations.recomputed)} GB with its blocks recomputed"
+        )
+        typer.echo(
+            f"activations of a rank's {activations.tokens:,} tokens, undivided layers: {_gb(activations.kept)} GB{again}"
+        )
     if advice is not None:
         typer.echo(advice.reason)
     for chart in charts:

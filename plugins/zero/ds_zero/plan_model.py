@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -16,7 +17,7 @@ from torch import nn
 
 from ds_core.errors import UsageError
 
-__all__ = ["find_model", "of_size", "parse_amount"]
+__all__ = ["divide_matrices", "find_model", "of_size", "parse_amount"]
 
 UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12,
@@ -44,6 +45,24 @@ def of_size(params: int, largest: int) -> nn.Module:
         layer.weight = nn.Parameter(torch.empty(min(largest, params - begin), device="meta"))
         chain.append(layer)
     return chain
+
+
+def divide_matrices(model: nn.Module, ranks: int) -> nn.Module:
+    """The model with a rank's part of every matrix, as tensor parallelism divides them evenly; others stay whole.
+
+    The layers of `of_size` count as matrices. Gives `model` itself where there is one rank.
+    """
+    if ranks == 1:
+        return model
+    parts: dict[nn.Parameter, nn.Parameter] = {}  # one for all modules that share a weight
+    divided = copy.deepcopy(model)
+    for module in divided.modules():
+        for name, param in module._parameters.items():
+            if param is not None and (param.dim() > 1 or type(module) is nn.Module):
+                shape = (-(-param.shape[0] // ranks), *param.shape[1:])
+                made = nn.Parameter(param.new_empty(shape), requires_grad=param.requires_grad)
+                module._parameters[name] = parts.setdefault(param, made)
+    return divided
 
 
 def find_model(source: str) -> nn.Module:
