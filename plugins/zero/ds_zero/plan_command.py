@@ -236,9 +236,8 @@ def _show(
         again = (
             "" if activations.recomputed is None else f", {_gb(activations.recomputed)} GB with its blocks recomputed"
         )
-        typer.echo(
-            f"activations of a rank's {activations.tokens:,} tokens, undivided layers: {_gb(activations.kept)} GB{again}"
-        )
+        kept = f"{_gb(activations.kept)} GB{again}"
+        typer.echo(f"activations of a rank's {activations.tokens:,} tokens, undivided layers: {kept}")
     if advice is not None:
         typer.echo(advice.reason)
     for chart in charts:
