@@ -162,11 +162,10 @@ def _move(file: Opened, write: bool, offset: int, address: int, nbytes: int) -> 
             continue
         except OSError as error:
             raise disk_error("write" if write else "read", file.path, error.errno or 0, f"at {offset + done}") from None
-        done += moved
-        if file.direct and done < nbytes and moved > 0:
+        before, done = done, done + moved
+        if file.direct and done < nbytes:
             done -= done % ALIGNMENT  # direct I/O goes on at a multiple
-            moved = done and moved
-        if moved == 0:
+        if done <= before:
             raise ended(file.path, write, offset + done)
 
 

@@ -18,16 +18,16 @@ from ds_nvme.files import ALIGNMENT, padded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Buffer", "Pool", "bytes_of"]
+__all__ = ["Buffer", "Pool", "aligned", "bytes_of"]
 
 
 class Buffer:
     """data: aligned bytes, a multiple of ALIGNMENT of them."""
 
-    __slots__ = ("_owner", "data")
+    __slots__ = ("data",)
 
-    def __init__(self, data: Tensor, owner: Tensor) -> None:
-        self.data, self._owner = data, owner
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
 
     @property
     def address(self) -> int:
@@ -90,9 +90,7 @@ class Pool:
         self._free.append(buffer)
 
     def _new(self, nbytes: int) -> Buffer:
-        owner = self._pin(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8))
-        skip = -owner.data_ptr() % ALIGNMENT
-        return Buffer(owner[skip : skip + nbytes], owner)
+        return Buffer(aligned(nbytes, self._pin))
 
     # -- storages --------------------------------------------------------------------------------------------------
 
@@ -106,13 +104,17 @@ class Pool:
                     self._swap.take(storage._cdata)
                     return lease.take()
             buffer = self.take(nbytes)
-            buffer.data[:nbytes].copy_(bytes_of(storage))
-            buffer.data[nbytes : padded(nbytes)].zero_()
-            storage.resize_(0)
+            try:
+                buffer.data[:nbytes].copy_(bytes_of(storage))
+                buffer.data[nbytes : padded(nbytes)].zero_()
+                storage.resize_(0)
+            except RuntimeError:
+                self.give_back(buffer)
+                raise
         except (RuntimeError, ValueError) as error:
             raise UsageError(
                 f"the memory of a tensor of {nbytes} bytes cannot be freed: {error} (torch refuses that for memory "
-                "that is shared with numpy or with other processes); offload a copy of it"
+                "that was shared with numpy); offload a copy of it"
             ) from error
         return buffer
 
@@ -137,6 +139,14 @@ class Pool:
         buffer.data[nbytes:].zero_()
         self.attach(made.untyped_storage(), buffer, nbytes)
         return made.set_(made.untyped_storage(), 0, (numel,), (1,))
+
+
+def aligned(nbytes: int, pin: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Uninitialized bytes at a multiple of ALIGNMENT; `pin` page-locks them, or gives them back as they are."""
+    room: Tensor = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+    room = room if pin is None else pin(room)
+    skip = -room.data_ptr() % ALIGNMENT
+    return room[skip : skip + nbytes]
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -1,12 +1,17 @@
-"""Declares the state store ``nvme`` (torch-free)."""
+"""Declares the state store ``nvme`` and the command ``dscore io`` (torch-free)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_core.entries import StateStoreEntry
+from ds_core.entries import CommandEntry, StateStoreEntry
 
-__all__ = ["ds_state_stores"]
+__all__ = ["ds_commands", "ds_state_stores"]
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore io``."""
+    return {"io": CommandEntry("ds_nvme.command:app", "Measure a disk, and find the settings of aio for it.")}
 
 
 def ds_state_stores() -> Mapping[str, StateStoreEntry]:

@@ -52,10 +52,9 @@ class _Rest:
     """A storage that the store manages.
 
     ref: to the storage; as long as there is one, no other storage has its address. nbytes: of the storage when it is in
-    memory. path: its file. made: whether it exists. rests: whether it has
-    the storage's values. kept: in memory, never written. wanted: fetched, and not waited for. sums:
-    checksums of the file. buffer: its
-    contents, while they are read, written, or kept in memory. transfer: what is under way between both.
+    memory. path: its file. made: whether it exists. rests: whether it has the storage's values. kept: in memory, never
+    written. wanted: fetched, and not waited for. sums: checksums of the file. buffer: its contents, while they are
+    read, written, or kept in memory. transfer: what is under way between both.
     """
 
     ref: StorageWeakRef
@@ -110,7 +109,12 @@ class NvmeStore(StateStore):
         self._reap()
         for rest in fresh:
             if rest.buffer is None:
-                self._start(rest, self._pool.take(rest.nbytes), write=False)
+                try:
+                    file = open_file(rest.path, write=False)
+                except DiskError:
+                    rest.wanted = False
+                    raise
+                self._move(rest, file, self._pool.take(rest.nbytes), write=False)
 
     def wait(self, tensors: Sequence[Tensor]) -> None:
         """See `StateStore`."""
@@ -145,10 +149,11 @@ class NvmeStore(StateStore):
             write = not rest.kept and (changed or not rest.rests)
             while write and len(self._writing) >= self._in_flight:
                 self._finish(self._writing[0])
+            file = self._open_to_write(rest) if write else None  # a full disk leaves the tensor as it is
             rest.buffer = self._pool.detach(storage)
-            if write:
+            if file is not None:
                 rest.rests = False
-                self._start(rest, rest.buffer, write=True)
+                self._move(rest, file, rest.buffer, write=True)
                 self._writing.append(rest)
             elif not rest.kept:
                 self._give_back(rest)
@@ -189,14 +194,27 @@ class NvmeStore(StateStore):
             rest.kept = True
         return rest
 
-    def _start(self, rest: _Rest, buffer: Buffer, *, write: bool) -> None:
-        nbytes = padded(rest.nbytes)
-        rest.buffer = buffer
-        file = open_file(rest.path, write=write, create=write and not rest.made)
-        if write and not rest.made:
-            self._claim(file, nbytes)
+    def _open_to_write(self, rest: _Rest) -> Opened:
+        """The file of a storage. When it is new its space is set aside: a full disk is an error now, not in a step."""
+        file, nbytes = open_file(rest.path, write=True, create=not rest.made), padded(rest.nbytes)
+        if not rest.made:
+            try:
+                if self._claims:
+                    os.posix_fallocate(file.descriptor, 0, nbytes)
+                else:
+                    os.ftruncate(file.descriptor, nbytes)
+            except OSError as error:
+                os.unlink(rest.path)
+                at = f"({nbytes:,} bytes; {self.folder.free():,} are free)"
+                raise disk_error("create", rest.path, error.errno or 0, at) from error
             rest.made = True
+        return file
+
+    def _move(self, rest: _Rest, file: Opened, buffer: Buffer, *, write: bool) -> None:
+        """Start a transfer between a storage's file and a buffer."""
+        nbytes = padded(rest.nbytes)
         sums = None if not self._checks else b"" if write else rest.sums
+        rest.buffer = buffer
         rest.transfer = self._engine.start(
             file, write=write, offset=0, address=buffer.address, nbytes=nbytes, sums=sums
         )
@@ -204,17 +222,6 @@ class NvmeStore(StateStore):
             self.moved.written += nbytes
         else:
             self.moved.read += nbytes
-
-    def _claim(self, file: Opened, nbytes: int) -> None:
-        """Have the file system set the space aside, so that a full disk is an error now and not in a later step."""
-        try:
-            if self._claims:
-                os.posix_fallocate(file.descriptor, 0, nbytes)
-            else:
-                os.ftruncate(file.descriptor, nbytes)
-        except OSError as error:
-            at = f"({nbytes:,} bytes; {self.folder.free():,} are free)"
-            raise disk_error("create", file.path, error.errno or 0, at) from error
 
     def _settle(self, rest: _Rest) -> None:
         """Wait for what is under way."""

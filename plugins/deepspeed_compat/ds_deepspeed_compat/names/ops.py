@@ -8,7 +8,7 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _BUILDER = differs("ds_deepspeed_compat.op_builder", "`dscore ops build` builds; load() gives the optimizer's kernel")
 _SPARSE = missing("sparse attention is not built; use torch's flex_attention")
-_AIO = missing("NVMe transfers are not built; offload to the device `cpu`")
+_GDS = missing("GPUDirect storage is not built; `AsyncIOBuilder` reads into host memory")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.ops": {
@@ -29,14 +29,16 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.ops.op_builder deepspeed.ops.op_builder.builder": {"OpBuilder": _BUILDER},
     "deepspeed.ops.op_builder": {
         "CPUAdamBuilder FusedAdamBuilder CPUAdagradBuilder CPULionBuilder FusedLionBuilder FusedLambBuilder": _BUILDER,
-        "AsyncIOBuilder GDSBuilder": _AIO,
+        "AsyncIOBuilder": "ds_nvme.handle",
+        "GDSBuilder": _GDS,
         "SparseAttnBuilder": _SPARSE,
         "QuantizerBuilder TransformerBuilder InferenceBuilder StochasticTransformerBuilder RandomLTDBuilder "
         "EvoformerAttnBuilder FPQuantizerBuilder UtilsBuilder CCLCommBuilder ShareMemCommBuilder": missing(
             "this operation is not built"
         ),
     },
-    "deepspeed.ops.aio": {"AsyncIOBuilder": _AIO},
+    "deepspeed.ops.aio": {"AsyncIOBuilder": "ds_nvme.handle"},
+    "deepspeed.ops.gds": {"GDSBuilder": _GDS},
     "deepspeed.ops.sparse_attention": {
         "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig DenseSparsityConfig "
         "FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig BSLongformerSparsityConfig "

@@ -1,0 +1,164 @@
+"""What happens to files below a store: each fault is an error that names the file, and no value is ever wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ds_nvme import DiskError, NvmeStore
+from ds_nvme.files import RunFolder
+
+from ds_core.errors import UsageError
+from plugins.nvme.tests.test_nvme_store import open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[NvmeStore]:
+    made = open_store(tmp_path)
+    yield made
+    made.close()
+
+
+def rest(store: NvmeStore) -> tuple[torch.Tensor, Path]:
+    """A tensor that rests in a file of ten pages, and its file."""
+    tensor = store.copy_in(torch.arange(10_000.0))
+    store.evict([tensor])
+    store.flush()
+    (file,) = store.folder.path.glob("*.bin")
+    return tensor, file
+
+
+def test_a_changed_byte_is_seen(store: NvmeStore) -> None:
+    tensor, file = rest(store)
+    with file.open("rb+") as changed:
+        changed.seek(20_000)
+        byte = changed.read(1)[0]
+        changed.seek(20_000)
+        changed.write(bytes([byte ^ 1]))
+    store.fetch([tensor])
+    for _ in range(2):
+        with pytest.raises(DiskError, match=f"{file} has other contents at 0 than were written"):
+            store.wait([tensor])
+
+
+def test_a_cut_file_a_removed_one_and_a_vanished_folder(store: NvmeStore) -> None:
+    tensor, file = rest(store)
+    os.truncate(file, 8192)
+    store.fetch([tensor])
+    with pytest.raises(DiskError, match=f"cannot read {file} at 8192: the file ends there"):
+        store.wait([tensor])
+    store.discard([tensor])
+    tensor, file = rest(store)
+    file.unlink()
+    with pytest.raises(DiskError, match=f"cannot open {file}: No such file .*was removed while the run used it"):
+        store.fetch([tensor])
+    shutil.rmtree(store.folder.path)
+    with pytest.raises(DiskError, match=r"cannot create .*: No such file .*was removed while the run used it"):
+        store.evict([torch.zeros(5)])
+
+
+def test_a_full_disk_is_an_error_before_anything_is_lost(tmp_path: Path) -> None:
+    """A small tmpfs, for root; else a limit on the size of files."""
+    if os.geteuid() == 0:
+        folder = tmp_path / "small"
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)], check=True)
+        told = r"cannot create .*000002.bin \(81,920 .*No space left.*the disk is full"
+    else:
+        import resource
+
+        folder, before = tmp_path, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        told = r"cannot create .*000002.bin \(81,920 .*`ulimit -f` does not allow"
+    try:
+        store = open_store(folder)
+        kept, tensor = store.copy_in(torch.arange(10_000.0)), store.copy_in(torch.arange(20_000.0))
+        store.evict([kept])
+        with pytest.raises(DiskError, match=told):
+            store.evict([tensor])
+        store.fetch([kept])
+        store.wait([kept])
+        assert torch.equal(kept, torch.arange(10_000.0))
+        assert torch.equal(tensor, torch.arange(20_000.0)), "what could not be written is lost"
+        store.close()
+        assert not list(folder.rglob("*"))
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", str(folder)], check=True)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+KILLED = """
+import sys
+from ds_nvme.files import RunFolder
+folder = RunFolder(sys.argv[1], 3)
+(folder.path / "000001.bin").write_bytes(bytes(10))
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_another_job_is_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        first = RunFolder(tmp_path)
+        assert theirs.joinpath("000001.bin").exists() and not first.swept
+        other.send_signal(signal.SIGKILL)
+    second = RunFolder(tmp_path)
+    assert second.swept == [theirs] and not theirs.exists() and first.path.exists()
+    (tmp_path / "ds_nvme" / "rank0-begun").mkdir()  # killed before it had a lock
+    third = RunFolder(tmp_path)
+    assert [f.name for f in third.swept] == ["rank0-begun"]
+    for folder in (first, second, third):
+        folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_and_tensors_that_cannot_be_used(tmp_path: Path, store: NvmeStore) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match=rf"{tmp_path}/file.*nvme_path must be a folder"):
+        open_store(tmp_path / "file")
+    with pytest.raises(UsageError, match="nvme_path is missing"):
+        open_store("")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="was not fetched from this store"):
+        tensor, _ = rest(store)
+        store.wait([tensor])
+    for shared in (torch.zeros(100), store.copy_in(torch.zeros(100))):
+        shared.numpy()
+        with pytest.raises(UsageError, match="cannot be freed"):
+            store.evict([shared])
+        assert shared.tolist() == [0] * 100
+
+
+def test_an_engine_that_was_asked_for_and_does_not_work_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"aio.checksum: the engine 'python threads' makes none"):
+        open_store(tmp_path, aio={"engine": "python threads", "checksum": True})
+
+
+def test_what_stays_in_memory_is_never_written(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_in_cpu=1500)
+    tensors = [store.copy_in(torch.full((1000,), float(i))) for i in range(3)]
+    store.evict(tensors)
+    store.fetch(tensors)
+    store.wait(tensors)
+    assert store.moved.written == 2 * 4096 and [t.mean() for t in tensors] == [0, 1, 2]
+    store.evict(tensors)
+    store.allocate(tensors)
+    for t in tensors:
+        t.fill_(7)
+    store.evict(tensors, changed=False)  # the files hold older values: they are written all the same
+    store.fetch(tensors)
+    store.wait(tensors)
+    assert all(t.tolist() == [7] * 1000 for t in tensors)
+    store.close()
