@@ -91,6 +91,7 @@ class ZeroPartitioner(WeightOwner):
 
             self.updates = ZenFlow(self, self.section.zenflow)
         self.takes_gradients = not self._reducer.local
+        self.updates = self._make_updates()
         self._install_hooks(module)
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
 
@@ -109,6 +110,15 @@ class ZeroPartitioner(WeightOwner):
         for hook in self._load_hooks:
             hook.remove()
         self._load_hooks.clear()
+
+    def _make_updates(self) -> Updates:
+        """How updates are carried out, by the config."""
+        states = self.section.offload_optimizer
+        if states is not None and states.on and states.super_offload:
+            from ds_zero.super_offload import SuperOffload
+
+            return SuperOffload(self, states.cpuadam_cores_perc)
+        return Updates(self)
 
     def bind(self, optimizer: Optimizer) -> None:
         """See `Partitioner.bind`."""
@@ -209,8 +219,8 @@ class ZeroPartitioner(WeightOwner):
 
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
-        self.reducer.zero_grad()
         self.updates.drop()
+        self.reducer.zero_grad()
 
     def step(self, optimizer: Optimizer, factor: float) -> None:
         """See `Partitioner.step`."""

@@ -42,7 +42,6 @@ _DISK_KEYS = (
 )
 """Keys of stores that free memory; they are passed to the store as options."""
 _NVME = "offload to NVMe will come with ds-offload"
-_SUPER = "SuperOffload will come with ds-offload"
 _FROZEN = "quantised frozen weights will come with a later version of ds-zero"
 
 
@@ -98,8 +97,18 @@ class OffloadOptimizer(_Place):
     pipeline_read: bool = option(False, "NVMe: read the next tile while this one is computed.")
     pipeline_write: bool = option(False, "NVMe: write the last tile while this one is computed.")
     fast_init: bool = option(False, "NVMe: faster initialisation.")
-    super_offload: bool = not_built(False, _SUPER, "Speculative CPU steps on tightly coupled chips.")
-    cpuadam_cores_perc: float = not_built(0.8, _SUPER, "Share of the cores that SuperOffload's Adam uses.")
+    super_offload: bool = option(
+        False, "Update each bucket on the host during backward, as soon as its gradients are reduced; exact."
+    )
+    cpuadam_cores_perc: float = option(
+        0.8, "super_offload: the share of this rank's threads that updates use during backward.", ge=0, le=1
+    )
+
+    def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
+        """Also a share without `super_offload`."""
+        yield from super().remarks(given)
+        if self.on and not self.super_offload and "cpuadam_cores_perc" in self.model_fields_set:
+            yield "cpuadam_cores_perc", "has no effect without super_offload"
 
 
 class ZenFlowConfig(Section):

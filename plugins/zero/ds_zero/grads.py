@@ -94,6 +94,7 @@ class Reducer(GradientSource):
     """
 
     on_reduced: Callable[[FlatBucket], None] | None = None
+    on_late: Callable[[FlatBucket], None] | None = None
 
     def __init__(
         self,
@@ -270,6 +271,8 @@ class Reducer(GradientSource):
             out.mul_(self._after)
         inside = out.data_ptr() == bucket.own_shard(done.source).data_ptr()
         dtype = self._dtype(bucket)
+        if self.on_late is not None and grads.shard is not None:
+            self.on_late(bucket)
         if bucket.stepped_on_host:
             grads.add_to_host(out, self.ctx.precision.accumulate, once=self.ctx.batch.gas == 1)
         elif grads.shard is None and out.dtype == dtype and (not inside or self._keeps or bucket.world == 1):
