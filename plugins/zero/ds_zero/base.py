@@ -86,10 +86,6 @@ class ZeroPartitioner(WeightOwner):
         unshard_module(module)
         broadcast_module(self.ctx, module, but=self.pieces)
         self._reducer = self._make_reducer()
-        if self.section.zenflow is not None:
-            from ds_zero.zenflow.stepping import ZenFlow
-
-            self.updates = ZenFlow(self, self.section.zenflow)
         self.takes_gradients = not self._reducer.local
         self.updates = self._make_updates()
         self._install_hooks(module)
@@ -113,6 +109,10 @@ class ZeroPartitioner(WeightOwner):
 
     def _make_updates(self) -> Updates:
         """How updates are carried out, by the config."""
+        if self.section.zenflow is not None:
+            from ds_zero.zenflow.stepping import ZenFlow
+
+            return ZenFlow(self, self.section.zenflow)
         states = self.section.offload_optimizer
         if states is not None and states.on and states.super_offload:
             from ds_zero.super_offload import SuperOffload

@@ -39,7 +39,7 @@ class PlannedRun:
 
     states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2).
     gas: micro-batches per step. casts: whether the optimizer needs gradients in its tensors' dtype; see
-    `ds_core.stepping`.
+    `ds_core.stepping`. ahead: whether updates on the host begin in backward, see `ds_zero.super_offload`.
     """
 
     world: int
@@ -47,6 +47,7 @@ class PlannedRun:
     states: int = 2
     gas: int = 1
     casts: bool = True
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ def predict(
             (b.layout.shard_numel * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0
         )
         through += sum(b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload))
+        through += sum(_saved(run, b, offload) for b in trained) if run.ahead else 0
         host = _join(host, states, Kinds(gradients=_on_host(trained, run, wires.wire), buckets=through))
     else:
         device = _join(device, states)
@@ -206,6 +208,15 @@ def _host_grad(run: PlannedRun, bucket: SimulatedBucket, wire: Callable[[Simulat
 def _staged(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> bool:
     """Whether a step on the host leaves 16-bit weights there, to be copied to the device."""
     return _master(run.precision, bucket) != bucket.dtype and (offload is Offload.OPTIMIZER or bucket.replicated)
+
+
+def _saved(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> int:
+    """Bytes in which a bucket that is updated before the step is saved, see `ds_zero.super_offload`."""
+    own, staged = _master(run.precision, bucket), _staged(run, bucket, offload)
+    if offload is Offload.ALL and not bucket.replicated and own == bucket.dtype:
+        return 0
+    written = bucket.dtype.itemsize if own != bucket.dtype and not staged else 0
+    return bucket.layout.shard_numel * ((1 + run.states) * own.itemsize + written)
 
 
 def _on_host(

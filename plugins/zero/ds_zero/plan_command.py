@@ -81,7 +81,9 @@ def plan(
     whole, module = module, divide_matrices(module, divided.layers)
     states, casts = _optimizer(chosen)
     states = states if optimizer_states is None else optimizer_states
-    run = planning.PlannedRun(world, precision, states, chosen.config.core.gradient_accumulation_steps or 1, casts)
+    gas = chosen.config.core.gradient_accumulation_steps or 1
+    ahead = bool((_zero(given).get("offload_optimizer") or {}).get("super_offload"))
+    run = planning.PlannedRun(world, precision, states, gas, casts, ahead)
     if against is not None:
         _show_against(against, module, section, run, _offload(given), as_json)
         return

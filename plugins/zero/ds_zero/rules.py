@@ -71,6 +71,10 @@ def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]
             yield Problem(
                 f"{OPTIMIZER}.ratio", f"{states.ratio} needs stage 3, this is stage {stage}", "set stage 3, or ratio 1"
             )
+        if states.super_offload and states.device.lower() == "nvme":
+            yield Problem(
+                f"{OPTIMIZER}.super_offload", "needs states that stay in memory", 'set device "cpu", or leave it out'
+            )
         yield from _store_problems(states, OPTIMIZER, plugins)
 
 
@@ -83,6 +87,8 @@ def zenflow_problems(section: ZeroConfig, config: RunConfig) -> Iterator[Problem
         yield Problem(path, "needs optimizer states on the host", f'set {OPTIMIZER}.device to "cpu"')
     elif states.ratio < 1:
         yield Problem(f"{OPTIMIZER}.ratio", f"{states.ratio} does not go with zenflow, which has a topk_ratio", "set 1")
+    elif states.super_offload:
+        yield Problem(f"{OPTIMIZER}.super_offload", "zenflow updates the host's states in its own time", "leave it out")
     if config.core.gradient_allreduce_op == "sum":
         yield Problem("gradient_allreduce_op", "'sum' does not go with zero_optimization.zenflow", 'set "mean"')
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ds_zero.base import ZeroPartitioner
+    from ds_zero.bucket_grads import Grads
     from ds_zero.flat import FlatBucket
-    from ds_zero.grads import Grads
     from ds_zero.records import Piece
 
 __all__ = ["SuperOffload"]
@@ -79,7 +79,7 @@ class SuperOffload(Updates):
                 "SGD or Adagrad of ds-optimizers, by its name in the config's optimizer section, or set it to false"
             )
         if any(b.evictable for b in reducer.buckets):
-            raise UsageError(f"{KEY} needs states that stay in memory: set device cpu, or super_offload false")
+            raise UsageError(f"{KEY}: needs states that stay in memory; set device cpu, or leave it out")
         if takers := ctx.plugins.implementing("ds_gradients"):
             log.info(
                 "SuperOffload: no update begins in backward, since plugin %s changes gradients after it", takers[0]

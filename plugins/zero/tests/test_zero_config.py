@@ -63,8 +63,6 @@ DEFAULTS: dict[str, Any] = {
     "leaf_module": {"classes": list(LEAF_CLASSES), "names": [], "name_suffixes": []},
 }
 LATER: list[dict[str, Any]] = [
-    {"offload_optimizer": {"super_offload": True}},
-    {"offload_optimizer": {"cpuadam_cores_perc": 0.5}},
     {"zero_quantized_nontrainable_weights": True},
     {"save_muon_momentum_buffer_in_memory": True},
 ]

@@ -47,7 +47,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stage": 1, "offload_optimizer": {"device": "cup"}}, r"no state store is called 'cup'; did you mean 'cpu'\?"),
     ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.nvme_path: device \"nvme\" needs it"),
     ({"stage": 3, "offload_param": {"device": "nvme"}}, r"offload_param\.nvme_path: device \"nvme\" needs it"),
-    ({"stage": 3, "offload_optimizer": {**CPU, "super_offload": True}}, r"super_offload: .*SuperOffload will come"),
+    (
+        {"stage": 3, "offload_optimizer": {**CPU, "cpuadam_cores_perc": 80}},
+        r"cpuadam_cores_perc: must .* <= 1, not 80",
+    ),
+    (
+        {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "super_offload": True}},
+        r"super_offload: needs states that stay in memory.*cpu",
+    ),
 ]
 
 
