@@ -38,6 +38,9 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 STAGES = {f"zero{stage}": zero(stage) for stage in range(4)}
 OFFLOADED = {f"zero{stage} offloaded": zero(stage, offload_optimizer={"device": "cpu"}) for stage in (2, 3)}
 
+BLOCKS = {"hpZ": zero(3, zero_hpz_partition_size=2), "MiCS": zero(3, mics_shard_size=2)}
+BLOCKS["MiCS offloaded"] = zero(3, mics_shard_size=2, offload_optimizer={"device": "cpu"})
+
 
 def recomputed(block: str) -> dict[str, Any]:
     section = {"activation_checkpointing": {"modules": [block]}}
@@ -201,3 +204,41 @@ class TestTensorSequenceExperts(ExpertsWhole):
 
     configs = {8: {**tp(2), **sp(2)}}
     data = (1,)
+
+
+# -- blocks of two data-parallel ranks ---------------------------------------------------------------------------
+
+
+class InBlocks(Combination):
+    data: ClassVar[tuple[int, ...]] = (2,)
+    variants = BLOCKS
+    timeout = 900.0
+
+
+@pytest.mark.slow
+class TestTensorInBlocks(InBlocks):
+    make_model = staticmethod(m.spare)
+    configs = {2: tp(2)}
+
+
+@pytest.mark.slow
+class TestSequenceInBlocks(InBlocks):
+    """A block is the ranks that divide a sequence."""
+
+    axis, cut = "sp", ()
+    configs = {2: sp(2)}
+
+
+@pytest.mark.slow
+class TestPipelineTensorInBlocks(Staged):
+    data, variants, timeout = (2,), BLOCKS, 900.0
+    configs = {4: {**tp(2)}}
+
+
+@pytest.mark.slow
+class TestTensorExpertsInBlocks(Experts):
+    """A block is the ranks that divide the experts; another variant has two of them in a block."""
+
+    data, timeout = (2,), 900.0
+    variants = {**BLOCKS, "MiCS 4": zero(3, mics_shard_size=4)}
+    configs = {4: tp(2)}

@@ -153,7 +153,8 @@ class BucketUnit(GatherUnit):
 
     def read(self) -> None:
         """See `GatherUnit.read`."""
-        if self.bucket.away is not None:
+        second = self.bucket.second
+        if self.bucket.away is not None and (second is None or not second.valid):
             self.bucket.away.read()
 
     def forget(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -165,6 +166,24 @@ def test_what_crosses_between_blocks() -> None:
     for seen in run_ranks(4, crossings, MICS, {}):
         assert set(seen) == {"backward 0", "backward 1"}
         assert {m.split()[0] for found in seen.values() for m in found} == {"all_reduce"}
+
+
+def on_two_hosts(zero: dict[str, Any]) -> tuple[dict[str, float], dict[str, list[str]]]:
+    """As if ranks 0 and 1 were on another host than 2 and 3: differences to plain stage 3, and what crosses."""
+    from ds_core import comm
+
+    with mock.patch("ds_zero.hierarchy.host_name", lambda: f"host {comm.rank() // 2}"):
+        (found,) = differences([zero], {"bf16": {"enabled": True}, "gradient_clipping": 0.1}, False)
+        return found, crossings(zero, {})
+
+
+def test_shards_cross_once_where_groups_are_on_several_hosts() -> None:
+    zero = {"mics_shard_size": 4, "mics_hierarchical_params_gather": True}
+    plain = run_ranks(4, crossings, {"mics_shard_size": 4}, {})[0]
+    for found, seen in run_ranks(4, on_two_hosts, zero):
+        assert found == {}
+        for phase in ("forward 0", "backward 0"):  # ... of two ranks each now
+            assert [m for m in seen[phase] if "weights" in m] == [m for m in plain[phase] if "weights" in m] != []
 
 
 # -- access and construction ---------------------------------------------------------------------------------------
