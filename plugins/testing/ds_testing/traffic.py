@@ -13,11 +13,12 @@ __all__ = ["SentCollective", "Traffic"]
 
 @dataclass(frozen=True, slots=True)
 class SentCollective:
-    """One collective. bytes: of the whole message, of all ranks together. label: what it was for, or ""."""
+    """One collective. bytes: of the whole message, of all `ranks` together. label: what it was for, or ""."""
 
     op: str
     bytes: int
     label: str
+    ranks: int = 1
 
 
 class Traffic(comm.Interceptor):
@@ -32,7 +33,7 @@ class Traffic(comm.Interceptor):
     def around(self, collective: comm.Collective, call: Callable[[], Any]) -> Any:
         """Note one collective, as it is called."""
         size = 0 if collective.message is None else collective.message.nbytes
-        self.sent.append(SentCollective(collective.op, size, collective.label))
+        self.sent.append(SentCollective(collective.op, size, collective.label, collective.group.size()))
         return call()
 
     def __enter__(self) -> Traffic:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_core.buckets import arrange
+from ds_core.errors import UsageError
 from ds_core.precision import Precision, wire_dtypes
 from ds_zero.config import ZeroConfig
 from ds_zero.gather import narrower_dtype
@@ -82,7 +83,8 @@ class Kinds:
 class Need:
     """The memory and communication of one rank. reduced, gathered: elements of gradients and of weights sent per step.
 
-    sent: the sum of both, in bytes. link: bytes between device and host per step.
+    sent: the sum of both, in bytes. link: bytes between device and host per step. across: with hpZ or MiCS, bytes of
+    `sent` for ranks of other blocks.
     """
 
     stage: int
@@ -93,6 +95,7 @@ class Need:
     gathered: int
     sent: int
     link: int
+    across: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +148,18 @@ def predict(
     if section.stage == 0:
         return _replicated(module, run)
     offloaded, weights_on_host = offload is not Offload.NONE, offload is Offload.ALL
-    laid = lay_out(module, section, run.world, weights_on_host)
+    blocks = _blocks(section, run.world)
+    special = _special(module, run.precision)
+    laid = lay_out(module, section, blocks.sharded, weights_on_host)
     trained = [b for b in laid.buckets if b.trained]
-    wires = _wires(module, section, run, offloaded)
+    wires = _wires(section, run, blocks, special, offloaded)
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
     passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
     flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
     parts = sum(b.layout.shard_numel * b.dtype.itemsize for b in laid.buckets if not b.replicated)
     weights = sum(b.layout.total * b.dtype.itemsize for b in laid.buckets if b.replicated) + _bytes(laid.loose)
+    if blocks.second:
+        parts += sum(u.bucket.layout.total // blocks.size * _sent(u.bucket, special).itemsize for u in laid.units)
     device = Kinds(
         parameters=weights + (0 if weights_on_host else parts),
         gradients=kept,
@@ -160,7 +167,7 @@ def predict(
         gathered=_gathered_bytes(laid.units, gathered),
     )
     host = Kinds(parameters=parts if weights_on_host else 0)
-    states = _optimized(trained, run, offload, wires.wire, rank)
+    states = _optimized(trained, run, offload, wires.wire, rank % blocks.sharded)
     if offloaded:
         # Two staging buffers for copies between device and host, and the weights that a step has written.
         through = 2 * max(
@@ -176,7 +183,7 @@ def predict(
         offload,
         device,
         host,
-        *_traffic(laid, section, run, offload, wires.wire, _special(module, run.precision)),
+        *_traffic(laid, section, run, blocks, offload, wires.wire, special),
     )
 
 
@@ -258,16 +265,42 @@ def _special(module: nn.Module, precision: Precision) -> Mapping[nn.Parameter, t
     return wire_dtypes(module, precision.autocast, precision.autocast_modules) if precision.autocast else {}
 
 
-def _wires(module: nn.Module, section: ZeroConfig, run: PlannedRun, offloaded: bool) -> Wires:
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """sharded: over how many ranks states are. size: ranks of a block. second: whether blocks have second copies."""
+
+    sharded: int
+    size: int
+    second: bool = False
+
+
+def _blocks(section: ZeroConfig, world: int) -> _Blocks:
+    """Raises UsageError where ranks do not divide into the blocks of the config."""
+    hpz, mics = section.zero_hpz_partition_size, section.mics_shard_size
+    if section.stage != 3 or (hpz < 2 and mics < 1):
+        return _Blocks(world, world)
+    key, size = ("zero_hpz_partition_size", hpz) if hpz > 1 else ("mics_shard_size", mics)
+    if world % size:
+        raise UsageError(f"zero_optimization.{key}: {size} does not divide {world} data-parallel ranks")
+    return _Blocks(world, size, size < world) if hpz > 1 else _Blocks(size, size)
+
+
+def _wires(
+    section: ZeroConfig,
+    run: PlannedRun,
+    blocks: _Blocks,
+    special: Mapping[nn.Parameter, torch.dtype],
+    offloaded: bool,
+) -> Wires:
     return Wires(
-        world=run.world,
+        world=blocks.sharded,
         keeps=section.stage == 1,
         overlap=section.overlap,
         eager=section.contiguous_gradients or run.precision.accumulate is not None,
         scatter=section.reduce_scatter,
         to_host=offloaded,
         grad=partial(_grad, run.precision),
-        wire=partial(_wire, run.precision, _special(module, run.precision)),
+        wire=partial(_wire, run.precision, special),
     )
 
 
@@ -287,39 +320,55 @@ def _gathered_bytes(units: Sequence[SimulatedUnit], peak: int) -> int:
     return peak * max((u.bucket.dtype.itemsize for u in units), default=0)
 
 
+def _sent(bucket: SimulatedBucket, special: Mapping[nn.Parameter, torch.dtype]) -> torch.dtype:
+    """The dtype in which weights are gathered."""
+    return narrower_dtype(bucket.params, bucket.dtype, special) or bucket.dtype
+
+
 def _traffic(
     laid: Laid,
     section: ZeroConfig,
     run: PlannedRun,
+    blocks: _Blocks,
     offload: Offload,
     wire: Callable[[SimulatedBucket], torch.dtype],
     special: Mapping[nn.Parameter, torch.dtype],
-) -> tuple[int, int, int, int]:
-    """(elements of gradients, elements of weights, bytes of both, bytes between device and host), sent per step."""
-    others, times = run.world - 1, run.gas if section.stage > 1 else 1
-    reduced = gathered = sent = link = 0
+) -> tuple[int, int, int, int, int]:
+    """Per step: elements of gradients and of weights, bytes of both, bytes between device and host, and across blocks.
+
+    Each rank sends its part of a message to all others, so some of it to other blocks.
+    """
+    sharded, times = blocks.sharded, run.gas if section.stage > 1 else 1
+    others, outside = sharded - 1, sharded - blocks.size
+    reduced = gathered = sent = link = across = 0
     by_reduction = times * (1 if section.reduce_scatter or not section.use_multi_rank_bucket_allreduce else 2)
     for bucket in laid.buckets:
         part = bucket.layout.shard_numel
         if bucket.trained:
-            reduced += part * others * by_reduction
-            sent += part * others * by_reduction * wire(bucket).itemsize
+            over = times * part * 2 * (run.world - sharded) // run.world  # MiCS: an all-reduce over the far ranks
+            reduced += part * others * by_reduction + over
+            sent += (part * others * by_reduction + over) * wire(bucket).itemsize
+            across += (part * outside * by_reduction + over) * wire(bucket).itemsize
             if bucket.replicated:
                 gathered += part * others
                 sent += part * others * bucket.dtype.itemsize
+                across += part * outside * bucket.dtype.itemsize
             if offload is not Offload.NONE:
                 link += part * times * wire(bucket).itemsize
                 if bucket.replicated or offload is not Offload.ALL:
                     link += part * bucket.dtype.itemsize
-    factor = run.gas * (2 if section.use_all_reduce_for_fetch_params else 1)
+    factor = 2 if section.use_all_reduce_for_fetch_params else 1
     for unit in laid.units:
-        part, count = unit.bucket.layout.shard_numel, unit.gathers
-        gathered += part * others * count * factor
-        dtype = narrower_dtype(unit.bucket.params, unit.bucket.dtype, special) or unit.bucket.dtype
-        sent += part * others * count * factor * dtype.itemsize
+        part, count, size = unit.bucket.layout.shard_numel, unit.gathers * run.gas, _sent(unit.bucket, special).itemsize
+        near = count - unit.bucket.trained if blocks.second and count else 0  # a step outdates second copies
+        inside = unit.bucket.layout.total // blocks.size * (blocks.size - 1) * near
+        far = part * (count - near) * factor
+        gathered += far * others + inside
+        sent += (far * others + inside) * size
+        across += far * outside * size
         if offload is Offload.ALL:
-            link += part * count * run.gas * unit.bucket.dtype.itemsize
-    return reduced, gathered, sent, link
+            link += part * (count - near) * unit.bucket.dtype.itemsize
+    return reduced, gathered, sent, link, across if blocks.size < run.world else 0
 
 
 def _replicated(module: nn.Module, run: PlannedRun) -> Need:

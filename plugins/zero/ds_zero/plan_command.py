@@ -222,6 +222,7 @@ def _show(
     times = f", each {divided.layers} that divide matrices evenly" if divided.layers > 1 else ""
     typer.echo(f"{total:,} parameters on {run.world} ranks{times}; GB of each rank, without activations")
     columns = ("stage", "on the host", "weights", "gradients", "masters", "states", "step", "buckets", "gathered")
+    across = any(need.across for need in needs)
     shown = [
         (
             ("> " if advice is not None and advice.need is need else "") + str(need.stage),
@@ -230,10 +231,12 @@ def _show(
             _gb(need.device.peak),
             _gb(need.host.peak),
             _gb(need.sent),
+            *([_gb(need.across)] if across else []),
         )
         for need in needs
     ]
-    show_table((*columns, "device", "host", "sent per step"), shown)
+    last = ("sent per step", "to other blocks") if across else ("sent per step",)
+    show_table((*columns, "device", "host", *last), shown)
     if activations is not None:
         again = (
             "" if activations.recomputed is None else f", {_gb(activations.recomputed)} GB with its blocks recomputed"

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from ds_core.compose import compose
 from ds_core.entries import OptimizerEntry
+from ds_core.errors import UsageError
 from ds_core.optim import Choice
 from ds_core.precision import Precision, cast_module, make_precision
 
@@ -84,6 +85,8 @@ class Held:
     def _known(self) -> tuple[dict[int, int], dict[int, int], list[Tensor]]:
         params: list[Any] = list(self.engine.module.parameters())
         weights = storages([p.data for p in params] + [p.ds_tensor for p in params if hasattr(p, "ds_tensor")])
+        buckets = getattr(self.engine.partitioner, "buckets", ())
+        weights |= storages(b.second.copy for b in buckets if b.second is not None and b.second.copy is not None)
         masters = storages(p.data for g in self.engine.optimizer.param_groups for p in g["params"])
         states = [v for s in self.engine.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
         return weights, masters, states
@@ -156,6 +159,11 @@ CASES = [
     Case(3, offload=Offload.ALL),
 ]
 FEW = CASES[:8]  # each stage with its defaults
+BLOCKS = {"hpZ": {"zero_hpz_partition_size": 2}, "MiCS": {"mics_shard_size": 2}}
+CASES += [Case(3, "bf16", 2, {**section, "max_reuse_distance": 0}) for section in BLOCKS.values()]
+CASES.append(Case(3, "fp32", 1, BLOCKS["hpZ"], {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
+CASES.append(Case(3, "fp32", 1, {**BLOCKS["hpZ"], "max_reuse_distance": 0}, options={"frozen": True}))
+CASES.append(Case(3, "bf16", 3, BLOCKS["MiCS"], options={"tied": True}, offload=Offload.OPTIMIZER))
 
 
 def train(case: Case) -> dict[str, int]:
@@ -190,14 +198,12 @@ def train(case: Case) -> dict[str, int]:
 
 def sent(traffic: Traffic) -> int:
     """Bytes that this rank sent, but for what ranks agree upon (flags, norms), which are the smallest messages."""
-    from ds_core import comm
-
-    world, total = comm.world_size(), 0
+    total = 0
     for row in traffic.sent:
         if row.bytes > 100:  # the smallest bucket has 64
             # A broadcast or reduction has one rank at its end, which every rank is once.
             factor = 2 if row.op == "all_reduce" else 1
-            total += row.bytes * factor * (world - 1) // world
+            total += row.bytes * factor * (row.ranks - 1) // row.ranks
     return total
 
 
@@ -224,16 +230,16 @@ def foretold(case: Case, world: int, rank: int) -> Need:
 
 
 @pytest.mark.parametrize(
-    ("world", "count"),
+    ("world", "numbers"),
     [
-        (2, len(FEW)),
-        pytest.param(2, len(CASES), marks=pytest.mark.slow),
-        pytest.param(4, len(FEW), marks=pytest.mark.slow),
+        (2, range(len(FEW))),
+        pytest.param(2, range(len(CASES)), marks=pytest.mark.slow),
+        pytest.param(4, range(len(FEW)), marks=pytest.mark.slow),
+        pytest.param(4, range(len(CASES) - 5, len(CASES)), marks=pytest.mark.slow),  # in blocks
     ],
 )
-def test_what_is_held_and_sent(world: int, count: int) -> None:
-    numbers = list(range(count))
-    for rank, rows in enumerate(run_ranks(world, train_all, numbers)):
+def test_what_is_held_and_sent(world: int, numbers: range) -> None:
+    for rank, rows in enumerate(run_ranks(world, train_all, list(numbers))):
         for number, found in zip(numbers, rows, strict=True):
             case = CASES[number]
             need = foretold(case, world, rank)
@@ -301,6 +307,25 @@ def test_accumulation_costs_stage_2_and_3_a_reduction_each_time() -> None:
         assert need.gathered == once[key].gathered * (4 if key[0] == 3 else 1)
         wider = 2 / RUN.world if key[1] is not Offload.NONE else 0  # gradients are added in fp32 on the host
         assert need.host.resting == once[key].host.resting + 6_400_000 * wider
+
+
+def test_blocks_of_ranks() -> None:
+    """hpZ keeps a second copy and crosses between blocks once; MiCS partitions over a block, and sums cross."""
+    model, count = chain(), 6_400_000
+    run, section = PlannedRun(16, Precision(param=torch.bfloat16, master=torch.float32)), ZeroConfig(stage=3)
+    cast_module(model, run.precision)
+    plain = predict(model, section, run)
+    hpz = predict(model, section.model_copy(update={"zero_hpz_partition_size": 4}), run)
+    mics = predict(model, section.model_copy(update={"mics_shard_size": 4}), run)
+    gained = hpz.device.parameters - plain.device.parameters
+    assert gained == pytest.approx(2 * count / 4, rel=0.01) and hpz.device.states == plain.device.states
+    assert mics.device.states == pytest.approx(4 * plain.device.states, rel=0.01)
+    assert plain.across == 0
+    gathers, sums = 2 * count * 12 / 16, 2 * count * 12 / 16
+    assert hpz.across == pytest.approx(gathers + sums, rel=0.01)
+    assert mics.across == pytest.approx(2 * 2 * count / 4 * 3 / 4, rel=0.01)
+    with pytest.raises(UsageError, match="mics_shard_size: 5 does not divide 16"):
+        predict(model, section.model_copy(update={"mics_shard_size": 5}), run)
 
 
 def test_the_recommendation_is_the_least_that_fits() -> None:
