@@ -38,7 +38,7 @@ def held_by_kind(engine: RunningEngine) -> dict[str, dict[str, int]]:
 
 def _by_kind(engine: RunningEngine) -> Iterator[tuple[str, Iterable[Tensor]]]:
     params = list(engine.module.parameters())
-    shards: list[Any] = [getattr(p, "ds_tensor", None) for p in params]
+    shards: list[Any] = [getattr(p, key, None) for p in params for key in ("ds_tensor", "ds_secondary_tensor")]
     yield "parameters", [p.data for p in params] + [s for s in shards if isinstance(s, Tensor)]
     yield "buffers", engine.module.buffers()
     if engine.optimizer is not None:

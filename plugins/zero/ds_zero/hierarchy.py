@@ -192,7 +192,7 @@ class SecondCopy(WeightWire):
         full, dtype = bucket.full, getattr(self.wire, "dtype", None) or bucket.dtype  # in which values are sent
         mine = self.copy
         if mine is None or mine.dtype != dtype or not self.valid:
-            return [Chain(self.wire.start(bucket), lambda: self._keep(full, dtype))]
+            return [Chain(self.wire.start(bucket), lambda: self._keep(bucket, dtype))]
         if self.size == 1:
             full.copy_(mine)
             return []
@@ -200,17 +200,22 @@ class SecondCopy(WeightWire):
         work = comm.all_gather_into_tensor(low, mine, group=self.group, async_op=True)
         return [work if low is full else cast_after(work, low, full)]
 
-    def _keep(self, full: Tensor, dtype: torch.dtype) -> Works:
+    def _keep(self, bucket: FlatBucket, dtype: torch.dtype) -> Works:
         """Keep this rank's share of gathered weights."""
+        full = bucket.full
         if self.copy is None or self.copy.dtype != dtype:
             self.copy = torch.empty(full.numel() // self.size, dtype=dtype, device=full.device)
+            for param in bucket.params:
+                param.ds_secondary_tensor = self.copy  # type: ignore[attr-defined]
         self.copy.copy_(full.view(self.size, -1)[self.place])
         self.valid = True
         return []
 
-    def free(self) -> None:
+    def free(self, bucket: FlatBucket) -> None:
         """Forget the copy."""
         self.copy, self.valid = None, False
+        for param in bucket.params:
+            param.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
 def second_copy(bucket: FlatBucket, mesh: Mesh) -> SecondCopy | None:

@@ -54,7 +54,10 @@ __all__ = [
 
 log = logging.getLogger("ds_zero")
 
-_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "ds_active_sub_modules")
+_ATTRIBUTES = (
+    *("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_secondary_tensor", "ds_status", "ds_persist"),
+    "ds_active_sub_modules",
+)
 """The documented attributes of a partitioned parameter."""
 
 STORED = 1 << 16

@@ -302,7 +302,7 @@ class Stage3(ZeroPartitioner):
             self.gathering.release_all()
             for unit in self.units:
                 if unit.bucket.second is not None:
-                    unit.bucket.second.free()
+                    unit.bucket.second.free(unit.bucket)
         if busy or any(u.state is not UnitState.SHARDED for u in self.units):
             raise UsageError("offload_states() inside a forward, a backward or GatheredParameters; call it outside")
 
