@@ -7,6 +7,8 @@ refuses that for a storage that was shared with numpy.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["HostStore", "StateStore", "check_store", "is_evicted", "open_store", "owns_storage"]
 
 _KIND = "state_store"
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class StateStore(ABC):
@@ -146,4 +149,17 @@ def open_store(ctx: Context, device: str, options: Mapping[str, Any]) -> StateSt
         store = resolve(answer.value.load)(ctx, options)
     if not isinstance(store, StateStore):
         raise PluginError(f"plugin {answer.plugin}: state store {device!r} must be a ds_state_stores.StateStore")
+    if not store.resident:
+        _return_large_blocks()
     return store
+
+
+@functools.cache
+def _return_large_blocks() -> None:
+    """Have glibc map memory of over 1 MiB on its own, so that what is freed goes back to the system at once.
+
+    Otherwise it keeps such blocks in its heap, up to 32 MiB each: hundreds of MB beyond what a run needs.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -20,6 +20,7 @@ from ds_core.precision import Precision, wire_dtypes
 from ds_zero.config import ZeroConfig
 from ds_zero.gather import narrower_dtype
 from ds_zero.layout import Layout
+from ds_zero.plan_disk import Resting, rest_on_disk
 from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passes, reduction
 from ds_zero.units import Gatherer, gatherers, members, persistent
 
@@ -27,11 +28,23 @@ __all__ = ["Advice", "Kinds", "Need", "Offload", "PlannedRun", "lay_out", "plan"
 
 
 class Offload(enum.Enum):
-    """What is kept in host memory."""
+    """What is kept in host memory, or on disk."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
     ALL = "optimizer and parameters"
+    DISK = "optimizer on disk"
+    DISK_ALL = "optimizer and parameters on disk"
+
+    @property
+    def weights(self) -> bool:
+        """Whether sharded weights are kept there, too."""
+        return self in (Offload.ALL, Offload.DISK_ALL)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether a store that frees memory has it."""
+        return self in (Offload.DISK, Offload.DISK_ALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +97,7 @@ class Need:
     """The memory and communication of one rank. reduced, gathered: elements of gradients and of weights sent per step.
 
     sent: the sum of both, in bytes. link: bytes between device and host per step. across: with hpZ or MiCS, bytes of
-    `sent` for ranks of other blocks.
+    `sent` for ranks of other blocks. disk: bytes on disk.
     """
 
     stage: int
@@ -96,6 +109,7 @@ class Need:
     sent: int
     link: int
     across: int = 0
+    disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +161,7 @@ def predict(
     """
     if section.stage == 0:
         return _replicated(module, run)
-    offloaded, weights_on_host = offload is not Offload.NONE, offload is Offload.ALL
+    offloaded, weights_on_host = offload is not Offload.NONE, offload.weights
     blocks = _blocks(section, run.world)
     special = _special(module, run.precision)
     laid = lay_out(module, section, blocks.sharded, weights_on_host)
@@ -168,7 +182,13 @@ def predict(
     )
     host = Kinds(parameters=parts if weights_on_host else 0)
     states = _optimized(trained, run, offload, wires.wire, rank % blocks.sharded)
-    if offloaded:
+    disk = 0
+    if offload.on_disk:
+        resting = [_resting(b, run, offload, wires.wire, rank % blocks.sharded) for b in laid.buckets]
+        stay, tiles, ahead, disk = rest_on_disk(resting, section)
+        staged = sum(b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload))
+        host = Kinds(parameters=stay, buckets=staged + tiles, gathered=ahead)
+    elif offloaded:
         # Two staging buffers for copies between device and host, and the weights that a step has written.
         through = 2 * max(
             (b.layout.shard_numel * max(wires.wire(b).itemsize, b.dtype.itemsize) for b in trained), default=0
@@ -184,7 +204,22 @@ def predict(
         device,
         host,
         *_traffic(laid, section, run, blocks, offload, wires.wire, special),
+        disk=disk,
     )
+
+
+def _resting(
+    bucket: SimulatedBucket,
+    run: PlannedRun,
+    offload: Offload,
+    wire: Callable[[SimulatedBucket], torch.dtype],
+    rank: int,
+) -> Resting:
+    states = _optimized([bucket], run, offload, wire, rank) if bucket.trained else Kinds()
+    gradients = _on_host([bucket], run, wire) if bucket.trained else 0
+    shard = bucket.layout.shard_numel
+    weights = shard * bucket.dtype.itemsize if offload.weights and not bucket.replicated else 0
+    return Resting(states.masters, states.states, gradients, weights, shard)
 
 
 def _optimized(
@@ -199,7 +234,7 @@ def _optimized(
     for bucket in trained:
         size, own = bucket.layout.shard_numel, _master(run.precision, bucket)
         # On the host masters are copies, except of weights that are kept there too, in the masters' dtype.
-        copied = offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
+        copied = offload.on_disk or offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
         masters += size * own.itemsize if copied or own != bucket.dtype else 0
         states += run.states * _owned(bucket.layout, rank) * own.itemsize
         grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run, bucket, wire)
@@ -214,7 +249,7 @@ def _host_grad(run: PlannedRun, bucket: SimulatedBucket, wire: Callable[[Simulat
 
 def _staged(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> bool:
     """Whether a step on the host leaves 16-bit weights there, to be copied to the device."""
-    return _master(run.precision, bucket) != bucket.dtype and (offload is Offload.OPTIMIZER or bucket.replicated)
+    return _master(run.precision, bucket) != bucket.dtype and (not offload.weights or bucket.replicated)
 
 
 def _saved(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> int:
@@ -355,7 +390,7 @@ def _traffic(
                 across += part * outside * bucket.dtype.itemsize
             if offload is not Offload.NONE:
                 link += part * times * wire(bucket).itemsize
-                if bucket.replicated or offload is not Offload.ALL:
+                if bucket.replicated or not offload.weights:
                     link += part * bucket.dtype.itemsize
     factor = 2 if section.use_all_reduce_for_fetch_params else 1
     for unit in laid.units:
@@ -366,7 +401,7 @@ def _traffic(
         gathered += far * others + inside
         sent += (far * others + inside) * size
         across += far * outside * size
-        if offload is Offload.ALL:
+        if offload.weights:
             link += part * (count - near) * unit.bucket.dtype.itemsize
     return reduced, gathered, sent, link, across if blocks.size < run.world else 0
 
@@ -408,7 +443,7 @@ def plan(module: nn.Module, section: ZeroConfig, run: PlannedRun) -> list[Need]:
     needs = []
     for stage in (0, 1, 2, 3):
         staged = section.model_copy(update={"stage": stage})
-        choices = [Offload.NONE, Offload.OPTIMIZER, Offload.ALL][: (1, 2, 2, 3)[stage]]
+        choices = [c for c in Offload if stage == 3 or (c is Offload.NONE if stage == 0 else not c.weights)]
         needs += [predict(module, staged, run, choice) for choice in choices]
     return needs
 
@@ -430,7 +465,7 @@ def recommend(needs: Sequence[Need], device: int, host: int | None, ranks_per_ho
 
     def memory(need: Need) -> str:
         on_host = f" and {_gb(need.host.peak * ranks_per_host)} on the host" if need.host.peak else ""
-        return f"{_gb(need.device.peak)} on the device{on_host}"
+        return f"{_gb(need.device.peak)} on the device{on_host}" + (f", {_gb(need.disk)} on disk" if need.disk else "")
 
     def cost(need: Need) -> tuple[int, int]:
         return list(Offload).index(need.offload), need.sent
@@ -451,7 +486,8 @@ def recommend(needs: Sequence[Need], device: int, host: int | None, ranks_per_ho
 
 
 def _name(need: Need) -> str:
-    return f"stage {need.stage}" + ("" if need.offload is Offload.NONE else f" with {need.offload.value} on the host")
+    where = "" if need.offload.on_disk else " on the host"
+    return f"stage {need.stage}" + ("" if need.offload is Offload.NONE else f" with {need.offload.value}{where}")
 
 
 def _gb(size: int) -> str:

@@ -13,6 +13,7 @@ import typer
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from torch import nn
 
     from ds_core.compose import Composition
@@ -74,6 +75,7 @@ def plan(
     chosen = _config(given, dtype, gas)
     section = chosen.config.section("zero_optimization")
     assert isinstance(section, ZeroConfig)
+    section = section.model_copy(update=_places(given))
     precision = make_precision(chosen.config, chosen.plugins)
     cast_module(module, precision)
     divided = Divided.by(chosen)
@@ -174,6 +176,14 @@ def _zero(raw: dict[str, Any]) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
+def _places(raw: dict[str, Any]) -> dict[str, Any]:
+    """The sections of offload, whose buffers count where something rests on disk."""
+    from ds_zero.config import OffloadOptimizer, OffloadParam
+
+    kinds: dict[str, type[BaseModel]] = {"offload_optimizer": OffloadOptimizer, "offload_param": OffloadParam}
+    return {key: kind.model_validate(_zero(raw)[key]) for key, kind in kinds.items() if _zero(raw).get(key)}
+
+
 def _optimizer(chosen: Composition) -> tuple[int, bool]:
     """The optimizer's state elements per parameter element, measured in a small step; and `PlannedRun.casts`."""
     import torch
@@ -221,7 +231,7 @@ def _show(
         return
     times = f", each {divided.layers} that divide matrices evenly" if divided.layers > 1 else ""
     typer.echo(f"{total:,} parameters on {run.world} ranks{times}; GB of each rank, without activations")
-    columns = ("stage", "on the host", "weights", "gradients", "masters", "states", "step", "buckets", "gathered")
+    columns = ("stage", "offloaded", "weights", "gradients", "masters", "states", "step", "buckets", "gathered")
     across = any(need.across for need in needs)
     shown = [
         (
@@ -230,13 +240,14 @@ def _show(
             *(_gb(getattr(need.device, kind)) for kind in need.device.__dataclass_fields__),
             _gb(need.device.peak),
             _gb(need.host.peak),
+            _gb(need.disk),
             _gb(need.sent),
             *([_gb(need.across)] if across else []),
         )
         for need in needs
     ]
     last = ("sent per step", "to other blocks") if across else ("sent per step",)
-    show_table((*columns, "device", "host", *last), shown)
+    show_table((*columns, "device", "host", "disk", *last), shown)
     if activations is not None:
         again = (
             "" if activations.recomputed is None else f", {_gb(activations.recomputed)} GB with its blocks recomputed"
@@ -254,10 +265,14 @@ def _offload(raw: dict[str, Any]) -> Offload:
     from ds_zero.plan import Offload
 
     section = _zero(raw)
-    on = [
-        str((section.get(f"offload_{what}") or {}).get("device") or "none") != "none" for what in ("optimizer", "param")
-    ]
-    return Offload.ALL if all(on) else Offload.OPTIMIZER if on[0] else Offload.NONE
+    states, weights = (
+        str((section.get(f"offload_{what}") or {}).get("device") or "none").lower() for what in ("optimizer", "param")
+    )
+    if states == "none":
+        return Offload.NONE
+    if states == "cpu":
+        return Offload.OPTIMIZER if weights == "none" else Offload.ALL
+    return Offload.DISK_ALL if weights not in ("none", "cpu") else Offload.DISK
 
 
 def _show_against(folder: Path, module: nn.Module, section: Any, run: Any, offload: Offload, as_json: bool) -> None:

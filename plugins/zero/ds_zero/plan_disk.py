@@ -1,0 +1,70 @@
+"""What a rank holds in memory and on disk where a store frees memory: see `ds_zero.tiled_step` and `ds_zero.away`.
+
+Stores keep their buffers, so what is at most under way counts for the whole run: the bucket that a step updates, with
+those that are read and written beside it, and the weights that are read ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
+
+__all__ = ["Resting", "rest_on_disk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Bytes of one bucket's states on this rank. weights: 0 where they do not rest on disk. shard: its elements."""
+
+    masters: int
+    states: int
+    gradients: int
+    weights: int
+    shard: int
+
+    @property
+    def tile(self) -> int:
+        """What a step brings into memory, without weights."""
+        return self.masters + self.states + self.gradients
+
+
+def rest_on_disk(buckets: Sequence[Resting], section: ZeroConfig) -> tuple[int, int, int, int]:
+    """(bytes of weights that stay in memory, of buffers for states, of buffers for weights, on disk)."""
+    states = section.offload_optimizer or OffloadOptimizer()
+    weights = section.offload_param or OffloadParam()
+    stay, room = 0, weights.max_in_cpu
+    away: list[Resting] = []
+    for bucket in buckets:
+        if bucket.weights and bucket.shard <= room:
+            room -= bucket.shard
+            stay += bucket.weights
+        elif bucket.weights:
+            away.append(bucket)
+    disk = sum(b.tile for b in buckets) + sum(b.weights for b in away)
+    return stay, _for_states(buckets, states), _for_weights(away, weights, states.pipeline_write), disk
+
+
+def _for_states(buckets: Sequence[Resting], section: OffloadOptimizer) -> int:
+    most = 0
+    nothing = Resting(0, 0, 0, 0, 0)
+    tiles = [b for b in buckets if b.tile]
+    for last, tile, following in zip([nothing, *tiles], tiles, [*tiles[1:], nothing], strict=False):
+        behind = last.masters + last.states if section.pipeline_write else 0
+        later = tile.tile + (following.tile if section.pipeline_read else 0)
+        # The first step makes the states, and joins them; there are none to be read yet.
+        first = tile.tile + tile.states + (following.tile - following.states if section.pipeline_read else 0)
+        most = max(most, behind + max(later, first))
+    leaving = sorted((b.gradients for b in tiles), reverse=True)[: section.buffer_count + 1]
+    return max(most, sum(leaving))
+
+
+def _for_weights(away: Sequence[Resting], section: OffloadParam, behind: bool) -> int:
+    sizes = [b.weights for b in away]
+    if not sizes:
+        return 0
+    window = section.buffer_count * section.buffer_size * max(b.weights // b.shard for b in away if b.shard)
+    reading = min(sum(sizes), window + max(sizes))
+    leaving = sum(sorted(sizes, reverse=True)[: section.buffer_count + 1])
+    return max(reading, leaving)
