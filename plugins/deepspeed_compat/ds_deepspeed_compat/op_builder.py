@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
+from ds_core.entries import resolve
 from ds_core.errors import KernelError
 from ds_core.kernels import Kernels
 from ds_core.plugins import Plugins
@@ -66,12 +68,21 @@ BUILDERS = {
         "FusedLionBuilder": ("fused_lion", "lion", "cuda"),
     }.items()
 }
-ALL_OPS = {builder.NAME: builder() for builder in BUILDERS.values()}
+if TYPE_CHECKING:
+    ALL_OPS: dict[str, Any]
+
+
+def _all_ops() -> dict[str, Any]:
+    """Every builder by its operation's name; that of files where ds-nvme is installed."""
+    files = {"async_io": resolve("ds_nvme.handle:AsyncIOBuilder")()} if find_spec("ds_nvme") else {}
+    return {**{builder.NAME: builder() for builder in BUILDERS.values()}, **files}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ALL_OPS":
+        return _all_ops()
     if name == "compatible_ops":
-        return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
+        return {name: builder.is_compatible() for name, builder in _all_ops().items()}
     if name in BUILDERS:
         return BUILDERS[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -65,7 +65,7 @@ def test_the_accelerator_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_builders_answer_from_the_kernel_table() -> None:
     builder: Any = op_builder.CPUAdamBuilder()
     assert builder.NAME == "cpu_adam"
-    assert op_builder.compatible_ops.keys() == {b.NAME for b in op_builder.BUILDERS.values()}
+    assert op_builder.compatible_ops.keys() - {"async_io"} == {b.NAME for b in op_builder.BUILDERS.values()}
     if builder.is_compatible():
         assert callable(builder.load())
     unknown = type("X", (op_builder.OpBuilder,), {"op": "nothing", "device": "cpu"})()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from ds_nvme.aio import AsyncIO
 from ds_testing import PluginConformance, StateStoreConformance
 
 from ds_core.accelerator import get_accelerator
+from ds_core.compose import compose
+from ds_core.errors import ConfigError
 
 
 class TestStore(StateStoreConformance):
@@ -38,6 +41,24 @@ class TestOtherEngines(StateStoreConformance):
 
 class TestPlugin(PluginConformance):
     entry_point = "ds_nvme.plugin"
+
+
+class TestSection(PluginConformance):
+    entry_point = "ds_nvme.aio"
+    section = "aio"
+    good_config: ClassVar[Any] = {"block_size": 8192, "thread_count": 2, "engine": "threads", "checksum": False}
+    bad_configs: ClassVar[Any] = [{"block_size": 0}, {"queue_depth": 0}, {"thread_count": 1, "intra_op_parallelism": 1}]
+
+
+def test_the_section_alone_is_idle_and_gds_is_refused_where_it_would_count(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ds_nvme"):
+        assert compose({"aio": {"use_gds": True}}).config.section("aio") is not None
+    assert "section aio has no effect: nothing is offloaded to NVMe" in caplog.text
+    offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}
+    with pytest.raises(ConfigError, match=r"aio.use_gds: GPUDirect storage is not supported"):
+        compose({"aio": {"use_gds": True}, **offload})
+    with pytest.raises(ConfigError, match=r"aio.block_size: .*must be a multiple of 4096, as 4096 is"):
+        compose({"aio": {"block_size": 1000}})
 
 
 def open_store(path: Path, aio: dict[str, Any] | None = None, **options: Any) -> NvmeStore:
