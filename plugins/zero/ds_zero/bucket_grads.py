@@ -108,8 +108,9 @@ class Grads:
 
     @property
     def evicted(self) -> Tensor | None:
-        """The shard, if its memory was freed."""
-        return self.shard if self.shard is not None and is_evicted(self.shard) else None
+        """The shard, if a store has freed its memory; `offload_states` does so too, and that is not meant."""
+        gone = self.bucket.evictable and self.shard is not None and is_evicted(self.shard)
+        return self.shard if gone else None
 
     def begin_shard(self, dtype: torch.dtype, accumulate: torch.dtype | None) -> None:
         """Begin the shard with zeros, before anything was reduced."""

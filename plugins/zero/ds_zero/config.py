@@ -41,7 +41,6 @@ _DISK_KEYS = (
     *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"),
 )
 """Keys of stores that free memory; they are passed to the store as options."""
-_NVME = "offload to NVMe will come with ds-offload"
 _FROZEN = "quantised frozen weights will come with a later version of ds-zero"
 
 
@@ -306,7 +305,11 @@ class ZeroConfig(Section):
     )
     # -- later
     zero_quantized_nontrainable_weights: bool = not_built(False, _FROZEN, "Gather quantised frozen weights.")
-    save_muon_momentum_buffer_in_memory: bool = not_built(False, _NVME, "Keep Muon's momentum out of NVMe.")
+    save_muon_momentum_buffer_in_memory: bool = option(
+        False,
+        "Keep Muon's momentum out of NVMe.",
+        without_effect="Muon's states always stay in memory: its device can be cpu, and NVMe is an error that says so",
+    )
     pipeline_loading_checkpoint: bool = option(
         False, "Load in a pipeline.", without_effect="every rank reads only its own ranges of a checkpoint"
     )

@@ -219,7 +219,7 @@ def _resting(
     gradients = _on_host([bucket], run, wire) if bucket.trained else 0
     shard = bucket.layout.shard_numel
     weights = shard * bucket.dtype.itemsize if offload.weights and not bucket.replicated else 0
-    return Resting(states.masters, states.states, gradients, weights, shard)
+    return Resting(states.masters, states.states, gradients, weights, shard, run.states)
 
 
 def _optimized(

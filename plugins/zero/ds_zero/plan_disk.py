@@ -16,13 +16,22 @@ __all__ = ["Resting", "rest_on_disk"]
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Bytes of one bucket's states on this rank. weights: 0 where they do not rest on disk. shard: its elements."""
+    """Bytes of one bucket's states on this rank.
+
+    weights: 0 where they do not rest on disk. shard: its elements. kept: the number of states.
+    """
 
     masters: int
     states: int
     gradients: int
     weights: int
     shard: int
+    kept: int = 2
+
+    @property
+    def tensors(self) -> list[int]:
+        """What a step writes, without weights: the masters, and each of the `kept` states."""
+        return [self.masters, *([self.states // self.kept] * self.kept if self.kept else [])]
 
     @property
     def tile(self) -> int:
@@ -43,24 +52,25 @@ def rest_on_disk(buckets: Sequence[Resting], section: ZeroConfig) -> tuple[int, 
         elif bucket.weights:
             away.append(bucket)
     disk = sum(b.tile for b in buckets) + sum(b.weights for b in away)
-    return stay, _for_states(buckets, states), _for_weights(away, weights, states.pipeline_write), disk
+    return stay, _for_states(buckets, states), _for_weights(away, weights), disk
 
 
 def _for_states(buckets: Sequence[Resting], section: OffloadOptimizer) -> int:
-    most = 0
-    nothing = Resting(0, 0, 0, 0, 0)
+    most, nothing = 0, Resting(0, 0, 0, 0, 0)
     tiles = [b for b in buckets if b.tile]
-    for last, tile, following in zip([nothing, *tiles], tiles, [*tiles[1:], nothing], strict=False):
-        behind = last.masters + last.states if section.pipeline_write else 0
+    leaving: list[int] = []
+    for tile, following in zip(tiles, [*tiles[1:], nothing], strict=True):
+        behind = sum(leaving[-section.buffer_count :]) if section.pipeline_write and section.buffer_count else 0
+        leaving = [*leaving[-section.buffer_count :], *tile.tensors]
         later = tile.tile + (following.tile if section.pipeline_read else 0)
         # The first step makes the states, and joins them; there are none to be read yet.
         first = tile.tile + tile.states + (following.tile - following.states if section.pipeline_read else 0)
         most = max(most, behind + max(later, first))
-    leaving = sorted((b.gradients for b in tiles), reverse=True)[: section.buffer_count + 1]
-    return max(most, sum(leaving))
+    reduced = sorted((b.gradients for b in tiles), reverse=True)[: section.buffer_count + 1]
+    return max(most, sum(reduced))
 
 
-def _for_weights(away: Sequence[Resting], section: OffloadParam, behind: bool) -> int:
+def _for_weights(away: Sequence[Resting], section: OffloadParam) -> int:
     sizes = [b.weights for b in away]
     if not sizes:
         return 0

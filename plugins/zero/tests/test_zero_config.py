@@ -64,7 +64,6 @@ DEFAULTS: dict[str, Any] = {
 }
 LATER: list[dict[str, Any]] = [
     {"zero_quantized_nontrainable_weights": True},
-    {"save_muon_momentum_buffer_in_memory": True},
 ]
 
 
