@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 
 import torch
@@ -21,8 +21,10 @@ from ds_zero.config import ZeroConfig
 from ds_zero.gather import narrower_dtype
 from ds_zero.layout import Layout
 from ds_zero.plan_disk import Resting, rest_on_disk
+from ds_zero.plan_kinds import Kinds, join
 from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passes, reduction
 from ds_zero.units import Gatherer, gatherers, members, persistent
+from ds_zero.zenflow.plan import held
 
 __all__ = ["Advice", "Kinds", "Need", "Offload", "PlannedRun", "lay_out", "plan", "predict", "recommend"]
 
@@ -62,34 +64,6 @@ class PlannedRun:
     gas: int = 1
     casts: bool = True
     ahead: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """Bytes of one rank, by kind.
-
-    gradients: reduced, from backward to the step. masters: what the optimizer updates, where it is a copy.
-    cast: gradients in the masters' dtype, during a step of an optimizer that needs it. buckets: flat buffers in which
-    gradients are reduced, in backward. gathered: unsharded weights of stage 3, the most at a time.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    masters: int = 0
-    states: int = 0
-    cast: int = 0
-    buckets: int = 0
-    gathered: int = 0
-
-    @property
-    def resting(self) -> int:
-        """Bytes between backward and step."""
-        return self.parameters + self.gradients + self.masters + self.states
-
-    @property
-    def peak(self) -> int:
-        """The most bytes at a time."""
-        return self.resting + max(self.cast, self.buckets + self.gathered)  # step, backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +140,8 @@ def predict(
     special = _special(module, run.precision)
     laid = lay_out(module, section, blocks.sharded, weights_on_host)
     trained = [b for b in laid.buckets if b.trained]
-    wires = _wires(section, run, blocks, special, offloaded)
+    deferred = section.zenflow if offloaded and not offload.on_disk else None
+    wires = _wires(section, run, blocks, special, offloaded and deferred is None)
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
     passes, waits = (run.gas, False) if section.stage > 1 else (1, run.gas > 1)
     flat_peak, kept = reduction(_queue(laid, trained), _arrivals(module, trained), wires, passes, waits)
@@ -181,10 +156,17 @@ def predict(
         gathered=_gathered_bytes(laid.units, gathered),
     )
     host = Kinds(parameters=parts if weights_on_host else 0)
-    states = _optimized(trained, run, offload, wires.wire, rank % blocks.sharded)
+    mine = rank % blocks.sharded
+    states = _optimized(trained, run, offload, wires.wire, mine)
     disk = 0
-    if offload.on_disk:
-        resting = [_resting(b, run, offload, wires.wire, rank % blocks.sharded) for b in laid.buckets]
+    if deferred is not None:
+        states = _optimized(trained, run, Offload.OPTIMIZER, wires.wire, mine)
+        on_device, on_host = held(
+            trained, deferred, run.states, mine, partial(_master, run.precision), partial(_grad, run.precision)
+        )
+        device, host = join(device, on_device), join(host, replace(states, cast=0), on_host)
+    elif offload.on_disk:
+        resting = [_resting(b, run, offload, wires.wire, mine) for b in laid.buckets]
         stay, tiles, ahead, disk = rest_on_disk(resting, section)
         staged = sum(b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload))
         host = Kinds(parameters=stay, buckets=staged + tiles, gathered=ahead)
@@ -195,9 +177,9 @@ def predict(
         )
         through += sum(b.layout.shard_numel * b.dtype.itemsize for b in trained if _staged(run, b, offload))
         through += sum(_saved(run, b, offload) for b in trained) if run.ahead else 0
-        host = _join(host, states, Kinds(gradients=_on_host(trained, run, wires.wire), buckets=through))
+        host = join(host, states, Kinds(gradients=_on_host(trained, run, wires.wire), buckets=through))
     else:
-        device = _join(device, states)
+        device = join(device, states)
     return Need(
         section.stage,
         offload,
@@ -265,10 +247,6 @@ def _on_host(
     trained: Sequence[SimulatedBucket], run: PlannedRun, wire: Callable[[SimulatedBucket], torch.dtype]
 ) -> int:
     return sum(b.layout.shard_numel * _host_grad(run, b, wire).itemsize for b in trained)
-
-
-def _join(*kinds: Kinds) -> Kinds:
-    return Kinds(*(sum(getattr(k, name) for k in kinds) for name in Kinds.__dataclass_fields__))
 
 
 def _bytes(params: Iterable[nn.Parameter]) -> int:
@@ -389,9 +367,10 @@ def _traffic(
                 sent += part * others * bucket.dtype.itemsize
                 across += part * outside * bucket.dtype.itemsize
             if offload is not Offload.NONE:
-                link += part * times * wire(bucket).itemsize
-                if bucket.replicated or not offload.weights:
-                    link += part * bucket.dtype.itemsize
+                every = section.zenflow.update_interval if section.zenflow is not None else 1
+                link += part * (times if section.zenflow is None else 1) * wire(bucket).itemsize
+                if bucket.replicated or not offload.weights:  # the pace of "auto" is not known
+                    link += part * bucket.dtype.itemsize // (every if isinstance(every, int) else 1)
     factor = 2 if section.use_all_reduce_for_fetch_params else 1
     for unit in laid.units:
         part, count, size = unit.bucket.layout.shard_numel, unit.gathers * run.gas, _sent(unit.bucket, special).itemsize

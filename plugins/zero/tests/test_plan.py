@@ -89,6 +89,13 @@ class Held:
         weights |= storages(b.second.copy for b in buckets if b.second is not None and b.second.copy is not None)
         masters = storages(p.data for g in self.engine.optimizer.param_groups for p in g["params"])
         states = [v for s in self.engine.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        updates: Any = self.engine.partitioner.updates if hasattr(self.engine.partitioner, "updates") else None
+        for weight in getattr(updates, "weights", []):  # of ZenFlow
+            if weight.part is not None:
+                masters |= storages([weight.part.data])
+                states += [v for v in updates.device.state[weight.part].values() if isinstance(v, Tensor)]
+                columns = [c for _, c in weight.chosen.places] + ([] if weight.picked is None else [weight.picked])
+                weights |= dict.fromkeys(storages(columns), 0)
         return weights, masters, states
 
     def kinds(self) -> dict[str, int]:
@@ -137,6 +144,8 @@ class Case:
         }
 
 
+ZENFLOW = {"zenflow": {"topk_ratio": 0.25, "update_interval": 1}}
+OFFLOADED = ((1, Offload.OPTIMIZER), (2, Offload.OPTIMIZER), (3, Offload.ALL))
 CASES = [
     *(Case(stage, mode, gas) for stage in (0, 1, 2, 3) for mode, gas in (("fp32", 1), ("bf16", 3))),
     Case(1, "fp16", options={"tied": True, "frozen": True}),
@@ -157,6 +166,7 @@ CASES = [
     Case(2, "bf16", extra={"data_types": {"grad_accum_dtype": "bf16"}}, offload=Offload.OPTIMIZER),
     Case(3, "bf16", 3, {"max_reuse_distance": 0}, options={"frozen": True}, offload=Offload.ALL),
     Case(3, offload=Offload.ALL),
+    *(Case(s, "bf16", 2, ZENFLOW, offload=o) for s, o in OFFLOADED),
 ]
 FEW = CASES[:8]  # each stage with its defaults
 BLOCKS = {"hpZ": {"zero_hpz_partition_size": 2}, "MiCS": {"mics_shard_size": 2}}
@@ -254,6 +264,10 @@ def test_what_is_held_and_sent(world: int, numbers: range) -> None:
             if through:  # the copies' buffers may still be one short of the largest, and lie among the rest
                 assert kinds["gradients"] <= found["gradients"] <= kinds["gradients"] + through, case
                 found["gradients"] = kinds["gradients"]
+            if "zenflow" in case.section:  # chosen elements are about so many
+                for kind in ("masters", "states"):
+                    assert found[kind] == pytest.approx(kinds[kind], rel=0.02), case
+                    found[kind] = kinds[kind]
             assert {k: found.get(k, 0) for k in kinds} == kinds, case
             if world > 2:  # there gloo needs memory of its own
                 assert found["flat"] >= MISSED * flat - through, case

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.partitioner import PartitionerConformance
 from torch import Tensor, nn
 
 CPU = {"device": "cpu"}
@@ -125,19 +127,51 @@ STEP = {"topk_ratio": 0.25, "select_strategy": "step"}
 @pytest.mark.parametrize(
     ("stage", "keys", "gas", "choose_every", "world"),
     [
-        (1, {**STEP, "select_interval": 4, "update_interval": 2}, 1, 4, 1),
-        (2, {**STEP, "select_interval": 3, "update_interval": 3}, 2, 3, 2),
+        pytest.param(1, {**STEP, "select_interval": 4, "update_interval": 2}, 1, 4, 1, marks=pytest.mark.slow),
+        pytest.param(2, {**STEP, "select_interval": 3, "update_interval": 3}, 2, 3, 2, marks=pytest.mark.slow),
         (3, {**STEP, "select_interval": 4, "update_interval": 2, "full_warm_up_rounds": 3}, 1, 4, 4),
         (2, {**STEP, "select_interval": 2, "update_interval": 2, "overlap_step": True}, 1, 2, 2),
         (3, {**STEP, "select_interval": 6, "update_interval": 3, "overlap_step": True, "offload": True}, 1, 6, 2),
         (1, {"topk_ratio": 0.5, "auto_ratio": 0.4, "overlap_step": True, "pt_reserved_cores_perc": 0.0}, 1, 100, 2),
         (3, {"topk_ratio": 0.3, "select_strategy": "step", "select_interval": 1, "auto_ratio": 0.9}, 1, 1, 2),
-        (2, {"topk_ratio": 0, "update_interval": 1}, 1, 100, 1),
-        (1, {"topk_ratio": 1, "update_interval": 4}, 1, 100, 2),
+        pytest.param(2, {"topk_ratio": 0, "update_interval": 1}, 1, 100, 1, marks=pytest.mark.slow),
+        pytest.param(1, {"topk_ratio": 1, "update_interval": 4}, 1, 100, 2, marks=pytest.mark.slow),
     ],
 )
 def test_follows_the_reference(stage: int, keys: dict[str, Any], gas: int, choose_every: int, world: int) -> None:
     assert max(run_ranks(world, followed, {"stage": stage}, keys, gas, choose_every)) < 1e-12
+
+
+class TestEverythingInEveryStep(PartitionerConformance):
+    """With an interval of one step the columns of both sides are updated in each: what any partitioner does."""
+
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": CPU,
+            "offload_param": CPU,
+            "zenflow": {**STEP, "topk_ratio": 0.5, "select_interval": 1, "update_interval": 1},
+            "reduce_bucket_size": 200,
+            "param_persistence_threshold": 10,
+            "prefetch_bucket_size": 150,
+        }
+    }
+
+    @pytest.mark.parametrize(
+        ("name", "how", "world"),
+        [
+            pytest.param("plain-fp32-clip", "manual", 1, marks=pytest.mark.slow),
+            pytest.param("shared", "direct", 2, marks=pytest.mark.slow),
+            pytest.param("unused", "train_batch", 2, marks=pytest.mark.slow),
+            ("groups", "direct", 4),
+        ],
+    )
+    def test_trains_as_one_process(self, name: str, how: str, world: int) -> None:
+        super().test_trains_as_one_process(name, how, world)
+
+    @pytest.mark.parametrize(("name", "clip"), [pytest.param("ep2", 0.05, marks=pytest.mark.slow), ("pp2-tp2", 0.05)])
+    def test_products_of_axes(self, name: str, clip: float) -> None:
+        super().test_products_of_axes(name, clip)
 
 
 # -- 16 bits -----------------------------------------------------------------------------------------------------
@@ -166,9 +200,11 @@ def unlike_offload(zero: dict[str, Any], dtype: str, keys: dict[str, Any]) -> tu
 @pytest.mark.parametrize(
     ("stage", "dtype", "keys"),
     [
-        (1, "bfloat16", {"topk_ratio": 1, "update_interval": 1}),
+        pytest.param(1, "bfloat16", {"topk_ratio": 1, "update_interval": 1}, marks=pytest.mark.slow),
         (2, "float16", {"topk_ratio": 0, "update_interval": 1}),
-        (3, "float16", {"topk_ratio": 0.5, "update_interval": 1, "full_warm_up_rounds": 6}),
+        pytest.param(
+            3, "float16", {"topk_ratio": 0.5, "update_interval": 1, "full_warm_up_rounds": 6}, marks=pytest.mark.slow
+        ),
         (3, "bfloat16", {"topk_ratio": 0.5, "update_interval": 1}),
     ],
 )
@@ -211,7 +247,11 @@ def resumed(folder: str, zero: dict[str, Any], steps: int) -> tuple[dict[str, Te
 
 @pytest.mark.parametrize(
     ("keys", "choose_every", "steps", "source", "target"),
-    [(LATE, 4, 5, (2, 2), (3, 4)), (AUTO, 100, 6, (3, 4), (1, 1)), (LATE, 4, 6, (1, 1), (1, 1))],
+    [
+        (LATE, 4, 5, (2, 2), (3, 4)),
+        pytest.param(AUTO, 100, 6, (3, 4), (1, 1), marks=pytest.mark.slow),
+        (LATE, 4, 6, (1, 1), (1, 1)),
+    ],
 )
 def test_resumes_in_the_middle_of_an_interval(
     keys: dict[str, Any], choose_every: int, steps: int, source: Any, target: Any, tmp_path: Any

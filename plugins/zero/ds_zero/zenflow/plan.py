@@ -1,0 +1,44 @@
+"""What `dscore plan` says of ZenFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ds_zero.plan_kinds import Kinds, join
+from ds_zero.zenflow.columns import count_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_zero.config import ZenFlowConfig
+    from ds_zero.simulate import SimulatedBucket
+
+    DtypeOf = Callable[[SimulatedBucket], torch.dtype]
+
+__all__ = ["held"]
+
+
+def held(
+    trained: Sequence[SimulatedBucket], keys: ZenFlowConfig, states: int, rank: int, master: DtypeOf, grad: DtypeOf
+) -> tuple[Kinds, Kinds]:
+    """What is on the device, and on the host beside masters and states.
+
+    On the device chosen elements and their states; on the host sums of gradients, the last one, and new weights.
+    states: elements of the optimizer per element. master, grad: the dtypes of masters and of reduced gradients.
+    """
+    parts = sums = arrived = staged = 0
+    for bucket in trained:
+        size, own = bucket.layout.shard_numel, master(bucket)
+        for index, param in enumerate(bucket.params):
+            span = bucket.layout.span(index, rank)
+            columns = param.shape[-1] if param.dim() > 1 else 0
+            wanted = count_of(columns, keys.topk_ratio)
+            share = wanted / columns if columns > wanted else 1.0
+            parts += round((span.stop - span.start) * share) * own.itemsize
+        sums += size * own.itemsize * (2 if keys.overlap_step else 1)
+        arrived += size * grad(bucket).itemsize
+        staged += size * bucket.dtype.itemsize if own != bucket.dtype else 0
+    chosen = Kinds(masters=parts, states=parts * states)
+    host = Kinds(gradients=sums + arrived, buckets=staged)
+    return (Kinds(cast=chosen.resting), join(host, chosen)) if keys.offload else (chosen, host)
