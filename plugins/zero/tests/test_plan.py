@@ -91,11 +91,11 @@ class Held:
         states = [v for s in self.engine.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
         updates: Any = self.engine.partitioner.updates if hasattr(self.engine.partitioner, "updates") else None
         for weight in getattr(updates, "weights", []):  # of ZenFlow
+            weights |= dict.fromkeys(storages([] if weight.picked is None else [weight.picked]), 0)
             if weight.part is not None:
                 masters |= storages([weight.part.data])
                 states += [v for v in updates.device.state[weight.part].values() if isinstance(v, Tensor)]
-                columns = [c for _, c in weight.chosen.places] + ([] if weight.picked is None else [weight.picked])
-                weights |= dict.fromkeys(storages(columns), 0)
+                weights |= dict.fromkeys(storages(c for _, c in weight.chosen.places), 0)
         return weights, masters, states
 
     def kinds(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ def held(
     On the device chosen elements and their states; on the host sums of gradients, the last one, and new weights.
     states: elements of the optimizer per element. master, grad: the dtypes of masters and of reduced gradients.
     """
-    parts = sums = arrived = staged = 0
+    parts = sums = arrived = staged = never = 0
     for bucket in trained:
         size, own = bucket.layout.shard_numel, master(bucket)
         for index, param in enumerate(bucket.params):
@@ -36,9 +36,10 @@ def held(
             wanted = count_of(columns, keys.topk_ratio)
             share = wanted / columns if columns > wanted else 1.0
             parts += round((span.stop - span.start) * share) * own.itemsize
+            never += (span.stop - span.start) * own.itemsize if share == 1 and not keys.full_warm_up_rounds else 0
         sums += size * own.itemsize * (2 if keys.overlap_step else 1)
         arrived += size * grad(bucket).itemsize
         staged += size * bucket.dtype.itemsize if own != bucket.dtype else 0
     chosen = Kinds(masters=parts, states=parts * states)
-    host = Kinds(gradients=sums + arrived, buckets=staged)
+    host = Kinds(gradients=sums + arrived, buckets=staged, states=-never * states)  # no step there, no state
     return (Kinds(cast=chosen.resting), join(host, chosen)) if keys.offload else (chosen, host)

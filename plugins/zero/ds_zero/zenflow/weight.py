@@ -130,7 +130,7 @@ class Tile:
         if self.arrived is None or self.arrived.dtype != shard.dtype:
             self.arrived = store.buffer(size, shard.dtype)
         if not self.sums:
-            self.sums.append(store.buffer(size, self.bucket.master.dtype))
+            self.sums.append(self._new_sum())
         self.arrived.copy_(shard, non_blocking=True)
         event = accelerator.new_event()
         event.record()
@@ -140,9 +140,7 @@ class Tile:
     def begin_sum(self) -> Tensor:
         """The sum of this interval; zeros if nothing is in it yet."""
         if not self.sums:
-            store = self.bucket.placement.masters
-            assert store is not None
-            self.sums.append(store.buffer(self.bucket.layout.shard_numel, self.bucket.master.dtype))
+            self.sums.append(self._new_sum())
         if not self.begun:
             self.sums[0].zero_()
             self.begun = True
@@ -159,12 +157,15 @@ class Tile:
 
     def turn(self, count: int) -> None:
         """Begin another sum, of `count` that take turns."""
-        store = self.bucket.placement.masters
-        assert store is not None
         if len(self.sums) < count:
-            self.sums.append(store.buffer(self.bucket.layout.shard_numel, self.bucket.master.dtype))
+            self.sums.append(self._new_sum())
         self.sums.append(self.sums.pop(0))
         self.begun = False
+
+    def _new_sum(self) -> Tensor:
+        store, dtype = self.bucket.placement.masters, self.bucket.master.dtype
+        assert store is not None
+        return store.buffer(self.bucket.layout.shard_numel, torch.promote_types(dtype, torch.float32))
 
 
 def _add(total: Tensor, arrived: Tensor, event: Any, factor: float, begun: bool) -> None:
