@@ -166,7 +166,9 @@ def _config(raw: dict[str, Any], dtype: str | None, gas: int | None) -> Composit
             raw[dtype] = {"enabled": True}
     if gas is not None:
         raw = {**raw, "gradient_accumulation_steps": gas}
-    zero = {k: v for k, v in _zero(raw).items() if k not in ("offload_optimizer", "offload_param")}
+    given = _zero(raw)  # every offload is planned anyway, but zenflow is part of one
+    left_out = ("offload_param",) if given.get("zenflow") is not None else ("offload_optimizer", "offload_param")
+    zero = {k: v for k, v in given.items() if k not in left_out}
     return compose({**raw, "zero_optimization": zero})
 
 

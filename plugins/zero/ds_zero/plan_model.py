@@ -36,13 +36,13 @@ def parse_amount(text: str, option: str) -> int:
 
 
 def of_size(params: int, largest: int) -> nn.Module:
-    """A chain of layers with one parameter each, of `largest` elements but for the last: `params` together."""
+    """A chain of layers with one matrix each, of `largest` elements but for the last: `params` together."""
     if not 0 < largest <= params:
         raise UsageError(f"--largest-layer is {largest}; it must be from 1 to the {params} parameters of the model")
     chain = nn.Sequential()
     for begin in range(0, params, largest):
         layer = nn.Module()
-        layer.weight = nn.Parameter(torch.empty(min(largest, params - begin), device="meta"))
+        layer.weight = nn.Parameter(torch.empty(1, min(largest, params - begin), device="meta"))
         chain.append(layer)
     return chain
 

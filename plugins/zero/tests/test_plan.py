@@ -411,6 +411,31 @@ def test_the_command_prints_a_table_and_its_advice() -> None:
     assert lines[-1].startswith("stage 2: 16.4 GB on the device; of what fits it offloads least")
 
 
+def test_zenflow_is_part_of_the_plans_with_offload(tmp_path: Path) -> None:
+    needs = []
+    for zenflow in ({}, {"zenflow": {"topk_ratio": 0.5}}):
+        (tmp_path / "c.json").write_text(
+            json.dumps(
+                {
+                    "train_batch_size": 2,
+                    "optimizer": {"type": "AdamW"},
+                    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, **zenflow},
+                }
+            )
+        )
+        words = ["plan", "--world", "2", "--params", "1M", "--config", str(tmp_path / "c.json"), "--json"]
+        result = CliRunner().invoke(make_app(), words)
+        assert result.exit_code == 0, result.output
+        needs.append({(n["stage"], n["offload"]): n for n in json.loads(result.output)["choices"]})
+    plain, flow = needs
+    assert flow[2, "none"] == plain[2, "none"]
+    for stage in (1, 2, 3):
+        before, after = plain[stage, "optimizer"], flow[stage, "optimizer"]
+        share = after["device"]["states"] / before["host"]["states"]
+        assert 0.49 < share < 0.51
+        assert after["host"]["gradients"] > before["host"]["gradients"]
+
+
 def test_json_holds_bytes_and_the_config_counts() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
