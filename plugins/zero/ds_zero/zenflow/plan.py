@@ -37,7 +37,7 @@ def held(
             share = wanted / columns if columns > wanted else 1.0
             parts += round((span.stop - span.start) * share) * own.itemsize
             never += (span.stop - span.start) * own.itemsize if share == 1 and not keys.full_warm_up_rounds else 0
-        sums += size * own.itemsize * (2 if keys.overlap_step else 1)
+        sums += size * max(own.itemsize, 4) * (2 if keys.overlap_step else 1)
         arrived += size * grad(bucket).itemsize
         staged += size * bucket.dtype.itemsize if own != bucket.dtype else 0
     chosen = Kinds(masters=parts, states=parts * states)
