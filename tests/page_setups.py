@@ -71,6 +71,7 @@ actor, critic = (ds_core.initialize(model=nn.Linear(4, 1), config=config)[0] for
 """,
     "docs/checkpoints.md": ENGINE + CONFIG_FILE + DEEPSPEED_CHECKPOINT,
     "docs/moe.md": TORCH + CONFIG_FILE,
+    "docs/larger-than-memory.md": TORCH,
     "docs/long-sequences.md": TORCH
     + """
 import json, pathlib
