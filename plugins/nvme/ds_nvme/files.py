@@ -111,14 +111,16 @@ class RunFolder:
     def __init__(self, root: str | Path, rank: int = 0) -> None:
         self.root = Path(root).expanduser().absolute() / "ds_nvme"
         self.swept: list[Path] = []
+        dead: list[tuple[Path, int]] = []
+        name = f"rank{rank}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with _locked_folder(self.root):
-                dead = list(self._leftovers())
-                self.path = self.root / f"rank{rank}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-                self.path.mkdir(mode=0o700)
-                self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in reversed(range(10)):
+                try:
+                    dead = self._make(name)
+                    break
+                except FileNotFoundError:  # the last run has just removed `root` behind itself
+                    if not left:
+                        raise
         except OSError as error:
             raise disk_error("use nvme_path:", error.filename or self.root, error.errno or 0) from error
         for folder, lock in dead:
@@ -130,10 +132,20 @@ class RunFolder:
             names = ", ".join(f.name for f in self.swept)
             log.info("removed what runs that were killed have left in %s: %s", self.root, names)
 
+    def _make(self, name: str) -> list[tuple[Path, int]]:
+        """Make and lock the folder; the leftovers beside it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with _locked_folder(self.root):
+            self.path = self.root / name
+            self.path.mkdir(mode=0o700)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return list(self._leftovers())
+
     def _leftovers(self) -> Iterator[tuple[Path, int]]:
         """Folders whose owner is gone, and the descriptors that hold their locks."""
         for folder in self.root.iterdir():
-            if not folder.is_dir():
+            if folder == self.path or not folder.is_dir():
                 continue
             try:
                 lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
