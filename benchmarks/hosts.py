@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -51,7 +52,7 @@ def go_flat() -> None:
     shared.collectives = lambda group, messages: GlooCollectives(group, messages, key=lambda: str(dist.get_rank()))
 
 
-def serve(arguments: argparse.Namespace) -> None:
+def serve(arguments: argparse.Namespace, make: Callable[[str, argparse.Namespace], Step] = make) -> None:
     """Read names of contestants, answer with what a block of each took."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -83,9 +84,9 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 class Job:
-    """The ranks of one job, on the hosts of a lab."""
+    """The ranks of one job, on the hosts of a lab; each runs `script` with this process's arguments."""
 
-    def __init__(self, lab: Any, arguments: argparse.Namespace, port: int) -> None:
+    def __init__(self, lab: Any, arguments: argparse.Namespace, port: int, script: str = __file__) -> None:
         self.first = lab.hosts[0]
         self.ranks = []
         for number, host in enumerate(lab.hosts):
@@ -100,7 +101,7 @@ class Job:
                     "OMP_NUM_THREADS": "1",
                     "DS_ACCELERATOR": "cpu",
                 }
-                command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+                command = [sys.executable, script, *sys.argv[1:], "--child"]
                 self.ranks.append(host.popen(command, env=env, cwd=ROOT, stdin=subprocess.PIPE, stderr=None))
 
     def block(self, name: str, steps: int) -> dict[str, Any]:
