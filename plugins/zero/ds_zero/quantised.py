@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from ds_zero.wires import Room, Works
 
 __all__ = [
+    "GRADIENT_BITS",
     "GROUP",
+    "WEIGHT_BITS",
     "Coder",
     "Feedback",
     "Message",
