@@ -71,7 +71,7 @@ class Pool:
     def take(self, nbytes: int) -> Buffer:
         """A buffer of `nbytes` or somewhat more."""
         nbytes = padded(nbytes)
-        fitting = [b for b in self._free if nbytes <= b.data.numel() <= nbytes + nbytes // 4]
+        fitting = [b for b in self._free if nbytes <= b.data.numel() <= nbytes + nbytes // 2]
         if fitting:
             buffer = min(fitting, key=lambda b: b.data.numel())
             self._free.remove(buffer)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ds_core.stepping import Stepper
     from ds_zero.flat import FlatBucket
 
-__all__ = ["tiled_step"]
+__all__ = ["states_of", "tiled_step"]
 
 
 @torch.no_grad()
@@ -78,20 +78,20 @@ def _in_memory(
     store = tile.placement.masters
     assert store is not None
     used = [g for g in (reduced(tile),) if g is not None]
-    states = _states(tile, optimizer)
+    states = states_of(tile, optimizer)
     store.fetch(used + states)
     shard = tile.away if tile.away is not None and tile.staged is tile.shard else None
     if shard is not None:
         shard.hold(fresh=sum(g.numel() for g in grads if g is not None) == sum(p.master.numel() for p in tile.pieces))
     store.wait(used + states)
     if following is not None:
-        store.fetch([g for g in (reduced(following),) if g is not None] + _states(following, optimizer))
+        store.fetch([g for g in (reduced(following),) if g is not None] + states_of(following, optimizer))
     yield
     store.evict(used, changed=False)
     if shard is not None:
         shard.drop(changed=True)
     _join(tile, optimizer, store)
-    store.evict(_states(tile, optimizer))
+    store.evict(states_of(tile, optimizer))
 
 
 def _join(tile: FlatBucket, optimizer: Optimizer, store: StateStore) -> None:
@@ -111,7 +111,7 @@ def _join(tile: FlatBucket, optimizer: Optimizer, store: StateStore) -> None:
                 store.discard([value])
 
 
-def _states(tile: FlatBucket, optimizer: Optimizer) -> list[Tensor]:
+def states_of(tile: FlatBucket, optimizer: Optimizer) -> list[Tensor]:
     """The master of a bucket, and its optimizer states with one value per element: one tensor of each storage."""
     found = {t.untyped_storage()._cdata: t for t in (tile.master, *tile.joined.values())}
     for piece in tile.pieces:
