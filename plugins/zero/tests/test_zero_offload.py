@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -69,3 +70,33 @@ class TestStage3InParts(_Some):
             "use_all_reduce_for_fetch_params": True,
         }
     }
+
+
+FAR = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+
+
+@pytest.mark.slow
+class TestStage3OnDisk(_Some):
+    """Weights, masters, states and gradients in a store that frees memory."""
+
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {
+        "zero_optimization": {
+            "stage": 3,
+            **SMALL,
+            "offload_optimizer": {**FAR, "pipeline_read": True, "pipeline_write": True},
+            "offload_param": {**FAR, "max_in_cpu": 0, "buffer_count": 2, "buffer_size": 150},
+        }
+    }
+
+
+@pytest.mark.slow
+class TestStage1OnDisk(_Some):
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 1, "offload_optimizer": FAR, **SMALL}}
+
+
+@pytest.mark.slow
+class TestStage2OnDisk(_Some):
+    __test__ = True
+    config: ClassVar[Mapping[str, Any]] = {"zero_optimization": {"stage": 2, "offload_optimizer": FAR, **SMALL}}
