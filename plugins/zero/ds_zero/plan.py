@@ -22,6 +22,7 @@ from ds_zero.gather import narrower_dtype
 from ds_zero.layout import Layout
 from ds_zero.plan_disk import Resting, rest_on_disk
 from ds_zero.plan_kinds import Kinds, join
+from ds_zero.quantised import GRADIENT_BITS, WEIGHT_BITS, Message, can_quantise
 from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passes, reduction
 from ds_zero.units import Gatherer, gatherers, members, persistent
 from ds_zero.zenflow.plan import held
@@ -360,8 +361,11 @@ def _traffic(
         if bucket.trained:
             over = times * part * 2 * (run.world - sharded) // run.world  # MiCS: an all-reduce over the far ranks
             reduced += part * others * by_reduction + over
-            sent += (part * others * by_reduction + over) * wire(bucket).itemsize
-            across += (part * outside * by_reduction + over) * wire(bucket).itemsize
+            shard, apart = part * by_reduction * wire(bucket).itemsize, outside
+            if section.zero_quantized_gradients and not bucket.replicated and can_quantise(bucket.dtype):
+                shard, apart = Message.of(GRADIENT_BITS, part).size * times, sharded // blocks.size - 1
+            sent += shard * others + over * wire(bucket).itemsize
+            across += shard * apart + over * wire(bucket).itemsize
             if bucket.replicated:
                 gathered += part * others
                 sent += part * others * bucket.dtype.itemsize
@@ -376,10 +380,12 @@ def _traffic(
         part, count, size = unit.bucket.layout.shard_numel, unit.gathers * run.gas, _sent(unit.bucket, special).itemsize
         near = count - unit.bucket.trained if blocks.second and count else 0  # a step outdates second copies
         inside = unit.bucket.layout.total // blocks.size * (blocks.size - 1) * near
-        far = part * (count - near) * factor
-        gathered += far * others + inside
-        sent += (far * others + inside) * size
-        across += far * outside * size
+        gathered += part * (count - near) * factor * others + inside
+        shard = part * factor * size
+        if section.zero_quantized_weights and can_quantise(unit.bucket.dtype):
+            shard, size = Message.of(WEIGHT_BITS, part).size, unit.bucket.dtype.itemsize  # second copies are decoded
+        sent += shard * (count - near) * others + inside * size
+        across += shard * (count - near) * outside
         if offload.weights:
             link += part * (count - near) * unit.bucket.dtype.itemsize
     return reduced, gathered, sent, link, across if blocks.size < run.world else 0

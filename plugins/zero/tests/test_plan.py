@@ -166,6 +166,8 @@ CASES = [
     Case(2, "bf16", extra={"data_types": {"grad_accum_dtype": "bf16"}}, offload=Offload.OPTIMIZER),
     Case(3, "bf16", 3, {"max_reuse_distance": 0}, options={"frozen": True}, offload=Offload.ALL),
     Case(3, offload=Offload.ALL),
+    Case(3, "bf16", 2, {"zero_quantized_weights": True, "max_reuse_distance": 0}),
+    Case(3, "fp32", 2, {"zero_quantized_gradients": True}, options={"frozen": True}),
     *(Case(s, "bf16", 2, ZENFLOW, offload=o) for s, o in OFFLOADED),
 ]
 FEW = CASES[:8]  # each stage with its defaults
@@ -174,6 +176,8 @@ CASES += [Case(3, "bf16", 2, {**section, "max_reuse_distance": 0}) for section i
 CASES.append(Case(3, "fp32", 1, BLOCKS["hpZ"], {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
 CASES.append(Case(3, "fp32", 1, {**BLOCKS["hpZ"], "max_reuse_distance": 0}, options={"frozen": True}))
 CASES.append(Case(3, "bf16", 3, BLOCKS["MiCS"], options={"tied": True}, offload=Offload.OPTIMIZER))
+QUANTISED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+CASES.append(Case(3, "bf16", 2, {**BLOCKS["hpZ"], **QUANTISED, "max_reuse_distance": 0}))
 
 
 def train(case: Case) -> dict[str, int]:
@@ -245,7 +249,7 @@ def foretold(case: Case, world: int, rank: int) -> Need:
         (2, range(len(FEW))),
         pytest.param(2, range(len(CASES)), marks=pytest.mark.slow),
         pytest.param(4, range(len(FEW)), marks=pytest.mark.slow),
-        pytest.param(4, range(len(CASES) - 5, len(CASES)), marks=pytest.mark.slow),  # in blocks
+        pytest.param(4, range(len(CASES) - 6, len(CASES)), marks=pytest.mark.slow),  # in blocks
     ],
 )
 def test_what_is_held_and_sent(world: int, numbers: range) -> None:
@@ -269,10 +273,12 @@ def test_what_is_held_and_sent(world: int, numbers: range) -> None:
                     assert found[kind] == pytest.approx(kinds[kind], rel=0.02), case
                     found[kind] = kinds[kind]
             assert {k: found.get(k, 0) for k in kinds} == kinds, case
+            coded = any(key in case.section for key in QUANTISED)  # messages under way are not planned
+            more = sum(p.numel() for p in Net(**case.options).parameters()) if coded else 0
             if world > 2:  # there gloo needs memory of its own
                 assert found["flat"] >= MISSED * flat - through, case
             else:
-                assert MISSED * flat - through <= found["flat"] <= flat + SLACK, case
+                assert MISSED * flat - through <= found["flat"] <= flat + SLACK + more, case
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------
