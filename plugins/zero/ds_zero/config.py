@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, RootModel, field_validator, model_validator
 
-from ds_core.config import Section, not_built, option
+from ds_core.config import Section, option
 from ds_core.config.section import names_of, old_names
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ _DISK_KEYS = (
     *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"),
 )
 """Keys of stores that free memory; they are passed to the store as options."""
-_FROZEN = "quantised frozen weights will come with a later version of ds-zero"
 
 
 class _Place(Section):
@@ -283,6 +282,9 @@ class ZeroConfig(Section):
     )
     # -- slow links
     zero_quantized_weights: bool = option(False, "Stage 3: send weights in 8 bits for modules that run (qwZ).")
+    zero_quantized_nontrainable_weights: bool = option(
+        False, "Stage 3: weights that no optimizer updates rest in 8 bits, and are sent so."
+    )
     zero_quantized_gradients: bool = option(
         False, "Stage 3: send gradients in 4 bits, first inside each host and then between hosts (qgZ)."
     )
@@ -304,7 +306,6 @@ class ZeroConfig(Section):
         None, "Update important columns of weights on the device in every step, others on the host now and then."
     )
     # -- later
-    zero_quantized_nontrainable_weights: bool = not_built(False, _FROZEN, "Gather quantised frozen weights.")
     save_muon_momentum_buffer_in_memory: bool = option(
         False,
         "Keep Muon's momentum out of NVMe.",

@@ -89,7 +89,8 @@ def _weights(partitioner: ZeroPartitioner) -> Iterator[Tensor]:
     """Weights between steps: shards, and replicated parameters."""
     sharded = {p for b in partitioner.buckets if b.sharded for p in b.params}
     for bucket in partitioner.buckets:
-        yield bucket.shard
+        if bucket.away is None:  # else it is away already
+            yield bucket.shard
     for param in partitioner.module.parameters():
         if param not in sharded:
             yield partitioner.offloaded.data_of(param)

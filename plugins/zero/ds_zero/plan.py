@@ -382,7 +382,8 @@ def _traffic(
         inside = unit.bucket.layout.total // blocks.size * (blocks.size - 1) * near
         gathered += part * (count - near) * factor * others + inside
         shard = part * factor * size
-        if section.zero_quantized_weights and can_quantise(unit.bucket.dtype):
+        coded = section.zero_quantized_nontrainable_weights and not unit.bucket.trained
+        if (coded or section.zero_quantized_weights) and can_quantise(unit.bucket.dtype):
             shard, size = Message.of(WEIGHT_BITS, part).size, unit.bucket.dtype.itemsize  # second copies are decoded
         sent += shard * (count - near) * others + inside * size
         across += shard * (count - near) * outside

@@ -259,10 +259,14 @@ def _exchange(got: Tensor, given: Tensor, group: Any) -> Any:
 
 
 def quantised_gather(ctx: Context, section: ZeroConfig, buckets: Sequence[FlatBucket]) -> QuantisedGather | None:
-    """qwZ for `buckets`, if the config has it. Those that cannot be quantised are named in one line of the log."""
-    if not section.zero_quantized_weights:
+    """qwZ for `buckets`, or for the frozen ones of them, if the config has it.
+
+    Those that cannot be quantised are counted in one line of the log.
+    """
+    if not (section.zero_quantized_weights or section.zero_quantized_nontrainable_weights):
         return None
-    _log_others(ctx, "zero_quantized_weights", [b for b in buckets if b.world > 1], "sent")
+    if section.zero_quantized_weights:
+        _log_others(ctx, "zero_quantized_weights", [b for b in buckets if b.world > 1], "sent")
     return QuantisedGather(Coder(ctx.kernels))
 
 

@@ -96,7 +96,7 @@ def zenflow_problems(section: ZeroConfig, config: RunConfig) -> Iterator[Problem
 def quantised_problems(section: ZeroConfig) -> Iterator[Problem]:
     """Quantised communication that the stage or other keys do not allow."""
     path = "zero_optimization"
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if getattr(section, key) and section.stage != 3:
             yield Problem(f"{path}.{key}", f"needs stage 3, this is stage {section.stage}", "set stage 3, or false")
     if section.zero_quantized_weights and section.mics_hierarchical_params_gather:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +20,13 @@ from ds_core.precision import WIRE_DTYPES
 from ds_zero.base import ZeroPartitioner
 from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, make_buckets
+from ds_zero.frozen import QuantisedStore
 from ds_zero.gather import GatherScheduler, narrower_dtype
 from ds_zero.gather_hooks import GatherHooks
 from ds_zero.gather_unit import BucketUnit, UnitState
 from ds_zero.hierarchy import AddedFar, second_copy, sharding_axes, two_steps
 from ds_zero.leaves import leaf_flag, mark_leaf
+from ds_zero.placement import StatePlacement, Transfers
 from ds_zero.quantised import can_quantise, quantised_gather, quantised_reduce
 from ds_zero.records import Piece
 from ds_zero.sharded_param import remove_attributes
@@ -88,12 +90,26 @@ class Stage3(ZeroPartitioner):
         replicated = make_buckets(
             small_trained, self.ctx, self.section.bucket_elements, placement=placement, frees_gradients=True
         )
+        frozen = self._frozen_placement() or placement
         for gatherer, chosen, mine in members(self._gatherers, trained):
             for bucket in make_buckets(
-                chosen, self.ctx, self._capacity, sharded=True, masters=mine, placement=placement
+                chosen, self.ctx, self._capacity, sharded=True, masters=mine, placement=placement if mine else frozen
             ):
                 self._add_unit(bucket, gatherer.leaf, mine)
         return replicated + [u.bucket for u in self.units]
+
+    def _frozen_placement(self) -> Callable[[nn.Parameter], StatePlacement] | None:
+        """Where shards rest that no optimizer updates, if the config wants them quantised.
+
+        With weights on a disk they rest there as they are.
+        """
+        host = self.offload.param
+        if not self.section.zero_quantized_nontrainable_weights or (host is not None and not host.resident):
+            return None
+        store = QuantisedStore(self.ctx, {"host": host is not None})
+        coded = StatePlacement(None, store, Transfers(self.ctx, store))
+        plain = self.offload.placements(())
+        return lambda param: coded if can_quantise(param.dtype) else plain(param)
 
     @property
     def releases_weights(self) -> bool:  # type: ignore[override]
@@ -146,7 +162,8 @@ class Stage3(ZeroPartitioner):
 
         Under autocast they are sent in the dtype to which it casts them anyway, if any.
         """
-        if self._gather_8 is not None and can_quantise(unit.bucket.dtype):
+        coded = self.section.zero_quantized_weights or unit.bucket in self._untrained
+        if self._gather_8 is not None and coded and can_quantise(unit.bucket.dtype):
             return self._gather_8
         if self._two_steps:
             return self._two_steps.get(unit.bucket.axes)

@@ -62,9 +62,6 @@ DEFAULTS: dict[str, Any] = {
     "save_muon_momentum_buffer_in_memory": False,
     "leaf_module": {"classes": list(LEAF_CLASSES), "names": [], "name_suffixes": []},
 }
-LATER: list[dict[str, Any]] = [
-    {"zero_quantized_nontrainable_weights": True},
-]
 
 
 class TestPlugin(PluginConformance):
@@ -92,18 +89,11 @@ class TestPlugin(PluginConformance):
         {"cpu_offload": 1},
         {"zero_hpz_partition_size": -1},
         {"mics_shard_size": 0},
-        *LATER,
     ]
 
 
 def test_defaults_are_the_documented_ones_and_no_key_is_missing() -> None:
     assert ZeroConfig().model_dump() == DEFAULTS
-
-
-@pytest.mark.parametrize("given", LATER)
-def test_what_comes_later_says_so(given: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"ds_not_built|will come"):
-        ZeroConfig.model_validate(given)
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,41 @@ def test_modules_see_weights_within_half_a_step_of_8_bits(world: int, zero: dict
         assert exact
 
 
+def frozen(zero: dict[str, Any]) -> tuple[float, float, bool, bool]:
+    """Error of frozen weights over the bound; memory at rest over that of fp32; the same in training; loss near."""
+    import ds_zero
+
+    torch.manual_seed(5)
+    truth = Net().frozen.weight.detach().flatten()
+    engine = start({"zero_quantized_nontrainable_weights": True, **zero})
+    bucket = next(b for b in engine.partitioner.buckets if not b.trainable)
+    found = []
+    for step in range(2):
+        engine.backward(engine(batch(step)))
+        engine.step()
+        with ds_zero.GatheredParameters(engine.module):
+            found.append(engine.module.frozen.weight.detach().clone().flatten())
+    whole = torch.zeros_like(bucket.full)
+    bucket.view(whole, bucket.names.index("frozen.weight")).copy_(truth.view(D, 3 * D))
+    bound = torch.cat([error_bound(s, 8) for s in bucket.shards(whole)])
+    bound = bucket.view(bound, bucket.names.index("frozen.weight")).flatten()
+    ratio = float(((found[0] - truth).abs() / bound.clamp_min(1e-20)).max())
+    rest = bucket.placement.shards.kept_bytes() / (4 * bucket.layout.shard_numel)
+    away = bucket.shard.untyped_storage().nbytes() == 0
+    engine.destroy()
+    return ratio, rest, torch.equal(*found), away
+
+
+def test_frozen_weights_rest_in_8_bits() -> None:
+    for ratio, rest, same, away in run_ranks(2, frozen, {}) + run_ranks(
+        2, frozen, {"offload_param": {"device": "cpu"}}
+    ):
+        assert 0.1 < ratio <= 1.05  # groups end elsewhere where biases lie between
+        assert rest < 0.26
+        assert same
+        assert away
+
+
 def gradients(zero: dict[str, Any], gas: int) -> list[float]:
     """Per bucket, the largest error of the averaged gradients over the bound that follows from ranks' gradients."""
     from ds_core import comm
@@ -312,6 +347,27 @@ def overflow() -> tuple[bool, bool]:
 
 def test_an_infinite_gradient_skips_the_step_and_leaves_no_error() -> None:
     assert run_ranks(2, overflow) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights: needs stage 3, this is stage 2"),
+        ({"stage": 1, "zero_quantized_nontrainable_weights": True}, "nontrainable_weights: needs stage 3"),
+        ({"stage": 3, "zero_quantized_gradients": True, "reduce_scatter": False}, "the place of reduce_scatter"),
+        ({"stage": 3, "zeropp_loco_param": {"err_beta": 0.5}}, "errors of zero_quantized_gradients, which is false"),
+        ({"stage": 3, **QWZ, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}, "remove one of the two"),
+        ({"stage": 3, **QGZ, "zeropp_loco_param": {"err_beta": 1.5}}, "zeropp_loco_param.err_beta"),
+        ({"stage": 3, **QGZ, "zeropp_loco_param": {"reset_T": 0}}, "zeropp_loco_param.reset_T"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_named(zero: dict[str, Any], message: str) -> None:
+    from ds_core.compose import compose
+    from ds_core.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        compose({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    assert message in str(caught.value)
 
 
 def run_gpt(zero: dict[str, Any]) -> float:
