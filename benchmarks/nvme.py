@@ -2,15 +2,16 @@
 
     python benchmarks/nvme.py FOLDER [--size MIB] [--rounds N] [--deepspeed-python PYTHON]
 
-All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. Each contestant writes the file and reads
-it for about half a second in each round, one contestant after the other; the medians over rounds count, and ratios are
-taken round by round. Needs fio (Debian: apt install fio). DeepSpeed has a process of its own, started before.
+All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. In each round each contestant writes the
+file for about half a second (fio, which counts whole ones, a second), and then each reads it; the medians over rounds
+count, and ratios are taken round by round. Needs fio (Debian: apt install fio). DeepSpeed has a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -39,7 +40,13 @@ def fio(path: Path, nbytes: int, seconds: float) -> Contestant:
         command = [
             *("fio", "--name=raw", f"--filename={path}", f"--size={nbytes}", f"--rw={'write' if write else 'read'}"),
             *(f"--bs={BLOCK}", f"--iodepth={DEPTH}", "--ioengine=io_uring", "--direct=1", "--overwrite=1"),
-            *("--time_based", f"--runtime={seconds}", "--output-format=json", "--fallocate=none", "--invalidate=0"),
+            *(
+                "--time_based",
+                f"--runtime={math.ceil(seconds)}",
+                "--output-format=json",
+                "--fallocate=none",
+                "--invalidate=0",
+            ),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if write else "read"]
