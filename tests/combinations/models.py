@@ -13,6 +13,7 @@ import torch
 from ds_moe import MoE
 from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from ds_sequence_parallel import CrossEntropy, DistributedAttention
+from ds_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH, HEADS, INNER, LENGTH, MICRO, BLOCKS = 13, 8, 4, 11, 8, 2, 2
@@ -66,6 +67,18 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.first(hidden))
         return hidden + self.mlp(self.second(hidden))
+
+
+class WrittenBlock(Block):
+    """Of layers that know how they are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention.q_proj, self.attention.k_proj, self.attention.v_proj = (
+            ColumnParallelLinear(WIDTH, WIDTH, unit=WIDTH // HEADS) for _ in "qkv"
+        )
+        self.attention.o_proj = RowParallelLinear(WIDTH, WIDTH, unit=WIDTH // HEADS)
+        self.mlp.up_proj, self.mlp.down_proj = ColumnParallelLinear(WIDTH, INNER), RowParallelLinear(INNER, WIDTH)
 
 
 class ExpertBlock(Block):
@@ -182,10 +195,10 @@ def specs(block: Any = Block) -> list[Any]:
     ]
 
 
-def pipeline() -> nn.Module:
+def pipeline(block: Any = Block) -> nn.Module:
     """In two stages."""
     options: dict[str, Any] = {"seed_layers": True, "base_seed": SEED, "partition_method": "uniform"}
-    model = PipelineModule(specs(), num_stages=2, loss_fn=CrossEntropy(), **options)
+    model = PipelineModule(specs(block), num_stages=2, loss_fn=CrossEntropy(), **options)
     model.seed_layers = False  # nothing in forward is random
     return model
 
@@ -193,6 +206,14 @@ def pipeline() -> nn.Module:
 def plain() -> nn.Module:
     """`pipeline` in one process."""
     return Plain()
+
+
+def written_pipeline() -> nn.Module:
+    return pipeline(WrittenBlock)
+
+
+def written_plain() -> nn.Module:
+    return Plain(WrittenBlock)
 
 
 class Plain(Decoder):

@@ -43,8 +43,12 @@ BLOCKS["MiCS offloaded"] = zero(3, mics_shard_size=2, offload_optimizer={"device
 
 
 def recomputed(block: str) -> dict[str, Any]:
-    section = {"activation_checkpointing": {"modules": [block]}}
-    return {"recomputed": section, "zero3 recomputed": {**zero(3), **section}}
+    section = {"modules": [block]}
+    parts = {**section, "partition_activations": True}
+    return {
+        "recomputed": {"activation_checkpointing": section},
+        "zero3 recomputed in parts": {**zero(3), "activation_checkpointing": parts},
+    }
 
 
 class Combination(ShardedTransformConformance):
@@ -81,6 +85,13 @@ class Whole(Combination):
         return [*exact, *((variant, 2, 0.3, "bfloat16") for variant in cls.variants)]
 
 
+class Trained:
+    """Of the kit's checks that of training; the slow classes have all of them for the same layouts."""
+
+    test_ranks_hold_the_parts_of_one_whole = test_what_is_not_cut_stays_the_same = test_evaluation = None
+    test_an_optimizer_of_the_users = test_checkpoints_at_other_sizes = test_exports_have_the_whole = None
+
+
 class TestTensor(Combination):
     """With layers that are not used."""
 
@@ -95,7 +106,7 @@ class TestTensorWhole(Whole):
     data = (1,)
 
 
-class TestTensorSequence(Combination):
+class TestTensorSequence(Trained, Combination):
     """Four ranks that divide layers and sequences by two."""
 
     variants = STAGES
@@ -140,8 +151,18 @@ class StagedWhole(Staged, Whole):
 PIPELINED_SP = {"sequence_parallel": {"size": 2, "inputs": {"inputs": 1, "labels": 1}}}
 
 
-class TestPipelineTensor(Staged):
+class TestPipelineTensor(Trained, Staged):
     configs = {4: {**tp(2)}}
+
+
+@pytest.mark.slow
+class TestPipelineWritten(Staged):
+    """Of layers that know how they are divided."""
+
+    make_model = staticmethod(m.written_pipeline)
+    make_truth = staticmethod(m.written_plain)
+    configs = {4: {**tp(2)}}
+    variants = STAGES
 
 
 @pytest.mark.slow
@@ -177,7 +198,7 @@ class Experts(Combination):
     make_truth = staticmethod(m.experts)
 
 
-class TestTensorExperts(Experts):
+class TestTensorExperts(Trained, Experts):
     configs = {4: tp(2)}
 
 

@@ -107,3 +107,34 @@ def test_the_whole_state_dict_on_rank_0(stage: int) -> None:
     (named, off), *others = run_ranks(4, gathered, stage)
     assert named and off <= 1e-7
     assert others == [[None, None]] * 3
+
+
+def summed(stage: int) -> float:
+    """Two ranks divide each sequence, two have other samples: how far weights are from those of summed gradients."""
+    import torch
+    from ds_testing.partitioner import relative, whole_weights
+
+    import ds_core
+
+    config = {
+        "train_micro_batch_size_per_gpu": m.MICRO,
+        "gradient_clipping": 0.0,
+        "gradient_allreduce_op": "sum",
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "sequence_parallel": {"size": 2, "inputs": m.INPUTS},
+    }
+    made, *_ = ds_core.initialize(model=m.whole().double(), config=config)
+    made.backward(made(**m.batch(0, 0, made.ctx.mesh.index("batch"))))
+    made.step()
+    found, plain = whole_weights(made), m.whole().double()
+    made.destroy()
+    for index in range(2):
+        plain(**m.batch(0, 0, index)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return max(relative(found[name], param.detach()) for name, param in plain.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))])
+def test_a_sum_of_gradients_is_over_samples_and_not_over_parts_of_a_sequence(stage: int) -> None:
+    assert max(run_ranks(4, summed, stage)) <= 1e-12

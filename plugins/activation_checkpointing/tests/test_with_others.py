@@ -153,6 +153,14 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).train()
 
 
+def dropping() -> Any:
+    """Dropout everywhere: on scores, between layers, on embeddings."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).train()
+
+
 def divided(sections: Any, recompute: Any) -> None:
     def step(engine: Any, index: int) -> Tensor:
         ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(index))
@@ -161,7 +169,7 @@ def divided(sections: Any, recompute: Any) -> None:
         engine.step()
         return loss.detach()  # type: ignore[no-any-return]
 
-    same(llama, step, sections, recompute)
+    same(llama if comm.world_size() == 2 else dropping, step, sections, recompute)
 
 
 PARTS = {**AUTO, "partition_activations": True}
@@ -177,6 +185,18 @@ PARTS = {**AUTO, "partition_activations": True}
 )
 def test_divided_models(sections: Any, recompute: Any) -> None:
     run_ranks(2, divided, sections, recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}], ids=["whole", "tokens"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_dropout_of_models_that_are_divided_twice(stage: int, more: Any) -> None:
+    """With `sequence_parallel` of the layers, four of them; otherwise sequences are divided by two, too."""
+    size = 4 if more else 2
+    sections: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    sections |= {"tensor_parallel": {"autotp_size": size, **more}}
+    sections |= {} if more else {"sequence_parallel": {"size": 2}}
+    run_ranks(4, divided, sections, PARTS if not more else AUTO)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

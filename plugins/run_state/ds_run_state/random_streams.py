@@ -32,11 +32,16 @@ _OFFSET = 2718  # from the seed of the run to those of model-parallel ranks
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All random states at one moment. current: that of the generators. inside: the stream that is being used."""
+    """All random states at one moment.
+
+    current: that of the generators. inside: the stream that is being used. own: what the generators go on with when
+    no stream is used any more.
+    """
 
     current: Tensor
     states: Mapping[str, Tensor]
     inside: str | None
+    own: Tensor | None
 
 
 class RandomStreams:
@@ -52,6 +57,7 @@ class RandomStreams:
         self._states: dict[str, Tensor] = {}
         self._seeds: set[int] = set()
         self._inside: str | None = None
+        self._own: Tensor | None = None
 
     def add(self, name: str, seed: int) -> None:
         """Add the stream that `seed` begins. ValueError for a seed or a name that is in use."""
@@ -89,21 +95,35 @@ class RandomStreams:
 
         ValueError for a name that was not added. Forks nest; a stream goes on where it was left, whoever uses it.
         """
-        if name not in self._states:
-            raise ValueError(
-                f"there is no random state {name!r}; add it first, known: {', '.join(self._states) or 'none'}"
-            )
-        before, left = self._inside, self._read()
-        if before is not None:
-            self._states[before] = left
-        self._write(self._states[name])
-        self._inside = name
+        before = self._inside
+        self.switch(name)
         try:
             yield
         finally:
-            self._states[name] = self._read()
-            self._write(left if before is None else self._states[before])
-            self._inside = before
+            self.switch(before)
+
+    def switch(self, name: str | None) -> None:
+        """Draw from the stream `name` from now on; None: from the generators' own. ValueError as `fork`."""
+        if name is not None and name not in self._states:
+            raise ValueError(
+                f"there is no random state {name!r}; add it first, known: {', '.join(self._states) or 'none'}"
+            )
+        if name == self._inside:
+            return
+        left = self._read()
+        if self._inside is None:
+            self._own = left
+        else:
+            self._states[self._inside] = left
+        state = self._own if name is None else self._states[name]
+        assert state is not None  # kept when the first stream was switched to
+        self._write(state)
+        self._inside = name
+
+    @property
+    def inside(self) -> str | None:
+        """The stream that random numbers come from; None: from the generators' own."""
+        return self._inside
 
     # -- all states ------------------------------------------------------------------------------------------
 
@@ -122,7 +142,7 @@ class RandomStreams:
 
     def snapshot(self) -> Snapshot:
         """All random states as they are now, those of the generators too."""
-        return Snapshot(self._read(), dict(self._states), self._inside)
+        return Snapshot(self._read(), dict(self._states), self._inside, self._own)
 
     @contextlib.contextmanager
     def replay(self, snapshot: Snapshot) -> Iterator[None]:
@@ -137,7 +157,7 @@ class RandomStreams:
     def go_on_from(self, snapshot: Snapshot) -> None:
         """Make all random states what they were in `snapshot`."""
         self._write(snapshot.current)
-        self._states, self._inside = dict(snapshot.states), snapshot.inside
+        self._states, self._inside, self._own = dict(snapshot.states), snapshot.inside, snapshot.own
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -12,7 +12,6 @@ and its first column-parallel layer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +55,7 @@ def draw_by_tokens(block: nn.Module, ends: Mapping[nn.Module, nn.Module]) -> Non
     """
     if not drops(block):
         return
-    own = _Region()
+    own = _Region(lasting=True)
     block.register_forward_pre_hook(own.open)
     block.register_forward_hook(own.close, always_call=True)
     for region, end in ends.items():
@@ -83,11 +82,13 @@ def drops(module: nn.Module) -> bool:
 class _Region:
     """Where a rank draws from its own stream.
 
-    Opened by the output of a column-parallel layer, closed by the input of a row-parallel one or the end.
+    Opened by the output of a column-parallel layer, closed by the input of a row-parallel one or the end. lasting: it
+    is opened where a block begins, too, which is not called again when the block is recomputed: then `STREAMS` alone
+    knows that it is open.
     """
 
-    def __init__(self) -> None:
-        self._fork: AbstractContextManager[None] | None = None
+    def __init__(self, *, lasting: bool = False) -> None:
+        self._lasting, self._opened = lasting, False
 
     def around(self, module: nn.Module, columns: Iterable[nn.Module]) -> None:
         """Watch the layers of `module`."""
@@ -101,12 +102,12 @@ class _Region:
 
     def open(self, module: nn.Module, *_: Any) -> None:
         """Draw from this rank's own stream from now on; not in eval mode, which draws nothing."""
-        if self._fork is None and module.training:
-            self._fork = STREAMS.fork()
-            self._fork.__enter__()
+        if module.training and STREAMS.inside is None:
+            STREAMS.switch(MODEL_PARALLEL)
+            self._opened = True
 
     def close(self, *_: Any) -> None:
         """Draw from the generators again."""
-        fork, self._fork = self._fork, None
-        if fork is not None:
-            fork.__exit__(None, None, None)
+        opened, self._opened = self._opened, False
+        if (opened or self._lasting) and STREAMS.inside == MODEL_PARALLEL:
+            STREAMS.switch(None)
