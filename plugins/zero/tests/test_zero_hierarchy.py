@@ -69,9 +69,11 @@ def train(zero: dict[str, Any], extra: dict[str, Any], *, exact: bool = False, s
     return found
 
 
-def differences(variants: list[dict[str, Any]], extra: dict[str, Any], exact: bool) -> list[dict[str, float]]:
-    """Per variant, where it differs from plain stage 3 and by how much."""
-    truth = train({}, extra, exact=exact)
+def differences(
+    variants: list[dict[str, Any]], extra: dict[str, Any], exact: bool, plain: dict[str, Any] | None = None
+) -> list[dict[str, float]]:
+    """Per variant, where it differs from plain stage 3 (with the keys of `plain`) and by how much."""
+    truth = train(plain or {}, extra, exact=exact)
     answers = []
     for variant in variants:
         found = train(variant, extra, exact=exact)
@@ -358,3 +360,24 @@ def test_construction_in_shard_groups_needs_their_size() -> None:
 
     with pytest.raises(UsageError, match="has no zero_optimization.mics_shard_size"):
         ds_zero.MiCS_Init(config_dict_or_path={"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+
+
+# -- with quantised messages -----------------------------------------------------------------------------------------
+
+
+def with_quantised(variants: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, float]]:
+    """Of pairs of sections, where they differ and by how much."""
+    answers = []
+    for first, second in variants:
+        one, two = train(first, {}), train(second, {})
+        answers.append({k: float((two[k] - v).abs().max()) for k, v in one.items() if not torch.equal(two[k], v)})
+    return answers
+
+
+@pytest.mark.slow
+def test_second_copies_hold_what_was_gathered() -> None:
+    """So qwZ's weights are the same in both passes, whether they come from all ranks or from near ones."""
+    qwz, qgz = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+    for answer in run_ranks(4, with_quantised, [(qwz, {**qwz, **HPZ}), ({**MICS, **qgz}, {**MICS, **qwz, **qgz})]):
+        assert answer[0] == {}
+        assert 0 < max(answer[1].values()) < 0.5
