@@ -3,8 +3,9 @@
     python benchmarks/nvme.py FOLDER [--size MIB] [--rounds N] [--deepspeed-python PYTHON]
 
 All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. In each round each contestant writes the
-file for about half a second (fio, which counts whole ones, a second), and then each reads it; the medians over rounds
-count, and ratios are taken round by round. Needs fio (Debian: apt install fio). DeepSpeed has a process of its own.
+file for about half a second (fio, which counts whole ones, a second), and then each reads it, in random order; the
+medians over rounds count, and ratios are taken round by round. Needs fio (Debian: apt install fio). DeepSpeed has a
+process of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -89,6 +91,27 @@ def ours(path: Path, nbytes: int, seconds: float, engine_name: str, checks: bool
     return run
 
 
+def ours_in_little_memory(path: Path, nbytes: int, seconds: float) -> Contestant:
+    """As fio does it: all blocks are moved from and to the same few MiB, which stay in the processor's caches."""
+    from ds_nvme.engines import Settings
+    from ds_nvme.files import open_file
+    from ds_nvme.memory import aligned
+    from ds_nvme.probe import open_engine
+
+    engine, part = open_engine("io_uring", Settings(BLOCK, DEPTH)), BLOCK * DEPTH
+    memory = aligned(part).random_()
+
+    def move(write: bool) -> None:
+        under_way = [
+            engine.start(open_file(path, write=write), write=write, offset=at, address=memory.data_ptr(), nbytes=part)
+            for at in range(0, nbytes, part)
+        ]
+        for transfer in under_way:
+            transfer.wait()
+
+    return lambda write: rate(lambda: move(write), nbytes, seconds)
+
+
 def deepspeed(python: str, path: Path, nbytes: int, seconds: float) -> Contestant:
     process = subprocess.Popen(
         [python, __file__, str(path), "--serve", str(nbytes), "--seconds", str(seconds)],
@@ -149,6 +172,7 @@ def main() -> None:
     for engine in ("io_uring", "kernel aio", "threads", "python threads"):
         contestants[f"ds-nvme, {engine}"] = ours(path, nbytes, given.seconds, engine, checks=False)
     contestants["ds-nvme, io_uring, checksums"] = ours(path, nbytes, given.seconds, "io_uring", checks=True)
+    contestants["ds-nvme, io_uring, 8 MiB of memory"] = ours_in_little_memory(path, nbytes, given.seconds)
     if given.deepspeed_python:
         contestants["DeepSpeed aio_handle"] = deepspeed(given.deepspeed_python, path, nbytes, given.seconds)
     found: dict[str, dict[bool, list[float]]] = {name: {True: [], False: []} for name in contestants}
@@ -157,9 +181,8 @@ def main() -> None:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         contestants["ds-nvme, io_uring"](True)  # the file is there, with all its space, before anything is timed
         for number in range(given.rounds):
-            order = list(contestants)
             for write in (True, False):
-                for name in order[number % len(order) :] + order[: number % len(order)]:
+                for name in random.Random(f"{number}{write}").sample(list(contestants), len(contestants)):
                     found[name][write].append(contestants[name](write))
     finally:
         path.unlink(missing_ok=True)
