@@ -9,6 +9,8 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +166,15 @@ def divided(folder: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[float]]]:
     folder = tmp_path_factory.mktemp("smollm2")
     source = find()
     assert source is not None
     convert(source, folder)
     (losses,) = run_ranks(1, plain, str(folder))
     assert losses[0] < 3.5 and losses[-1] < losses[0], f"{losses}: these are not the weights of a language model"
-    return str(folder), losses
+    yield str(folder), losses
+    shutil.rmtree(folder)  # 2 GB
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
