@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_run_state.lazy import lazy_weight, with_shapes
 from ds_run_state.slices import SLICES, Slice
 from torch import Tensor, nn
 
@@ -51,12 +52,27 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     """The model with its layers divided over ``tp``. Collective.
 
     Raises ConfigError when nothing can be divided, or a rule does not fit; UsageError when weights are not whole.
+    Weights that are kept elsewhere, as after ``ds_zero.Init``, are brought here one at a time, if they are cut.
     """
-    if empty := [name for name, param in model.named_parameters() if not param.numel()]:
-        raise UsageError(
-            f"{empty[0]} has no elements here, as after ds_zero.Init, and tensor parallelism cuts whole weights; make "
-            "the model outside of Init: ranks then keep their parts of it"
-        )
+    with with_shapes(model):
+        if empty := [name for name, param in model.named_parameters() if not param.numel()]:
+            raise UsageError(f"{empty[0]} has no elements here, and tensor parallelism cuts whole weights")
+        _check_shared(model, ctx)
+        return _divide(model, ctx)
+
+
+def _check_shared(model: nn.Module, ctx: Context) -> None:
+    """Raise UsageError where a weight that is kept elsewhere may have other values on other ranks along ``tp``."""
+    ranks = set(ctx.mesh.ranks("tp"))
+    for name, param in model.named_parameters():
+        if (lazy := lazy_weight(param)) is not None and not ranks <= set(lazy.ranks):
+            raise UsageError(
+                f"{name} was made by ds_zero.Init over ranks {list(lazy.ranks)}, and the ranks along tp are "
+                f"{sorted(ranks)}: their values may differ. Give Init no data_parallel_group"
+            )
+
+
+def _divide(model: nn.Module, ctx: Context) -> nn.Module:
     section = ctx.config.section("tensor_parallel")
     section = section if isinstance(section, TensorParallelConfig) else TensorParallelConfig()
     place = Place(ctx.mesh.group("tp"), ctx.mesh.size("tp"), ctx.mesh.index("tp"))
@@ -246,10 +262,12 @@ class _Cuts:
         known = self._ctx.stash.get(SLICES)
         slices = dict(known) if known is not None else {}
         for param, name in self._names.items():
-            full, cut = self._shared(param), self._cuts.get(param)
+            cut, lazy = self._cuts.get(param), lazy_weight(param)
             if cut is None:
-                param.data = full
+                if lazy is None:
+                    param.data = self._shared(param)
                 continue
+            full = self._shared(param) if lazy is None else lazy.take(param)
             ranges, here = cut.division.ranges(self._place.rank), Slice.of(full.shape)
             slices[name] = slices.get(name, here).keep("tp", cut.dim, ranges)
             param.grad = None

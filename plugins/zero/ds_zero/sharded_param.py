@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+from ds_run_state.lazy import LAZY
 from torch import Tensor, nn
 
 from ds_core import comm
@@ -66,7 +67,7 @@ STORED = 1 << 16
 P = ParamSpec("P")
 R = TypeVar("R")
 _SERIAL = itertools.count()
-_MARK = "_ds_sharded"
+_MARK = LAZY
 """The attribute of a parameter, and of the storage of an empty tensor, that leads to the weight."""
 
 
@@ -184,6 +185,32 @@ class ShardedParam:
         if shard.numel():
             comm.all_gather_into_tensor(full, shard, group=self.spec.over)
         return full[:numel].view(self.shape)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `ds_run_state.lazy.LazyWeight`."""
+        return self.spec.ranks
+
+    def show_shape(self, param: nn.Parameter) -> None:
+        """See `ds_run_state.lazy.LazyWeight`."""
+        check_not_assigned(param, self)
+        expand_placeholder(param, self)
+
+    def hide_shape(self, param: nn.Parameter) -> None:
+        """See `ds_run_state.lazy.LazyWeight`."""
+        if not self.users:
+            param.data = self.placeholder(param.dtype)
+
+    def take(self, param: nn.Parameter) -> Tensor:
+        """See `ds_run_state.lazy.LazyWeight`. Raises UsageError for a weight without a value."""
+        if self.shard is None and self.shape.numel():
+            raise UsageError(
+                f"{getattr(param, 'ds_id', 'a parameter')} of shape {tuple(self.shape)} was built on the meta device "
+                "and has no value yet; load weights before initialize"
+            )
+        found = pop_weight(param, [])
+        assert found is not None
+        return found[0]
 
     def placeholder(self, dtype: torch.dtype | None = None) -> Tensor:
         """The empty tensor that the parameter holds while its weight is sharded; see [Note: aliases]."""
