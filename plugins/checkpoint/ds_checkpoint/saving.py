@@ -29,6 +29,7 @@ from ds_checkpoint.values import encode
 from ds_checkpoint.writing import Prepared, SaveJob, publish, seal, write
 from ds_core.checkpointer import Folder, SaveOptions
 from ds_core.errors import CheckpointError
+from ds_core.process import log_once
 
 if TYPE_CHECKING:
     from ds_checkpoint.background import Background
@@ -47,7 +48,8 @@ def save(
 
     The tag is equal on all ranks (config ``checkpoint.tag_validation``). Client state: None, bool, int, float, str,
     tensors, and lists, tuples and dicts (str keys) of them. lock: of the folders that this engine saves into. later:
-    with ``checkpoint.async`` it goes on writing after this function has returned.
+    with ``checkpoint.async`` it goes on writing after this function has returned, unless states rest in a store that
+    gives memory back: there may be no memory for a copy of them, so they are streamed.
 
     Raises CheckpointError on every rank, with the rank and the cause, when it fails on any; what was in `folder`
     before is then as it was. One job at a time may save to a folder: it is locked until the engine is destroyed.
@@ -57,7 +59,7 @@ def save(
     prepared, reports = on_every_rank(
         action,
         lambda: _prepare(run, folder, options),
-        lambda p: {"tag": p.tag, "buffers": digests(run.module)},
+        lambda p: {"tag": p.tag, "buffers": digests(run.module), "away": any(piece.read for piece in p.pieces)},
     )
     tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
     own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
@@ -65,7 +67,14 @@ def save(
     root, site = Path(folder), find_site(config.use_node_local_storage)
     began = on_first_rank(action, lambda: _begin(lock, root, tag))
     job = SaveJob(root, tag, root / began["name"], began["id"], began["serial"], options.save_latest, config.keep_last)
-    if config.asynchronous:
+    away = any(report["away"] for report in reports)
+    if config.asynchronous and away:
+        log_once(
+            log,
+            logging.WARNING,
+            "checkpoint.async: states rest outside of memory, so save writes them before it returns",
+        )
+    elif config.asynchronous:
         later.start(action, prepared, job)
         return root / tag
     try:

@@ -442,9 +442,10 @@ def both_ways(folder: Path) -> bool:
     """Saved and loaded where nothing else changes, so to the last bit; also a weights-only 16-bit file."""
     from safetensors.torch import load_file
 
-    engine = make({"stage": 3, **ALL, **DISK}, folder, dtype="bfloat16")
+    engine = make({"stage": 3, **ALL, **DISK}, folder, dtype="bfloat16", checkpoint={"async": True})
     steps(engine, range(2))
     engine.save_checkpoint(str(folder / "saved"), tag="two")
+    assert (folder / "saved" / "two" / "manifest.json").is_file()  # no copy of states on disk is made for a thread
     engine.save_16bit_model(str(folder / "saved"))
     weights = load_file(folder / "saved" / "model.safetensors")
     same = all(torch.equal(weights[n], t.to(torch.bfloat16)) for n, t in whole(engine).items())
