@@ -77,6 +77,7 @@ class LayerSpec(Section):
 class PartitionConfig(Section):
     """Rules of one's own, for models that no preset knows."""
 
+    tp_size: int = option(1, "As autotp_size, for configs that say it twice; 1: not said.", ge=1)
     use_default_specs: bool = option(True, "What no rule is for follows the preset, the model's plan, or heuristics.")
     layer_specs: list[LayerSpec] = option([], "Rules; the first that matches a parameter counts.")
     strict_mode: bool = option(False, "A linear layer that no rule is for is an error, instead of being left whole.")
@@ -178,5 +179,9 @@ class TensorParallelConfig(Section):
         if self.autotp_size and "tp_size" in inner.model_fields_set and inner.tp_size != self.autotp_size:
             raise ValueError(
                 f"autotp_size is {self.autotp_size}, and tensor_parallel.tp_size {inner.tp_size}; give one of them"
+            )
+        if self.rules.tp_size not in (1, size := self.autotp_size or inner.tp_size):
+            raise ValueError(
+                f"partition_config.tp_size is {self.rules.tp_size}, and the size {size}; give autotp_size that value"
             )
         return self

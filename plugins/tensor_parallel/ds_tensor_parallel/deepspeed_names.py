@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_core.config import read_config
 from ds_core.errors import UsageError
 from ds_core.process import log_once
+from ds_tensor_parallel.autotp_config import AutoTPConfig
 
 __all__ = ["set_autotp_mode", "tp_model_init"]
 
@@ -41,7 +43,8 @@ def tp_model_init(
     """Record in `model` that `initialize` divides it over `tp_size` ranks and trains in `dtype`; returns the model.
 
     The weights are converted to `dtype` now: fp32, or that of ``fp16`` or ``bf16``, which it switches on; None records
-    nothing. config: other keys of the section ``tensor_parallel``. tp_group: use ``initialize(mpu=...)``.
+    nothing. config: other keys of the section ``tensor_parallel``, or an `AutoTPConfig`, which is its
+    ``partition_config``. tp_group: use ``initialize(mpu=...)``.
     """
     if tp_group is not None:
         raise UsageError(
@@ -53,12 +56,13 @@ def tp_model_init(
         raise UsageError(
             f"tp_model_init: dtype is {dtype}; training knows torch.float32, torch.float16, torch.bfloat16"
         )
-    asked: dict[str, dict[str, Any]] = {"tensor_parallel": {**(config or {}), "autotp_size": tp_size}}
-    if (config or {}).get("autotp_size", tp_size) != tp_size:
-        given = (config or {})["autotp_size"]
+    given = read_config({"partition_config": config} if isinstance(config, AutoTPConfig) else config or {}).raw
+    if given.get("autotp_size", tp_size) != tp_size:
         raise UsageError(
-            f"tp_model_init: tp_size is {tp_size}, and autotp_size in its config {given}; give one of them"
+            f"tp_model_init: tp_size is {tp_size}, and autotp_size in its config {given['autotp_size']}; give one of "
+            "them"
         )
+    asked: dict[str, dict[str, Any]] = {"tensor_parallel": {**given, "autotp_size": tp_size}}
     if tp_size > 1:
         asked["tensor_parallel"]["enabled"] = True
     if dtype is not None:

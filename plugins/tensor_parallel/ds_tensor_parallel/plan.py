@@ -91,21 +91,22 @@ class Planner:
 
     def _specs(self, specs: list[LayerSpec]) -> None:
         """Rules of the user's, which are about names of parameters."""
-        used = set()
+        ours = [
+            spec.model_types is None or bool(set(self.types) & {t.lower() for t in spec.model_types}) for spec in specs
+        ]
+        used = {number for number, is_ours in enumerate(ours) if not is_ours}
         for name, param in self.parameters.items():
-            for number, spec in enumerate(specs):
-                if spec.model_types is not None and not set(self.types) & {t.lower() for t in spec.model_types}:
-                    used.add(number)
-                    continue
-                if any(re.match(pattern, name) for pattern in spec.patterns):
-                    used.add(number)
-                    owner = name.rpartition(".")[0]
-                    layer = self.modules[owner]
-                    divisible = is_linear(layer) or isinstance(layer, nn.Embedding)
-                    sums = spec.partition_type == "skip"
-                    target = owner if divisible or (sums and param.dim() < 3) else name
-                    self.plan.rules.setdefault(target, self._rule(spec, number, layer, param))
-                    break
+            found = [n for n, s in enumerate(specs) if ours[n] and any(re.match(p, name) for p in s.patterns)]
+            if not found:
+                continue
+            used.update(found)
+            spec = specs[found[0]]
+            owner = name.rpartition(".")[0]
+            layer = self.modules[owner]
+            divisible = is_linear(layer) or isinstance(layer, nn.Embedding)
+            sums = spec.partition_type == "skip"
+            target = owner if divisible or (sums and param.dim() < 3) else name
+            self.plan.rules.setdefault(target, self._rule(spec, found[0], layer, param))
         for number, spec in enumerate(specs):
             if number not in used:
                 key = f"partition_config.layer_specs.{number}.patterns"

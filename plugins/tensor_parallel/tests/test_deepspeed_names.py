@@ -1,4 +1,7 @@
-"""`tp_model_init` and `set_autotp_mode`: a model asks for the section, which `initialize` merges with the config."""
+"""`tp_model_init` and `set_autotp_mode`: a model asks for the section, which `initialize` merges with the config.
+
+Rules as objects (`AutoTPConfig`) are the same as the dict ``partition_config``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from ds_tensor_parallel.autotp_config import (
+    AutoTPConfig,
+    AutoTPPresets,
+    PartitionType,
+    TPLayerSpec,
+    merge_autotp_configs,
+)
 from ds_tensor_parallel.deepspeed_names import set_autotp_mode, tp_model_init
+from ds_tensor_parallel.plan import make_plan
 from ds_testing import run_ranks
 from torch import nn
 
@@ -88,3 +99,74 @@ def test_bad_calls() -> None:
             tp_model_init(*args, **keywords)
     with pytest.raises(UsageError, match="inference"):
         set_autotp_mode(training=False)
+
+
+def llama_like() -> nn.Module:
+    """Names of a Llama, with queries, keys and values in one weight."""
+    attention = nn.ModuleDict({"qkv_proj": nn.Linear(8, 16, bias=False), "o_proj": nn.Linear(8, 8, bias=False)})
+    sizes = {"gate_proj": (8, 12), "up_proj": (8, 12), "down_proj": (12, 8)}
+    mlp = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+    return nn.Sequential(nn.ModuleDict({"self_attn": attention, "mlp": mlp}), nn.Linear(8, 7))
+
+
+FUSED: list[dict[str, Any]] = [
+    {"patterns": [r".*\.qkv_proj\.weight$"], "shape": [[8, 4, 4], -1], "partition_dim": 0},
+    {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
+    {"patterns": [r".*\.(gate|up)_proj\.weight$"]},
+    {"patterns": ["1"], "partition_type": "skip", "model_types": ["other"]},
+]
+
+
+def planned(section: Any) -> Any:
+    config = compose({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": section}).config
+    return make_plan(llama_like(), config.section("tensor_parallel"), 2, "ds.json")
+
+
+def test_rules_as_objects_give_the_plan_of_the_dict() -> None:
+    wanted = planned({"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": FUSED}})
+    assert {n: (r.kind.value, r.segments) for n, r in wanted.rules.items()} == {
+        "0.self_attn.qkv_proj": ("column", (8, 4, 4)),
+        **{f"0.mlp.{name}_proj": ("column", 1) for name in ("gate", "up")},
+        **dict.fromkeys(("0.self_attn.o_proj", "0.mlp.down_proj"), ("row", 1)),
+    }
+    rules = AutoTPConfig(
+        tp_size=2,
+        use_default_specs=False,
+        layer_specs=[
+            TPLayerSpec([r".*\.qkv_proj\.weight$"], shape=((8, 4, 4), -1), partition_dim=0),
+            TPLayerSpec([r".*\.(o|down)_proj\.weight$"], PartitionType.ROW),
+            TPLayerSpec([r".*\.(gate|up)_proj\.weight$"]),
+            TPLayerSpec(["1"], PartitionType.SKIP, model_types=["other"]),
+        ],
+    )
+    assert planned({"autotp_size": 2, "partition_config": rules}) == wanted
+    assert AutoTPConfig.from_dict({"tp_size": 2, "use_default_specs": False, "layer_specs": FUSED}) == rules
+    assert asked(2, None, config=rules) == asked(2, None, config={"partition_config": dict(rules)})
+    assert asked(2, None, config=rules).section("tensor_parallel").rules.layer_specs[1].partition_type == "row"
+    with pytest.raises(ConfigError, match=r"partition_config.tp_size is 2, and the size 4; give autotp_size"):
+        asked(4, None, config=rules)
+    assert rules.find_matching_spec("0.mlp.up_proj.weight") is rules.layer_specs[2]
+    assert rules.find_matching_spec("1.weight") is None and rules.layer_specs[3].matches("1.weight", "Other")
+
+
+def test_presets_as_objects() -> None:
+    llama, bloom = AutoTPPresets.get_preset("LLaMA"), AutoTPPresets.bloom()
+    assert llama == AutoTPPresets.llama() and llama is not None and AutoTPPresets.get_preset("gpt9") is None
+    assert [spec.partition_type.value for spec in bloom.layer_specs] == ["column", "row", "column", "row"]
+    own = AutoTPConfig(
+        layer_specs=[
+            TPLayerSpec([r".*qkv_proj"], shape=((8, 4, 4), -1)),
+            TPLayerSpec([r".*down_proj"], PartitionType.SKIP),  # it takes all that the preset's own rule is for
+            TPLayerSpec([r".*(gate|up)_proj"], PartitionType.SKIP),
+        ],
+        use_default_specs=False,
+    )
+    llama.layer_specs = [spec for spec in llama.layer_specs if "[qkv]" not in spec.patterns[0]]
+    merged = merge_autotp_configs(llama, own)
+    assert merged.layer_specs == own.layer_specs + llama.layer_specs and not merged.use_default_specs
+    kinds = {n: r.kind.value for n, r in planned({"autotp_size": 2, "partition_config": merged}).rules.items()}
+    mlp = dict.fromkeys((f"0.mlp.{name}_proj" for name in ("gate", "up", "down")), "whole")
+    assert kinds == {"0.self_attn.qkv_proj": "column", "0.self_attn.o_proj": "row", **mlp}
+    for name in ("chatglm", "deepseek_v2", "mixtral", "phi3"):
+        with pytest.raises(UsageError, match=f"set tensor_parallel.preset_model to '{name}'"):
+            AutoTPPresets.get_preset(name)

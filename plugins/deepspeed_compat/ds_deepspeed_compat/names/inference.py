@@ -12,6 +12,12 @@ _TENSOR = missing("set tensor_parallel.autotp_size and partition_config in the c
 _SIZES = "made with its sizes, as nn.Linear is; initialize divides it"
 _ROW = differs("ds_tensor_parallel:RowParallelLinear", _SIZES)
 _COLUMN = differs("ds_tensor_parallel:ColumnParallelLinear", _SIZES)
+_RULES = differs(
+    "ds_tensor_parallel.autotp_config", "a value of tensor_parallel.partition_config, or the config of tp_model_init"
+)
+_PRESETS = differs(
+    "ds_tensor_parallel.autotp_config", "bloom, llama, qwen2; for others an error: set tensor_parallel.preset_model"
+)
 _FPDT = missing("ds_sequence_parallel: ring attention, tiled layers and activation offload")
 _COMPRESSION = missing("compression is not built")
 
@@ -31,7 +37,9 @@ NAMES: Mapping[str, Rows] = {
         "LinearAllreduce": _ROW,
         "LinearLayer": _COLUMN,
         "set_autotp_mode": LEGACY_TENSOR_PARALLEL,
-        "AutoTPConfig AutoTPPresets TPLayerSpec PartitionType": _TENSOR,
+        "AutoTPConfig": _RULES,
+        "AutoTPPresets": _PRESETS,
+        "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
     },
     "deepspeed.module_inject.layers": {
         "LinearAllreduce": _ROW,
@@ -40,7 +48,9 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.module_inject.auto_tp": {"AutoTP": _TENSOR},
     "deepspeed.module_inject.autotp_config": {
-        "AutoTPConfig AutoTPPresets TPLayerSpec PartitionType merge_autotp_configs": _TENSOR,
+        "AutoTPConfig": _RULES,
+        "AutoTPPresets": _PRESETS,
+        "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
     },
     "deepspeed.module_inject.replace_policy": {"HFBertLayerPolicy": _INFERENCE},
     "deepspeed.runtime.tensor_parallel": {"TPConfig TPTrainingConfig get_tensor_parallel_config": _TENSOR},
