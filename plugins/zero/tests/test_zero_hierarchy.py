@@ -72,16 +72,23 @@ def train(zero: dict[str, Any], extra: dict[str, Any], *, exact: bool = False, s
 def differences(
     variants: list[dict[str, Any]], extra: dict[str, Any], exact: bool, plain: dict[str, Any] | None = None
 ) -> list[dict[str, float]]:
-    """Per variant, where it differs from plain stage 3 (with the keys of `plain`) and by how much."""
+    """Per variant, where it differs from plain stage 3 (with the keys of `plain`), relative to the largest value."""
     truth = train(plain or {}, extra, exact=exact)
     answers = []
     for variant in variants:
         found = train(variant, extra, exact=exact)
         assert found.keys() == truth.keys()
-        answers.append({k: float((found[k] - v).abs().max()) for k, v in truth.items() if not torch.equal(found[k], v)})
+        other = {k: v for k, v in truth.items() if not torch.equal(found[k], v)}
+        answers.append({k: float((found[k] - v).abs().max() / v.abs().max()) for k, v in other.items()})
     return answers
 
 
+# MiCS ends shards elsewhere than plain stage 3 does, and torch's fused Adam rounds what is left over at the end of a
+# tensor otherwise than what it does in vectors. Single operations round all elements alike. Without bias correction
+# torch's fused Adam does not serve, and in fp64 the update is made of those.
+SINGLE_OPERATIONS = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "bias_correction": False}}
+}
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
@@ -100,7 +107,7 @@ def test_second_copies_change_no_bit(run: str) -> None:
 
 @pytest.mark.parametrize("run", ["plain", pytest.param("accumulated", marks=pytest.mark.slow)])
 def test_shard_groups_change_no_bit_where_sums_are_exact(run: str) -> None:
-    extra = {k: v for k, v in RUNS[run].items() if k != "gradient_clipping"}
+    extra = {k: v for k, v in RUNS[run].items() if k != "gradient_clipping"} | SINGLE_OPERATIONS
     variants = [MICS, {"mics_shard_size": 1}, {"mics_shard_size": 4}, {**MICS, "reduce_scatter": False}]
     variants.append({**MICS, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
     for answer in run_ranks(4, differences, variants, extra, True):
@@ -110,10 +117,10 @@ def test_shard_groups_change_no_bit_where_sums_are_exact(run: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_shard_groups_train_as_plain_stage_3(run: str) -> None:
-    """In any case sums over ranks are made in another order only."""
-    bound = 0.05 if run in ("bf16", "autocast") else 1e-5
+    """In any case sums over ranks are made in another order only. Muon's iterations make that larger."""
+    bound = {"bf16": 0.05, "autocast": 0.05, "matrices": 1e-4}.get(run, 1e-5)
     for answer in run_ranks(4, differences, [MICS], RUNS[run], False):
-        assert max(answer[0].values(), default=0.0) < bound
+        assert all(value < bound for value in answer[0].values()), answer
 
 
 # -- what crosses between blocks -----------------------------------------------------------------------------------
@@ -360,6 +367,58 @@ def test_construction_in_shard_groups_needs_their_size() -> None:
 
     with pytest.raises(UsageError, match="has no zero_optimization.mics_shard_size"):
         ds_zero.MiCS_Init(config_dict_or_path={"train_batch_size": 1, "zero_optimization": {"stage": 3}})
+
+
+# -- with everything else --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "size"), [(8, 2), (8, 4)])
+def test_eight_ranks(world: int, size: int) -> None:
+    """hpZ: no bit differs. MiCS: only what the fused update rounds otherwise; see SINGLE_OPERATIONS."""
+    hpz, mics = {"zero_hpz_partition_size": size}, {"mics_shard_size": size}
+    for answer in run_ranks(world, differences, [hpz], RUNS["accumulated"], False, timeout=600):
+        assert answer == [{}]
+    for answer in run_ranks(world, differences, [mics], SINGLE_OPERATIONS, True, timeout=600):
+        assert answer == [{}]
+    for found, nothing in run_ranks(world, differences, [mics, hpz], {}, True, timeout=600):
+        assert all(value < 1e-12 for value in found.values()), found
+        assert nothing == {}
+
+
+@pytest.mark.slow
+def test_weights_and_states_that_leave_memory(tmp_path: Any) -> None:
+    """With second copies a shard is read once a step."""
+    places = {f"offload_{what}": {"device": "nvme", "nvme_path": str(tmp_path)} for what in ("param", "optimizer")}
+    for answer in run_ranks(4, differences, [{**HPZ, **places}], RUNS["bf16"], False, places):
+        assert answer == [{}]
+    for answer in run_ranks(4, differences, [{**MICS, **places}], SINGLE_OPERATIONS, True, places):
+        assert answer == [{}]
+
+
+def export(folder: str, zero: dict[str, Any]) -> None:
+    """Save the model for others, of weights that are the same on every rank."""
+    import ds_core
+
+    torch.manual_seed(0)
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3, **SMALL, **zero}}
+    engine, *_ = ds_core.initialize(model=Net(), config=config)
+    engine(torch.ones(2, D))
+    assert engine.save_16bit_model(folder, "model.safetensors")
+    engine.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [HPZ, MICS], ids=["hpZ", "MiCS"])
+def test_models_are_exported(zero: dict[str, Any], tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    run_ranks(4, export, str(tmp_path), zero)
+    torch.manual_seed(0)
+    (file,) = tmp_path.rglob("*.safetensors")
+    found = load_file(file)
+    for name, value in Net().state_dict().items():
+        assert name == "out.weight" or torch.equal(found[name], value.to(found[name].dtype)), name
 
 
 # -- with quantised messages -----------------------------------------------------------------------------------------
