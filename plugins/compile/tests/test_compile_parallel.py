@@ -77,7 +77,7 @@ SLOW = pytest.mark.slow
     ("section", "stage", "backend"),
     [
         (divided(2), 2, "aot_eager"),
-        ({"sequence_parallel_size": 2}, 2, "aot_eager"),
+        pytest.param({"sequence_parallel_size": 2}, 2, "aot_eager", marks=SLOW),
         pytest.param(divided(2), 3, "aot_eager", marks=SLOW),
         pytest.param({"sequence_parallel_size": 2}, 3, "aot_eager", marks=SLOW),
         pytest.param({}, 0, "inductor", marks=SLOW),

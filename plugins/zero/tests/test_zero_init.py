@@ -392,7 +392,8 @@ def measure() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_peak_memory_is_near_one_module_and_the_parts(world: int) -> None:
     run_ranks(world, measure)
 
