@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from ds_testing import run_ranks
 
-STEPS, RATE = 3, 0.02
+STEPS, RATE = 10, 0.002
 TEXT = (
     "The capital of France is Paris , and the capital of Germany is Berlin . Both cities are in Europe , and people "
     "from all over the world go there to see old houses and to eat well"
