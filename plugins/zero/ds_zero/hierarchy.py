@@ -25,7 +25,7 @@ from ds_core.comm import ALONE
 from ds_zero.wires import AllGather, Chain, GradientWire, Room, WeightWire, Works, cast_after
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ds_core.mesh import Mesh
     from ds_zero.flat import FlatBucket
@@ -36,12 +36,15 @@ __all__ = [
     "SecondCopy",
     "TwoSteps",
     "far",
+    "host_name",
+    "in_blocks",
     "levels",
     "near",
     "ranks_per_host",
     "second_copy",
     "sharding_axes",
     "two_steps",
+    "wanted_anywhere",
 ]
 
 
@@ -70,6 +73,12 @@ class Levels:
     size: int
     count: int
 
+    def destroy(self) -> None:
+        """Destroy the groups."""
+        for group in (self.near, self.far):
+            if group is not ALONE:
+                torch.distributed.destroy_process_group(group)
+
 
 def levels(mesh: Mesh, axes: Sequence[str], size: int) -> Levels:
     """Own groups of the blocks along `axes`. Collective over the world, with the same arguments; `size` divides."""
@@ -81,6 +90,22 @@ def levels(mesh: Mesh, axes: Sequence[str], size: int) -> Levels:
 
     near = mine(range(first, first + size) for first in range(0, world, size))
     return Levels(near, mine(range(place, world, size) for place in range(size)), size, world // size)
+
+
+def in_blocks(
+    mesh: Mesh, wanted: Iterable[tuple[str, ...]], size_of: Callable[[tuple[str, ...]], int]
+) -> dict[tuple[str, ...], Levels]:
+    """The blocks of ``size_of(axes)`` ranks along each of the `wanted` axes, where these are several blocks of several.
+
+    Collective over the world; ranks may want different axes.
+    """
+    sizes = {axes: size_of(axes) for axes in wanted_anywhere(wanted)}
+    return {axes: levels(mesh, axes, size) for axes, size in sizes.items() if 1 < size < mesh.size(*axes)}
+
+
+def wanted_anywhere(wanted: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The axes that any rank wants, in order. Collective over the world."""
+    return sorted({tuple(axes) for rank in comm.all_gather_json(sorted(wanted)) for axes in rank})
 
 
 def ranks_per_host(mesh: Mesh, axes: Sequence[str]) -> int:
@@ -153,12 +178,8 @@ def two_steps(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, 
 
     Collective over the world; ranks may want different ones.
     """
-    found = {}
-    for axes in sorted({tuple(axes) for rank in comm.all_gather_json(sorted(wanted)) for axes in rank}):
-        size = ranks_per_host(mesh, axes)
-        if 1 < size < mesh.size(*axes):
-            found[axes] = TwoSteps(levels(mesh, axes, size))
-    return found
+    hosts = in_blocks(mesh, wanted, lambda axes: ranks_per_host(mesh, axes))
+    return {axes: TwoSteps(found) for axes, found in hosts.items()}
 
 
 # -- hpZ -----------------------------------------------------------------------------------------------------------
@@ -178,8 +199,8 @@ class SecondCopy(WeightWire):
         self.valid = False
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]
-        """See `WeightWire`."""
+    def exact(self) -> bool:
+        """See `WeightWire.exact`."""
         return self.wire.exact
 
     def around(self, wire: WeightWire) -> SecondCopy:
@@ -189,7 +210,7 @@ class SecondCopy(WeightWire):
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightWire.start`."""
-        full, dtype = bucket.full, getattr(self.wire, "dtype", None) or bucket.dtype  # in which values are sent
+        full, dtype = bucket.full, self.wire.dtype or bucket.dtype  # in which values are sent
         mine = self.copy
         if mine is None or mine.dtype != dtype or not self.valid:
             return [Chain(self.wire.start(bucket), lambda: self._keep(bucket, dtype))]

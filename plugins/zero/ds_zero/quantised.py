@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from ds_core import comm
-from ds_core.comm import ALONE
-from ds_zero.hierarchy import levels, near, ranks_per_host
+from ds_zero.hierarchy import in_blocks, near, ranks_per_host
 from ds_zero.wires import Chain, GradientWire, WeightWire
 
 if TYPE_CHECKING:
@@ -130,10 +129,13 @@ class Coder:
 class QuantisedGather(WeightWire):
     """qwZ: an all-gather of 8-bit messages."""
 
-    exact = False
-
     def __init__(self, coder: Coder) -> None:
         self._coder = coder
+
+    @property
+    def exact(self) -> bool:
+        """See `WeightWire.exact`: never."""
+        return False
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightWire.start`."""
@@ -159,12 +161,8 @@ def blocks(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...
 
     They are hpZ's, or else hosts. Collective over the world; ranks may want different axes.
     """
-    found = {}
-    for axes in sorted({tuple(axes) for rank in comm.all_gather_json(sorted(wanted)) for axes in rank}):
-        size = mesh.size(*near(mesh, axes)) if mesh.has("hpz") else ranks_per_host(mesh, axes)
-        if 1 < size < mesh.size(*axes):
-            found[axes] = levels(mesh, axes, size)
-    return found
+    hpz = mesh.has("hpz")
+    return in_blocks(mesh, wanted, lambda a: mesh.size(*near(mesh, a)) if hpz else ranks_per_host(mesh, a))
 
 
 class Feedback:
@@ -245,9 +243,7 @@ class QuantisedReduce(GradientWire):
     def close(self) -> None:
         """Destroy the groups."""
         for found in self._blocks.values():
-            for group in (found.near, found.far):
-                if group is not ALONE:
-                    torch.distributed.destroy_process_group(group)
+            found.destroy()
         self._blocks.clear()
 
 

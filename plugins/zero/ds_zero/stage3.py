@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.precision import WIRE_DTYPES
 from ds_zero.base import ZeroPartitioner
@@ -24,7 +23,7 @@ from ds_zero.frozen import QuantisedStore
 from ds_zero.gather import GatherScheduler, narrower_dtype
 from ds_zero.gather_hooks import GatherHooks
 from ds_zero.gather_unit import BucketUnit, UnitState
-from ds_zero.hierarchy import AddedFar, second_copy, sharding_axes, two_steps
+from ds_zero.hierarchy import AddedFar, second_copy, sharding_axes, two_steps, wanted_anywhere
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.placement import StatePlacement, Transfers
 from ds_zero.quantised import can_quantise, quantised_gather, quantised_reduce
@@ -349,6 +348,9 @@ class Stage3(ZeroPartitioner):
         for group in self._groups.values():
             torch.distributed.destroy_process_group(group)
         self._groups.clear()
+        for wire in self._two_steps.values():
+            wire.hosts.destroy()
+        self._two_steps.clear()
         if self._reduce_4 is not None:
             self._reduce_4.close()
 
@@ -369,5 +371,4 @@ def _own_groups(mesh: Mesh, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...
     """A second process group along each set of axes that any rank wants. Collective over all ranks."""
     if mesh.world_size == 1:
         return {}
-    everywhere = {tuple(axes) for rank in comm.all_gather_json(sorted(wanted)) for axes in rank}
-    return {axes: mesh.own_group(*axes) for axes in sorted(everywhere)}
+    return {axes: mesh.own_group(*axes) for axes in wanted_anywhere(wanted)}
