@@ -6,6 +6,7 @@ shares its memory. What it raises ends its work: who waits for a job of it then 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import os
@@ -13,13 +14,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from ds_core import comm
 from ds_core.errors import DSError
+from ds_zero.hierarchy import host_name
 
-__all__ = ["HostWorker", "Ticket", "WorkerError", "cores_for"]
+__all__ = ["HostWorker", "Ticket", "WorkerError", "cores_for", "use_threads"]
 
 
 class WorkerError(DSError, RuntimeError):
@@ -47,12 +50,8 @@ class HostWorker:
         self._order = itertools.count()
         self._open: list[Ticket] = []
         self._failure: tuple[str, BaseException] | None = None
-        threads, ready = torch.get_num_threads(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        ready.wait()
-        if self.cores:
-            torch.set_num_threads(threads)  # what threads that torch starts later get; this one's has not changed
 
     def submit(self, what: str, job: Callable[[], None], *, first: bool = False) -> Ticket:
         """Have `job` done; what: in words. Raises WorkerError where an earlier one has failed."""
@@ -92,13 +91,10 @@ class HostWorker:
                 "host may be half updated, so go on from the last checkpoint"
             ) from error
 
-    def _run(self, ready: threading.Event) -> None:
-        try:
-            if self.cores:
-                os.sched_setaffinity(0, self.cores)  # of this thread, and of those that it starts
-                torch.set_num_threads(len(self.cores))
-        finally:
-            ready.set()
+    def _run(self) -> None:
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)  # of this thread, and of those that it starts
+            use_threads(len(self.cores))
         while (ticket := self._jobs.get()[2]) is not None:
             try:
                 if self._failure is None:
@@ -120,12 +116,22 @@ def cores_for(kept: float) -> list[int] | None:
     mine = tuple(sorted(os.sched_getaffinity(0)))
     index, count = 0, 1
     if comm.world_size() > 1:
-        everyone = comm.all_gather_json([_host(), list(mine)])
-        same = [r for r, answer in enumerate(everyone) if answer == [_host(), list(mine)]]
+        here = [host_name(), list(mine)]
+        same = [r for r, answer in enumerate(comm.all_gather_json(here)) if answer == here]
         index, count = same.index(comm.rank()), len(same)
     mine = mine[index * len(mine) // count : (index + 1) * len(mine) // count] or (mine[index % len(mine)],)
     return list(mine[min(math.ceil(kept * len(mine)), len(mine) - 1) :])
 
 
-def _host() -> str:
-    return os.uname().nodename
+def use_threads(count: int) -> bool:
+    """Let torch use `count` threads in this thread, if its build allows that; whether it does.
+
+    Its own `set_num_threads` would change what other threads use, and how MKL works in all of them.
+    """
+    torch.get_num_threads()  # it sets the number when it is first asked in a thread
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        library.omp_set_num_threads(ctypes.c_int(count))
+    except (OSError, AttributeError):
+        return False
+    return True

@@ -97,7 +97,7 @@ class Init:
         self._handles: list[Any] = []
         if not enabled:
             return
-        _refuse_unbuilt(remote_device, dtype)
+        _check_arguments(remote_device, dtype)
         if (zero_quantized_weights or zero_quantized_nontrainable_weights) and comm.rank() == 0:
             log.warning(
                 "ds_zero.Init: zero_quantized_* have no effect here: set them in zero_optimization, for training"
@@ -282,7 +282,7 @@ def _materialise(module: nn.Module) -> list[nn.Parameter]:
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_unbuilt(remote: str | None, dtype: torch.dtype | None) -> None:
+def _check_arguments(remote: str | None, dtype: torch.dtype | None) -> None:
     if remote not in (None, "none", "cpu", "nvme"):
         raise UsageError(f"ds_zero.Init: remote_device is {remote!r}; use 'cpu', 'nvme', or None for the accelerator")
     if dtype is not None and dtype not in _DTYPES:

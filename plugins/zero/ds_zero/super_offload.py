@@ -15,7 +15,6 @@ known after backward whether another rank did, so they are left to the step. Wei
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import queue
 import threading
@@ -23,7 +22,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +31,8 @@ from ds_core.errors import DSError, UsageError
 from ds_core.process import log_once
 from ds_core.stepping import Stepper
 from ds_zero.grads import Reducer
+from ds_zero.host_worker import use_threads
+from ds_zero.tiled_step import settings_of
 from ds_zero.updates import Updates
 
 if TYPE_CHECKING:
@@ -326,12 +326,12 @@ class _Attempt:
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Everything of the parameter groups but parameters, as it is now."""
+    """`settings_of`, as they are now: a tensor (a learning rate) may change later."""
 
     def now(value: Any) -> Any:
         return value.tolist() if isinstance(value, Tensor) else value
 
-    return [{k: now(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return [{k: now(v) for k, v in group.items()} for group in settings_of(optimizer)]
 
 
 # -- the worker ------------------------------------------------------------------------------------------------------
@@ -352,7 +352,8 @@ class _Worker:
 
 
 def _work(jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None], threads: int) -> None:
-    _use_threads(threads)
+    if not use_threads(threads):
+        log_once(log, logging.INFO, "SuperOffload: cpuadam_cores_perc has no effect with this build of torch")
     while (work := jobs.get()) is not None:
         future, job = work
         if future.set_running_or_notify_cancel():
@@ -363,13 +364,3 @@ def _work(jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None
             else:
                 future.set_result(None)
         del work, future, job  # while it waits it keeps no engine alive
-
-
-def _use_threads(count: int) -> None:
-    """Let torch use `count` threads in this thread. Its own `set_num_threads` would change other threads, too."""
-    torch.get_num_threads()  # it sets the number when it is first asked in a thread
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        library.omp_set_num_threads(ctypes.c_int(count))
-    except (OSError, AttributeError):
-        log_once(log, logging.INFO, "SuperOffload: cpuadam_cores_perc has no effect with this build of torch")

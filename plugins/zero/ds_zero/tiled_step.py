@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ds_core.stepping import Stepper
     from ds_zero.flat import FlatBucket
 
-__all__ = ["states_of", "tiled_step"]
+__all__ = ["settings_of", "states_of", "tiled_step"]
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def tiled_step(
     tiles = [b for b in dict.fromkeys(b for b, g in zip(owners, grads, strict=True) if g is not None) if b.evictable]
     if not tiles or any(g is not None for g in present):
         stepper.step(optimizer, present, factor)
-    kept = _settings(optimizer)
+    kept = settings_of(optimizer)
     for index, tile in enumerate(tiles):
         mine = [g if b is tile else None for b, g in zip(owners, grads, strict=True)]
         unused = (p for p, g, b in zip(pieces, grads, owners, strict=True) if b is tile and g is None)
@@ -59,7 +59,7 @@ def tiled_step(
             tile.update_shard(unused)
             if tile.placement.transfers is not None:
                 tile.placement.transfers.synchronize()
-        if _settings(optimizer) != kept:
+        if settings_of(optimizer) != kept:
             raise UsageError(
                 f"{type(optimizer).__name__} changes its parameter groups in each step, and evicted states are updated "
                 "in several steps, so it would count them wrongly; use offload_optimizer.device cpu"
@@ -126,5 +126,6 @@ def _is_moment(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == master.shape and value.numel() > 0
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Everything of the parameter groups but parameters."""
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

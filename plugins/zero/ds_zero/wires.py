@@ -66,9 +66,17 @@ class Chain:
 
 
 class WeightWire(ABC):
-    """How all shards of a bucket come into its `full`, which has memory. exact: whether with their own bits."""
+    """How all shards of a bucket come into its `full`, which has memory.
 
-    exact = True
+    dtype: in which weights are sent, if not in their own.
+    """
+
+    dtype: torch.dtype | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether weights come with their own bits."""
+        return self.dtype is None
 
     @abstractmethod
     def start(self, bucket: FlatBucket) -> Works:
@@ -77,14 +85,9 @@ class WeightWire(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(WeightWire):
-    """One all-gather. dtype: in which weights are sent, if not in their own."""
+    """One all-gather."""
 
     dtype: torch.dtype | None = None
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]
-        """See `WeightWire`."""
-        return self.dtype is None
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightWire.start`."""
@@ -98,14 +101,9 @@ class AllGather(WeightWire):
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(WeightWire):
-    """One all-reduce of zero-padded buffers. dtype: in which weights are sent, if not in their own."""
+    """One all-reduce of zero-padded buffers."""
 
     dtype: torch.dtype | None = None
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]
-        """See `WeightWire`."""
-        return self.dtype is None
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightWire.start`."""

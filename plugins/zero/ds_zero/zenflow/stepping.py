@@ -31,6 +31,7 @@ from ds_core.errors import UsageError
 from ds_core.stepping import Stepper
 from ds_zero.host_worker import HostWorker, cores_for
 from ds_zero.state_offload import OffloadedStates, OffloadStateTypeEnum
+from ds_zero.tiled_step import settings_of
 from ds_zero.updates import Updates
 from ds_zero.zenflow import saving
 from ds_zero.zenflow.columns import important
@@ -208,10 +209,10 @@ class ZenFlow(Updates):
         if not any(g is not None for g in grads):
             return
         _follow_settings(self.device, self.optimizer)
-        kept = _settings(self.device)
+        kept = settings_of(self.device)
         self._device_stepper.step(self.device, grads, factor)
         self._device_stepper.release()
-        if _settings(self.device) != kept:
+        if settings_of(self.device) != kept:
             raise UsageError(
                 f"zero_optimization.zenflow: {type(self.optimizer).__name__} changes its parameter groups in each "
                 "step, and ZenFlow updates parts of them at different times; use an optimizer that counts per parameter"
@@ -409,11 +410,7 @@ class ZenFlow(Updates):
             tile.bucket.deferred = None
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-
-
 def _follow_settings(twin_: Optimizer, optimizer: Optimizer) -> None:
     """Give its groups the settings of the other's, such as the learning rate."""
-    for group, new in zip(twin_.param_groups, _settings(optimizer), strict=True):
+    for group, new in zip(twin_.param_groups, settings_of(optimizer), strict=True):
         group.update(new)
