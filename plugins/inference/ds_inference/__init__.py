@@ -1,0 +1,1 @@
+"""Inference: trained models answer, through programs of ds-inference-kit where their family is known."""
