@@ -6,6 +6,7 @@ import functools
 from typing import Any, cast
 
 from ds_comm_autograd import reduce_from
+from ds_run_state.divided import Divided
 from torch import Tensor, nn
 
 from ds_tensor_parallel.division import Division
@@ -34,6 +35,14 @@ class _Vocabulary(nn.Module):
             mine = first <= self.padding_idx < first + size
             self.padding_idx: int | None = self.padding_idx - first if mine else None
 
+    @property
+    def ds_divided(self) -> Divided | None:
+        """See `ds_run_state.divided`."""
+        if self.tp is None:
+            return None
+        tokens = self.division.ranges(self.tp.rank)
+        return Divided(self.tp.rank, self.tp.size, inputs=tokens, sums=True, sizes=self.division.sizes())
+
     def forward(self, ids: Tensor) -> Tensor:
         """The vectors of `ids`, on every rank."""
         if self.tp is None:
@@ -59,6 +68,14 @@ class _Hidden(nn.Module):
         """Work as this rank's part from now on. The weight is cut by the caller, as `cuts` says."""
         self.tp, self.division = place, division
         self.embedding_dim = division.size(place.rank)
+
+    @property
+    def ds_divided(self) -> Divided | None:
+        """See `ds_run_state.divided`."""
+        if self.tp is None:
+            return None
+        outputs, sizes = self.division.ranges(self.tp.rank), self.division.sizes()
+        return Divided(self.tp.rank, self.tp.size, outputs=outputs, gathers=self.gather_output, sizes=sizes)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The vectors of `ids`, on every rank, or this rank's part of them without `gather_output`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from ds_comm_autograd import copy_to, gather, reduce_from, reduce_scatter, split
+from ds_run_state.divided import Divided
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -137,6 +138,14 @@ class Column(_Parallel):
         super().bind(place, division)
         _set_widths(self, outputs=division.size(place.rank))
 
+    @property
+    def ds_divided(self) -> Divided | None:
+        """See `ds_run_state.divided`."""
+        if self.tp is None:
+            return None
+        outputs, sizes = self.division.ranges(self.tp.rank), self.division.sizes()
+        return Divided(self.tp.rank, self.tp.size, outputs=outputs, gathers=self.gather_output, sizes=sizes)
+
     def forward(self, x: Tensor) -> Tensor:
         """This rank's outputs, or all of them with `gather_output`."""
         if self.tp is None:
@@ -174,6 +183,13 @@ class Copied(Column):
         self.tp, self.outputs = place, outputs
         _set_widths(self, outputs=sum(size for _, size in outputs))
 
+    @property
+    def ds_divided(self) -> Divided | None:
+        """See `ds_run_state.divided`."""
+        if self.tp is None:
+            return None
+        return Divided(self.tp.rank, self.tp.size, outputs=self.outputs, whole_weight=True)
+
     def _outputs(self, x: Tensor, group: ProcessGroup) -> Tensor:
         if self.copies:
             x = copy_to(x, group) if self.siblings is None else self.siblings.copied(x, group)
@@ -204,6 +220,14 @@ class Row(_Parallel):
         """See the base class."""
         super().bind(place, division)
         _set_widths(self, inputs=division.size(place.rank))
+
+    @property
+    def ds_divided(self) -> Divided | None:
+        """See `ds_run_state.divided`."""
+        if self.tp is None:
+            return None
+        inputs = self.division.ranges(self.tp.rank)
+        return Divided(self.tp.rank, self.tp.size, inputs=inputs, sums=self.sums, sizes=self.division.sizes())
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole output, on every rank, or of a part of the tokens; the bias is added once."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_comm_autograd import copy_to, reduce_from
+from ds_run_state.divided import DIVIDED, Divided
 from torch import Tensor, nn
 
 from ds_core import comm
@@ -32,6 +33,7 @@ def sum_output(module: nn.Module, place: Place) -> None:
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
+    setattr(module, DIVIDED, Divided(place.rank, place.size, sums=True))
 
 
 def _copied(value: Any, place: Place) -> Any:
