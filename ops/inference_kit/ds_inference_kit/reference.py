@@ -60,8 +60,14 @@ class Interpreter:
         """See `program.Runnable`."""
         registers: dict[int, Tensor] = {}
         for instruction in self.program.instructions:
-            self._actions[type(instruction)](instruction, registers, step, cache)
+            self.execute(instruction, registers, step, cache)
         return registers[self.program.output]
+
+    def execute(
+        self, instruction: p.Instruction, registers: dict[int, Tensor], step: Step, cache: KVCache | None
+    ) -> None:
+        """Run one instruction, which reads `registers` and sets what it writes there."""
+        self._actions[type(instruction)](instruction, registers, step, cache)
 
     def _embed(self, i: p.Embed, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
         if i.by is p.By.TOKENS and step.embeds is not None:
