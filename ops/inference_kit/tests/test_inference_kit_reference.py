@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ds_inference_kit import program as p
-from ds_inference_kit.reference import load
+from ds_inference_kit.checks import inference_program
+from ds_inference_kit.reference import Interpreter, load
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from ds_inference_kit.weights import dequantize, quantize
 from torch import Tensor
@@ -85,3 +88,37 @@ def test_quantised_weights_are_off_by_half_a_step(bits: int, symmetric: bool) ->
     assert ((dequantize(held, torch.float32) - weight).abs() <= bound).all()
     with pytest.raises(ValueError, match="groups of 48 do not divide rows of 64"):
         quantize(weight, bits=bits, group=48, symmetric=symmetric)
+
+
+@pytest.mark.slow
+def test_the_checks_of_providers_find_a_wrong_one() -> None:
+    """`checks.inference_program` passes the reference, in fp32, and fails each kind of mistake."""
+
+    def check(function: p.Load) -> set[str]:
+        failed = set()
+        for what, compare in inference_program(function, "cpu", ("float32",)):
+            try:
+                compare()
+            except AssertionError:
+                failed.add(what.split(", ", 1)[1].split()[0])
+        return failed
+
+    def without(kind: type) -> p.Load:
+        def wrong(program: p.Program, collectives: p.Collectives | None = None) -> p.Runnable:
+            runs = Interpreter(program, collectives)
+            right = runs._actions[kind]
+
+            def act(*operands: Any) -> None:
+                right(*operands)
+                registers = operands[1]
+                written = operands[0].x if kind in (p.Rotate, p.Reduce) else operands[0].out
+                registers[written] = registers[written] * 1.001
+
+            runs._actions[kind] = act
+            return runs
+
+        return wrong
+
+    assert check(load) == set()
+    for kind in (p.Embed, p.Normalize, p.Linear, p.Gated, p.Rotate, p.Attend, p.Experts, p.Add, p.Reduce, p.Keep):
+        assert kind.__name__ in check(without(kind)), f"a wrong {kind.__name__} passes"
