@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from ds_inference_kit.step import KVCache, Step
 
 __all__ = [
-    "Activation", "Add", "Attend", "By", "Collectives", "Embed", "Experts", "Gated", "Gather", "Instruction", "Keep",
-    "Linear", "Load", "Norm", "Normalize", "Program", "Reduce", "Register", "Rotary", "Rotate", "Runnable", "Weight",
+    "Activation", "Add", "Attend", "By", "Collectives", "Columns", "Embed", "Experts", "Gated", "Gather", "Instruction",
+    "Keep", "Linear", "Load", "Norm", "Normalize", "Program", "Reduce", "Register", "Rotary", "Rotate", "Runnable",
+    "Weight",
 ]  # fmt: skip
 
 Register = int
@@ -141,8 +142,9 @@ class Attend:
 
     q, out: [rows, heads * head_dim]; k, v: [rows, kv_heads * head_dim]; query head h reads key head
     ``h * kv_heads // heads``, or what `groups` says. layer: the layer of the cache that first takes k and v of these
-    rows and whose tokens up to the row's own are attended to; None: rows of the same sequence in this step. causal: a
-    row sees no later ones. window: and only the last `window` tokens, itself included. slopes: fp32 [heads], ALiBi.
+    rows and whose tokens up to the row's own are attended to; None, or a run without a cache: rows of the same sequence
+    in this step. causal: a row sees no later ones. window: and only the last `window` tokens, itself included. slopes:
+    fp32 [heads], ALiBi.
     """
 
     q: Register
@@ -192,6 +194,21 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """out = columns ``first : first + width`` of each of `groups` equal parts of `x`, side by side.
+
+    So what one product of a fused weight gave is taken apart: `groups` are the heads where queries, keys and values of
+    a head lie together.
+    """
+
+    x: Register
+    out: Register
+    first: int
+    width: int
+    groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """x = the sum of `x` over the ranks of the program's group (`Collectives.reduce`)."""
 
@@ -214,7 +231,7 @@ class Keep:
     out: Register
 
 
-Instruction = Embed | Normalize | Linear | Gated | Rotate | Attend | Experts | Add | Reduce | Gather | Keep
+Instruction = Embed | Normalize | Linear | Gated | Columns | Rotate | Attend | Experts | Add | Reduce | Gather | Keep
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,7 +49,7 @@ class Interpreter:
         self._actions: dict[type, Callable[..., None]] = {
             p.Embed: self._embed, p.Normalize: self._normalize, p.Linear: self._linear, p.Gated: self._gated,
             p.Rotate: self._rotate, p.Attend: self._attend, p.Experts: self._experts, p.Add: self._add,
-            p.Reduce: self._reduce, p.Gather: self._gather, p.Keep: self._keep,
+            p.Columns: self._columns, p.Reduce: self._reduce, p.Gather: self._gather, p.Keep: self._keep,
         }  # fmt: skip
 
     def rebind(self) -> None:
@@ -122,8 +122,8 @@ class Interpreter:
         for n, length in enumerate(lengths):
             rows = slice(starts[n], starts[n + 1])
             keys, values = k[rows], v[rows]
-            if i.layer is not None:
-                assert cache is not None and step.blocks is not None
+            if i.layer is not None and cache is not None:
+                assert step.blocks is not None
                 keys, values = _cached(cache, i.layer, step.blocks[n], length, keys, values)
             out[rows] = _attention(i, q[rows], keys, values)
         r[i.out] = out.flatten(1)
@@ -146,6 +146,9 @@ class Interpreter:
     def _add(self, i: p.Add, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
         total = r[i.x] + r[i.y]
         r[i.out] = total if i.bias is None else total + i.bias.to(total.dtype)
+
+    def _columns(self, i: p.Columns, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
+        r[i.out] = r[i.x].unflatten(1, (i.groups, -1))[..., i.first : i.first + i.width].flatten(1)
 
     def _reduce(self, i: p.Reduce, r: dict[int, Tensor], step: Step, cache: KVCache | None) -> None:
         assert self._collectives is not None

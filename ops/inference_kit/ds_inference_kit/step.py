@@ -22,7 +22,8 @@ BLOCK = 32
 class Step:
     """The rows of a step: of each sequence one (decoding), some (a part of a prompt) or all, sequence after sequence.
 
-    tokens, positions: int32 [rows]. A sequence's rows have consecutive positions that end at its length - 1.
+    tokens, positions: int32 [rows]. Positions are for `Embed` and `Rotate` alone; attention and the cache count tokens:
+    the last row of a sequence is its token length - 1.
     starts: int32 [sequences + 1]; rows of sequence i are ``starts[i]:starts[i + 1]``.
     lengths: int32 [sequences]; tokens of each that are in the cache after this step.
     blocks: int32 [sequences, most]; token p of sequence i lies in block ``blocks[i, p // BLOCK]``. None: no cache.
