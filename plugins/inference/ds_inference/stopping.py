@@ -1,0 +1,76 @@
+"""Text from tokens as they come, and the stop strings in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+__all__ = ["Decode", "Detokenizer", "StopStrings"]
+
+Decode = Callable[[list[int]], str]
+"""A tokenizer's decoding of tokens."""
+
+_UNFINISHED = "\ufffd"
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, piece by piece.
+
+    What a token reads as depends on those before it (spaces, characters of several tokens), so each piece is the
+    difference of two decodings that begin a few tokens earlier. A piece waits while its last character is incomplete.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._known, self._held = "", 0
+
+    def push(self, token: int) -> str:
+        """The text that `token` adds; empty while a character is incomplete."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith(_UNFINISHED) and self._held < _LONGEST - 1:
+            self._held += 1
+            return ""
+        return self._move(text)
+
+    def rest(self) -> str:
+        """What is still held back, as it reads now."""
+        return self._move(self._decode(self._tokens))
+
+    def _move(self, text: str) -> str:
+        new, tail = text[len(self._known) :], self._tokens[-_CONTEXT:]
+        if len(self._tokens) > 2 * _CONTEXT:
+            self._tokens, text = tail, self._decode(tail)
+        self._known, self._held = text, 0
+        return new
+
+
+_CONTEXT = 8
+"""Tokens before a new one that are decoded with it."""
+
+_LONGEST = 4
+"""Tokens that wait for the rest of a character; one that is longer is invalid."""
+
+
+class StopStrings:
+    """The text of a sequence until one of `strings` appears in it, in one token or across several."""
+
+    def __init__(self, strings: Sequence[str], decode: Decode) -> None:
+        self._strings, self._reads = tuple(strings), Detokenizer(decode)
+        self._reach = max(map(len, self._strings)) - 1
+        self.text = ""
+
+    def push(self, token: int) -> bool:
+        """Whether a string is complete with `token`; then `text` ends before it."""
+        new = self._reads.push(token)
+        begin = max(0, len(self.text) - self._reach)
+        self.text += new
+        found = [at for at in (self.text.find(string, begin) for string in self._strings) if at >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def finish(self) -> str:
+        """The whole text, with what was incomplete."""
+        self.text += self._reads.rest()
+        return self.text
