@@ -201,8 +201,11 @@ class Scheduler:
     def _add(self, group: Group, parts: list[tuple[Sequence, int]], left: int) -> int:
         """Add rows of `group` to `parts`; how many rows are left for prompts."""
         mine: list[tuple[Sequence, int]] = []
-        for sequence in group.active:
-            end = len(sequence.tokens) if group.split else group.prompt
+        active = group.active
+        # Beams choose together, so none goes to its end before all can.
+        behind = group.split and group.beams is not None and any(len(s.tokens) - s.cached > 1 for s in active)
+        for sequence in active:
+            end = len(sequence.tokens) - behind if group.split else group.prompt
             rows = end - sequence.cached
             if not _decodes(sequence):  # a prompt, or what has to be computed again
                 rows = min(rows, left)
