@@ -1,0 +1,116 @@
+"""Modules that run themselves under the scheduler's steps: greedy texts equal those of plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from ds_inference.eager import Eager
+from ds_inference_kit.step import BLOCK, KVCache, Step
+from torch import Tensor, nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+WORDS, NEW = 61, 6
+PROMPTS = [[7, 3, 9, 44, 5, 1, 8, 2, 60, 11, 4], [5, 6], list(range(1, 40))]
+
+
+class Plain(nn.Module):
+    """Causal, without a cache: each token says something of the mean of those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        out: Tensor = self.head(torch.tanh(h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None] + h))
+        return out
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(3)
+    if kind == "plain":
+        return Plain()
+    import transformers as hf
+
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    llama = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind == "llama":
+        config: Any = hf.LlamaConfig(**llama, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    elif kind == "window":
+        config = hf.MistralConfig(**llama, num_key_value_heads=2, sliding_window=5, **sizes)
+    elif kind == "gpt2":
+        config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **sizes)
+    elif kind == "bloom":
+        config = hf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **sizes)
+    else:
+        config = hf.MambaConfig(hidden_size=16, num_hidden_layers=2, state_size=4, **sizes)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    for param in model.parameters():
+        param.data.normal_(0, 0.3)
+    return model
+
+
+@torch.no_grad()
+def truth(model: Any, prompt: Sequence[int]) -> list[int]:
+    """One text at a time, the whole of it for each token."""
+    text = list(prompt)
+    for _ in range(NEW):
+        out = model(torch.tensor([text]))
+        text.append(int(getattr(out, "logits", out)[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def step_of(texts: Sequence[list[int]], counts: Sequence[int], tables: Tensor) -> Step:
+    """The last `counts` tokens of each text; of each its last row is wanted."""
+    starts = [0, *itertools.accumulate(counts)]
+    tokens = [t for text, n in zip(texts, counts, strict=True) for t in text[len(text) - n :]]
+    positions = [p for text, n in zip(texts, counts, strict=True) for p in range(len(text) - n, len(text))]
+    return Step(
+        torch.tensor(tokens, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32), torch.tensor([len(t) for t in texts], dtype=torch.int32),
+        tables, torch.tensor(starts[1:]) - 1,
+    )  # fmt: skip
+
+
+def texts_of(model: Any, together: bool) -> list[list[int]]:
+    """Prompts in two parts, the second one with the first tokens of another text beside it."""
+    eager = Eager(model, together=together)
+    p = eager.program
+    cache = KVCache.make(p.layers, 8, p.kv_heads, p.head_dim, p.dtype)
+    cache.keys.fill_(torch.nan)
+    tables = torch.tensor([[6, 1], [3, 0], [5, 2]], dtype=torch.int32)
+    assert max(map(len, PROMPTS)) + NEW <= 2 * BLOCK
+    texts = [list(prompt) for prompt in PROMPTS]
+    eager(step_of([texts[0][:6], texts[2][:35]], [6, 35], tables[[0, 2]]), cache)
+    counts = [len(texts[0]) - 6, len(texts[1]), len(texts[2]) - 35]
+    for _ in range(NEW):
+        rows = eager(step_of(texts, counts, tables), cache)
+        assert rows.shape == (3, WORDS)
+        for text, row in zip(texts, rows, strict=True):
+            text.append(int(row.argmax()))
+        counts = [1, 1, 1]
+    return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "llama", "window", "gpt2", "bloom", "mamba"])
+def test_texts_equal_those_of_the_module(kind: str, together: bool) -> None:
+    if kind != "plain":
+        pytest.importorskip("transformers")
+    model = build(kind)
+    assert texts_of(model, together) == [truth(model, prompt) for prompt in PROMPTS]
+
+
+def test_all_rows_and_no_cache() -> None:
+    model = build("plain")
+    text = PROMPTS[0]
+    step = Step(
+        torch.tensor(text, dtype=torch.int32), torch.arange(11, dtype=torch.int32),
+        torch.tensor([0, 11], dtype=torch.int32), torch.tensor([11], dtype=torch.int32),
+    )  # fmt: skip
+    assert torch.equal(Eager(model)(step), model(torch.tensor([text]))[0])
