@@ -1,0 +1,157 @@
+"""The application: its routes, who may ask, and what is written down about each request."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ds_inference.serve.asking import Answering, Limits, Message, Receive, Scope, Send
+from ds_inference.serve.errors import Refusal
+from ds_inference.serve.metrics import Metrics
+from ds_inference.serve.model import Served
+from ds_inference.serve.protocol import ChatRequest, CompletionRequest
+from ds_inference.serve.worker import Gone, Worker
+
+__all__ = ["Gate", "make_app"]
+
+log = logging.getLogger("ds_inference.serve")
+
+
+def make_app(
+    served: Served, worker: Worker, limits: Limits, *, token: str | None = None, hosts: Sequence[str] | None = None
+) -> Gate:
+    """The ASGI application. token: what a request must bear; hosts: names it may call this server by, None: any."""
+    metrics, threads = Metrics(), ThreadPoolExecutor(1, "tokens")
+    created = int(time.time())
+    model = {"id": served.name, "object": "model", "created": created, "owned_by": "ds_core"}
+
+    def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def one_model(request: Request) -> Response:
+        if request.path_params["name"] != served.name:
+            raise Refusal(404, f"this server has no such model; it has {served.name!r}", "model_not_found", "model")
+        return JSONResponse(model)
+
+    async def health(request: Request) -> Response:
+        status = "stopping" if gate.stopping else "ok" if worker.healthy else "failed"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    async def counted(request: Request) -> Response:
+        g = worker.generator
+        now = {"requests_running": g.running, "requests_waiting": len(worker.waiting)}
+        now |= {"cache_blocks_used": g.blocks_used, "cache_blocks": g.blocks}
+        return PlainTextResponse(metrics.text(now), media_type="text/plain; version=0.0.4")
+
+    shared = (served, worker, limits, metrics, threads)
+    routes = [
+        Route("/v1/completions", Answering(CompletionRequest, *shared), methods=["POST"]),
+        Route("/v1/chat/completions", Answering(ChatRequest, *shared), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/health", health),
+        Route("/metrics", counted),
+    ]
+    handlers: dict[Any, Any] = {Refusal: _refuse, HTTPException: _refuse_http, Exception: _fail}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    gate = Gate(app, metrics, token, hosts)
+    return gate
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return JSONResponse(error.body(), error.status, headers)
+
+
+def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    texts = {404: "there is nothing at this address", 405: "this address does not take this method"}
+    body = Refusal(error.status_code, texts.get(error.status_code, error.detail)).body()
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+def _fail(request: Request, error: Exception) -> Response:
+    return _refuse(request, Refusal(500, "the server failed; see its log"))
+
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+
+
+class Gate:
+    """Lets in who may ask, and logs and counts: neither prompts nor answers, headers nor addresses asked for.
+
+    stopping: nothing new is answered any more.
+    """
+
+    def __init__(self, app: Starlette, metrics: Metrics, token: str | None, hosts: Sequence[str] | None) -> None:
+        self._app, self._metrics = app, metrics
+        self._token = None if token is None else token.encode()
+        self._hosts = None if hosts is None else {host.lower().encode() for host in hosts}
+        self.stopping = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or what else the server has to say."""
+        if scope["type"] != "http":
+            return
+        began, status = time.monotonic(), 499  # nobody was there to be answered
+        state: dict[str, Any] = {}
+        scope["state"] = state
+
+        async def seen(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope)
+            if refusal is None:
+                await self._app(scope, receive, seen)
+            else:
+                await _refuse(Request(scope), refusal)(scope, receive, seen)
+        except Gone:
+            status = 499
+            self._metrics.cancelled += 1
+        except Exception as error:
+            # Without the message: an exception may repeat what a request said.
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s while answering:\n%s", type(error).__name__, frames)
+        finally:
+            path = scope["path"] if scope["path"] in PATHS else "other"
+            self._metrics.requests[path, status] += 1
+            usage, client = state.get("tokens"), (scope.get("client") or ("?",))[0]
+            tokens = f" {usage.prompt}+{usage.completion} tokens" if usage else ""
+            log.info("%s %s %s %d %.3f s%s", client, scope["method"], path, status, time.monotonic() - began, tokens)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        headers = dict(scope["headers"])
+        if self._hosts is not None and _name(headers.get(b"host", b"")) not in self._hosts:
+            # A web page whose name was made to mean this machine calls it by that name.
+            return Refusal(403, "this server answers only to the names of this machine; others need a token")
+        if scope["path"] == "/health":
+            return None
+        if self.stopping:
+            return Refusal(503, "the server is stopping", retry_after=5)
+        if self._token is not None:
+            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
+                return Refusal(401, "a right token is needed: Authorization: Bearer ...", "invalid_api_key")
+        return None
+
+
+def _name(host: bytes) -> bytes:
+    """The name in a Host header, without the port."""
+    name, _, port = host.rpartition(b":")
+    return (name if name and port.isdigit() else host).strip(b"[]").lower()

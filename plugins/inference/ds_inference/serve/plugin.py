@@ -1,0 +1,14 @@
+"""Declares ``dscore serve`` (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_core.entries import CommandEntry
+
+__all__ = ["ds_commands"]
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore serve``."""
+    return {"serve": CommandEntry("ds_inference.serve.command:serve", "Serve a model over HTTP, in OpenAI's protocol.")}

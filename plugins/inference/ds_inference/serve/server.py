@@ -1,0 +1,127 @@
+"""The server: its socket, its event loop, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from ds_inference.serve.app import make_app
+from ds_inference.serve.asking import Limits
+from ds_inference.serve.connections import protocol
+from ds_inference.serve.errors import Refusal
+from ds_inference.serve.model import Served, ServeError
+from ds_inference.serve.worker import Link, Worker
+
+__all__ = ["TOKEN", "Server", "Settings", "listen", "token_from"]
+
+log = logging.getLogger("ds_inference.serve")
+
+TOKEN = "DSCORE_SERVE_TOKEN"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SHORTEST = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve. max_queue: answers that wait for their first token. grace: seconds that answers get after SIGTERM.
+
+    patience: seconds for the head of a request to come, and for a client to go on reading.
+    """
+
+    host: str
+    port: int
+    limits: Limits
+    max_queue: int
+    max_connections: int
+    grace: float
+    token: str | None = None
+    patience: float = 20.0
+
+
+def token_from(file: Path | None) -> str | None:
+    """The token in `file`, or in the environment; None: there is none. It is not shown in any message."""
+    place, text = TOKEN, os.environ.get(TOKEN)
+    if file is not None:
+        place = str(file)
+        try:
+            text = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ServeError(f"--token-file {file}: {type(error).__name__}") from None
+    if text is None:
+        return None
+    token = text.strip()
+    if len(token) < _SHORTEST or not (token.isascii() and token.isprintable()) or " " in token:
+        raise ServeError(f"{place}: a token is {_SHORTEST} ASCII characters or more, without spaces")
+    return token
+
+
+def listen(host: str, port: int, token: str | None) -> socket.socket:
+    """The listening socket; ServeError where others could reach a server that asks for no token."""
+    if token is None and host not in _LOOPBACK:
+        raise ServeError(f"--host {host}: others can reach it, so it needs a token: --token-file FILE, or {TOKEN}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=256)
+    except (OSError, OverflowError) as error:
+        raise ServeError(f"cannot listen at {host} port {port}: {error}") from None
+
+
+class Server(uvicorn.Server):
+    """Ends by itself after a signal: answers get `grace` seconds, then their rest is cut off with an error.
+
+    ready: called with the server's address once it listens. link: see `worker.Link`.
+    """
+
+    def __init__(
+        self, served: Served, settings: Settings, ready: Callable[[str], None], link: Link | None = None
+    ) -> None:
+        self._settings, self._ready = settings, ready
+        self._worker = Worker(served.generator, most_waiting=settings.max_queue, link=link, failed=self._failed)
+        hosts = None if settings.token else _LOOPBACK
+        self._gate = make_app(served, self._worker, settings.limits, token=settings.token, hosts=hosts)
+        config = uvicorn.Config(
+            self._gate,
+            http=protocol(settings.max_connections, settings.patience),
+            ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            timeout_graceful_shutdown=int(settings.grace + settings.patience) + 1,
+        )  # fmt: skip
+        super().__init__(config)
+
+    def serve_until_stopped(self) -> bool:
+        """Serve until a signal, or until `should_exit` is set; whether all ended well."""
+        with listen(self._settings.host, self._settings.port, self._settings.token) as heard:
+            name = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+            self._address = f"http://{name}:{heard.getsockname()[1]}"
+            self.run(sockets=[heard])
+        return self._worker.stop() and self._worker.healthy
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, and the generator's thread."""
+        self._worker.start()
+        await super().startup(sockets)
+        self._ready(self._address)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, which waits for answers: not for longer than `grace`."""
+        self._gate.stopping = True
+        log.info("stopping: %d answers have %g s to end", self._worker.active, self._settings.grace)
+        cut = Refusal(503, "the server stopped before this answer was complete")
+        timer = asyncio.get_running_loop().call_later(self._settings.grace, self._worker.fail_all, cut)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came; the second one ends at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    def _failed(self) -> None:
+        self.should_exit = True

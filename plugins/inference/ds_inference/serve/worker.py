@@ -1,0 +1,265 @@
+"""The generator in a thread of its own, and what requests on the event loop see of it.
+
+The thread alone touches the generator. Requests reach it as commands in a queue, and tokens go back to the event loop,
+those of one step at once. On several ranks each has this thread: rank 0's commands are broadcast before every step, so
+that all ranks do the same (`Link`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import queue
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ds_core.errors import DSError
+from ds_inference.requests import Finish, Output, Request, SamplingParams
+from ds_inference.serve.errors import Refusal
+
+if TYPE_CHECKING:
+    from ds_inference.generation import Generator
+    from ds_inference.requests import Handle
+
+__all__ = ["Gone", "Link", "Ticket", "Worker"]
+
+log = logging.getLogger("ds_inference.serve")
+
+
+class Gone(Exception):
+    """The client is not there any more."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Generate an answer under this number."""
+
+    number: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The answer of this number is not wanted any more."""
+
+    number: int
+
+
+class Stop(Enum):
+    """End the thread."""
+
+    NOW = 0
+
+
+Command = Submit | Cancel | Stop
+
+
+Link = Callable[[list[Command]], list[Command]]
+"""Hands the commands of rank 0 to all ranks, and waits for them there."""
+
+
+class Worker:
+    """Owns `generator`.
+
+    most_waiting: answers that may wait for their first token. link: see `Link`; patience: seconds after which it is
+    used though there is nothing to say. failed: called on the event loop where a step fails.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        most_waiting: int,
+        link: Link | None = None,
+        patience: float | None = None,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.generator, self.most_waiting = generator, most_waiting
+        self._link, self._patience, self._failed = link, patience, failed
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+        self._numbers = itertools.count()
+        self._tickets: dict[int, tuple[Ticket, int]] = {}  # of the event loop
+        self._handles: dict[int, Handle] = {}  # of the thread
+        self._owners: dict[int, int] = {}  # of the thread: by identity of the handle, whose number it is
+        self.waiting: dict[int, float] = {}  # answers without a token yet, since when, the oldest first
+        self.healthy = True
+
+    # -- on the event loop ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin, on the event loop that runs now."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self, timeout: float = 30.0) -> bool:
+        """End the thread after its step; whether it ended in time."""
+        self._inbox.put(Stop.NOW)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def active(self) -> int:
+        """Answers that are not finished."""
+        return len(self._tickets)
+
+    @contextlib.contextmanager
+    def open(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], timeout: float) -> Iterator[Ticket]:
+        """Submit answers; what is left of them at the end of the block is cancelled. Refusal where too many wait."""
+        if not self.healthy:
+            raise Refusal(503, "the model's process failed; see the server's log")
+        if len(self.waiting) + len(prompts) > self.most_waiting:
+            raise self._full()
+        numbers = [next(self._numbers) for _ in prompts]
+        ticket = Ticket(self, numbers)
+        late = Refusal(504, "the answer took too long", "timeout")
+        timer = self._loop.call_later(timeout, ticket.fail, late)
+        for index, (number, (prompt, params)) in enumerate(zip(numbers, prompts, strict=True)):
+            self._tickets[number] = ticket, index
+            self.waiting[number] = self._loop.time()
+            self._inbox.put(Submit(number, tuple(prompt), params))
+        try:
+            yield ticket
+        finally:
+            timer.cancel()
+            for number in numbers:
+                self.cancel(number)
+
+    def _full(self) -> Refusal:
+        oldest = next(iter(self.waiting.values()), self._loop.time())
+        again = min(max(math.ceil(self._loop.time() - oldest), 1), 60)
+        text = f"{len(self.waiting)} answers wait already, of {self.most_waiting} at most; try again in {again} s"
+        return Refusal(429, text, "rate_limit_exceeded", retry_after=again)
+
+    def cancel(self, number: int) -> None:
+        """Forget an answer; nothing where it has ended."""
+        if self._tickets.pop(number, None) is not None:
+            self.waiting.pop(number, None)
+            self._inbox.put(Cancel(number))
+
+    def fail_all(self, error: Exception) -> None:
+        """Every open request ends with `error`."""
+        for ticket in {id(t): t for t, _ in self._tickets.values()}.values():
+            ticket.fail(error)
+
+    def _deliver(self, outputs: list[tuple[int, Output]]) -> None:
+        for number, output in outputs:
+            ticket, index = self._tickets.get(number, (None, 0))
+            if ticket is None:
+                continue
+            self.waiting.pop(number, None)
+            if output.finished is not None:
+                del self._tickets[number]
+            if output.finished in (Finish.ERROR, Finish.CANCELLED):
+                ticket.fail(Refusal(500, "this answer failed; see the server's log"))
+            else:
+                ticket.events.put_nowait((index, output))
+
+    def _refused(self, number: int, text: str) -> None:
+        ticket, _ = self._tickets.pop(number, (None, 0))
+        self.waiting.pop(number, None)
+        if ticket is not None:
+            ticket.fail(Refusal(400, text))
+
+    def _broken(self) -> None:
+        self.healthy = False
+        self.fail_all(Refusal(500, "the model's process failed; see the server's log"))
+        self._failed()
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self.generator.busy:
+                    self._report(self.generator.step())
+        except Exception as error:
+            # Without the message: an exception may repeat what a request said.
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            log.error("the generator failed: %s\n%s", type(error).__name__, frames)
+            self._call(self._broken)
+
+    def _obey(self) -> bool:
+        """Do what is asked for; wait for it where there is nothing else to do. False: end."""
+        commands: list[Command] = []
+        with contextlib.suppress(queue.Empty):
+            if not self.generator.busy:
+                commands.append(self._inbox.get(timeout=self._patience))
+            while True:
+                commands.append(self._inbox.get_nowait())
+        for command in self._link(commands) if self._link else commands:
+            if command is Stop.NOW:
+                return False
+            if isinstance(command, Submit):
+                self._submit(command)
+            elif isinstance(command, Cancel) and (handle := self._handles.pop(command.number, None)) is not None:
+                del self._owners[id(handle)]
+                self.generator.cancel(handle)
+        return True
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            handle = self.generator.submit(Request(command.prompt, command.params))
+        except DSError as error:  # it can never be served
+            self._call(self._refused, command.number, str(error))
+            return
+        self._handles[command.number] = handle
+        self._owners[id(handle)] = command.number
+
+    def _report(self, outputs: Sequence[Output]) -> None:
+        found = []
+        for output in outputs:
+            number = self._owners.get(id(output.handle))
+            if number is None:
+                continue
+            found.append((number, output))
+            if output.finished is not None:
+                del self._owners[id(self._handles.pop(number))]
+        if found:
+            self._call(self._deliver, found)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+class Ticket:
+    """The answers to one request, as they come."""
+
+    def __init__(self, worker: Worker, numbers: list[int]) -> None:
+        self._worker, self._numbers = worker, numbers
+        self._open = set(range(len(numbers)))
+        self._failure: Exception | None = None
+        self.events: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever iterates gets `error` next; the answers are cancelled."""
+        for number in self._numbers:
+            self._worker.cancel(number)
+        self._failure = self._failure or error
+        self.events.put_nowait(None)
+
+    def stop(self, index: int) -> None:
+        """Answer `index` is complete as it is."""
+        self._worker.cancel(self._numbers[index])
+        self._open.discard(index)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
+        while self._open:
+            event = await self.events.get()
+            if self._failure is not None:
+                raise self._failure
+            assert event is not None
+            index, output = event
+            if index in self._open:
+                if output.finished is not None:
+                    self._open.discard(index)
+                yield event
