@@ -17,6 +17,7 @@ import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ds_inference.serve.asking import Limits  # noqa: E402
 from ds_inference.serve.model import ServeError  # noqa: E402
 from ds_inference.serve.server import Server, listen, token_from  # noqa: E402
 from ds_inference.serve.text import Text  # noqa: E402
@@ -201,8 +202,6 @@ def test_a_full_queue_time_limits_and_clients_that_leave(client: Connect) -> Non
 
 
 def test_answers_that_take_too_long_end(client: Connect) -> None:
-    from ds_inference.serve.asking import Limits
-
     generator = Backwards(pace=0.02)
     limits = Limits(body=2_000, body_seconds=0.2, seconds=0.3, tokens=None)
     with serving(generator, limits=limits, patience=0.3) as (address, _):
@@ -267,7 +266,8 @@ def test_hostile_requests_change_nothing(rounds: int, client: Connect, caplog: p
     """A hundred of each round, several at a time; the server goes on, and keeps nothing of them."""
     caplog.set_level(logging.CRITICAL)
     generator = Backwards(most_running=8)
-    with serving(generator, patience=0.3) as (address, server), ThreadPoolExecutor(6) as strangers:
+    limits = Limits(body=1 << 20, body_seconds=0.5, seconds=30.0, tokens=500)
+    with serving(generator, patience=0.3, limits=limits) as (address, server), ThreadPoolExecutor(6) as strangers:
         used, ai = [], client(address)
         for turn in range(rounds):
             said = list(strangers.map(lambda n: attack(address, n), range(100 * turn, 100 * turn + 100)))

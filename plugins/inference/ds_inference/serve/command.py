@@ -19,9 +19,7 @@ Bits = Literal["int8", "int4"]
 
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A folder in Hugging Face's format, or a GGUF file.")],
-    host: Annotated[
-        str, typer.Option(help="Where to listen; anything but this machine alone needs a token.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Where to listen; what others can reach needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What requests call the model. Default: the name of MODEL.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="Default: bf16 on accelerators, fp32 on CPUs.")] = None,
@@ -29,7 +27,7 @@ def serve(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     cache_tokens: Annotated[
         int | None,
-        typer.Option(min=32, help="Tokens of all running requests together. Default: 16384, or the context."),
+        typer.Option(min=32, help="Tokens of all running requests. Default: 16384, or the context."),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Answers that may wait for their first token.")] = 256,
     max_connections: Annotated[int, typer.Option(min=1, help="Connections at a time.")] = 512,

@@ -25,6 +25,7 @@ PLAIN_TEMPLATE = (
 """For models without a template: a line for each message, ``role: content``, then ``assistant:``."""
 
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CACHE = 16_384
 """Tokens in the KV cache, unless said or the context is longer."""
 
@@ -95,8 +96,6 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
     """Load the model and the tokenizer at `path`; ServeError where they are not there, or not such as can be served."""
     import torch
 
-    from ds_inference.init import init_inference
-
     if choices.threads is not None:
         torch.set_num_threads(choices.threads)
     if not path.is_file() and not (path / "config.json").is_file():
@@ -105,24 +104,36 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
     floats = choices.dtype or ("bf16" if choices.quantize or torch.accelerator.is_available() else "fp32")
     model, tokenizer = _load(path, choices)
     most = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
-    config: dict[str, Any] = {
-        "replace_with_kernel_inject": True,
-        "dtype": choices.quantize or floats,
-        "max_out_tokens": most,
-        "cache_tokens": choices.cache_tokens or max(most, _CACHE),
-        "tensor_parallel": {"tp_size": choices.tp},
-    }
-    if choices.checkpoint is not None:
-        config["checkpoint"] = str(choices.checkpoint)
-    generator = init_inference(model, config).generator
+    generator = _generator(model.to(getattr(torch, _DTYPES[floats])), choices.cache_tokens or max(most, _CACHE))
     most = min(most, generator.max_positions, generator.blocks * BLOCK)
     vocabulary = model.config.get_text_config().vocab_size
     return Served(name or path.resolve().stem, generator, Tokens(tokenizer, vocabulary), most)
 
 
+def _generator(model: Any, cache_tokens: int) -> Generator:
+    from ds_core.kernels import Kernels
+    from ds_core.plugins import Plugins
+    from ds_inference.families import lower
+    from ds_inference.generation import Generator
+
+    model = model.eval()
+    lowered = lower(model)
+    if lowered is None or lowered.max_positions is None:
+        raise ServeError(f"{type(model).__name__} is of no family that can be served")
+    device = next(model.parameters()).device
+    load = Kernels(Plugins()).get("inference_program", device.type, str(lowered.program.dtype).removeprefix("torch."))
+    return Generator(
+        load(lowered.program), program=lowered.program, vocab=lowered.vocab, max_positions=lowered.max_positions,
+        cache_tokens=cache_tokens, eos=lowered.eos, device=device,
+    )  # fmt: skip
+
+
 def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
 
     place, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
     only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, **file}
@@ -132,6 +143,6 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
             return AutoModelForCausalLM.from_pretrained(place, use_safetensors=True, dtype="auto", **only), tokenizer
         config = AutoConfig.from_pretrained(place, **only)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config), tokenizer
+            return AutoModelForCausalLM.from_config(config), tokenizer  # type: ignore[no-untyped-call]
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise ServeError(f"{path} cannot be loaded by transformers: {error}") from error
