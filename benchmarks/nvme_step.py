@@ -1,11 +1,12 @@
 """An optimizer step with states on disk beside its two parts: the arithmetic alone, and the reads and writes alone.
 
-    python benchmarks/nvme_step.py FOLDER [--layers N] [--rounds N]
+    python benchmarks/nvme_step.py FOLDER [--layers N] [--rounds N] [--deepspeed-python PYTHON]
 
 One process trains a GPT (examples/gpt/model.py, width 1024) in bf16 with AdamW, ZeRO stage 3 and `offload_optimizer`.
 compute: the step with states in host memory. disk: the states and gradients that a step reads and writes, in the same
-order and with the same read-ahead and write-behind, and no arithmetic. step: both. Each ends when all is written.
-Rounds are interleaved; ratios to the larger of both parts are taken round by round, and medians count.
+order and with the same read-ahead and write-behind, and no arithmetic. step: both; unchecked: without checksums.
+DeepSpeed's step, with the same tiles, settings of the disk and pipelines, runs in a process of its own. Each ends when
+all is written. Rounds are interleaved, in random order; ratios are taken round by round, and medians count.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 1024
+TILE = 4 * WIDTH * WIDTH
 
 
 def build(layers: int) -> nn.Module:
@@ -37,16 +43,21 @@ def build(layers: int) -> nn.Module:
     return model
 
 
-def start(layers: int, place: dict[str, Any]) -> Any:
-    import ds_core
-
-    config = {
+def settings(place: dict[str, Any], aio: dict[str, Any]) -> dict[str, Any]:
+    zero = {"stage": 3, "reduce_bucket_size": TILE, "offload_optimizer": place}
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 4 * WIDTH * WIDTH, "offload_optimizer": place},
+        "zero_optimization": zero,
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, **aio},
     }
-    return ds_core.initialize(model=build(layers), config=config)[0]
+
+
+def start(layers: int, place: dict[str, Any], **aio: Any) -> Any:
+    import ds_core
+
+    return ds_core.initialize(model=build(layers), config=settings(place, aio))[0]
 
 
 def step(engine: Any) -> float:
@@ -82,28 +93,100 @@ def disk(engine: Any) -> float:
     return time.perf_counter() - begin
 
 
+def deepspeed(python: str, layers: int, folder: str) -> Callable[[], float]:
+    process = subprocess.Popen(
+        [python, __file__, folder, "--layers", str(layers), "--serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    into, out = process.stdin, process.stdout
+    answer(out)
+
+    def run() -> float:
+        print("step", file=into, flush=True)
+        return answer(out)
+
+    return run
+
+
+def answer(out: IO[str]) -> float:
+    for line in out:
+        if line.startswith("> "):
+            return float(line[2:])
+    raise SystemExit("DeepSpeed's process has ended")
+
+
+def serve(layers: int, folder: str) -> None:
+    """DeepSpeed: runs in its own environment. Fewer than 12 buffers fail an assertion of its pipeline."""
+    import deepspeed  # type: ignore[import-not-found]
+
+    place = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+    config = {**settings(place, {"single_submit": False, "overlap_events": True}), "steps_per_print": 10**9}
+    config["zero_optimization"]["sub_group_size"] = TILE
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    with tempfile.NamedTemporaryFile() as file:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+    model = build(layers)
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    print("> 0", flush=True)
+    for _ in sys.stdin:
+        x = torch.randint(0, 256, (1, 65))
+        engine.backward(engine(x[:, :-1], x[:, 1:]))
+        begin = time.perf_counter()
+        engine.step()
+        print(">", time.perf_counter() - begin, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    parser.add_argument("--deepspeed-python")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.layers, str(given.folder))
+        return
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         place = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
-        beside, away = start(arguments.layers, {"device": "cpu"}), start(arguments.layers, place)
+        beside = start(given.layers, {"device": "cpu"})
+        away, unchecked = start(given.layers, place, checksum=True), start(given.layers, place, checksum=False)
+        contestants: dict[str, Callable[[], float]] = {
+            "compute": lambda: step(beside),
+            "disk": lambda: disk(away),
+            "step": lambda: step(away),
+            "unchecked": lambda: step(unchecked),
+        }
+        if given.deepspeed_python:
+            contestants["deepspeed"] = deepspeed(given.deepspeed_python, given.layers, folder)
+        step(away)  # `disk` moves the gradients and states of a step
         rounds = []
-        for number in range(arguments.rounds + 2):
-            took = {"compute": step(beside), "step": step(away), "disk": disk(away)}
+        for number in range(given.rounds + 2):
+            order = random.Random(number).sample(list(contestants), len(contestants))
+            took = {name: contestants[name]() for name in order}
             if number >= 2:  # the first step makes the states
                 rounds.append(took)
         moved = away.partitioner.offload.optimizer.moved
         elements = sum(b.layout.shard_numel for b in away.partitioner.reducer.buckets if b.evictable)
-        beside.destroy()
-        away.destroy()
-    found: dict[str, Any] = {kind: round(median(r[kind] for r in rounds), 3) for kind in rounds[0]}
-    found["ratio"] = round(median(r["step"] / max(r["compute"], r["disk"]) for r in rounds), 3)
-    found["to the sum"] = round(median(r["step"] / (r["compute"] + r["disk"]) for r in rounds), 3)
-    print(json.dumps({"parameters": elements, **found, "read": moved.read, "written": moved.written}))
+        for engine in (beside, away, unchecked):
+            engine.destroy()
+    show(rounds, {"parameters": elements, "read": moved.read, "written": moved.written})
+
+
+def show(rounds: list[dict[str, float]], facts: dict[str, int]) -> None:
+    ratios: dict[str, Callable[[dict[str, float]], float]] = {
+        "step / larger part": lambda r: r["step"] / max(r["compute"], r["disk"]),
+        "step / sum of parts": lambda r: r["step"] / (r["compute"] + r["disk"]),
+        "step / unchecked": lambda r: r["step"] / r["unchecked"],
+    }
+    if "deepspeed" in rounds[0]:
+        ratios["step / deepspeed"] = lambda r: r["step"] / r["deepspeed"]
+    found = {kind: round(median(r[kind] for r in rounds), 3) for kind in rounds[0]}
+    print(json.dumps({**found, **{k: round(median(map(f, rounds)), 3) for k, f in ratios.items()}, **facts}))
 
 
 if __name__ == "__main__":
