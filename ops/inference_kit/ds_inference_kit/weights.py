@@ -6,7 +6,9 @@ element per weight; 4 bits are two to a byte, the first in the low half.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from ds_kernel_kit import references
@@ -41,23 +43,34 @@ class Quantized:
         return self.q.nbytes + self.scales.nbytes + (self.lows.nbytes if self.lows is not None else 0)
 
 
-def quantize(weight: Tensor, *, bits: int, group: int, symmetric: bool) -> Quantized:
-    """`weight` [out, in] of any float dtype, in groups of `group` along a row."""
+def quantize(
+    weight: Tensor, *, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any] = references.quantize
+) -> Quantized:
+    """`weight` [out, in] of any float dtype, in groups of `group` along a row. kernel: a provider of ``quantize``.
+
+    ValueError: groups do not divide a row, or their scales are not numbers that fp16 holds to a few bits.
+    """
     rows, columns = weight.shape
     if columns % group:
         raise ValueError(f"groups of {group} do not divide rows of {columns}")
-    q, scales, lows = references.quantize(weight.contiguous(), bits=bits, group=group, symmetric=symmetric)
-    halves = [None if x is None else x.view(rows, -1).half() for x in (scales, lows)]
-    assert halves[0] is not None
-    return Quantized(q.view(rows, -1), halves[0], halves[1], bits, group)
+    found = kernel(weight.detach().contiguous(), bits=bits, group=group, symmetric=symmetric)
+    q, wide = found[0].view(rows, -1), [None if x is None else x.view(rows, -1) for x in found[1:]]
+    scales, lows = (None if x is None else x.half() for x in wide)
+    assert scales is not None and wide[0] is not None
+    if not bool(((scales.float() - wide[0]).abs() <= wide[0] * 2**-8).all()) or (
+        lows is not None and lows.isinf().any()
+    ):
+        raise ValueError("its scales are not numbers of fp16")
+    return Quantized(q, scales, lows, bits, group)
 
 
 def dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
     """What `weight` stands for, as [out, in] of `dtype`."""
-    rows, columns = weight.shape
-    lows = None if weight.lows is None else weight.lows.float().view(-1)
-    flat = references.dequantize(
-        weight.q.view(-1), weight.scales.float().view(-1), lows,
-        bits=weight.bits, group=weight.group, numel=rows * columns, dtype=dtype,
-    )  # fmt: skip
-    return flat.view(rows, columns)
+    q = weight.q
+    if weight.bits == 4:
+        q = torch.stack([q & 15, q >> 4], -1).flatten(1)
+        q = (q ^ 8).to(torch.int8) - 8 if weight.lows is None else q
+    whole: Tensor = q.unflatten(1, (-1, weight.group)).float() * weight.scales.float()[..., None]
+    if weight.lows is not None:
+        whole += weight.lows.float()[..., None]
+    return whole.to(dtype).flatten(1)

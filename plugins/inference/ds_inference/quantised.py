@@ -1,12 +1,30 @@
-"""Linear layers whose weights are 8 or 4 bits, and the change of a model's layers into them, one at a time."""
+"""Linear layers whose weights are 8 or 4 bits, and the change of a model's layers into them, one at a time.
+
+[Note: what is quantised] The linear layers of the repeated blocks: there is most of the memory that a token reads. Not
+embeddings, of which a token reads one line, nor poolers and classifiers, which are small and make the answer. The
+output head of a language model is large and read whole for every token: it is quantised in 8 bits, also where other
+layers have 4 (in 4 bits it adds 12 % to the perplexity of SmolLM2-135M, in 8 nothing). Where it is tied to the
+embedding it becomes a quantised copy and the embedding stays: more memory (a quarter of the embedding in fp32, half in
+16 bits), but less of it is read.
+"""
 
 from __future__ import annotations
 
-from ds_inference_kit.weights import Quantized, dequantize
+import fnmatch
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_inference_kit.weights import Quantized, dequantize, quantize
+from ds_kernel_kit import references
+from ds_run_state.divided import DIVIDED, divided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["QuantizedLinear"]
+__all__ = ["QuantizedLinear", "Report", "quantise_model"]
+
+logger = logging.getLogger(__name__)
 
 
 class QuantizedLinear(nn.Module):
@@ -34,10 +52,115 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with the weight as it is in the dtype of `x`."""
+        if divided(self) is not None:
+            raise RuntimeError("a quantised layer that ranks divide is computed by an inference program only")
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, dequantize(self.quantized(), x.dtype), bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Moves to another device; a change of dtype (``model.half()``) leaves scales and lows in fp16."""
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            after = getattr(self, name)
+            if after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
 
     def extra_repr(self) -> str:
         """See the base class."""
         kind = "symmetric" if self.lows is None else "with lows"
         return f"{self.in_features}, {self.out_features}, {self.bits} bits, groups of {self.group}, {kind}"
+
+
+@dataclass
+class Report:
+    """layers: how many were quantised. before, after: bytes of their weights. left: names, and why they were not."""
+
+    layers: int = 0
+    before: int = 0
+    after: int = 0
+    left: dict[str, str] = field(default_factory=dict)
+
+
+def quantise_model(
+    model: nn.Module,
+    *,
+    bits: int,
+    group: int = 32,
+    symmetric: bool | None = None,
+    skip: Iterable[str] = (),
+    head_bits: int | None = 8,
+    kernel: Callable[..., Any] = references.quantize,
+) -> Report:
+    """Replace linear layers of `model` by `QuantizedLinear`, each freed before the next; says so in the log.
+
+    [Note: what is quantised]. group: columns to a scale. symmetric: no lows; None: in 8 bits, which need none. skip:
+    names of modules, with wildcards. head_bits: of the output head; None: it stays. kernel: a provider of ``quantize``.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"weights are quantised in 8 or 4 bits, not {bits}")
+    report, patterns = Report(), tuple(skip)
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    kinds = nn.Linear, _conv1d(model)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    repeated = any(_in_block(name) for name in names)
+    for name in names:
+        module: Any = model.get_submodule(name)
+        mine = head_bits if module is head else bits
+        if mine is None or (repeated and module is not head and not _in_block(name)):
+            continue
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            report.left[name] = "named in skip"
+            continue
+        try:
+            made = _quantised(module, mine, group, mine == 8 if symmetric is None else symmetric, kernel)
+        except ValueError as why:
+            report.left[name] = str(why)
+            continue
+        report.layers, report.before = report.layers + 1, report.before + module.weight.nbytes
+        report.after += made.quantized().nbytes
+        _replace(model, name, made)
+    _say(report, bits)
+    return report
+
+
+def _quantised(module: Any, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any]) -> QuantizedLinear:
+    if type(module) is not nn.Linear and divided(module) is None and not hasattr(module, "nf"):
+        raise ValueError(f"{type(module).__name__} is not nn.Linear")
+    if (cut := divided(module)) is not None and cut.whole_weight:
+        raise ValueError("ranks use rows of a whole weight")
+    if module.weight.is_meta:
+        raise ValueError("its weight is on the meta device")
+    weight = module.weight.detach().t() if hasattr(module, "nf") else module.weight
+    made = QuantizedLinear(quantize(weight, bits=bits, group=group, symmetric=symmetric, kernel=kernel), module.bias)
+    if cut is not None:
+        setattr(made, DIVIDED, cut)
+    return made.train(module.training)
+
+
+def _conv1d(model: nn.Module) -> type[nn.Module]:
+    """The Conv1D of transformers where the model has one."""
+    found = {type(m) for m in model.modules() if type(m).__name__ == "Conv1D" and hasattr(m, "nf")}
+    return found.pop() if found else nn.Linear
+
+
+def _in_block(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _replace(model: nn.Module, name: str, made: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, made)
+
+
+def _say(report: Report, bits: int) -> None:
+    mib = 2**20
+    logger.info(
+        "%d linear layers in %d bits: %.1f MiB were %.1f MiB", report.layers, bits, report.after / mib,
+        report.before / mib,
+    )  # fmt: skip
+    if report.left:
+        name, why = next(iter(report.left.items()))
+        logger.warning("%d linear layers were not quantised; %s: %s", len(report.left), name, why)

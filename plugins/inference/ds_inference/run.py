@@ -109,10 +109,8 @@ def _positions(lowered: Lowered, mask: Tensor, given: Tensor | None) -> Tensor:
 
 def _check(lowered: Lowered, tokens: Tensor, positions: Tensor) -> None:
     """Tokens and positions are lines of their tables: compiled providers read memory without looking."""
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < lowered.words:
-        raise ValueError(
-            f"input_ids {int(tokens.min())} .. {int(tokens.max())} are not all in 0 .. {lowered.words - 1}"
-        )
-    most = lowered.max_positions
-    if most is not None and positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < most:
-        raise ValueError(f"position {int(positions.max())}: the model has positions 0 .. {most - 1}")
+    for name, found, most in (("input_ids", tokens, lowered.words), ("positions", positions, lowered.max_positions)):
+        if most is not None and found.numel():
+            low, high = (int(x) for x in found.aminmax())
+            if low < 0 or high >= most:
+                raise ValueError(f"{name} {low} .. {high} are not all within 0 .. {most - 1}")
