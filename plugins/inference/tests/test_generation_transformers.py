@@ -1,0 +1,200 @@
+"""Answers equal transformers' own: tokens, scores, beams, and the distributions that are drawn from."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from ds_inference import sampling
+from ds_inference.generation import Generator
+from ds_inference.hf_generate import hf_generate, refusal
+from ds_inference.requests import SamplingParams
+from ds_inference_kit.program import Program
+from ds_inference_kit.step import BLOCK, KVCache, Step
+from torch import Tensor
+
+from ds_core.errors import UsageError
+
+transformers = pytest.importorskip("transformers")
+WORDS = 40
+
+
+class Whole:
+    """Runs a module of transformers on whole sequences, whose tokens the cache holds in the place of keys."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def rebind(self) -> None:
+        """Nothing."""
+
+    @torch.inference_mode()
+    def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
+        assert cache is not None and step.blocks is not None
+        starts, logits = step.starts.tolist(), []
+        for n, length in enumerate(step.lengths.tolist()):
+            rows = slice(starts[n], starts[n + 1])
+            at = torch.arange(length)
+            places = step.blocks[n][at // BLOCK].long(), 0, at % BLOCK, 0
+            cache.keys[0][places] = torch.cat(
+                [cache.keys[0][places][: length - (rows.stop - rows.start)], step.tokens[rows].float()]
+            )
+            logits.append(self.module(cache.keys[0][places].long()[None]).logits[0, rows.start - rows.stop :])
+        rows = torch.cat(logits)
+        return rows if step.wanted is None else rows[step.wanted]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=300, initializer_range=0.4, pad_token_id=0, eos_token_id=3, bos_token_id=1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def generator(model: Any) -> Generator:
+    program = Program((), (), 0, torch.float32, layers=1, kv_heads=1, head_dim=1)
+    return Generator(Whole(model), program=program, max_positions=300, cache_tokens=2048, vocab=WORDS, eos=(3,))
+
+
+def batch() -> dict[str, Tensor]:
+    """Three prompts of 5, 9 and 7 tokens, padded on the left."""
+    ids = torch.randint(4, WORDS, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate((4, 0, 2)):
+        ids[row, :pads], mask[row, :pads] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def same(model: Any, **keywords: Any) -> Any:
+    """Compare with ``model.generate``; what ours returned."""
+    given = {**batch(), "max_new_tokens": 24, **keywords}
+    ours, theirs = hf_generate(generator(model), model, **given), model.generate(**given)
+    assert type(ours) is type(theirs)
+    if isinstance(ours, Tensor):
+        assert torch.equal(ours, theirs)
+        return ours
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for mine, other in zip(ours.logits or (), theirs.logits or (), strict=True):
+        there = mine.ne(0).any(-1)  # zeros: the row has ended
+        torch.testing.assert_close(mine[there], other[there], rtol=1e-4, atol=1e-4)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("keywords", [
+    {},
+    {"eos_token_id": None},
+    {"repetition_penalty": 1.4, "min_new_tokens": 10},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 0.7},
+    {"min_length": 20, "bad_words_ids": [[5], [6, 7]], "suppress_tokens": [9]},
+    {"return_dict_in_generate": True, "output_logits": True, "output_scores": True},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [row + 10, row + 11, 20]},
+    {"forced_eos_token_id": 3, "max_new_tokens": 6},
+])  # fmt: skip
+def test_greedy(model: Any, keywords: dict[str, Any]) -> None:
+    same(model, **keywords)
+
+
+def test_two_hundred_tokens(model: Any) -> None:
+    assert same(model, max_new_tokens=200, eos_token_id=None).shape == (3, 209)
+
+
+@pytest.mark.parametrize(("early", "penalty"), list(itertools.product([False, True, "never"], [1.0, 0.0, 2.0])))
+def test_beams(model: Any, early: bool | str, penalty: float) -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for beams, returned, new in ((2, 1, 24), (4, 3, 24), (3, 3, 2)):
+        ours, theirs = same(
+            model, num_beams=beams, num_return_sequences=returned, early_stopping=early, length_penalty=penalty,
+            max_new_tokens=new, eos_token_id=[3, 8], **wanted,
+        )  # fmt: skip
+        torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours.beam_indices, theirs.beam_indices)
+
+
+def test_beams_with_processors(model: Any) -> None:
+    same(model, num_beams=3, repetition_penalty=1.3, no_repeat_ngram_size=3)
+    same(model, num_beams=3, repetition_penalty=1.3, min_new_tokens=12)
+
+
+def test_criteria_streamers_and_what_the_module_serves_itself(model: Any) -> None:
+    class Long(transformers.StoppingCriteria):
+        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return ids[:, -1] % 5 == 0
+
+    class Kept(transformers.generation.streamers.BaseStreamer):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.seen.append(-1)
+
+    one = {name: value[1:2] for name, value in batch().items()}
+    streamers = Kept(), Kept()
+    keywords = {**one, "max_new_tokens": 24, "stopping_criteria": [Long()]}
+    ours = hf_generate(generator(model), model, streamer=streamers[0], **keywords)
+    theirs = model.generate(streamer=streamers[1], **keywords)
+    assert torch.equal(ours, theirs) and streamers[0].seen == streamers[1].seen == [*theirs[0].tolist(), -1]
+    with pytest.raises(UsageError, match="one prompt"):
+        hf_generate(generator(model), model, streamer=Kept(), **batch())
+    assert refusal(model, batch()) is None
+    assert refusal(model, {"assistant_model": model}) == "the keyword assistant_model"
+    assert refusal(model, {"output_attentions": True}) == "the setting output_attentions"
+    same(model, return_dict_in_generate=True, output_hidden_states=True)
+
+
+def test_draws_repeat_by_seed_and_stay_inside_the_filters(model: Any) -> None:
+    keywords = {**batch(), "max_new_tokens": 24, "do_sample": True, "top_k": 4, "top_p": 0.9, "temperature": 1.5}
+    keywords |= {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2}
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        runs.append(hf_generate(generator(model), model, **keywords))
+    assert torch.equal(runs[0].sequences, runs[1].sequences)
+    assert len({tuple(row.tolist()) for row in runs[0].sequences}) == 6
+    assert all(1 <= line.isfinite().sum() <= 4 for score in runs[0].scores for line in score if line.ne(0).any())
+    beams = hf_generate(generator(model), model, **{**keywords, "num_beams": 3})
+    assert beams.sequences.shape[0] == 6
+
+
+@pytest.mark.parametrize("many", [12, 3000])
+def test_distributions_equal_those_of_the_warpers(many: int) -> None:
+    scores = torch.randn(6, many, generator=torch.Generator().manual_seed(0)) * 3
+    scores[1] = scores[1].round()  # equal scores at the k-th place
+    scores[2] /= 100  # flat: the nucleus is nearly everything
+    process = transformers.generation.logits_process
+    for warm, k, p, least in itertools.product((0.7, 1.0), (0, 1, 5), (0.2, 0.9, 1.0), (0.0, 0.1)):
+        params = SamplingParams(temperature=warm, top_k=k, top_p=p, min_p=least)
+        expected = process.TemperatureLogitsWarper(warm)(None, scores)
+        expected = process.TopKLogitsWarper(k)(None, expected) if k else expected
+        expected = process.TopPLogitsWarper(p)(None, expected) if p < 1 else expected
+        expected = process.MinPLogitsWarper(least)(None, expected) if least else expected
+        other = SamplingParams(temperature=1.0, top_p=0.5)  # another row's filters change nothing
+        weights, ids = sampling.filtered(scores, sampling.Filters.of([params, params, params, other, params, params]))
+        if ids is not None:
+            weights = torch.zeros(scores.shape, dtype=torch.float64).scatter(1, ids, weights)
+        chances = (weights / weights.sum(-1, keepdim=True)).float()
+        rows = [0, 1, 2, 4, 5]
+        torch.testing.assert_close(chances[rows], torch.softmax(expected, -1)[rows], rtol=1e-4, atol=1e-7)
+
+
+def test_a_number_points_at_the_token_whose_share_it_falls_into() -> None:
+    weights = torch.tensor([[0.0, 3.0, 0.0, 1.0, 4.0, 0.0]], dtype=torch.float64)
+    ends = {0.0: 1, 0.374: 1, 0.376: 3, 0.499: 3, 0.501: 4, 1 - 2.0**-53: 4}
+    for number, token in ends.items():
+        assert sampling.draw(weights, None, [number]).tolist() == [token]
+    ids = torch.tensor([[9, 8, 7, 6, 5, 4]])
+    assert sampling.draw(weights, ids, [0.4]).tolist() == [6]
+
+
+def test_penalties() -> None:
+    row = torch.tensor([1.0, -1.0, 2.0, 0.0, 3.0])
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, min_new_tokens=4)
+    found = sampling.processed(row, params, [0, 1, 2, 2, 4], 2, (3,))
+    assert found.tolist() == [0.5, -2.0, 1.0 - 1.0, -torch.inf, 1.5 - 0.75]
