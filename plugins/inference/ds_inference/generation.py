@@ -28,18 +28,18 @@ def _drawn_seed() -> int:
 class Generator:
     """Answers requests by running `runnable` step by step, over a paged cache of `cache_tokens` tokens.
 
-    program: says what cache `runnable` needs. vocab: tokens, where its logits are wider. max_positions: of a sequence.
-    eos: tokens that end a sequence. max_rows: of one step; longer prompts take several. max_sequences: that decode at
-    the same time. max_waiting: requests in the queue; None: any number. decode: of the tokenizer, for text and stop
-    strings. seeds: draws one for a request without; on several ranks it must return the same on all. cache: instead of
-    a new one. For one thread.
+    program: says what cache `runnable` needs. max_positions: of a sequence; None: any number. vocab: tokens, where its
+    logits are wider. eos: tokens that end a sequence. max_rows: of one step; longer prompts take several.
+    max_sequences: that decode at the same time. max_waiting: requests in the queue; None: any number. decode: of the
+    tokenizer, for text and stop strings. seeds: draws one for a request without; on several ranks it must return the
+    same on all. cache: instead of a new one. For one thread.
     """
 
     def __init__(
-        self, runnable: Runnable, *, program: Program, max_positions: int, cache_tokens: int, vocab: int | None = None,
-        eos: Iterable[int] = (), device: torch.device | str = "cpu", max_rows: int = 512, max_sequences: int = 64,
-        max_waiting: int | None = None, decode: Decode | None = None, seeds: Callable[[], int] = _drawn_seed,
-        cache: KVCache | None = None,
+        self, runnable: Runnable, *, program: Program, max_positions: int | None, cache_tokens: int,
+        vocab: int | None = None, eos: Iterable[int] = (), device: torch.device | str = "cpu", max_rows: int = 512,
+        max_sequences: int = 64, max_waiting: int | None = None, decode: Decode | None = None,
+        seeds: Callable[[], int] = _drawn_seed, cache: KVCache | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("max_rows", max_rows), ("max_sequences", max_sequences)):
             if value < 1:
@@ -49,7 +49,8 @@ class Generator:
             raise UsageError(f"cache_tokens={cache_tokens}: must be at least {BLOCK}, one block")
         shape = program.layers, blocks, program.kv_heads, program.head_dim
         self.cache = KVCache.make(*shape, program.dtype, device) if cache is None else cache
-        self.max_positions, self.vocab, self.eos, self.decode = max_positions, vocab, frozenset(eos), decode
+        self.max_positions = blocks * BLOCK + 1 if max_positions is None else max_positions
+        self.vocab, self.eos, self.decode = vocab, frozenset(eos), decode
         self.max_waiting, self.max_sequences = max_waiting, min(max_sequences, max_rows)
         self.prompt_tokens = self.new_tokens = 0
         self._runnable, self._seeds, self._device = runnable, seeds, device

@@ -8,42 +8,17 @@ from typing import Any
 import pytest
 import torch
 from ds_inference import sampling
+from ds_inference.families import lower
 from ds_inference.generation import Generator
 from ds_inference.hf_generate import hf_generate, refusal
 from ds_inference.requests import SamplingParams
-from ds_inference_kit.program import Program
-from ds_inference_kit.step import BLOCK, KVCache, Step
+from ds_inference_kit.reference import load
 from torch import Tensor
 
 from ds_core.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 WORDS = 40
-
-
-class Whole:
-    """Runs a module of transformers on whole sequences, whose tokens the cache holds in the place of keys."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def rebind(self) -> None:
-        """Nothing."""
-
-    @torch.inference_mode()
-    def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
-        assert cache is not None and step.blocks is not None
-        starts, logits = step.starts.tolist(), []
-        for n, length in enumerate(step.lengths.tolist()):
-            rows = slice(starts[n], starts[n + 1])
-            at = torch.arange(length)
-            places = step.blocks[n][at // BLOCK].long(), 0, at % BLOCK, 0
-            cache.keys[0][places] = torch.cat(
-                [cache.keys[0][places][: length - (rows.stop - rows.start)], step.tokens[rows].float()]
-            )
-            logits.append(self.module(cache.keys[0][places].long()[None]).logits[0, rows.start - rows.stop :])
-        rows = torch.cat(logits)
-        return rows if step.wanted is None else rows[step.wanted]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +32,11 @@ def model() -> Any:
 
 
 def generator(model: Any) -> Generator:
-    program = Program((), (), 0, torch.float32, layers=1, kv_heads=1, head_dim=1)
-    return Generator(Whole(model), program=program, max_positions=300, cache_tokens=2048, vocab=WORDS, eos=(3,))
+    lowered = lower(model)
+    assert lowered is not None
+    return Generator(
+        load(lowered.program), program=lowered.program, max_positions=300, cache_tokens=2048, vocab=WORDS, max_rows=16
+    )
 
 
 def batch() -> dict[str, Tensor]:
@@ -90,23 +68,30 @@ def same(model: Any, **keywords: Any) -> Any:
     {"eos_token_id": None},
     {"repetition_penalty": 1.4, "min_new_tokens": 10},
     {"no_repeat_ngram_size": 2, "repetition_penalty": 0.7},
-    {"min_length": 20, "bad_words_ids": [[5], [6, 7]], "suppress_tokens": [9]},
-    {"return_dict_in_generate": True, "output_logits": True, "output_scores": True},
-    {"prefix_allowed_tokens_fn": lambda row, ids: [row + 10, row + 11, 20]},
+    {"min_length": 14, "max_new_tokens": 10, "bad_words_ids": [[5], [6, 7]], "suppress_tokens": [9]},
+    {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "max_new_tokens": 10},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [row + 10, row + 11, 20], "max_new_tokens": 6},
     {"forced_eos_token_id": 3, "max_new_tokens": 6},
 ])  # fmt: skip
 def test_greedy(model: Any, keywords: dict[str, Any]) -> None:
     same(model, **keywords)
 
 
+@pytest.mark.slow
 def test_two_hundred_tokens(model: Any) -> None:
     assert same(model, max_new_tokens=200, eos_token_id=None).shape == (3, 209)
 
 
-@pytest.mark.parametrize(("early", "penalty"), list(itertools.product([False, True, "never"], [1.0, 0.0, 2.0])))
+CASES = [
+    pytest.param(early, penalty, marks=() if number in (0, 4, 8) else pytest.mark.slow)
+    for number, (early, penalty) in enumerate(itertools.product([False, True, "never"], [1.0, 0.0, 2.0]))
+]
+
+
+@pytest.mark.parametrize(("early", "penalty"), CASES)
 def test_beams(model: Any, early: bool | str, penalty: float) -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    for beams, returned, new in ((2, 1, 24), (4, 3, 24), (3, 3, 2)):
+    for beams, returned, new in ((4, 3, 24), (3, 1, 2)):
         ours, theirs = same(
             model, num_beams=beams, num_return_sequences=returned, early_stopping=early, length_penalty=penalty,
             max_new_tokens=new, eos_token_id=[3, 8], **wanted,
@@ -116,7 +101,7 @@ def test_beams(model: Any, early: bool | str, penalty: float) -> None:
 
 
 def test_beams_with_processors(model: Any) -> None:
-    same(model, num_beams=3, repetition_penalty=1.3, no_repeat_ngram_size=3)
+    same(model, num_beams=3, repetition_penalty=1.3, no_repeat_ngram_size=2, max_new_tokens=8)
     same(model, num_beams=3, repetition_penalty=1.3, min_new_tokens=12)
 
 
@@ -142,7 +127,7 @@ def test_criteria_streamers_and_what_the_module_serves_itself(model: Any) -> Non
     theirs = model.generate(streamer=streamers[1], **keywords)
     assert torch.equal(ours, theirs) and streamers[0].seen == streamers[1].seen == [*theirs[0].tolist(), -1]
     with pytest.raises(UsageError, match="one prompt"):
-        hf_generate(generator(model), model, streamer=Kept(), **batch())
+        hf_generate(generator(model), model, streamer=Kept(), max_new_tokens=4, **batch())
     assert refusal(model, batch()) is None
     assert refusal(model, {"assistant_model": model}) == "the keyword assistant_model"
     assert refusal(model, {"output_attentions": True}) == "the setting output_attentions"
@@ -180,8 +165,11 @@ def test_distributions_equal_those_of_the_warpers(many: int) -> None:
         if ids is not None:
             weights = torch.zeros(scores.shape, dtype=torch.float64).scatter(1, ids, weights)
         chances = (weights / weights.sum(-1, keepdim=True)).float()
-        rows = [0, 1, 2, 4, 5]
-        torch.testing.assert_close(chances[rows], torch.softmax(expected, -1)[rows], rtol=1e-4, atol=1e-7)
+        expected = torch.softmax(expected, -1)
+        rows = [0, 2, 4, 5]
+        torch.testing.assert_close(chances[rows], expected[rows], rtol=1e-4, atol=1e-7)
+        # Which of equal scores stand at the end of a nucleus is not defined.
+        torch.testing.assert_close(chances[1].sort()[0], expected[1].sort()[0], rtol=1e-4, atol=1e-7)
 
 
 def test_a_number_points_at_the_token_whose_share_it_falls_into() -> None:
