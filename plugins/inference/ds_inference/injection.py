@@ -1,0 +1,42 @@
+"""`injection_policy`: the user names linears whose outputs are summed over ranks, by the class of the layer around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ds_core.errors import ConfigError
+from ds_inference.config import DeepSpeedInferenceConfig
+
+__all__ = ["row_names"]
+
+
+def row_names(config: DeepSpeedInferenceConfig, model: nn.Module) -> tuple[str, ...]:
+    """The ends of names of these linears. ConfigError where the model has no such layer, or it no such linear."""
+    found = list(config.injection_policy_tuple or ())
+    for layer, given in (config.injection_policy or {}).items():
+        inside = [m for m in model.modules() if type(m) is layer or type(m).__name__ == layer]
+        shown = layer.__name__ if isinstance(layer, type) else str(layer)
+        if not inside:
+            raise ConfigError(f"the model has no {shown}", "injection_policy")
+        names = _names(given, shown)
+        for name in names:
+            if not any(name == n or n.endswith("." + name) for n, _ in inside[0].named_modules()):
+                raise ConfigError(f"{shown} has no {name!r}; give names of its linears", "injection_policy")
+        found += names
+    return tuple(dict.fromkeys(found))
+
+
+def _names(given: object, layer: str) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, Iterable):
+        names = list(given)
+        if names and all(isinstance(n, str) for n in names):
+            return names
+    raise ConfigError(
+        f"{layer}: give the names of linears whose outputs are summed, such as ('attention.output.dense', "
+        "'output.dense'); classes of policies are not needed, as families are known by themselves",
+        "injection_policy",
+    )

@@ -1,0 +1,218 @@
+"""The run of an inference engine: its ranks, and its model with layers divided over them.
+
+It is what `ds_core.initialize` does of a training run, without what training needs: the same plugins cut the same
+layers by the same rules, since sections `tensor_parallel` and `expert_parallel` are made of the inference config.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from ds_comm_autograd import gather
+from ds_inference_kit.program import Collectives, Runnable
+from ds_inference_kit.step import KVCache, Step
+from ds_run_state.divided import divided
+from torch import Tensor, nn
+
+from ds_core import comm
+from ds_core.accelerator import get_accelerator
+from ds_core.comm import ALONE
+from ds_core.compose import compose
+from ds_core.config import ConfigSource, check_rules
+from ds_core.context import Context
+from ds_core.entries import Axis
+from ds_core.errors import ConfigError, DSError
+from ds_core.kernels import Kernels
+from ds_core.mesh import Mesh, plan_mesh
+from ds_core.plugins import blaming
+from ds_core.precision import make_precision
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ds_core.compose import Composition
+    from ds_inference.config import DeepSpeedInferenceConfig
+
+__all__ = ["collectives", "divide", "load", "make_context", "one_seed", "sections"]
+
+log = logging.getLogger("ds_inference")
+
+
+def sections(config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str]) -> dict[str, Any]:
+    """What the config is in the words of a run: its sections. rows: names of linears whose outputs are summed."""
+    raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    if config.kernels:
+        raw["kernels"] = dict(config.kernels)
+    if config.tp_size > 1:
+        raw["tensor_parallel"] = {
+            "autotp_size": config.tp_size,
+            "vocab_parallel_loss": False,
+            "tensor_parallel": {"tp_grain_size": _grain(config, model)},
+        }
+        if rows:
+            raw["tensor_parallel"]["injection_policy_tuple"] = list(rows)
+    if config.ep_size > 1:
+        raw["expert_parallel"] = {"enabled": True, "autoep_size": config.ep_size}
+    return raw
+
+
+def _grain(config: DeepSpeedInferenceConfig, model: nn.Module) -> int:
+    """Where lengths are cut. The documented 64 is for GPUs; a model that is too small for it is cut anywhere."""
+    given = config.tensor_parallel
+    if "tp_grain_size" in given.model_fields_set:
+        return given.tp_grain_size
+    widths = [min(p.shape) for p in model.parameters() if p.dim() == 2]
+    return given.tp_grain_size if min(widths, default=0) >= given.tp_grain_size * config.tp_size else 1
+
+
+def make_context(config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str], origin: str) -> Context:
+    """The run: plugins, mesh of ranks, kernels. Collective where there are several ranks."""
+    chosen = compose(ConfigSource(sections(config, model, rows), origin), model)
+    members = chosen.plugins.members()
+    accelerator = get_accelerator(chosen.plugins)
+    check_rules(chosen.config, chosen.plugins, newer_than=members)
+    kernels = Kernels(chosen.plugins, chosen.config.core.kernels)
+    group = _given_group(config)
+    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
+    alone = group is None and all(axis.size == 1 for axis in axes)
+    if alone:
+        mesh = plan_mesh(axes, 1, 0)
+    else:
+        mesh = _start(chosen, axes, group, accelerator.communication_backend)
+    precision = make_precision(chosen.config, chosen.plugins)
+    accelerator.set_device(accelerator.local_index(comm.local_rank()))
+    return Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, chosen.batch(1))
+
+
+def _start(chosen: Composition, axes: list[Axis], group: ProcessGroup | None, backend: str) -> Mesh:
+    """The mesh over the ranks of the job, which talk from now on."""
+    providers = comm.choose_providers(chosen.plugins, chosen.config.core.collectives)
+    if group is None and not comm.is_initialized():
+        found = comm.find_rendezvous(os.environ, collective=True, plugins=chosen.plugins)
+        plan_mesh(axes, found.world_size if found is not None else 1, 0)  # an error before anybody waits
+    comm.init_distributed(backend)
+    if group is not None:
+        mesh: Mesh = GroupMesh(group)
+    else:
+        mesh = plan_mesh(axes, comm.world_size(), comm.rank())
+    if mesh.world_size > 1:
+        comm.check_ranks_agree({f"config.{k}": v for k, v in chosen.config.fingerprint_items().items()})
+    comm.use_providers(providers)
+    mesh.build_groups()
+    return mesh
+
+
+def _given_group(config: DeepSpeedInferenceConfig) -> ProcessGroup | None:
+    """The process group of the user's that divides layers. ConfigError where its size is another."""
+    given = config.tensor_parallel
+    group = given.tp_group
+    if group is None and given.mpu is not None:
+        getters = ("get_tensor_model_parallel_group", "get_model_parallel_group")
+        get = next((g for name in getters if callable(g := getattr(given.mpu, name, None))), None)
+        if get is None:
+            raise ConfigError(f"the mpu, a {type(given.mpu).__name__}, has none of {', '.join(getters)}", "mpu")
+        group = get()
+    if group is not None and (size := dist.get_world_size(group)) != config.tp_size:
+        raise ConfigError(f"tp_size is {config.tp_size}, and the process group given has {size} ranks", "tp_group")
+    return group if config.tp_size > 1 else None
+
+
+class GroupMesh(Mesh):
+    """A mesh whose ranks along ``tp`` are those of a process group of the user's."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        size, world = dist.get_world_size(group), dist.get_world_size()
+        if world % size:
+            raise ConfigError(f"a process group of {size} ranks does not divide the world of {world}", "tp_group")
+        super().__init__(("dp", "tp"), (world // size, size), 0, {})
+        self.rank, self._tp = dist.get_rank(), group
+        self.coord = {"dp": 0, "tp": dist.get_rank(group)}
+
+    def build_groups(self, timeout: Any = None, *, own: bool = False) -> None:
+        """Take the group that was given, and the world."""
+        world = dist.group.WORLD
+        assert world is not None
+        self._groups = {("tp",): self._tp, ("dp", "tp"): world}
+        for group in self.groups():
+            comm.open_transport(group)
+
+    def ranks(self, *axes: str) -> list[int]:
+        """The ranks of the group along `axes`; it may lay ranks out in any order."""
+        group = self.group(*axes)
+        return [self.rank] if group is ALONE else dist.get_process_group_ranks(group)
+
+
+def divide(model: nn.Module, ctx: Context) -> nn.Module:
+    """The model after the transforms of all plugins that take part. Collective."""
+    rows = [(a.plugin, t) for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value]
+    for plugin, transform in sorted(rows, key=lambda row: row[1].phase):
+        with blaming(
+            plugin, f"failed in a transform of phase {transform.phase.name} (ds_transforms)", passing=(DSError,)
+        ):
+            model = transform.apply(model)
+    ctx.module = model
+    return model
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def collectives(model: nn.Module, group: ProcessGroup) -> Collectives:
+    """What a program with `Reduce` and `Gather` calls."""
+    heads = [
+        d for m in model.modules() if (d := divided(m)) is not None and d.gathers and not isinstance(m, nn.Embedding)
+    ]
+    sizes = {d.sizes[d.rank]: list(d.sizes) for d in heads}
+
+    def reduce(x: Tensor) -> None:
+        comm.all_reduce(x, group=group)
+
+    def gather_columns(x: Tensor) -> Tensor:
+        lengths = sizes.get(x.shape[1])
+        return gather(x, group, -1, None if lengths is None or len(set(lengths)) == 1 else lengths)
+
+    return Collectives(reduce, gather_columns)
+
+
+def load(lowered: Any, model: nn.Module, ctx: Context, device: torch.device) -> Runnable:
+    """The program of `model` on the fastest provider that serves its device and dtype."""
+    dtype = str(lowered.program.dtype).removeprefix("torch.")
+    provider = ctx.kernels.get("inference_program", device.type, dtype)
+    several = ctx.mesh.has("tp") and ctx.mesh.size("tp") > 1
+    given = collectives(model, ctx.mesh.group("tp")) if several else None
+    runnable: Runnable = provider(lowered.program, given)
+    embedding = getattr(lowered, "embedding", None)
+    return Embedded(runnable, embedding) if embedding is not None and divided(embedding) is not None else runnable
+
+
+class Embedded:
+    """A runnable whose token embedding is divided over ranks: the module's layer makes the vectors of each step."""
+
+    def __init__(self, runnable: Runnable, embedding: nn.Module) -> None:
+        self.runnable, self._embedding = runnable, embedding
+
+    @torch.inference_mode()
+    def __call__(self, step: Step, cache: KVCache | None = None) -> Tensor:
+        """See `Runnable`."""
+        if step.embeds is None:
+            step = replace(step, embeds=self._embedding(step.tokens))
+        return self.runnable(step, cache)
+
+    def rebind(self) -> None:
+        """See `Runnable`."""
+        self.runnable.rebind()
+
+
+def one_seed(ctx: Context) -> int:
+    """A seed for sampling, equal on all ranks that work on the same rows: drawn on the first of them."""
+    seed = int(torch.randint(2**62, ()))
+    axes = [axis for axis in ctx.mesh.names if axis in ("tp", "ep")]
+    if ctx.mesh.size(*axes) == 1:
+        return seed
+    return int(comm.all_gather_json(seed, group=ctx.mesh.group(*axes))[0])

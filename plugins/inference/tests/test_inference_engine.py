@@ -1,0 +1,178 @@
+"""`InferenceEngine`: what it answers equals the module, on one rank and on several."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ds_inference import init_inference
+from ds_testing import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from inference_models import ids, make
+
+from ds_core.errors import ConfigError, UsageError
+
+TOKENS = 6
+
+
+def off(kind: str, config: dict[str, Any], sizes: dict[str, Any]) -> tuple[float, bool]:
+    """How far logits are from the module's, and whether greedy texts are equal."""
+    truth, engine = make(kind, **sizes), init_inference(make(kind, **sizes), config)
+    prompts = ids()
+    with torch.no_grad():
+        wanted = truth(input_ids=prompts).logits
+    far = float((engine(input_ids=prompts).logits - wanted).abs().max() / wanted.abs().max())
+    if kind == "bert":
+        return far, True
+    keys = {"do_sample": False, "max_new_tokens": TOKENS, "attention_mask": torch.ones_like(prompts)}
+    same = bool(torch.equal(engine.generate(prompts, **keys), truth.generate(prompts, **keys)))
+    engine.destroy()
+    return far, same
+
+
+@pytest.mark.parametrize("inject", [False])
+@pytest.mark.parametrize(("tp", "kind", "sizes"), [
+    (1, "llama", {}),
+    (2, "llama", {}),  # three heads of keys: two here, one there
+    (2, "gpt2", {}),
+    (2, "mixtral", {"intermediate_size": 32}),
+    (2, "bert", {}),
+    (4, "llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),  # fewer keys than ranks
+])  # fmt: skip
+def test_answers_as_the_module(tp: int, kind: str, sizes: dict[str, Any], inject: bool) -> None:
+    config = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "replace_with_kernel_inject": inject}
+    found = [off(kind, config, sizes)] if tp == 1 else run_ranks(tp, off, kind, config, sizes)
+    for rank, (far, same) in enumerate(found):
+        assert far < 1e-5, f"rank {rank}"
+        assert same, f"rank {rank}"
+
+
+def policy(names: Any) -> float:
+    """A model that nobody knows, by names of linears whose outputs are summed."""
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(8, 20), nn.Linear(20, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.narrow(self.wide(x).sin())  # type: ignore[no-any-return]
+
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(), Block())
+    truth = [p.clone() for p in model.parameters()]
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        wanted = model(x)
+    engine = init_inference(model, dtype=torch.float32, mp_size=2, injection_policy={Block: names})
+    assert sum(p.numel() for p in engine.module.parameters()) < sum(p.numel() for p in truth)
+    return float((engine(x) - wanted).abs().max())
+
+
+def test_injection_policy_names_the_layers_that_are_summed() -> None:
+    assert max(run_ranks(2, policy, ("narrow",))) < 1e-6
+
+
+def sampled() -> list[list[int]]:
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    engine = init_inference(make("llama"), dtype="fp32", tensor_parallel={"tp_size": 2})
+    torch.manual_seed(torch.distributed.get_rank())
+    found: list[list[int]] = engine.generate(ids(), do_sample=True, max_new_tokens=TOKENS).tolist()
+    return found
+
+
+def test_ranks_sample_alike() -> None:
+    one, other = run_ranks(2, sampled)
+    assert one == other
+
+
+def given_group() -> float:
+    import torch.distributed as dist
+
+    from ds_core import comm
+
+    comm.init_distributed("gloo")
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model, prompts = make("llama"), ids()
+    with torch.no_grad():
+        wanted = model(input_ids=prompts).logits
+    engine = init_inference(
+        model, dtype="fp32", tensor_parallel={"tp_size": 2, "tp_group": groups[dist.get_rank() % 2]}
+    )
+    return float((engine(input_ids=prompts).logits - wanted).abs().max())
+
+
+def test_a_group_of_the_users() -> None:
+    assert max(run_ranks(4, given_group)) < 1e-4
+
+
+def test_attributes_are_the_modules() -> None:
+    model = make("llama")
+    engine = init_inference(model, dtype="bf16")
+    assert engine.config is model.config
+    assert engine.generation_config is model.generation_config
+    assert engine.module is model
+    assert next(engine.parameters()).dtype == torch.bfloat16
+    assert engine.can_generate()
+    assert not engine.training
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        engine.no_such_thing  # noqa: B018
+
+
+def test_a_pipeline_of_transformers_runs_it() -> None:
+    import transformers as hf
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<unk>": 0, "<end>": 1, "<pad>": 2, **{f"w{i}": i for i in range(3, 66)}}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="<unk>", eos_token="<end>", pad_token="<pad>"
+    )
+    pipe = hf.pipeline("text-generation", model=make("llama"), tokenizer=tokenizer)
+    keys = {"do_sample": False, "max_new_tokens": TOKENS}
+    wanted = pipe("w5 w9 w11", **keys)
+    pipe.model = init_inference(pipe.model, dtype="fp32", replace_with_kernel_inject=False)
+    assert pipe("w5 w9 w11", **keys) == wanted
+
+
+def test_times_of_each_call() -> None:
+    engine = init_inference(make("llama"), dtype="fp32")
+    with pytest.raises(UsageError, match="profile_model_time"):
+        engine.model_times()
+    engine.profile_model_time()
+    for _ in range(2):
+        engine(input_ids=ids())
+    times = engine.model_times()
+    assert len(times) == 2
+    assert min(times) > 0
+    assert engine.model_times() == []
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "said"),
+    [
+        ({"enable_cuda_graph": True, "tensor_parallel": {"tp_size": 2}}, ConfigError, "not with tp_size > 1"),
+        ({"tensor_parallel": {"tp_size": 2}}, ConfigError, "tp 2 = 2 ranks do not divide the world of 1"),
+        ({"tensor_parallel": {"tp_size": 2, "mpu": object()}}, ConfigError, "get_model_parallel_group"),
+        ({"injection_policy": {"NoLayer": ("o",)}}, ConfigError, "the model has no NoLayer"),
+        ({"injection_policy": {"LlamaMLP": ("o_proj",)}}, ConfigError, "LlamaMLP has no 'o_proj'"),
+        ({"injection_policy": {"LlamaMLP": object}}, ConfigError, "give the names of linears"),
+    ],
+)
+def test_errors(config: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        init_inference(make("llama"), config)
+
+
+def test_too_long_an_input() -> None:
+    engine = init_inference(make("llama"), dtype="fp32", max_out_tokens=8)
+    with pytest.raises(UsageError, match="9 tokens is longer than max_out_tokens 8"):
+        engine.generate(ids())
