@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from ds_run_state.slices import SLICES, Slice
 from torch import Tensor, nn
 
-from ds_core.context import Context
-from ds_core.errors import ConfigError, UsageError
+from ds_core.errors import UsageError
 from ds_core.process import log_once
-from ds_inference import parallel
+from ds_inference import parallel, run
 from ds_inference.config import DeepSpeedInferenceConfig
-from ds_inference.injection import row_names
-from ds_inference.loading import cast, fill, is_empty, save_parts
-from ds_inference.sources import open_weights
+from ds_inference.eager import Eager
+from ds_inference.families import Kind
+from ds_inference.generation import Generator
+from ds_inference.preparing import prepare
 
 __all__ = ["InferenceEngine"]
 
@@ -44,12 +43,10 @@ class InferenceEngine(nn.Module):
         config = config if config is not None else DeepSpeedInferenceConfig()
         if not isinstance(model, nn.Module):
             raise UsageError(f"init_inference needs a model, a torch.nn.Module, not {type(model).__name__}")
-        _check(config)
-        self._config = config
-        self.ctx: Context = parallel.make_context(config, model, row_names(config, model), "init_inference")
-        self.device = self.ctx.accelerator.current_device()
-        self.dtype = getattr(torch, config.floats)
-        self.module = _prepared(model, config, self.ctx, self.device, self.dtype)
+        made = prepare(model, config)
+        self._config, self._made, self.ctx, self.module = config, made, made.ctx, made.module
+        self.device, self.dtype = made.device, getattr(torch, config.floats)
+        self._generator: Generator | None = None
         self._times: list[float] | None = None
         self._hooks: list[Any] = []
         self._signature = inspect.signature(self.module.forward)
@@ -69,14 +66,23 @@ class InferenceEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the model says of the inputs, which are those of the module."""
+        lowered, runnable = self._made.lowered, self._made.runnable
         with torch.no_grad():
-            return self.module(*inputs, **kwargs)
+            if lowered is None or runnable is None:
+                return self.module(*inputs, **kwargs)
+            given = _by_name(self._signature, inputs, kwargs)
+            if (why := run.refusal(lowered, given)) is not None:
+                log_once(log, logging.INFO, f"the module itself answers a call: {why}".replace("%", "%%"))
+                return self.module(**given)
+            served = {name: given[name] for name in run.SERVED if given.get(name) is not None}
+            return lowered.finish(run.forward(lowered, runnable, **served), **given)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module's generate returns."""
         self._check_length(inputs, kwargs)
         with torch.no_grad(), self._alike():
-            return self.module.generate(*inputs, **kwargs)
+            answer: Any = self.module
+            return answer.generate(*inputs, **kwargs)
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs", kwargs.get("inputs_embeds")))
@@ -96,6 +102,36 @@ class InferenceEngine(nn.Module):
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield
+
+    @property
+    def generator(self) -> Generator:
+        """What answers requests, many at a time. Made at first use; UsageError where the model does not generate."""
+        if self._generator is None:
+            self._generator = self._make_generator()
+        return self._generator
+
+    def _make_generator(self) -> Generator:
+        made, config = self._made, self._config
+        if made.lowered is not None and made.lowered.kind is Kind.CAUSAL and made.lowered.vocab is not None:
+            runnable: Any = made.runnable
+            told: Any = made.lowered
+        else:
+            if not callable(getattr(self.module, "generate", None)):
+                raise UsageError(f"{type(self.module).__name__} does not generate: it gives no logits of tokens")
+            group = self.ctx.mesh.group("dp") if made.holder is not None and self.ctx.mesh.size("dp") > 1 else None
+            runnable = told = Eager(self.module, together=made.holder is not None, group=group)
+        return Generator(
+            runnable,
+            program=told.program,
+            vocab=told.vocab,
+            max_positions=min(told.max_positions or config.max_out_tokens, config.max_out_tokens),
+            cache_tokens=config.cache_tokens or 16 * config.max_out_tokens,
+            eos=told.eos,
+            device=self.device,
+            max_rows=config.max_rows,
+            max_sequences=config.max_sequences,
+            seeds=lambda: parallel.one_seed(self.ctx),
+        )
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -166,34 +202,10 @@ def _clock(device: torch.device, events: bool) -> Callable[[], Callable[[], floa
     return on_device if events and device.type == "cuda" else on_host
 
 
-def _check(config: DeepSpeedInferenceConfig) -> None:
-    """ConfigError for what cannot be here."""
-    if config.use_triton:
-        import importlib.util
-
-        if importlib.util.find_spec("triton") is None:
-            raise ConfigError(
-                "use_triton: Triton is not installed; leave it out, or pip install triton", "init_inference"
-            )
-        log_once(log, logging.WARNING, "use_triton has no effect: no installed package has inference kernels in Triton")
-    if config.enable_cuda_graph and config.tp_size > 1:
-        raise ConfigError("enable_cuda_graph: not with tp_size > 1, as collectives are not recorded", "init_inference")
-
-
-def _prepared(
-    model: nn.Module, config: DeepSpeedInferenceConfig, ctx: Context, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    """The model in its dtype, divided, with its weights, on its device."""
-    model.eval()
-    if is_empty(model) and config.weights is None:
-        raise ConfigError("the model has no values (device meta); name its weights with checkpoint", "init_inference")
-    cast(model, dtype)
-    model = parallel.divide(model, ctx)
-    slices: Mapping[str, Slice] = ctx.stash.get(SLICES) or {}
-    if config.weights is not None:
-        with open_weights(config.weights, config.root) as source:
-            fill(model, source, slices, device)
-    model.to(device)
-    if config.save_to is not None:
-        save_parts(model, ctx, slices, config.save_to)
-    return model
+def _by_name(signature: inspect.Signature, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    bound = dict(signature.bind_partial(*inputs, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound |= bound.pop(name, {})
+    return bound

@@ -35,7 +35,7 @@ def off(kind: str, config: dict[str, Any], sizes: dict[str, Any]) -> tuple[float
     return far, same
 
 
-@pytest.mark.parametrize("inject", [False])
+@pytest.mark.parametrize("inject", [False, True])
 @pytest.mark.parametrize(("tp", "kind", "sizes"), [
     (1, "llama", {}),
     (2, "llama", {}),  # three heads of keys: two here, one there

@@ -1,0 +1,125 @@
+"""From a model and a config to what an `InferenceEngine` has: the model in its dtype, divided, with its weights.
+
+In this order: divided over ranks as it is (a model without values costs nothing yet), then its weights are read, then
+linear layers are quantised, then it is lowered to a program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ds_inference_kit.program import Runnable
+from ds_run_state.slices import SLICES, Slice
+from torch import nn
+
+import ds_core
+from ds_core.config import ConfigSource
+from ds_core.context import Context
+from ds_core.errors import ConfigError
+from ds_core.process import log_once
+from ds_inference import parallel
+from ds_inference.families import Kind, Lowered, lower, why_not
+from ds_inference.injection import row_names
+from ds_inference.loading import cast, fill, is_empty, save_parts
+from ds_inference.sources import open_weights
+
+if TYPE_CHECKING:
+    from ds_core.running import RunningEngine
+    from ds_inference.config import DeepSpeedInferenceConfig
+
+__all__ = ["ORIGIN", "Prepared", "prepare"]
+
+log = logging.getLogger("ds_inference")
+
+ORIGIN = "init_inference"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What answers. lowered, runnable: the program, where there is one. holder: who keeps the weights elsewhere."""
+
+    module: nn.Module
+    ctx: Context
+    device: torch.device
+    lowered: Lowered | None = None
+    runnable: Runnable | None = None
+    holder: RunningEngine | None = None
+
+
+def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
+    """Make `model` ready as `config` says. Collective where several ranks divide it."""
+    _check(config)
+    if is_empty(model) and config.weights is None:
+        raise ConfigError("the model has no values (device meta); name its weights with checkpoint", ORIGIN)
+    model.eval()
+    cast(model, getattr(torch, config.floats))
+    if config.zero.get("stage") == 3:
+        return _kept_elsewhere(model, config)
+    if config.zero:
+        log_once(log, logging.WARNING, "zero has no effect: only stage 3 keeps weights elsewhere")
+    ctx = parallel.make_context(config, model, row_names(config, model), ORIGIN)
+    device = torch.device(ctx.accelerator.current_device())
+    model = parallel.divide(model, ctx)
+    slices: Mapping[str, Slice] = ctx.stash.get(SLICES) or {}
+    if config.weights is not None:
+        with open_weights(config.weights, config.root) as source:
+            fill(model, source, slices, device)
+    model.to(device)
+    if config.save_to is not None:
+        save_parts(model, ctx, slices, config.save_to)
+    lowered = _lowered(model, config) if config.replace_with_kernel_inject else None
+    runnable = parallel.load(lowered, model, ctx, device) if lowered is not None else None
+    return Prepared(model, ctx, device, lowered, runnable)
+
+
+def _check(config: DeepSpeedInferenceConfig) -> None:
+    """ConfigError for what cannot be here."""
+    if config.use_triton:
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError("use_triton: Triton is not installed; pip install triton, or leave the key out", ORIGIN)
+        log_once(log, logging.WARNING, "use_triton has no effect: no installed package has inference kernels in Triton")
+    if config.enable_cuda_graph and config.tp_size > 1:
+        raise ConfigError("enable_cuda_graph: not with tp_size > 1, as collectives are not recorded", ORIGIN)
+    if config.enable_cuda_graph and not torch.cuda.is_available():
+        raise ConfigError("enable_cuda_graph: torch sees no CUDA device; leave the key out", ORIGIN)
+
+
+def _lowered(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | None:
+    """The program of the model; None, with a warning, where its family is not known."""
+    lowered = lower(model)
+    if lowered is None:
+        why = f"{type(model).__name__} runs by itself: {why_not(model)}"
+        log_once(log, logging.WARNING, f"replace_with_kernel_inject has no effect: {why}".replace("%", "%%"))
+        return None
+    if lowered.kind is Kind.CAUSAL:
+        if not config.triangular_masking:
+            why = "generates token by token, so that none can see later ones"
+            raise ConfigError(f"triangular_masking: {type(model).__name__} {why}; leave the key out", ORIGIN)
+        most = lowered.max_positions
+        if most is not None and most < config.min_out_tokens:
+            raise ConfigError(f"min_out_tokens is {config.min_out_tokens}, and the model has {most} positions", ORIGIN)
+    return lowered
+
+
+def _kept_elsewhere(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
+    """ZeRO inference: the partitioner of stage 3 keeps the weights, and brings them layer by layer."""
+    if config.weights is not None:
+        with open_weights(config.weights, config.root) as source:
+            fill(model, source, {}, torch.device("cpu"))
+    if config.replace_with_kernel_inject:
+        log_once(log, logging.WARNING, "replace_with_kernel_inject has no effect with zero: weights come and go")
+    raw: dict[str, Any] = parallel.sections(config, model, row_names(config, model))
+    raw["zero_optimization"] = dict(config.zero)
+    if "aio" in raw["zero_optimization"]:
+        raw["aio"] = raw["zero_optimization"].pop("aio")
+    if (mode := {"fp16": "fp16", "bf16": "bf16"}.get(config.dtype)) is not None:
+        raw[mode] = {"enabled": True}
+    holder, *_ = ds_core.initialize(model=model, config=ConfigSource(raw, ORIGIN))
+    holder.module.eval()
+    device = torch.device(holder.ctx.accelerator.current_device())
+    return Prepared(holder.module, holder.ctx, device, holder=holder)
