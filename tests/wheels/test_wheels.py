@@ -50,6 +50,15 @@ def requirements(wheel: Path, extras: Iterable[str] = ()) -> list[Requirement]:
     return [r for r in found if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in ("", *extras))]
 
 
+def optional(wheel: Path) -> set[str]:
+    """Packages that only its extras bring."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        extras = email.message_from_bytes(archive.read(name)).get_all("Provides-Extra", [])
+    always = {r.name for r in requirements(wheel)}
+    return {r.name.replace("-", "_") for r in requirements(wheel, extras) if r.name not in always}
+
+
 def closure(names: Iterable[str], wheels: dict[str, Path]) -> tuple[list[str], list[str]]:
     """(ours, others): what `names` need, themselves included."""
     ours: list[str] = []
@@ -226,7 +235,8 @@ def test_each_distribution_alone(environment: Environment, wheels: dict[str, Pat
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     env = variables(tmp_path)
     names = [n for n in names if not n.endswith("__main__")]
-    run([str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), json.dumps(RUN_BY)], cwd=tmp_path, env=env)
+    absent = json.dumps([*RUN_BY, *sorted(optional(wheels[dist]))])
+    run([str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), absent], cwd=tmp_path, env=env)
 
     if dist == "ds-core":  # its own tests are the tests of this repository
         return

@@ -17,8 +17,8 @@ import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ds_cli.show import CommandError  # noqa: E402
 from ds_inference.serve.asking import Limits  # noqa: E402
-from ds_inference.serve.model import ServeError  # noqa: E402
 from ds_inference.serve.server import Server, listen, token_from  # noqa: E402
 from ds_inference.serve.text import Text  # noqa: E402
 from hostility import attack  # noqa: E402
@@ -152,11 +152,11 @@ def test_who_may_ask(
         assert client(address, token).completions.create(model="backwards", prompt="a").choices
         assert b" 200 " in raw(address, post(body, b"Authorization: bearer " + token.encode()))[:20]
         assert [ask(address, path)[0] for path in ("/health", "/metrics")] == [200, 401]
-    with pytest.raises(ServeError, match="needs a token"):
+    with pytest.raises(CommandError, match="needs a token"):
         listen("0.0.0.0", 0, None)
     file = tmp_path / "token"
     file.write_text("short\n")
-    with pytest.raises(ServeError, match="16 ASCII characters") as caught:
+    with pytest.raises(CommandError, match="16 ASCII characters") as caught:
         token_from(file)
     assert "short" not in str(caught.value)
     monkeypatch.setenv("DSCORE_SERVE_TOKEN", token)

@@ -63,10 +63,11 @@ def test_a_llama_answers_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_told_at_once(tmp_path: Path) -> None:
-    from ds_inference.serve.model import Choices, ServeError, open_model
+    from ds_cli.show import CommandError
+    from ds_inference.serve.model import Choices, open_model
 
-    with pytest.raises(ServeError, match=r"has no config\.json; MODEL is a folder"):
+    with pytest.raises(CommandError, match=r"has no config\.json; MODEL is a folder"):
         open_model(tmp_path, None, Choices())
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ServeError, match="cannot be loaded by transformers"):
+    with pytest.raises(CommandError, match="cannot be loaded by transformers"):
         open_model(tmp_path, None, Choices())

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_cli.show import CommandError
 from ds_inference_kit.step import BLOCK
 
-from ds_core.errors import DSError
 from ds_inference.serve.errors import Refusal
 
 if TYPE_CHECKING:
     from ds_inference.generation import Generator
 
-__all__ = ["PLAIN_TEMPLATE", "Choices", "ServeError", "Served", "Tokens", "open_model"]
+__all__ = ["PLAIN_TEMPLATE", "Choices", "Served", "Tokens", "open_model"]
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -28,10 +28,6 @@ PLAIN_TEMPLATE = (
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CACHE = 16_384
 """Tokens in the KV cache, unless said or the context is longer."""
-
-
-class ServeError(DSError):
-    """The server cannot start as it was asked to."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +89,14 @@ class Choices:
 
 
 def open_model(path: Path, name: str | None, choices: Choices) -> Served:
-    """Load the model and the tokenizer at `path`; ServeError where they are not there, or not such as can be served."""
+    """Load the model and the tokenizer at `path`; CommandError where that cannot be done."""
     import torch
 
     if choices.threads is not None:
         torch.set_num_threads(choices.threads)
     if not path.is_file() and not (path / "config.json").is_file():
         what = "is no folder" if not path.is_dir() else "has no config.json"
-        raise ServeError(f"{path} {what}; MODEL is a folder in Hugging Face's format, or a GGUF file")
+        raise CommandError(f"{path} {what}; MODEL is a folder in Hugging Face's format, or a GGUF file")
     floats = choices.dtype or ("bf16" if choices.quantize or torch.accelerator.is_available() else "fp32")
     model, tokenizer = _load(path, choices)
     most = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
@@ -119,7 +115,7 @@ def _generator(model: Any, cache_tokens: int) -> Generator:
     model = model.eval()
     lowered = lower(model)
     if lowered is None or lowered.max_positions is None:
-        raise ServeError(f"{type(model).__name__} is of no family that can be served")
+        raise CommandError(f"{type(model).__name__} is of no family that can be served")
     device = next(model.parameters()).device
     load = Kernels(Plugins()).get("inference_program", device.type, str(lowered.program.dtype).removeprefix("torch."))
     return Generator(
@@ -145,4 +141,4 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config), tokenizer  # type: ignore[no-untyped-call]
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise ServeError(f"{path} cannot be loaded by transformers: {error}") from error
+        raise CommandError(f"{path} cannot be loaded by transformers: {error}") from error

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from ds_cli.show import CommandError
 
 from ds_inference.serve.app import make_app
 from ds_inference.serve.asking import Limits
 from ds_inference.serve.connections import protocol
 from ds_inference.serve.errors import Refusal
-from ds_inference.serve.model import Served, ServeError
+from ds_inference.serve.model import Served
 from ds_inference.serve.worker import Link, Worker
 
 __all__ = ["TOKEN", "Server", "Settings", "listen", "token_from"]
@@ -54,24 +55,24 @@ def token_from(file: Path | None) -> str | None:
         try:
             text = file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ServeError(f"--token-file {file}: {type(error).__name__}") from None
+            raise CommandError(f"--token-file {file}: {type(error).__name__}") from None
     if text is None:
         return None
     token = text.strip()
     if len(token) < _SHORTEST or not (token.isascii() and token.isprintable()) or " " in token:
-        raise ServeError(f"{place}: a token is {_SHORTEST} ASCII characters or more, without spaces")
+        raise CommandError(f"{place}: a token is {_SHORTEST} ASCII characters or more, without spaces")
     return token
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """The listening socket; ServeError where others could reach a server that asks for no token."""
+    """The listening socket; CommandError where others could reach a server that asks for no token."""
     if token is None and host not in _LOOPBACK:
-        raise ServeError(f"--host {host}: others can reach it, so it needs a token: --token-file FILE, or {TOKEN}")
+        raise CommandError(f"--host {host}: others can reach it, so it needs a token: --token-file FILE, or {TOKEN}")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=256)
     except (OSError, OverflowError) as error:
-        raise ServeError(f"cannot listen at {host} port {port}: {error}") from None
+        raise CommandError(f"cannot listen at {host} port {port}: {error}") from None
 
 
 class Server(uvicorn.Server):
