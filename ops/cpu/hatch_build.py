@@ -41,10 +41,12 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             if (folder / package).is_dir():
                 sys.path.insert(0, str(folder))
         from ds_kernel_kit.build import prebuild
-        from ds_ops_cpu.extension import EXTENSION
+        from ds_ops_cpu.extension import EXTENSION, INFERENCE
 
-        assert EXTENSION.prebuilt is not None
-        for file in prebuild(EXTENSION, Path(self.directory) / "prebuilt"):
-            build_data["force_include"][str(file)] = f"ds_ops_cpu/prebuilt/{file.name}"
+        for extension in (EXTENSION, INFERENCE):
+            assert extension.prebuilt is not None
+            place = extension.prebuilt.relative_to(HERE)
+            for file in prebuild(extension, Path(self.directory) / place.relative_to("ds_ops_cpu")):
+                build_data["force_include"][str(file)] = f"{place.as_posix()}/{file.name}"
         build_data["pure_python"] = False
         build_data["infer_tag"] = True

@@ -8,42 +8,51 @@ from pathlib import Path
 
 from ds_kernel_kit.build import Extension, Unit, why_not
 
-__all__ = ["EXTENSION", "available", "can_share"]
+__all__ = ["EXTENSION", "INFERENCE", "available", "can_infer", "can_share"]
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 _OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)  # Apple's compiler has none: one thread there
 # Products and sums keep their own roundings (the kernels say where they are to be one); errno and traps are not used.
 _EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", *_EXACT)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2)
+
+
+def _for_each_processor(folder: str = "") -> tuple[Unit, ...]:
+    x86 = (Unit(f"{folder}avx2.cpp", _AVX2), Unit(f"{folder}avx512.cpp", _AVX512)) if _X86 else ()
+    return Unit(f"{folder}generic.cpp"), *x86
+
 
 EXTENSION = Extension(
     name="ds-ops-cpu",
     module="_ds_ops_cpu",
     folder=Path(__file__).parent / "cpp",
-    units=(
-        Unit("module.cpp", _OPENMP),
-        Unit("shared.cpp", ("-O1",)),
-        Unit("generic.cpp"),
-        *(
-            (
-                Unit("avx2.cpp", ("-mavx2", "-mfma", "-mf16c")),
-                Unit(
-                    "avx512.cpp",
-                    ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
-                ),
-            )
-            if _X86
-            else ()
-        ),
-    ),
-    flags=("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", *_EXACT),
+    units=(Unit("module.cpp", _OPENMP), Unit("shared.cpp", ("-O1",)), *_for_each_processor()),
+    flags=_FLAGS,
     link=("-shared", *_OPENMP),
     prebuilt=Path(__file__).parent / "prebuilt",
+)
+
+INFERENCE = Extension(
+    name="ds-ops-cpu-inference",
+    module="_ds_ops_cpu_inference",
+    folder=Path(__file__).parent / "cpp",  # its headers use those beside the other kernels
+    units=(Unit("inference/module.cpp", _OPENMP), *_for_each_processor("inference/")),
+    flags=_FLAGS,
+    link=("-shared", *_OPENMP),
+    prebuilt=Path(__file__).parent / "prebuilt" / "inference",
 )
 
 
 def available() -> str | None:
     """None when the kernels are built or can be, else what is missing."""
     return why_not(EXTENSION)
+
+
+def can_infer() -> str | None:
+    """None when inference programs can run in C++."""
+    return why_not(INFERENCE)
 
 
 def can_share() -> str | None:

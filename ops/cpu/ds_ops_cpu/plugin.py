@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def ds_kernels() -> Iterable[KernelEntry]:
     """One provider, ``cpp``, of each operation; built on first use."""
-    return tuple(
+    steps = tuple(
         KernelEntry(
             op,
             "cpp",
@@ -30,6 +30,18 @@ def ds_kernels() -> Iterable[KernelEntry]:
         )
         for op in OPS
     )
+    programs = KernelEntry(
+        "inference_program",
+        "cpp",
+        "ds_ops_cpu.programs:load",
+        10,
+        devices=("cpu",),
+        dtypes=DTYPES,
+        available="ds_ops_cpu.extension:can_infer",
+        build="ds_ops_cpu.extension:INFERENCE",
+        check="ds_inference_kit.checks:inference_program",
+    )
+    return *steps, programs
 
 
 def ds_collectives() -> Mapping[str, CollectivesEntry]:

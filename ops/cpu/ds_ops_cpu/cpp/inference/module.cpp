@@ -1,0 +1,533 @@
+// A program as a table of ops, and its runs: one call for a step, in which threads share each op's units.
+//
+// [Note: barriers] Between two ops threads wait for each other only where one reads or overwrites a register that the
+// other has written, or writes one that it has read; so queries, keys and values are one phase.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "table.h"
+#include "team.h"
+
+namespace py = pybind11;
+namespace di = ds::inference;
+using di::Op, di::Run, di::Task, di::Vector, di::Weight;
+
+namespace {
+
+const di::Table* chosen = nullptr;
+
+std::vector<const di::Table*> usable() {
+    std::vector<const di::Table*> tables;
+#ifdef DS_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        tables.push_back(&di::avx512);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        tables.push_back(&di::avx2);
+#endif
+    tables.push_back(&di::generic);
+    return tables;
+}
+
+constexpr long WIDEST = 16;           // floats of a vector
+constexpr long UNIT_BYTES = 48 << 10; // of weights
+constexpr long CHUNK = 8;             // rows of one sequence that a unit of attention takes
+constexpr long PART = 2;              // blocks of context, at least, that are a unit of their own
+constexpr long PARTS = 32;            // of a context, at most
+
+long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+template <class T>
+T* address(const py::handle& from) {
+    return reinterpret_cast<T*>(from.cast<uintptr_t>());
+}
+
+Weight weight(const py::handle& from) {
+    const auto t = from.cast<py::tuple>();  // data, scales, lows, form, columns, out, in, stride, group
+    return {address<const char>(t[0]), address<const uint16_t>(t[1]), address<const uint16_t>(t[2]), t[3].cast<int>(),
+            t[4].cast<bool>(), t[5].cast<long>(), t[6].cast<long>(), t[7].cast<long>(), t[8].cast<long>()};
+}
+
+long row_bytes(const Weight& w) {
+    return w.form == di::INT4 ? w.in / 2 : w.form == di::INT8 ? w.in : w.in * (w.form == ds::F32 ? 4 : 2);
+}
+
+// Outputs of one unit of a product.
+long unit_of(const Weight& w, int matrices = 1) {
+    const long fair = round_up((w.out + 3) / 4, WIDEST);
+    if (w.columns) return fair;
+    return std::max(WIDEST, std::min(fair, round_up(UNIT_BYTES / std::max(1L, row_bytes(w) * matrices), WIDEST)));
+}
+
+long room_of(const Weight& w) { return 5 * round_up(w.in, 2 * WIDEST) + (w.group ? 9 * round_up(w.in / w.group, 2 * WIDEST) : 0); }
+
+class Program {
+  public:
+    Program(std::vector<long> widths, int output)
+        : widths_(std::move(widths)), output_(output), kept_(widths_.size()), registers_(widths_.size()) {}
+
+    // Adds an op; fields that are left out are 0, registers -1.
+    int add(int kind, const py::dict& fields) {
+        ops_.emplace_back();
+        Op& op = ops_.back();
+        op = Op{};
+        op.kind = kind;
+        op.number = (long)ops_.size() - 1;
+        const auto number = [&](const char* name, long otherwise) {
+            return fields.contains(name) ? fields[name].cast<long>() : otherwise;
+        };
+        const auto real = [&](const char* name) { return fields.contains(name) ? fields[name].cast<float>() : 0.0f; };
+        op.x = (int)number("x", -1);
+        op.y = (int)number("y", -1);
+        op.v = (int)number("v", -1);
+        op.added = (int)number("added", -1);
+        op.out = (int)number("out", -1);
+        op.activation = (int)number("activation", 0);
+        if (fields.contains("a")) op.a = weight(fields["a"]);
+        if (fields.contains("b")) op.b = weight(fields["b"]);
+        for (auto [name, to] : {std::pair{"bias", &op.bias}, {"second", &op.second}})
+            if (fields.contains(name)) {
+                const auto t = fields[name].cast<py::tuple>();
+                *to = {address<const void>(t[0]), t[1].cast<int>()};
+            }
+        op.scale = real("scale");
+        op.eps = real("eps");
+        op.accumulate = number("accumulate", 0);
+        op.layer_norm = number("layer_norm", 0);
+        op.pairs = number("pairs", 0);
+        op.causal = number("causal", 0);
+        op.normalize = number("normalize", 0);
+        op.by = (int)number("by", 0);
+        op.offset = number("offset", 0);
+        op.groups = number("groups", 1);
+        op.head_dim = number("head_dim", 0);
+        op.dims = number("dims", 0);
+        op.positions = number("positions", 0);
+        op.cos = reinterpret_cast<const float*>(number("cos", 0));
+        op.sin = reinterpret_cast<const float*>(number("sin", 0));
+        op.slopes = reinterpret_cast<const float*>(number("slopes", 0));
+        op.heads = number("heads", 0);
+        op.kv_heads = number("kv_heads", 0);
+        op.layer = number("layer", -1);
+        op.window = number("window", 0);
+        op.first = number("first", 0);
+        op.top_k = number("top_k", 0);
+        for (auto [name, to] : {std::pair{"gates", &op.gates}, {"ups", &op.ups}, {"downs", &op.downs}})
+            if (fields.contains(name)) {
+                auto& all = weights_.emplace_back();
+                for (auto w : fields[name]) all.push_back(weight(w));
+                *to = all.data();
+                op.experts = (long)all.size();
+            }
+        if (fields.contains("groups_of_heads")) {  // for each query head its key head
+            const auto of = fields["groups_of_heads"].cast<std::vector<int>>();
+            auto &order = numbers_.emplace_back(), &first = numbers_.emplace_back();
+            for (int kv = 0; kv < op.kv_heads; kv++) {
+                first.push_back((int)order.size());
+                for (size_t h = 0; h < of.size(); h++)
+                    if (of[h] == kv) order.push_back((int)h);
+            }
+            first.push_back((int)order.size());
+            op.order = order.data();
+            op.first_of = first.data();
+        }
+        op.unit = kind == di::LINEAR || kind == di::ROUTE ? unit_of(op.a)
+                  : kind == di::GATED                     ? unit_of(op.a, 2)
+                  : kind == di::EXPERTS_IN                ? unit_of(op.gates[0], 2)
+                  : kind == di::EXPERTS_OUT               ? unit_of(op.downs[0])
+                                                          : 0;
+        if (kind == di::KEEP) kept_[(size_t)op.out] = true;
+        else if (op.out >= 0 && op.x >= 0) kept_[(size_t)op.out] = kept_[(size_t)op.x];
+        mark(op);
+        return (int)op.number;
+    }
+
+    // Prepares a run; see `Run`. Addresses are 0 where something is not given.
+    void begin(long rows, long wanted, const py::tuple& step, const py::tuple& cache, uintptr_t arena, uintptr_t output) {
+        counters_.resize(ops_.size());
+        run_ = Run{};
+        run_.rows = rows;
+        run_.wanted = wanted;
+        size_t i = 0;
+        for (auto to : {&run_.tokens, &run_.positions, &run_.types, &run_.starts, &run_.lengths, &run_.blocks})
+            *to = address<const int>(step[i++]);
+        run_.wants = address<const int64_t>(step[6]);
+        run_.embeds = address<const float>(step[7]);
+        run_.sequences = step[8].cast<long>();
+        run_.blocks_stride = step[9].cast<long>();
+        const long known_blocks = step[10].cast<long>();
+        if (cache.size()) {
+            run_.keys = address<char>(cache[0]);
+            run_.values = address<char>(cache[1]);
+            run_.cache_type = cache[2].cast<int>();
+            run_.cache_blocks = cache[3].cast<long>();
+        }
+        float* at = reinterpret_cast<float*>(arena);
+        for (size_t r = 0; r < widths_.size(); r++) {
+            registers_[r] = (int)r == output_ && output ? reinterpret_cast<float*>(output) : at;
+            if (registers_[r] == at) at += round_up(widths_[r] * rows, WIDEST);
+        }
+        run_.registers = registers_.data();
+        run_.widths = widths_.data();
+        flags_.assign(kept_.begin(), kept_.end());
+        run_.kept = reinterpret_cast<const bool*>(flags_.data());
+        check(known_blocks);
+        plan();
+    }
+
+    // Floats that registers take, but for `output` where it has memory of its own.
+    long arena(long rows, bool with_output) const {
+        long sum = 0;
+        for (size_t r = 0; r < widths_.size(); r++)
+            if (with_output || (int)r != output_) sum += round_up(widths_[r] * rows, WIDEST);
+        return sum;
+    }
+
+    uintptr_t where(int reg) const { return reinterpret_cast<uintptr_t>(registers_.at((size_t)reg)); }
+    long rows(int reg) const { return kept_.at((size_t)reg) ? run_.wanted : run_.rows; }
+
+    // Runs ops first .. last - 1.
+    void go(int first, int last, int threads) {
+        py::gil_scoped_release release;
+        const di::Table& table = *chosen;
+        long most = 0;
+        for (int o = first; o < last; o++) {
+            counters_[(size_t)o].next.store(0, std::memory_order_relaxed);
+            most = std::max(most, units_[(size_t)o]);
+        }
+        team((int)std::min<long>(threads, most), [&](int me, int all) {
+            di::Thread thread{rooms_[(size_t)me].data(), nullptr};
+            bool owed = false;  // the barrier before an op that has nothing to do is left to the next one
+            for (int o = first; o < last; o++) {
+                const Op& op = ops_[(size_t)o];
+                const long units = units_[(size_t)o];
+                owed |= op.barrier && o > first;
+                if (!units) continue;
+                if (owed) barrier_.wait(all);
+                owed = false;
+                auto& next = counters_[(size_t)o].next;
+                for (long u; (u = next.fetch_add(1, std::memory_order_relaxed)) < units;) table.unit(op, run_, u, thread);
+            }
+        });
+    }
+
+    // What follows a product that torch has made for op `number`.
+    void complete(int number, uintptr_t y, uintptr_t second, int type, int threads) {
+        py::gil_scoped_release release;
+        const Op& op = ops_.at((size_t)number);
+        const long n = rows(op.x), width = widths_[(size_t)op.out], size = type == ds::F32 ? 4 : 2;
+        shared(n, threads, [&](long r) {
+            const float* added = op.added < 0 ? nullptr : registers_[(size_t)op.added] + r * width;
+            chosen->finish(op, reinterpret_cast<const char*>(y) + r * width * size,
+                           second ? reinterpret_cast<const char*>(second) + r * width * size : nullptr, type, added,
+                           registers_[(size_t)op.out] + r * width, width);
+        });
+    }
+
+    // A register as `type`, contiguous.
+    void narrow(int reg, uintptr_t to, int type, int threads) {
+        py::gil_scoped_release release;
+        constexpr long PIECE = 4096;
+        const long n = rows(reg) * widths_.at((size_t)reg);
+        shared((n + PIECE - 1) / PIECE, threads, [&](long i) {
+            chosen->narrow(reinterpret_cast<char*>(to) + i * PIECE * (type == ds::F32 ? 4 : 2),
+                           registers_[(size_t)reg] + i * PIECE, type, std::min(PIECE, n - i * PIECE));
+        });
+    }
+
+    bool has_barrier(int number) const { return ops_.at((size_t)number).barrier; }
+
+  private:
+    // fn(me, all) on `threads` threads; makes sure that each has its room.
+    template <class Fn>
+    static void team(int threads, const Fn& fn) {
+#ifdef _OPENMP
+        if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+            fn(omp_get_thread_num(), omp_get_num_threads());
+            return;
+        }
+#endif
+        fn(0, 1);
+    }
+
+    template <class Fn>
+    static void shared(long n, int threads, const Fn& fn) {
+        std::atomic<long> next{0};
+        team((int)std::min<long>(threads, n), [&](int, int) {
+            for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
+        });
+    }
+
+    // Decides whether a barrier is needed before `op`. The cache counts as a register, -2.
+    void mark(Op& op) {
+        std::set<int> reads, writes;
+        for (int r : {op.x, op.y, op.v, op.added})
+            if (r >= 0) reads.insert(r);
+        if (op.out >= 0) writes.insert(op.out);
+        if (op.kind == di::ROTATE) writes.insert(op.x);
+        if (op.kind == di::EMBED && op.accumulate) reads.insert(op.out);
+        if (op.kind == di::STORE) writes.insert(-2);
+        if (op.kind == di::ATTEND) reads.insert(-2);
+        const auto meet = [](const std::set<int>& a, const std::set<int>& b) {
+            return std::any_of(a.begin(), a.end(), [&](int r) { return b.count(r) > 0; });
+        };
+        op.barrier = meet(reads, written_) || meet(writes, written_) || meet(writes, read_);
+        if (op.barrier) {
+            written_.clear();
+            read_.clear();
+        }
+        written_.insert(writes.begin(), writes.end());
+        read_.insert(reads.begin(), reads.end());
+    }
+
+    [[noreturn]] static void refuse(const std::string& why) { throw py::value_error("inference_program: " + why); }
+
+    void check_numbers(const char* what, const int* numbers, long offset, long below) const {
+        for (long r = 0; r < run_.rows; r++) {
+            const long n = (numbers ? numbers[r] : 0) + offset;
+            if (n < 0 || n >= below)
+                refuse(std::string(what) + " of row " + std::to_string(r) + " is " + std::to_string(n) + "; there are " +
+                       std::to_string(below));
+        }
+    }
+
+    void check(long known_blocks) const {
+        const Run& run = run_;
+        if (run.starts[0] != 0 || run.starts[run.sequences] != run.rows) refuse("starts do not cover the rows");
+        for (long s = 0; s < run.sequences; s++) {
+            const long n = run.starts[s + 1] - run.starts[s];
+            if (n < 0) refuse("starts decrease");
+            if (!run.keys) continue;
+            const long length = run.lengths[s], blocks = (length + di::BLOCK_TOKENS - 1) / di::BLOCK_TOKENS;
+            if (length < n) refuse("sequence " + std::to_string(s) + " is shorter than its rows");
+            if (blocks > known_blocks) refuse("sequence " + std::to_string(s) + " has too few blocks for its length");
+            for (long b = 0; b < blocks; b++) {
+                const int block = run.blocks[s * run.blocks_stride + b];
+                if (block < 0 || block >= run.cache_blocks)
+                    refuse("block " + std::to_string(block) + " of sequence " + std::to_string(s) + " is not in the cache");
+            }
+        }
+        for (long i = 0; run.wants && i < run.wanted; i++)
+            if (run.wants[i] < 0 || run.wants[i] >= run.rows) refuse("row " + std::to_string(run.wants[i]) + " is wanted, which is none");
+        std::set<std::tuple<int, long, long>> seen;
+        for (const Op& op : ops_) {
+            if (op.kind == di::EMBED && !(op.by == 0 && run.embeds)) {
+                if (!seen.insert({op.by, op.offset, op.a.out}).second) continue;
+                const int* numbers[] = {run.tokens, run.positions, run.types};
+                const char* names[] = {"token", "position", "type"};
+                check_numbers(names[op.by], numbers[op.by], op.offset, op.a.out);
+            }
+            if (op.kind == di::ROTATE && seen.insert({9, 0, op.positions}).second)
+                check_numbers("position", run.positions, 0, op.positions);
+        }
+    }
+
+    // Units of each op, tasks of attention, rows to be stored, and room.
+    void plan() {
+        const long n = run_.rows;
+        tasks_.clear();
+        task_lists_.assign(ops_.size(), nullptr);
+        finished_lists_.assign(ops_.size(), nullptr);
+        units_.assign(ops_.size(), 0);
+        stores_.clear();
+        for (long s = 0; run_.keys && s < run_.sequences; s++) {
+            const int rows = run_.starts[s + 1] - run_.starts[s];
+            for (int r = 0; rows > 1 && r < rows; r++) {
+                stores_.push_back(run_.starts[s] + r);
+                stores_.push_back((int)s);
+                stores_.push_back(run_.lengths[s] - rows + r);
+            }
+        }
+        run_.store_rows = stores_.data();
+        run_.store_count = (long)stores_.size() / 3;
+        std::map<std::tuple<long, bool, bool, long, long>, Tasks*> known;
+        size_t finished = 0;
+        long partials = 0, room = 0;
+        std::vector<std::pair<size_t, size_t>> places;
+        for (const Op& op : ops_) {
+            const size_t o = (size_t)op.number;
+            const long m = op.x >= 0 ? rows(op.x) : n;
+            long& units = units_[o];
+            switch (op.kind) {
+                case di::LINEAR:
+                case di::GATED:
+                    units = (op.a.out + op.unit - 1) / op.unit;
+                    room = std::max(room, room_of(op.a) + std::min(m, di::MOST_ROWS) * op.unit);
+                    break;
+                case di::EXPERTS_IN:
+                    units = (op.gates[0].out + op.unit - 1) / op.unit * op.experts;
+                    room = std::max(room, room_of(op.gates[0]) + std::min(m, di::MOST_ROWS) * op.unit);
+                    break;
+                case di::EXPERTS_OUT:
+                    units = (op.downs[0].out + op.unit - 1) / op.unit;
+                    room = std::max(room, room_of(op.downs[0]) + std::min(m, di::MOST_ROWS) * op.unit);
+                    break;
+                case di::ROUTE:
+                    units = m;
+                    room = std::max(room, room_of(op.a) + round_up(op.a.out, WIDEST));
+                    break;
+                case di::STORE: units = op.layer >= 0 ? run_.store_count : 0; break;
+                case di::KEEP: units = run_.wanted; break;
+                case di::ATTEND: {
+                    const bool cached = run_.keys && op.layer >= 0;
+                    auto& list = known[{op.window, cached, op.causal, op.heads, op.head_dim}];
+                    if (!list) list = divide(op, cached);
+                    task_lists_[o] = list->tasks.data();
+                    units = (long)list->tasks.size() * op.kv_heads;
+                    places.emplace_back(o, finished);
+                    finished += (size_t)(list->groups * op.kv_heads);
+                    partials = std::max(partials, list->partials);
+                    const long wide = round_up(op.head_dim, WIDEST), queries = CHUNK * op.heads;
+                    room = std::max(room, 2 * di::BLOCK_TOKENS * wide + queries * (2 * wide + 2));
+                    break;
+                }
+                default:
+                    units = m;
+                    room = std::max(room, 2 * widths_[(size_t)(op.out >= 0 ? op.out : op.x)]);
+            }
+        }
+        finished_.assign(finished, 0);
+        for (auto [o, at] : places) finished_lists_[o] = finished_.data() + at;
+        if ((long)partials_.size() < partials) partials_.resize((size_t)partials);
+        run_.tasks = task_lists_.data();
+        run_.finished = finished_lists_.data();
+        run_.partials = partials_.data();
+        room_ = std::max(room_, round_up(room, WIDEST));
+    }
+
+    struct Tasks {
+        std::vector<Task> tasks;
+        long groups = 0, partials = 0;
+    };
+
+    Tasks* divide(const Op& op, bool cached) {
+        tasks_.push_back(std::make_unique<Tasks>());
+        Tasks& out = *tasks_.back();
+        const long B = di::BLOCK_TOKENS, step = op.heads * (2 + round_up(op.head_dim, WIDEST));
+        for (int s = 0; s < run_.sequences; s++) {
+            const long start = run_.starts[s], rows = run_.starts[s + 1] - start, length = cached ? run_.lengths[s] : rows;
+            // From the last rows on, which have most to do.
+            for (long last = rows; last > 0; last -= CHUNK) {
+                const long first = std::max(0L, last - CHUNK), at = length - rows + first;
+                const long to = op.causal ? length - rows + last : length;
+                const long from = op.window > 0 ? std::max(0L, at - op.window + 1) / B * B : 0;
+                const long blocks = (to - from + B - 1) / B;
+                long per = blocks;
+                if (rows == 1) per = std::max(PART, (blocks + PARTS - 1) / PARTS);
+                const int parts = (int)((blocks + per - 1) / per);
+                for (int p = 0; p < parts; p++)
+                    out.tasks.push_back({s, start + first, start + last, from + p * per * B,
+                                         std::min(to, from + (p + 1) * per * B), p, parts, out.partials, (int)out.groups});
+                if (parts > 1) {
+                    out.partials += parts * step;
+                    out.groups++;
+                }
+            }
+        }
+        return &out;
+    }
+
+  public:
+    // Room for so many threads.
+    void reserve(int threads) {
+        if ((int)rooms_.size() < threads) rooms_.resize((size_t)threads);
+        for (auto& room : rooms_)
+            if ((long)room.size() < room_) room.resize((size_t)room_);
+    }
+
+  private:
+    std::vector<long> widths_;
+    const int output_;
+    std::vector<bool> kept_;
+    std::vector<char> flags_;
+    std::vector<float*> registers_;
+    std::deque<Op> ops_;
+    std::deque<std::vector<Weight>> weights_;
+    std::deque<std::vector<int>> numbers_;
+    std::set<int> written_, read_;
+
+    Run run_{};
+    std::deque<di::Counter> counters_;
+    std::vector<long> units_;
+    std::vector<std::unique_ptr<Tasks>> tasks_;
+    std::vector<const Task*> task_lists_;
+    std::vector<int*> finished_lists_;
+    std::vector<int> finished_, stores_;
+    std::vector<float> partials_;
+    std::vector<std::vector<float>> rooms_;
+    long room_ = 0;
+    di::Barrier barrier_;
+};
+
+// A weight as `type`, contiguous, at `to`.
+void widen(const py::tuple& from, uintptr_t to, int type, int threads) {
+    const Weight w = weight(from);
+    py::gil_scoped_release release;
+    const long unit = std::max(1L, 16384 / std::max(1L, w.in)), units = (w.out + unit - 1) / unit;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) if (threads > 1)
+#endif
+    {
+        std::vector<float> room((size_t)w.in + 64);
+#ifdef _OPENMP
+#pragma omp for schedule(static)
+#endif
+        for (long u = 0; u < units; u++)
+            chosen->widen(w, u * unit, std::min(w.out, (u + 1) * unit),
+                          reinterpret_cast<char*>(to) + u * unit * w.in * (type == ds::F32 ? 4 : 2), type, room.data());
+    }
+}
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (auto table : usable()) names.push_back(table->name);
+    return names;
+}
+
+std::string use_instruction_set(const std::string& name) {
+    std::string before = chosen->name;
+    for (auto table : usable())
+        if (name == table->name) {
+            chosen = table;
+            return before;
+        }
+    throw py::value_error("this processor cannot run " + name);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_ds_ops_cpu_inference, m) {
+    chosen = usable().front();
+    m.attr("MOST_ROWS") = di::MOST_ROWS;
+    py::class_<Program>(m, "Program")
+        .def(py::init<std::vector<long>, int>())
+        .def("add", &Program::add)
+        .def("begin", &Program::begin)
+        .def("reserve", &Program::reserve)
+        .def("arena", &Program::arena)
+        .def("where", &Program::where)
+        .def("rows", &Program::rows)
+        .def("go", &Program::go)
+        .def("complete", &Program::complete)
+        .def("narrow", &Program::narrow)
+        .def("has_barrier", &Program::has_barrier);
+    m.def("widen", &widen);
+    m.def("instruction_sets", &instruction_sets, "Those this processor can run, best first.");
+    m.def("use_instruction_set", &use_instruction_set, "For tests: choose one; returns the one before.");
+}
