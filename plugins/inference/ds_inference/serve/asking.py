@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from concurrent.futures import Executor
@@ -156,7 +157,8 @@ class Answering(Generic[T]):
 
     def _params(self, asked: Asked, longest: int, field: str) -> list[SamplingParams]:
         """How to sample each of the `n` answers to a prompt."""
-        seeds = [None if asked.seed is None else (asked.seed + i) % (1 << 63) for i in range(asked.n or 1)]
+        first = secrets.randbits(62) if asked.seed is None else asked.seed  # all ranks must draw the same
+        seeds = [(first + i) % (1 << 63) for i in range(asked.n or 1)]
         return [
             SamplingParams(
                 max_new_tokens=self._most(asked, longest, field),

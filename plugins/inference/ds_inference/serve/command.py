@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,14 +50,22 @@ def serve(
     if missing:
         raise CommandError(f"{' and '.join(missing)} is missing; pip install 'ds-inference[serve]'")
     from ds_inference.serve.asking import Limits
+    from ds_inference.serve.driving import follow
     from ds_inference.serve.model import Choices, open_model
     from ds_inference.serve.server import Server, Settings, listen, token_from
 
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("ds_inference.serve").setLevel(logging.INFO)
     token = token_from(token_file)
-    listen(host, port, token).close()  # before minutes of loading
+    first = int(os.environ.get("RANK") or 0) == 0
+    if first:
+        listen(host, port, token).close()  # before minutes of loading
     served = open_model(model, name, Choices(dtype, quantize, cache_tokens, tp, threads, checkpoint))
+    if not first:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # rank 0 says when to end
+        follow(served.generator, served.link)
+        return
     body = (1 << 20) + 32 * served.most_tokens
     limits = Limits(body=body, body_seconds=30.0, seconds=timeout, tokens=max_tokens)
     settings = Settings(host, port, limits, max_queue, max_connections, grace, token)

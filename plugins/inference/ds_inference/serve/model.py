@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_cli.show import CommandError
 from ds_inference_kit.step import BLOCK
 
+from ds_inference.serve.driving import Link
 from ds_inference.serve.errors import Refusal
 
 if TYPE_CHECKING:
@@ -25,19 +27,21 @@ PLAIN_TEMPLATE = (
 """For models without a template: a line for each message, ``role: content``, then ``assistant:``."""
 
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_CONTEXT = 2_048
+"""Tokens of a sequence, where a model does not say how many it takes."""
 _CACHE = 16_384
 """Tokens in the KV cache, unless said or the context is longer."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is ready. most_tokens: of a prompt and its answer together."""
+    """A model that is ready. most_tokens: of a prompt and its answer together. link: joins ranks that divide it."""
 
     name: str
     generator: Generator
     tokens: Tokens
     most_tokens: int
+    link: Link = lambda commands: commands
 
 
 class Tokens:
@@ -92,36 +96,36 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
     """Load the model and the tokenizer at `path`; CommandError where that cannot be done."""
     import torch
 
+    from ds_core import comm
+    from ds_inference.init import init_inference
+
     if choices.threads is not None:
         torch.set_num_threads(choices.threads)
     if not path.is_file() and not (path / "config.json").is_file():
         what = "is no folder" if not path.is_dir() else "has no config.json"
         raise CommandError(f"{path} {what}; MODEL is a folder in Hugging Face's format, or a GGUF file")
-    floats = choices.dtype or ("bf16" if choices.quantize or torch.accelerator.is_available() else "fp32")
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    if ranks != choices.tp:
+        how = f"dscore run --nproc {choices.tp} --module ds_cli serve ..." if choices.tp > 1 else f"--tp {ranks}"
+        raise CommandError(f"--tp {choices.tp} needs as many ranks, and this job has {ranks}; start it with {how}")
+    floats = choices.dtype or ("bf16" if torch.accelerator.is_available() else "fp32")
     model, tokenizer = _load(path, choices)
-    most = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
-    generator = _generator(model.to(getattr(torch, _DTYPES[floats])), choices.cache_tokens or max(most, _CACHE))
-    most = min(most, generator.max_positions, generator.blocks * BLOCK)
-    vocabulary = model.config.get_text_config().vocab_size
-    return Served(name or path.resolve().stem, generator, Tokens(tokenizer, vocabulary), most)
-
-
-def _generator(model: Any, cache_tokens: int) -> Generator:
-    from ds_core.kernels import Kernels
-    from ds_core.plugins import Plugins
-    from ds_inference.families import lower
-    from ds_inference.generation import Generator
-
-    model = model.eval()
-    lowered = lower(model)
-    if lowered is None or lowered.max_positions is None:
-        raise CommandError(f"{type(model).__name__} is of no family that can be served")
-    device = next(model.parameters()).device
-    load = Kernels(Plugins()).get("inference_program", device.type, str(lowered.program.dtype).removeprefix("torch."))
-    return Generator(
-        load(lowered.program), program=lowered.program, vocab=lowered.vocab, max_positions=lowered.max_positions,
-        cache_tokens=cache_tokens, eos=lowered.eos, device=device,
-    )  # fmt: skip
+    sizes = model.config.get_text_config()
+    most = int(getattr(sizes, "max_position_embeddings", None) or _CONTEXT)
+    config: dict[str, Any] = {
+        "replace_with_kernel_inject": True,
+        "dtype": choices.quantize or floats,
+        "max_out_tokens": most,
+        "cache_tokens": choices.cache_tokens or max(most, _CACHE),
+        "tensor_parallel": {"tp_size": choices.tp},
+    }
+    if choices.checkpoint is not None:
+        config |= {"checkpoint": str(choices.checkpoint.resolve()), "set_empty_params": True}
+    engine = init_inference(model, config)
+    generator = engine.generator
+    most = min(most, generator.max_positions or most, generator.blocks * BLOCK)
+    link: Link = (lambda commands: comm.all_gather_json(commands)[0]) if ranks > 1 else (lambda commands: commands)
+    return Served(name or path.resolve().stem, generator, Tokens(tokenizer, sizes.vocab_size), most, link)
 
 
 def _load(path: Path, choices: Choices) -> tuple[Any, Any]:

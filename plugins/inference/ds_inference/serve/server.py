@@ -19,7 +19,7 @@ from ds_inference.serve.asking import Limits
 from ds_inference.serve.connections import protocol
 from ds_inference.serve.errors import Refusal
 from ds_inference.serve.model import Served
-from ds_inference.serve.worker import Link, Worker
+from ds_inference.serve.worker import Worker
 
 __all__ = ["TOKEN", "Server", "Settings", "listen", "token_from"]
 
@@ -78,14 +78,14 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
 class Server(uvicorn.Server):
     """Ends by itself after a signal: answers get `grace` seconds, then their rest is cut off with an error.
 
-    ready: called with the server's address once it listens. link: see `worker.Link`.
+    ready: called with the server's address once it listens.
     """
 
-    def __init__(
-        self, served: Served, settings: Settings, ready: Callable[[str], None], link: Link | None = None
-    ) -> None:
+    def __init__(self, served: Served, settings: Settings, ready: Callable[[str], None]) -> None:
         self._settings, self._ready = settings, ready
-        self._worker = Worker(served.generator, most_waiting=settings.max_queue, link=link, failed=self._failed)
+        self._worker = Worker(
+            served.generator, most_waiting=settings.max_queue, link=served.link, failed=self._failed
+        )
         hosts = None if settings.token else _LOOPBACK
         self._gate = make_app(served, self._worker, settings.limits, token=settings.token, hosts=hosts)
         config = uvicorn.Config(

@@ -1,8 +1,7 @@
 """The generator in a thread of its own, and what requests on the event loop see of it.
 
-The thread alone touches the generator. Requests reach it as commands in a queue, and tokens go back to the event loop,
-those of one step at once. On several ranks each has this thread: rank 0's commands are broadcast before every step, so
-that all ranks do the same (`Link`).
+The thread alone touches the generator (`driving`). Requests reach it as commands in a queue, and tokens go back to the
+event loop, those of one step at once.
 """
 
 from __future__ import annotations
@@ -16,61 +15,31 @@ import queue
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ds_core.errors import DSError
-from ds_inference.requests import Finish, Output, Request, SamplingParams
+from ds_inference.requests import Finish, Output, SamplingParams
+from ds_inference.serve.driving import STOP, Command, Driver, Link, cancel, submit
 from ds_inference.serve.errors import Refusal
 
 if TYPE_CHECKING:
     from ds_inference.generation import Generator
-    from ds_inference.requests import Handle
 
-__all__ = ["Gone", "Link", "Ticket", "Worker"]
+__all__ = ["Gone", "Ticket", "Worker"]
 
 log = logging.getLogger("ds_inference.serve")
+
+_IDLE = 30.0
+"""Seconds after which ranks that wait for commands hear that there are none."""
 
 
 class Gone(Exception):
     """The client is not there any more."""
 
 
-@dataclass(frozen=True)
-class Submit:
-    """Generate an answer under this number."""
-
-    number: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """The answer of this number is not wanted any more."""
-
-    number: int
-
-
-class Stop(Enum):
-    """End the thread."""
-
-    NOW = 0
-
-
-Command = Submit | Cancel | Stop
-
-
-Link = Callable[[list[Command]], list[Command]]
-"""Hands the commands of rank 0 to all ranks, and waits for them there."""
-
-
 class Worker:
     """Owns `generator`.
 
-    most_waiting: answers that may wait for their first token. link: see `Link`; patience: seconds after which it is
-    used though there is nothing to say. failed: called on the event loop where a step fails.
+    most_waiting: answers that may wait for their first token. failed: called on the event loop where a step fails.
     """
 
     def __init__(
@@ -78,18 +47,15 @@ class Worker:
         generator: Generator,
         *,
         most_waiting: int,
-        link: Link | None = None,
-        patience: float | None = None,
+        link: Link = lambda commands: commands,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         self.generator, self.most_waiting = generator, most_waiting
-        self._link, self._patience, self._failed = link, patience, failed
+        self._link, self._failed = link, failed
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._numbers = itertools.count()
         self._tickets: dict[int, tuple[Ticket, int]] = {}  # of the event loop
-        self._handles: dict[int, Handle] = {}  # of the thread
-        self._owners: dict[int, int] = {}  # of the thread: by identity of the handle, whose number it is
         self.waiting: dict[int, float] = {}  # answers without a token yet, since when, the oldest first
         self.healthy = True
 
@@ -102,7 +68,7 @@ class Worker:
 
     def stop(self, timeout: float = 30.0) -> bool:
         """End the thread after its step; whether it ended in time."""
-        self._inbox.put(Stop.NOW)
+        self._inbox.put(STOP)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -125,7 +91,7 @@ class Worker:
         for index, (number, (prompt, params)) in enumerate(zip(numbers, prompts, strict=True)):
             self._tickets[number] = ticket, index
             self.waiting[number] = self._loop.time()
-            self._inbox.put(Submit(number, tuple(prompt), params))
+            self._inbox.put(submit(number, prompt, params))
         try:
             yield ticket
         finally:
@@ -143,7 +109,7 @@ class Worker:
         """Forget an answer; nothing where it has ended."""
         if self._tickets.pop(number, None) is not None:
             self.waiting.pop(number, None)
-            self._inbox.put(Cancel(number))
+            self._inbox.put(cancel(number))
 
     def fail_all(self, error: Exception) -> None:
         """Every open request ends with `error`."""
@@ -177,54 +143,26 @@ class Worker:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        driver = Driver(self.generator, lambda number, why: self._call(self._refused, number, why))
         try:
-            while self._obey():
-                if self.generator.busy:
-                    self._report(self.generator.step())
+            while driver.obey(self._link(self._asked())):
+                if outputs := driver.step():
+                    self._call(self._deliver, outputs)
         except Exception as error:
             # Without the message: an exception may repeat what a request said.
             frames = "".join(traceback.format_tb(error.__traceback__))
             log.error("the generator failed: %s\n%s", type(error).__name__, frames)
             self._call(self._broken)
 
-    def _obey(self) -> bool:
-        """Do what is asked for; wait for it where there is nothing else to do. False: end."""
+    def _asked(self) -> list[Command]:
+        """The commands that came; it waits for one where there is nothing else to do."""
         commands: list[Command] = []
         with contextlib.suppress(queue.Empty):
             if not self.generator.busy:
-                commands.append(self._inbox.get(timeout=self._patience))
+                commands.append(self._inbox.get(timeout=_IDLE))
             while True:
                 commands.append(self._inbox.get_nowait())
-        for command in self._link(commands) if self._link else commands:
-            if command is Stop.NOW:
-                return False
-            if isinstance(command, Submit):
-                self._submit(command)
-            elif isinstance(command, Cancel) and (handle := self._handles.pop(command.number, None)) is not None:
-                del self._owners[id(handle)]
-                self.generator.cancel(handle)
-        return True
-
-    def _submit(self, command: Submit) -> None:
-        try:
-            handle = self.generator.submit(Request(command.prompt, command.params))
-        except DSError as error:  # it can never be served
-            self._call(self._refused, command.number, str(error))
-            return
-        self._handles[command.number] = handle
-        self._owners[id(handle)] = command.number
-
-    def _report(self, outputs: Sequence[Output]) -> None:
-        found = []
-        for output in outputs:
-            number = self._owners.get(id(output.handle))
-            if number is None:
-                continue
-            found.append((number, output))
-            if output.finished is not None:
-                del self._owners[id(self._handles.pop(number))]
-        if found:
-            self._call(self._deliver, found)
+        return commands
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
