@@ -22,10 +22,12 @@ TOKEN = "a-secret-of-this-test"
 
 
 @contextlib.contextmanager
-def served(*words: str) -> Iterator[openai.OpenAI]:
-    """A client of `dscore serve WORDS`, which must end with 0 after SIGTERM, and must not show its token."""
-    command = [sys.executable, "-m", "ds_cli", "serve", "--port", "0", "--threads", "1", *words]
+def served(*words: str, ranks: int = 1) -> Iterator[openai.OpenAI]:
+    """A client of `dscore serve WORDS`, which must end in order after SIGTERM, and must not show its token."""
+    dscore = [sys.executable, "-m", "ds_cli"]
+    launch = [*dscore, "run", "--nproc", str(ranks), "--module", "ds_cli"] if ranks > 1 else dscore
     env = clean_environment(DSCORE_SERVE_TOKEN=TOKEN)
+    command = [*launch, "serve", "--port", "0", "--threads", "1", *words]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -35,9 +37,11 @@ def served(*words: str) -> Iterator[openai.OpenAI]:
                 yield client
             process.send_signal(signal.SIGTERM)
             said = "".join(process.communicate(timeout=60))
-            assert process.returncode == 0 and TOKEN not in said and "a private matter" not in said, said
+            ends = 0 if ranks == 1 else 128 + signal.SIGTERM  # the launcher's, whom the signal reached
+            assert process.returncode == ends and TOKEN not in said and "a private matter" not in said, said
+            assert "0 answers have" in said and "Traceback" not in said
         finally:
-            process.kill()
+            process.terminate()
 
 
 def test_a_llama_answers_as_transformers_does(tmp_path: Path) -> None:
@@ -66,8 +70,43 @@ def test_what_cannot_be_served_is_told_at_once(tmp_path: Path) -> None:
     from ds_cli.show import CommandError
     from ds_inference.serve.model import Choices, open_model
 
+    with pytest.raises(CommandError, match=r"--tp 2 needs as many ranks"):
+        make(tmp_path / "tiny")
+        open_model(tmp_path / "tiny", None, Choices(tp=2))
+    with pytest.raises(CommandError, match="leave --dtype out"):
+        open_model(tmp_path / "tiny", None, Choices(dtype="fp32", quantize="int4"))
     with pytest.raises(CommandError, match=r"has no config\.json; MODEL is a folder"):
         open_model(tmp_path, None, Choices())
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CommandError, match="cannot be loaded by transformers"):
         open_model(tmp_path, None, Choices())
+
+
+@pytest.mark.slow
+def test_what_was_trained_is_served_quantised_and_divided(tmp_path: Path) -> None:
+    """A checkpoint of ds_core in place of the model's weights, in 8 bits, on one rank and on two."""
+    import ds_core
+
+    make(tmp_path / "tiny")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "tiny")
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    ids = torch.arange(32)[None]
+    for _ in range(3):
+        engine.backward(engine(ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(tmp_path / "run")
+    engine.destroy()
+    model.eval()
+    right = model.generate(ids[:, :4], max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+    asked = {"model": "tiny", "prompt": [0, 1, 2, 3], "max_tokens": 8, "logprobs": 0}
+    words = [str(tmp_path / "tiny"), "--checkpoint", str(tmp_path / "run")]
+    said = []
+    for more, ranks in ((), 1), (("--tp", "2"), 2), (("--quantize", "int8"), 1):
+        with served(*words, *more, ranks=ranks) as ai:
+            said.append([ai.completions.create(**asked, temperature=heat, seed=7).choices[0] for heat in (0, 1)])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
+    assert said[0][0].text == tokenizer.decode(right) and said[0][1].text != said[0][0].text
+    assert [c.text for c in said[0]] == [c.text for c in said[1]]
+    quantised, plain = (torch.tensor(choice[0].logprobs.token_logprobs) for choice in (said[2], said[0]))
+    assert 0 < (quantised[0] - plain[0]).abs() < 0.1

@@ -108,6 +108,8 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
     if ranks != choices.tp:
         how = f"dscore run --nproc {choices.tp} --module ds_cli serve ..." if choices.tp > 1 else f"--tp {ranks}"
         raise CommandError(f"--tp {choices.tp} needs as many ranks, and this job has {ranks}; start it with {how}")
+    if choices.quantize is not None and choices.dtype not in (None, "bf16"):
+        raise CommandError(f"--dtype {choices.dtype}: beside --quantize what stays floats is bf16; leave --dtype out")
     floats = choices.dtype or ("bf16" if torch.accelerator.is_available() else "fp32")
     model, tokenizer = _load(path, choices)
     sizes = model.config.get_text_config()

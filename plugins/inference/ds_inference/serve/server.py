@@ -83,9 +83,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, served: Served, settings: Settings, ready: Callable[[str], None]) -> None:
         self._settings, self._ready = settings, ready
-        self._worker = Worker(
-            served.generator, most_waiting=settings.max_queue, link=served.link, failed=self._failed
-        )
+        self._worker = Worker(served.generator, most_waiting=settings.max_queue, link=served.link, failed=self._failed)
         hosts = None if settings.token else _LOOPBACK
         self._gate = make_app(served, self._worker, settings.limits, token=settings.token, hosts=hosts)
         config = uvicorn.Config(
