@@ -44,7 +44,10 @@ def _extension() -> Extension:
         name="ds-ops-cuda",
         module="_ds_ops_cuda",
         folder=Path(__file__).parent / "cuda",
-        units=(Unit("module.cpp", include), Unit("steps.cu"), Unit("sums.cu"), Unit("rows.cu")),
+        units=(
+            *(Unit("module.cpp", include), Unit("program.cpp"), Unit("steps.cu"), Unit("sums.cu"), Unit("rows.cu")),
+            *(Unit("lines.cu"), Unit("products.cu"), Unit("attention.cu")),
+        ),
         flags=("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden"),
         link=("-shared", *search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"),
         # Code for sm_80 runs on all of 8.x; for chips after sm_90 the driver compiles the intermediate form.

@@ -4,12 +4,17 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 
-#include "ops.h"
+#include "program.h"
 
 namespace py = pybind11;
+
+namespace ds {
+void define_program(py::module_&);  // program.cpp
+}
 
 namespace {
 
@@ -54,6 +59,11 @@ auto step(void (*work)(Address, const ds::Sizes&, ds::Types, const ds::Lists&, A
   };
 }
 
+void run_program(Address stream, std::shared_ptr<ds::Program> program, std::shared_ptr<ds::Frame> frame, size_t first,
+                 size_t last) {
+  program->run(stream, *frame, first, last);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_ds_ops_cuda, m) {
@@ -79,4 +89,6 @@ PYBIND11_MODULE(_ds_ops_cuda, m) {
   m.def("layer_norm_backward", on_device(ds::layer_norm_backward));
   m.def("layer_norm_sums", on_device(ds::layer_norm_sums));
   m.def("column_sums", on_device(ds::column_sums));
+  ds::define_program(m);
+  m.def("run_program", on_device(run_program));
 }
