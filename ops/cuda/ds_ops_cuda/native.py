@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ from ds_kernel_kit import build
 from ds_core.errors import KernelError
 from ds_ops_cuda.extension import EXTENSION
 
-__all__ = ["NONE", "TYPES", "call", "native", "serves"]
+__all__ = ["NONE", "TYPES", "call", "graph", "native", "processors", "serves"]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NONE = 4
@@ -51,3 +52,18 @@ def call(name: str, device: torch.device, *arguments: Any) -> None:
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
         function(index, torch.cuda.current_stream(index).cuda_stream, *arguments)
+
+
+def processors(device: torch.device) -> int:
+    """How many streaming multiprocessors the device has."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def graph(device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
+    """Record what `work` queues on the device as a CUDA graph, without running it; the function that runs it."""
+    with torch.cuda.device(device):
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            work()
+    return recorded.replay

@@ -33,5 +33,10 @@ def ds_kernels() -> Iterable[KernelEntry]:
         )
         for op, place in places.items()
     )
+    program = KernelEntry(
+        "inference_program", "cuda", "ds_ops_cuda.programs:load", 30, devices=("cuda",), dtypes=DTYPES,
+        available="ds_ops_cuda.extension:available", build="ds_ops_cuda.extension:EXTENSION",
+        check="ds_inference_kit.checks:inference_program",
+    )  # fmt: skip
     references = (KernelEntry(op, "reference", f"ds_ops_cuda.references:{op}", 0) for op in FUSED)
-    return (*compiled, *references)
+    return (*compiled, program, *references)

@@ -34,5 +34,6 @@ def device(_emulated: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(native, "DEVICE", "cpu")
     monkeypatch.setattr(native, "_native", _emulated)
     monkeypatch.setattr(native, "call", call)
+    monkeypatch.setattr(native, "processors", lambda device: 4)
     monkeypatch.setattr(fused, "available", lambda: None)
     return calls

@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(kTeam) attend_kernel(const __grid_constant__ A
   __shared__ float highest[kGroups][kHeads], sum[kGroups][kHeads], values[kGroups][kHeads][kLanes * 8];
   int64_t row = a.attended ? a.attended[blockIdx.y] : blockIdx.y;
   int64_t task = blockIdx.x / a.splits, split = blockIdx.x % a.splits, kv_head = a.heads_of[a.tasks * kHeads + task];
-  int64_t own = a.limit[row] - 1, end = a.causal ? own + 1 : a.length[row];
+  // Tokens are counted in the cache, or among the sequence's rows of this step.
+  int64_t own = a.keys ? a.limit[row] - 1 : row - a.first[row];
+  int64_t end = own + 1 + (a.causal ? 0 : a.length[row] - a.limit[row]);
   if (a.keys) end = min(end, a.most * kBlock);
   int64_t begin = a.window ? max(own - a.window + 1, int64_t{0}) : 0;
   int64_t per_split = (end - begin + a.splits - 1) / a.splits;
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kTeam) attend_kernel(const __grid_constant__ A
     for (int i = 0; i < 8; ++i) q[h].v[i] *= a.scale;
     slope[h] = a.slopes ? a.slopes[head] : 0.0f;
   }
-  const void *keys = a.keys ? static_cast<const void*>(a.keys) : a.k.data;
+  const void* keys = a.keys ? static_cast<const void*>(a.keys) : a.k.data;
   const void* values_from = a.keys ? static_cast<const void*>(a.values) : a.v.data;
   int64_t shift = a.keys ? 0 : a.v.stride - a.k.stride;  // per token, where v's rows are not as long as k's
 #pragma unroll 2

@@ -70,8 +70,12 @@ struct Cut {  // columns of each part of a row
 struct Kept {
   Lines x, out;
   const int64_t* wanted;  // null: all
+  int64_t rows;  // of x
 
-  __device__ void operator()(int64_t row, int64_t col) const { out.set(row, col, x.get(wanted ? wanted[row] : row, col)); }
+  __device__ void operator()(int64_t row, int64_t col) const {
+    int64_t from = wanted ? wanted[row] : row;
+    out.set(row, col, from >= 0 && from < rows ? x.get(from, col) : __uint_as_float(0x7fc00000u));
+  }
 };
 
 // [Note: from the chip's own memory] A row is read three times at most; but for the first time it comes from the cache.
@@ -241,7 +245,7 @@ Launch columns(int x, int out, int64_t width, int64_t first, int64_t groups, int
 
 Launch keep(int x, int out, int64_t width) {
   return [=](const Frame& f, Address stream) {
-    each("keep", stream, f.kept, width, Kept{lines(f, x), lines(f, out), reinterpret_cast<const int64_t*>(f.wanted)});
+    each("keep", stream, f.kept, width, Kept{lines(f, x), lines(f, out), reinterpret_cast<const int64_t*>(f.wanted), f.rows});
   };
 }
 

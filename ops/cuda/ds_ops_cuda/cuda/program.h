@@ -121,7 +121,13 @@ struct Program {
 // For each row of sequences that start at `starts` and have `lengths` tokens: sequence, limit, length, first (see Frame).
 inline void describe_rows(const int32_t* starts, const int32_t* lengths, int64_t sequences, int32_t* out) {
   int64_t rows = starts[sequences];
+  if (starts[0] != 0) throw std::runtime_error("starts begin at " + std::to_string(starts[0]));
   for (int32_t s = 0; s < sequences; ++s) {
+    int32_t own = starts[s + 1] - starts[s];
+    if (own < 0 || starts[s + 1] > rows || lengths[s] < own) {
+      throw std::runtime_error("sequence " + std::to_string(s) + " has " + std::to_string(own) + " rows and " +
+                               std::to_string(lengths[s]) + " tokens");
+    }
     for (int32_t row = starts[s]; row < starts[s + 1]; ++row) {
       out[row] = s;
       out[rows + row] = lengths[s] - (starts[s + 1] - 1 - row);

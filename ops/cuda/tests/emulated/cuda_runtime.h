@@ -3,6 +3,7 @@
 // machine; races between blocks, real alignment and speed are not.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -29,6 +30,7 @@ struct dim3 {
   dim3(unsigned x = 0, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -50,13 +52,14 @@ struct Barrier {
 
 struct Block {
   struct Thread {
-    ucontext_t context;
+    ucontext_t context;  // how it begins
+    jmp_buf place;  // where it waits; jumps are far cheaper than changes of context, which ask the system
     std::unique_ptr<char[]> stack;
-    bool done = false;
+    bool started = false, done = false;
   };
   std::vector<Thread> threads;
   std::function<void()> body;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   Barrier all, warps[32];
   unsigned alive = 0, current = 0;
   bool progress = false;
@@ -66,7 +69,17 @@ struct Block {
 inline Block block;
 inline dim3 thread_index, block_index, grid_size, block_size;
 
-inline void yield() { swapcontext(&block.threads[block.current].context, &block.scheduler); }
+inline void yield() {
+  if (_setjmp(block.threads[block.current].place) == 0) _longjmp(block.scheduler, 1);
+}
+
+// Runs a thread until it yields.
+__attribute__((noinline)) inline void resume(Block::Thread& thread) {
+  if (_setjmp(block.scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.place, 1);
+  thread.started = true;
+  setcontext(&thread.context);
+}
 
 inline void wait(Barrier& barrier, unsigned expected) {
   unsigned generation = barrier.generation;
@@ -95,7 +108,7 @@ inline void run_block(unsigned threads) {
   std::fill(block.warps, block.warps + 32, Barrier{});
   for (auto& thread : block.threads) {
     if (!thread.stack) thread.stack.reset(new char[kStack]);
-    thread.done = false;
+    thread.started = thread.done = false;
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
     thread.context.uc_stack.ss_size = kStack;
@@ -108,7 +121,7 @@ inline void run_block(unsigned threads) {
       if (block.threads[t].done) continue;
       block.current = t;
       thread_index = dim3(t, 0, 0);
-      swapcontext(&block.scheduler, &block.threads[t].context);
+      resume(block.threads[t]);
     }
     if (!block.progress) throw std::runtime_error("a kernel waits for threads that never come");
   }
