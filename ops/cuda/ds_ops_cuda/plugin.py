@@ -12,6 +12,7 @@ OPS = (
     *("accumulate", "adagrad", "adam", "dequantize", "dequantize_sum", "lamb", "lion", "quantize", "requantize_sum"),
     *("sgd", "squared_norm"),
 )
+PROGRAM = "inference_program"
 FUSED = ("bias_dropout_add", "bias_gelu", "layer_norm", "softmax_dropout")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,7 +35,7 @@ def ds_kernels() -> Iterable[KernelEntry]:
         for op, place in places.items()
     )
     program = KernelEntry(
-        "inference_program", "cuda", "ds_ops_cuda.programs:load", 30, devices=("cuda",), dtypes=DTYPES,
+        PROGRAM, "cuda", "ds_ops_cuda.programs:load", 30, devices=("cuda",), dtypes=DTYPES,
         available="ds_ops_cuda.extension:available", build="ds_ops_cuda.extension:EXTENSION",
         check="ds_inference_kit.checks:inference_program",
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from ds_kernel_kit import build
 from ds_ops_cuda import extension, native
 from ds_ops_cuda.extension import EXTENSION
-from ds_ops_cuda.plugin import FUSED, OPS, ds_kernels
+from ds_ops_cuda.plugin import FUSED, OPS, PROGRAM, ds_kernels
 
 from ds_core.errors import KernelError
 from ds_core.kernels import Kernels
@@ -126,10 +126,10 @@ def test_the_table_serves_references_on_the_cpu_and_gives_reasons() -> None:
     if "ds-ops-cuda" not in {c.dist for c in kernels.candidates("adam", "cpu", "float32")}:
         entries = list(ds_kernels())  # not installed in this environment: what it would offer
     else:
-        entries = [c.entry for op in (*OPS, *FUSED) for c in kernels.candidates(op, "cpu", "float32")]
+        entries = [c.entry for op in (*OPS, *FUSED, PROGRAM) for c in kernels.candidates(op, "cpu", "float32")]
         assert kernels.get("layer_norm").__module__ == "ds_ops_cuda.references"
         assert kernels.get("adam").__module__ != "ds_ops_cuda.kernels"
     cuda = [e for e in entries if e.provider == "cuda"]
-    assert {e.op for e in cuda} == {*OPS, *FUSED}
+    assert {e.op for e in cuda} == {*OPS, *FUSED, PROGRAM}
     assert all(e.devices == ("cuda",) and e.priority == 30 for e in cuda)
     assert {e.op for e in entries if e.provider == "reference"} >= {*FUSED}

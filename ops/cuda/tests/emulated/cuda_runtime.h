@@ -92,23 +92,28 @@ inline void wait(Barrier& barrier, unsigned expected) {
   }
 }
 
+// A thread's life: one block after the other.
 inline void start() {
-  block.body();
-  block.threads[block.current].done = true;
-  block.progress = true;
-  --block.alive;
-  yield();
+  for (;;) {
+    block.body();
+    block.threads[block.current].done = true;
+    block.progress = true;
+    --block.alive;
+    yield();
+  }
 }
 
 inline void run_block(unsigned threads) {
   constexpr size_t kStack = 64 << 10;
-  block.threads.resize(threads);
+  if (block.threads.size() < threads) block.threads.resize(threads);
   block.alive = threads;
   block.all = {};
   std::fill(block.warps, block.warps + 32, Barrier{});
-  for (auto& thread : block.threads) {
-    if (!thread.stack) thread.stack.reset(new char[kStack]);
-    thread.started = thread.done = false;
+  for (unsigned t = 0; t < threads; ++t) {
+    auto& thread = block.threads[t];
+    thread.done = false;
+    if (thread.started) continue;
+    thread.stack.reset(new char[kStack]);
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
     thread.context.uc_stack.ss_size = kStack;
@@ -123,7 +128,10 @@ inline void run_block(unsigned threads) {
       thread_index = dim3(t, 0, 0);
       resume(block.threads[t]);
     }
-    if (!block.progress) throw std::runtime_error("a kernel waits for threads that never come");
+    if (!block.progress) {
+      block.threads.clear();
+      throw std::runtime_error("a kernel waits for threads that never come");
+    }
   }
 }
 
