@@ -116,12 +116,7 @@ def fill(model: nn.Module, source: Source, slices: Mapping[str, Slice], device: 
                 f"{source.where}: {name} has shape {tuple(value.shape)}, and the model's {tuple(place.tensor.shape)}"
             )
         if place.tensor.is_meta:
-            value = value.to(device=device, dtype=place.tensor.dtype)
-            place.put(
-                value.clone(memory_format=torch.contiguous_format)
-                if value._base is not None or not value.is_contiguous()
-                else value
-            )
+            place.put(value.to(device=device, dtype=place.tensor.dtype).contiguous())
         else:
             place.tensor.data.copy_(value)
     if left := [n for n in source.names() if n not in used]:

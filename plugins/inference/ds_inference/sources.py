@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import torch
 from ds_run_state.slices import Slice
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_core.entries import resolve
 from ds_core.errors import CheckpointError, DSError
+from ds_inference.tensor_file import TensorFile
 
 __all__ = ["PARTS", "Source", "open_weights"]
 
@@ -44,7 +44,7 @@ class Source(Protocol):
         """The whole weight's shape."""
 
     def read(self, name: str, piece: Slice | None = None) -> Tensor:
-        """What `piece` keeps of a weight, or all of it; the caller's own, or a view that is not to be written to."""
+        """What `piece` keeps of a weight, or all of it; the caller's own."""
 
 
 @contextlib.contextmanager
@@ -150,39 +150,32 @@ def _listed(data: Mapping[str, Any], folder: Path, origin: str, stack: contextli
 
 
 class _Files:
-    """Whole weights in safetensors files, or in files of torch's."""
+    """Whole weights in files of safetensors, or of torch's."""
 
     def __init__(self, files: Sequence[Path], where: str, stack: contextlib.ExitStack) -> None:
         self.where = where
-        self._home: dict[str, Any] = {}
+        self._home: dict[str, TensorFile | _Pickled] = {}
         for path in files:
             opened = _open_file(path, stack)
             self._home |= dict.fromkeys(opened.keys(), opened)
 
     def names(self) -> Sequence[str]:
+        """See `Source`."""
         return list(self._home)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._home[name].get_slice(name).get_shape())
+        """See `Source`."""
+        return self._home[name].shape(name)
 
     def read(self, name: str, piece: Slice | None = None) -> Tensor:
-        stored = self._home[name].get_slice(name)
-        if piece is None or not piece.shape:
-            found: Tensor = self._home[name].get_tensor(name)
-            return found
-        boxes = [stored[part.box.slices()] for part in piece.parts()]
-        return boxes[0] if len(boxes) == 1 else torch.cat(boxes, piece.dim)
+        """See `Source`."""
+        return self._home[name].read(name, piece)
 
 
-def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
+def _open_file(path: Path, stack: contextlib.ExitStack) -> TensorFile | _Pickled:
     if not path.is_file():
         raise CheckpointError(f"there is no file {path}")
-    try:
-        if path.suffix == ".safetensors":
-            return stack.enter_context(safe_open(path, framework="pt"))
-        return _Pickled(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no file of safetensors: {error}") from error
+    return TensorFile(path, stack) if path.suffix == ".safetensors" else _Pickled(path)
 
 
 class _Pickled:
@@ -203,26 +196,17 @@ class _Pickled:
         self._weights = {k: v for k, v in found.items() if isinstance(v, Tensor)}
 
     def keys(self) -> list[str]:
+        """Every weight."""
         return list(self._weights)
 
-    def get_tensor(self, name: str) -> Tensor:
-        return self._weights[name].detach()
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Source`."""
+        return tuple(self._weights[name].shape)
 
-    def get_slice(self, name: str) -> _Whole:
-        return _Whole(self._weights[name].detach())
-
-
-class _Whole:
-    """A tensor, with the methods of a slice of safetensors."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index]
+    def read(self, name: str, piece: Slice | None = None) -> Tensor:
+        """See `Source`."""
+        whole = self._weights[name].detach()
+        return (whole if piece is None else piece.take(whole)).clone()
 
 
 class _Parts:
@@ -252,11 +236,10 @@ class _Parts:
         wanted = piece.ranges if piece is not None else Slice.of(self._shapes[name]).ranges
         for file, stored in self._parts[name]:
             if stored.ranges == wanted:
-                found: Tensor = self._files[file].get_tensor(name)
-                return found
+                return self._files[file].read(name)
         whole, filled = None, 0
         for file, stored in self._parts[name]:
-            here = self._files[file].get_tensor(name)
+            here = self._files[file].read(name)
             whole = here.new_empty(self._shapes[name]) if whole is None else whole
             for part in stored.parts():
                 local = tuple(slice(at, at + n) for at, n in zip(part.at, part.box.size, strict=True))
