@@ -25,6 +25,7 @@ __all__ = [
     "InferenceCheckpointConfig",
     "MoETypeEnum",
     "QKVQuantConfig",
+    "LayerQuantization",
     "QuantTypeEnum",
     "QuantizationConfig",
     "WeightQuantConfig",
@@ -110,12 +111,32 @@ class BaseQuantConfig(Section):
     enabled: bool = option(True, "Quantise.")
     num_bits: Literal[8, 4] = option(8, "Bits of a number: 8 or 4.")
     q_type: QuantTypeEnum = option(QuantTypeEnum.sym, "symmetric or asymmetric.")
-    q_groups: int = option(1, "Parts of a row with a scale each; 1: parts of group_size weights.", ge=1)
+    q_groups: int = option(
+        1, "Groups of a matrix.", ge=1, without_effect="group_size weights of a row have a scale in common"
+    )
 
     @field_validator("q_type", mode="before")
     @classmethod
     def _member(cls, value: Any) -> Any:
         return value.value if isinstance(value, Enum) else value
+
+
+class LayerQuantization(Section):
+    """How the weights of some layers are quantised."""
+
+    num_bits: Literal[8, 4] = option(8, "Bits of a number: 8 or 4.")
+    group_size: int | None = option(
+        None, "Weights of a row with a scale in common; null: 64 in 8 bits, 32 in 4.", ge=2, multiple_of=2
+    )
+    group_dim: Literal[0, 1] = option(
+        1, "The dimension along which a group lies.", without_effect="a group is always a part of a row"
+    )
+    symmetric: bool | None = option(None, "Numbers lie around zero; null: in 8 bits they do, in 4 not.")
+
+    @property
+    def group(self) -> int:
+        """Weights with a scale in common."""
+        return self.group_size or {8: 64, 4: 32}[self.num_bits]
 
 
 class WeightQuantConfig(BaseQuantConfig):
@@ -124,14 +145,27 @@ class WeightQuantConfig(BaseQuantConfig):
     group_size: int | None = option(
         None, "Weights of a row with a scale in common; null: 64 in 8 bits, 32 in 4.", ge=2, multiple_of=2
     )
-    quantized_initialization: dict[str, Any] = option({}, "num_bits, group_size, group_dim, symmetric: of all layers.")
-    post_init_quant: dict[str, Any] = option({}, "Name of layers -> num_bits, group_size, group_dim, symmetric.")
+    quantized_initialization: LayerQuantization | dict[str, Any] = option({}, "All layers, whatever dtype says.")
+    post_init_quant: dict[str, LayerQuantization] = option(
+        {}, "Part of a layer's name, or the name with wildcards -> how it is quantised, whatever dtype says."
+    )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.group_size is not None and self.q_groups > 1:
-            raise ValueError("q_groups and group_size both say how long a group is; give one of them")
-        return self
+    @field_validator("quantized_initialization")
+    @classmethod
+    def _opened(cls, value: Any) -> Any:
+        return LayerQuantization.model_validate(value) if value and isinstance(value, dict) else value
+
+    def layers(self, bits: int) -> Mapping[str, LayerQuantization]:
+        """Name of layers, the first that fits counts -> how they are quantised. bits: that dtype asks for."""
+        found = dict(self.post_init_quant) if self.enabled else {}
+        if self.enabled and isinstance(self.quantized_initialization, LayerQuantization):
+            found["*"] = self.quantized_initialization
+        elif bits:
+            given = "q_type" in self.model_fields_set
+            symmetric = self.q_type is QuantTypeEnum.sym if given else None
+            num_bits: Any = bits
+            found["*"] = LayerQuantization(num_bits=num_bits, group_size=self.group_size, symmetric=symmetric)
+        return found
 
 
 class ActivationQuantConfig(BaseQuantConfig):
@@ -301,6 +335,8 @@ class DeepSpeedInferenceConfig(Section):
         """Bits of quantised weights; 0: they are floats."""
         named = {"int8": 8, "int4": 4}.get(self.dtype, 0)
         weight = self.quant.weight
+        if not (self.quant.enabled and weight.enabled):
+            return 0
         return (weight.num_bits if "num_bits" in weight.model_fields_set else named) if named else 0
 
     @property

@@ -24,6 +24,7 @@ from ds_inference.config import DeepSpeedInferenceConfig
 from ds_inference.eager import Eager
 from ds_inference.families import Kind
 from ds_inference.generation import Generator
+from ds_inference.hf_generate import hf_generate
 from ds_inference.preparing import prepare
 
 __all__ = ["InferenceEngine"]
@@ -47,6 +48,7 @@ class InferenceEngine(nn.Module):
         self._config, self._made, self.ctx, self.module = config, made, made.ctx, made.module
         self.device, self.dtype = made.device, getattr(torch, config.floats)
         self._generator: Generator | None = None
+        self._eager: Eager | None = None
         self._times: list[float] | None = None
         self._hooks: list[Any] = []
         self._signature = inspect.signature(self.module.forward)
@@ -78,11 +80,20 @@ class InferenceEngine(nn.Module):
             return lowered.finish(run.forward(lowered, runnable, **served), **given)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module's generate returns."""
+        """What the module's generate returns; by the program where there is one, or where weights are elsewhere."""
         self._check_length(inputs, kwargs)
+        made = self._made
+        answer: Any = self.module
         with torch.no_grad(), self._alike():
-            answer: Any = self.module
-            return answer.generate(*inputs, **kwargs)
+            if made.lowered is None and made.holder is None:
+                return answer.generate(*inputs, **kwargs)
+            if made.lowered is not None and made.lowered.vocab is None:
+                return answer.generate(*inputs, **kwargs)
+            try:
+                return hf_generate(self.generator, answer, *inputs, **kwargs)
+            finally:
+                if self._eager is not None:
+                    self._eager.drain()
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs", kwargs.get("inputs_embeds")))
@@ -119,7 +130,7 @@ class InferenceEngine(nn.Module):
             if not callable(getattr(self.module, "generate", None)):
                 raise UsageError(f"{type(self.module).__name__} does not generate: it gives no logits of tokens")
             group = self.ctx.mesh.group("dp") if made.holder is not None and self.ctx.mesh.size("dp") > 1 else None
-            runnable = told = Eager(self.module, together=made.holder is not None, group=group)
+            runnable = told = self._eager = Eager(self.module, together=made.holder is not None, group=group)
         return Generator(
             runnable,
             program=told.program,
@@ -167,7 +178,10 @@ class InferenceEngine(nn.Module):
         return times
 
     def destroy(self) -> None:
-        """Let go of what is not the module."""
+        """Let go of all but the module. A module whose weights are elsewhere ends with this."""
+        if self._made.holder is not None:
+            self._made.holder.destroy()
+        self._generator = self._eager = None
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._times = [], None

@@ -6,6 +6,7 @@ linear layers are quantised, then it is lowered to a program.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import logging
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_inference_kit.program import Runnable
+from ds_kernel_kit import references
 from ds_run_state.slices import SLICES, Slice
 from torch import nn
 
@@ -26,17 +28,23 @@ from ds_inference import parallel
 from ds_inference.families import Kind, Lowered, lower, why_not
 from ds_inference.injection import row_names
 from ds_inference.loading import cast, fill, is_empty, save_parts
+from ds_inference.quantised import QuantizedLinear, quantise_model
 from ds_inference.sources import open_weights
 
 if TYPE_CHECKING:
     from ds_core.running import RunningEngine
-    from ds_inference.config import DeepSpeedInferenceConfig
+    from ds_inference.config import DeepSpeedInferenceConfig, WeightQuantConfig
 
-__all__ = ["ORIGIN", "Prepared", "prepare"]
+__all__ = ["ORIGIN", "Prepared", "prepare", "quantise"]
 
 log = logging.getLogger("ds_inference")
 
 ORIGIN = "init_inference"
+QKV = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "query", "key", "value", "query_key_value", "c_attn"),
+    *("q_lin", "k_lin", "v_lin", "Wqkv"),
+)
+"""Names of layers of queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +80,31 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
     model.to(device)
     if config.save_to is not None:
         save_parts(model, ctx, slices, config.save_to)
+    quantise(model, config.quant.weight, config.bits if config.quant.enabled else 0, config.quant.qkv.enabled, ctx)
     lowered = _lowered(model, config) if config.replace_with_kernel_inject else None
+    if lowered is None and config.tp_size > 1 and any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        raise ConfigError(
+            f"dtype: weights in {config.bits} bits on several ranks need replace_with_kernel_inject", ORIGIN
+        )
     runnable = parallel.load(lowered, model, ctx, device) if lowered is not None else None
     return Prepared(model, ctx, device, lowered, runnable)
+
+
+def quantise(model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, ctx: Context) -> None:
+    """Quantise linear layers as the config says. bits: that dtype asks for. qkv: also queries, keys, values."""
+    wanted = weight.layers(bits)
+    if not wanted:
+        return
+    kernel = ctx.kernels.get("quantize", "cpu", "float32", references.quantize)
+    names = [name for name, _ in model.named_modules()]
+    done = set() if qkv else {name for name in names if name.rpartition(".")[2] in QKV}
+    for pattern, how in wanted.items():
+        mine = {n for n in names if pattern in n or fnmatch.fnmatch(n, pattern)} - done
+        if not mine:
+            raise ConfigError(f"quant: no layer of {type(model).__name__} is called {pattern!r}", ORIGIN)
+        others = [name for name in names if name not in mine]
+        quantise_model(model, bits=how.num_bits, group=how.group, symmetric=how.symmetric, skip=others, kernel=kernel)
+        done |= mine
 
 
 def _check(config: DeepSpeedInferenceConfig) -> None:

@@ -76,13 +76,13 @@ class TensorFile:
         if box.size[1:] == shape[1:] and out.is_contiguous():
             self._read_into(first + begin * inner, out)
             return
-        columns = [slice(f, f + n) for f, n in zip(box.first[1:], box.size[1:], strict=True)]
+        index = (slice(None), *(slice(f, f + n) for f, n in zip(box.first[1:], box.size[1:], strict=True)))
         step = max(1, CHUNK // inner)
         for low in range(0, rows, step):
             high = min(low + step, rows)
             block = torch.empty((high - low, *shape[1:]), dtype=out.dtype)
             self._read_into(first + (begin + low) * inner, block)
-            out[low:high] = block[tuple([slice(None), *columns])]
+            out[low:high] = block[index]
 
     def _read_into(self, at: int, out: Tensor) -> None:
         self._file.seek(at)

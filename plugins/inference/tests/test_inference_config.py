@@ -111,7 +111,7 @@ def test_every_spelling(given: dict[str, Any], where: str, value: Any) -> None:
         ({"dtype": "fp8"}, "dtype"),
         ({"mp_size": 2, "tp": {"tp_size": 4}}, "is the old name of tensor_parallel.tp_size"),
         ({"quant": {"weight": {"num_bits": 3}}}, "quant.weight.num_bits"),
-        ({"quant": {"weight": {"q_groups": 2, "group_size": 4}}}, "give one of them"),
+        ({"quant": {"weight": {"post_init_quant": {"mlp": {"num_bits": 5}}}}}, "num_bits"),
         ({"min_out_tokens": 9, "max_out_tokens": 8}, "min_out_tokens 9 is more than"),
         ({"set_empty_params": True}, "name the weights with checkpoint"),
         ({"base_dir": "a", "checkpoint_config": {"base_dir": "b"}}, "give one of them"),

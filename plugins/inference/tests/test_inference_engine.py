@@ -52,6 +52,51 @@ def test_answers_as_the_module(tp: int, kind: str, sizes: dict[str, Any], inject
         assert same, f"rank {rank}"
 
 
+def quantised(config: dict[str, Any]) -> tuple[float, list[str], list[list[int]]]:
+    """How far logits are, what was quantised, and what is generated."""
+    model, prompts = (
+        make("llama", hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2),
+        ids(),
+    )
+    with torch.no_grad():
+        wanted = model(input_ids=prompts).logits
+    engine = init_inference(model, config, replace_with_kernel_inject=True)
+    far = float((engine(input_ids=prompts).logits.float() - wanted).norm() / wanted.norm())
+    names = [name for name, m in engine.module.named_modules() if type(m).__name__ == "QuantizedLinear"]
+    return far, names, engine.generate(prompts, do_sample=False, max_new_tokens=TOKENS).tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "most", "layers", "some"),
+    [
+        ({"dtype": torch.int8}, 0.05, 15, "lm_head"),
+        ({"dtype": "int4"}, 0.4, 15, "q_proj"),
+        ({"dtype": "int8", "quant": {"qkv": {"enabled": False}}}, 0.05, 9, "o_proj"),
+        ({"dtype": "int8", "quant": {"enabled": False}}, 0.05, 0, ""),
+        ({"dtype": "bf16", "quant": {"weight": {"post_init_quant": {"mlp": {"num_bits": 8}}}}}, 0.05, 6, "up_proj"),
+    ],
+)
+def test_weights_in_fewer_bits(config: dict[str, Any], most: float, layers: int, some: str) -> None:
+    far, names, _ = quantised(config)
+    assert 0 < far < most
+    assert len(names) == layers
+    assert any(some in name for name in names) == bool(some)
+
+
+def test_weights_in_fewer_bits_on_two_ranks() -> None:
+    (far, names, tokens), other = run_ranks(2, quantised, {"dtype": "int8", "tensor_parallel": {"tp_size": 2}})
+    assert far < 0.05
+    assert len(names) == 15
+    assert tokens == other[2]
+
+
+def test_weights_kept_elsewhere() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    far, same = off("llama", {"dtype": "fp32", "zero": zero}, {})
+    assert far < 1e-5
+    assert same
+
+
 def policy(names: Any) -> float:
     """A model that nobody knows, by names of linears whose outputs are summed."""
     from torch import nn
