@@ -11,18 +11,20 @@ embedding it becomes a quantised copy and the embedding stays: more memory (a qu
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from ds_inference_kit.weights import Quantized, dequantize, quantize
 from ds_kernel_kit import references
 from ds_run_state.divided import DIVIDED, divided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["QuantizedLinear", "Report", "quantise_model"]
+__all__ = ["QuantizedExperts", "QuantizedLinear", "Report", "quantise_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,32 @@ class QuantizedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.bits} bits, groups of {self.group}, {kind}"
 
 
+class QuantizedExperts(nn.Module):
+    """The experts of a mixture of transformers (`gate_up_proj`, `down_proj`), one below the other in two layers."""
+
+    def __init__(self, experts: int, gate_up: QuantizedLinear, down: QuantizedLinear, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.experts, self.gate_up, self.down, self.act_fn = experts, gate_up, down, act_fn
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The sum of the experts `top_k_index` [rows, k] of each row, with these weights."""
+        if divided(self) is not None:
+            raise RuntimeError("quantised experts that ranks divide are computed by an inference program only")
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            rows, place = (top_k_index == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(hidden_states[rows], self._weight(self.gate_up, expert, out.dtype)).chunk(2, -1)
+            inner = F.linear(self.act_fn(gate) * up, self._weight(self.down, expert, out.dtype))
+            out.index_add_(0, rows, (inner * top_k_weights[rows, place, None]).to(out.dtype))
+        return out
+
+    def _weight(self, layer: QuantizedLinear, expert: int, dtype: torch.dtype) -> Tensor:
+        whole = layer.quantized()
+        parts = [None if x is None else x.chunk(self.experts)[expert] for x in (whole.q, whole.scales, whole.lows)]
+        assert parts[0] is not None and parts[1] is not None
+        return dequantize(Quantized(parts[0], parts[1], parts[2], whole.bits, whole.group), dtype)
+
+
 @dataclass
 class Report:
     """layers: how many were quantised. before, after: bytes of their weights. left: names, and why they were not."""
@@ -103,8 +131,7 @@ def quantise_model(
     report, patterns = Report(), tuple(skip)
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
-    kinds = nn.Linear, _conv1d(model)
-    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    names = [name for name, module in model.named_modules() if _serves(module)]
     repeated = any(_in_block(name) for name in names)
     for name in names:
         module: Any = model.get_submodule(name)
@@ -119,31 +146,49 @@ def quantise_model(
         except ValueError as why:
             report.left[name] = str(why)
             continue
-        report.layers, report.before = report.layers + 1, report.before + module.weight.nbytes
-        report.after += made.quantized().nbytes
+        report.layers, report.before = report.layers + 1, report.before + _nbytes(module)
+        report.after += _nbytes(made)
         _replace(model, name, made)
     _say(report, bits)
     return report
 
 
-def _quantised(module: Any, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any]) -> QuantizedLinear:
-    if type(module) is not nn.Linear and divided(module) is None and not hasattr(module, "nf"):
+def _quantised(module: Any, bits: int, group: int, symmetric: bool, kernel: Callable[..., Any]) -> nn.Module:
+    def layer(weight: Tensor, bias: nn.Parameter | None = None) -> QuantizedLinear:
+        if weight.is_meta:
+            raise ValueError("its weight is on the meta device")
+        return QuantizedLinear(quantize(weight, bits=bits, group=group, symmetric=symmetric, kernel=kernel), bias)
+
+    made: nn.Module
+    cut = divided(module)
+    if _is_experts(module):
+        up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+        made = QuantizedExperts(up.shape[0], layer(up.flatten(0, 1)), layer(down.flatten(0, 1)), module.act_fn)
+    elif type(module) is not nn.Linear and cut is None and not hasattr(module, "nf"):
         raise ValueError(f"{type(module).__name__} is not nn.Linear")
-    if (cut := divided(module)) is not None and cut.whole_weight:
+    elif cut is not None and cut.whole_weight:
         raise ValueError("ranks use rows of a whole weight")
-    if module.weight.is_meta:
-        raise ValueError("its weight is on the meta device")
-    weight = module.weight.detach().t() if hasattr(module, "nf") else module.weight
-    made = QuantizedLinear(quantize(weight, bits=bits, group=group, symmetric=symmetric, kernel=kernel), module.bias)
+    else:
+        made = layer(module.weight.detach().t() if hasattr(module, "nf") else module.weight, module.bias)
     if cut is not None:
         setattr(made, DIVIDED, cut)
     return made.train(module.training)
 
 
-def _conv1d(model: nn.Module) -> type[nn.Module]:
-    """The Conv1D of transformers where the model has one."""
-    found = {type(m) for m in model.modules() if type(m).__name__ == "Conv1D" and hasattr(m, "nf")}
-    return found.pop() if found else nn.Linear
+def _serves(module: nn.Module) -> bool:
+    """A linear layer, Conv1D of transformers, or the experts of a mixture."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or _is_experts(module)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    found = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return type(module).__name__ == "MixtralExperts" and all(isinstance(x, Tensor) and x.dim() == 3 for x in found)
+
+
+def _nbytes(module: nn.Module) -> int:
+    """Of the weights of a layer, without its bias."""
+    every = itertools.chain(module.named_parameters(), module.named_buffers())
+    return sum(tensor.nbytes for name, tensor in every if name != "bias")
 
 
 def _in_block(name: str) -> bool:

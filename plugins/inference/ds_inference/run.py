@@ -20,10 +20,10 @@ __all__ = ["forward", "refusal"]
 
 SERVED = "input_ids", "attention_mask", "position_ids", "inputs_embeds", "token_type_ids", "logits_to_keep"
 FINISHED = (
-    "labels", "return_dict", "use_cache", "num_items_in_batch", "start_positions", "end_positions", "mc_labels",
+    "labels", "return_dict", "num_items_in_batch", "start_positions", "end_positions", "mc_labels",
     "mc_token_ids",
 )  # fmt: skip
-"""What `Lowered.finish` takes, or what has no effect on the output (no cache is given back)."""
+"""What `Lowered.finish` takes. A call with use_cache=True is for the model, as no cache is given back here."""
 
 
 def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:

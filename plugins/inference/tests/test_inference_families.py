@@ -20,6 +20,7 @@ LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_positi
 OUTPUTS = "logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits"
 LAYERS = ["sliding_attention", "full_attention"]
 ROPE = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCHED = {"rope_theta": 100.0, "factor": 4.0}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 100.0,
@@ -31,6 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
     "llama biases": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "llama3": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {**ROPE, "original_max_position_embeddings": 16}}),
+    "llama yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "yarn", **STRETCHED}}),
+    "llama dynamic": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "dynamic", **STRETCHED}}),
     "llama classes": ("LlamaForSequenceClassification", {**LLAMA, "pad_token_id": 0}),
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4}),
@@ -153,6 +156,7 @@ def test_other_ways_to_give_a_batch() -> None:
         forward(lowered, runs, ids, position_ids=later + 53)
     for keywords, why in [
         ({"output_attentions": True}, "output_attentions"),
+        ({"use_cache": True}, "use_cache"),
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, r"is not \[b, t\]"),
         ({"attention_mask": torch.tensor([[1, 0, 1] * 3] * 2)}, "between the tokens"),
         ({"position_ids": later * 2}, "count up by one"),

@@ -113,6 +113,9 @@ def _lower(model: Any, dtype: torch.dtype | None) -> Lowered:
     if name not in FAMILIES or not type(base).__module__.startswith("transformers.models."):
         raise Unknown(f"its family ({name}) is not known" if base is not None else "it is not a model of transformers")
     plain(base)
+    for asked in ("output_attentions", "output_hidden_states"):
+        if getattr(model.config, asked, False):
+            raise Unknown(f"{asked} of its configuration asks for more than a program gives")
     file, function = FAMILIES[name].split(":")
     try:
         described: Transformer = getattr(importlib.import_module(f"{__name__}.{file}"), function)(base)

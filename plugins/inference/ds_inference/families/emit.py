@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from ds_inference_kit import program as p
+from ds_inference_kit.weights import Quantized
 from ds_run_state.divided import Divided, divided
 from torch import Tensor, nn
 
 from ds_inference.families.description import Attention, Dense, Layer, Order, Sparse, Tables, Transformer
 from ds_inference.families.reading import Unknown
-from ds_inference.quantised import QuantizedLinear
+from ds_inference.quantised import QuantizedExperts, QuantizedLinear
 
 __all__ = ["Derived", "emit"]
 
@@ -165,24 +167,39 @@ class _Emitter:
 
     def experts(self, s: Sparse, x: int, total: int) -> None:
         """total += experts of `x`."""
-        module: Any = s.experts
+        module, router = s.experts, _own(s.router, "weight")
         cut, out = divided(module), self.register("mixed", self.widths[x])
-        count, inner = module.gate_up_proj.shape[0], module.gate_up_proj.shape[1] // 2
-        router = _own(s.router, "weight")
-        if router is None or (router.shape[0] != count and (cut is None or cut.inputs is None)):
+        gates, ups, downs = self.weights_of_experts(module)
+        if router is None or (router.shape[0] != len(gates) and (cut is None or cut.inputs is None)):
             raise Unknown("the router is of another number of experts")
-
-        def part(name: str, expert: int, rows: slice) -> Tensor:
-            return self.derive(lambda: getattr(module, name).detach()[expert, rows])
-
-        gates = tuple(part("gate_up_proj", n, slice(0, inner)) for n in range(count))
-        ups = tuple(part("gate_up_proj", n, slice(inner, None)) for n in range(count))
-        downs = tuple(part("down_proj", n, slice(None)) for n in range(count))
         first = cut.inputs[0][0] if cut is not None and cut.inputs is not None else 0
         self.put(p.Experts(x, out, router, gates, ups, downs, s.top_k, True, s.activation, first), out)
         if cut is not None and cut.sums:
             self.put(p.Reduce(out), out)
         self.put(p.Add(out, total, total), total)
+
+    def weights_of_experts(self, module: Any) -> tuple[tuple[p.Weight, ...], ...]:
+        """gates, ups and downs: slices of two parameters or quantised matrices."""
+        quantised = isinstance(module, QuantizedExperts)
+        if not quantised and (_own(module, "gate_up_proj") is None or _own(module, "down_proj") is None):
+            raise Unknown(f"experts of {type(module).__name__} are not served")
+        held = (module.gate_up, module.down) if quantised else (module.gate_up_proj, module.down_proj)
+        count = module.experts if quantised else held[0].shape[0]
+
+        def part(of: int, expert: int, half: int, halves: int) -> p.Weight:
+            if not quantised:
+                return self.derive(lambda: _held(module, of).detach()[expert].chunk(halves)[half])
+            whole: Quantized = held[of].quantized()
+            parts = [
+                None if x is None else self.derive(functools.partial(_slice, held[of], x, count, expert, half, halves))
+                for x in ("q", "scales", None if whole.lows is None else "lows")
+            ]
+            assert parts[0] is not None and parts[1] is not None
+            return Quantized(parts[0], parts[1], parts[2], whole.bits, whole.group)
+
+        every = range(count)
+        gates, ups = (tuple(part(0, n, half, 2) for n in every) for half in (0, 1))
+        return gates, ups, tuple(part(1, n, 0, 1) for n in every)
 
     def linear(self, x: int, module: nn.Module, name: str, activation: p.Activation = p.Activation.NONE) -> int:
         """What a layer that no rank sums makes of `x`, in a register of that name."""
@@ -250,6 +267,18 @@ def _table(module: Any) -> Tensor:
     if not isinstance(module, nn.Embedding) or table is None or module.max_norm is not None:
         raise Unknown(f"{type(module).__name__} is not an embedding that is served")
     return table
+
+
+def _held(module: Any, of: int) -> Tensor:
+    """gate_up_proj or down_proj [experts, out, in], as it is now."""
+    found: Tensor = module.down_proj if of else module.gate_up_proj
+    return found
+
+
+def _slice(module: QuantizedLinear, name: str, count: int, expert: int, half: int, halves: int) -> Tensor:
+    """The part of an expert of a buffer [count * out, ...]."""
+    whole: Tensor = getattr(module, name)
+    return whole.chunk(count)[expert].chunk(halves)[half]
 
 
 def _rows(whole: Tensor, cut: Divided) -> Tensor:
