@@ -101,7 +101,8 @@ class Beams:
             return scores.topk(count)
         weights, places = torch.softmax(scores, -1).double()[None], []
         for _ in range(min(count, int((weights > 0).sum()))):
-            places.append(sampling.draw(weights, None, [self._random.random()]))
+            point = torch.tensor([self._random.random()], dtype=torch.float64, device=scores.device)
+            places.append(sampling.pick(weights, point))
             weights[0, places[-1]] = 0
         chosen = torch.cat(places)
         return scores[chosen], chosen

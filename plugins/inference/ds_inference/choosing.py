@@ -47,14 +47,14 @@ class Choice:
             scores = raw.float()
             scores = scores.clone() if scores is raw and self._processed else scores
             self._process(scores, errors)
-        highest, ids = scores.max(-1)
-        for i, value in enumerate(highest.tolist()):
+        ids = scores.argmax(-1)
+        for i, value in enumerate(scores.gather(1, ids[:, None])[:, 0].tolist()):
             if not math.isfinite(value):
                 what = "there is no token that may be chosen" if value == -math.inf else f"the highest is {value}"
                 errors.setdefault(i, ValueError(f"scores of the next token: {what}"))
         for places, index, filters in self._drawn:
-            weights, among = sampling.filtered(scores[index], filters)
-            ids[index] = sampling.draw(weights, among, [self._number(i, errors) for i in places])
+            mine = scores if len(places) == len(self.sequences) else scores[index]
+            ids[index] = sampling.draw(mine, filters, [self._number(i, errors) for i in places])
         tokens: list[int] = ids.tolist()
         self._record(raw, scores, tokens, errors)
         return tokens, ids, errors

@@ -161,9 +161,12 @@ def test_distributions_equal_those_of_the_warpers(many: int) -> None:
         expected = process.TopPLogitsWarper(p)(None, expected) if p < 1 else expected
         expected = process.MinPLogitsWarper(least)(None, expected) if least else expected
         other = SamplingParams(temperature=1.0, top_p=0.5)  # another row's filters change nothing
-        weights, ids = sampling.filtered(scores, sampling.Filters.of([params, params, params, other, params, params]))
-        if ids is not None:
-            weights = torch.zeros(scores.shape, dtype=torch.float64).scatter(1, ids, weights)
+        filters = sampling.Filters.of([params, params, params, other, params, params])
+        weights, ids, complete = sampling.filtered(scores, filters, 16)
+        if not complete.all():
+            assert p == 1 or not complete[2] or many == 12
+            weights, ids, _ = sampling.filtered(scores, filters, many)
+        weights = torch.zeros(scores.shape, dtype=torch.float64).scatter(1, ids, weights)
         chances = (weights / weights.sum(-1, keepdim=True)).float()
         expected = torch.softmax(expected, -1)
         rows = [0, 2, 4, 5]
@@ -173,12 +176,27 @@ def test_distributions_equal_those_of_the_warpers(many: int) -> None:
 
 
 def test_a_number_points_at_the_token_whose_share_it_falls_into() -> None:
-    weights = torch.tensor([[0.0, 3.0, 0.0, 1.0, 4.0, 0.0]], dtype=torch.float64)
+    shares = torch.tensor([0.0, 3.0, 0.0, 1.0, 4.0, 0.0], dtype=torch.float64)
     ends = {0.0: 1, 0.374: 1, 0.376: 3, 0.499: 3, 0.501: 4, 1 - 2.0**-53: 4}
     for number, token in ends.items():
-        assert sampling.draw(weights, None, [number]).tolist() == [token]
-    ids = torch.tensor([[9, 8, 7, 6, 5, 4]])
-    assert sampling.draw(weights, ids, [0.4]).tolist() == [6]
+        point = torch.tensor([number], dtype=torch.float64)
+        assert sampling.pick(shares[None], point).tolist() == [token]
+        for width in (6, 70, 96):  # also where the share lies in another part of the row
+            row = torch.cat([torch.full((width - 6,), -torch.inf), shares.log().float()])[None]
+            assert sampling.draw(row, sampling.Filters.of([SamplingParams(temperature=1)]), [number]).tolist() == [
+                token + width - 6
+            ]
+
+
+def test_every_token_is_drawn_as_often_as_it_is_probable() -> None:
+    """Points at even distances: each token gets its share of them, up to one point."""
+    many = 4000
+    points = [(number + 0.5) / many for number in range(many)]
+    row = torch.randn(1, 77, generator=torch.Generator().manual_seed(1)).expand(many, -1)
+    for params in (SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.9, top_k=40)):
+        found = sampling.draw(row, sampling.Filters.of([params] * many), points).bincount(minlength=77)
+        expected = torch.softmax(sampling.shown(row[0], params).double(), -1) * many
+        assert ((found - expected).abs() <= 1.001).all()
 
 
 def test_penalties() -> None:
