@@ -17,6 +17,8 @@ __all__ = ["Filters", "draw", "filtered", "log_probability", "pick", "processed"
 
 _FIRST = 512
 """Most probable tokens among which a nucleus is looked for at first; then among 16 times as many."""
+_ROWS = 8
+"""Rows that are drawn from at a time where nothing is filtered."""
 _PART = 32
 """Scores of a row that are looked at together."""
 
@@ -131,7 +133,9 @@ def draw(scores: Tensor, filters: Filters, numbers: Sequence[float]) -> Tensor:
     """One token of each row of `scores`, by the row's number in [0, 1)."""
     points = torch.tensor(numbers, dtype=torch.float64, device=scores.device)
     if filters.plain:
-        return pick(torch.softmax(scores / filters.temperature, -1).double(), points)
+        # Few rows at a time: what is 64 bits wide stays small.
+        parts = zip(*(x.split(_ROWS) for x in (scores, filters.temperature, points)), strict=True)
+        return torch.cat([pick(torch.softmax(s / t, -1).double(), p) for s, t, p in parts])
     return _draw_filtered(scores, filters, points, _FIRST)
 
 
