@@ -335,11 +335,12 @@ def _attach(
                         optimizer.state[after] = kept
             group["params"] = new["params"]
         return optimizer
-    make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
-    wanted = _param_groups(model, model_parameters) if make is not None else []
+    wanted = _param_groups(model, model_parameters)
     _note_trained(ctx, wanted)
     if optimizer is None and chosen.optimizer is not None:
         wanted = chosen.optimizer.groups(wanted, {p: info.name for p, info in ctx.params.items()})
+    make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
+    partitioner.updated = make is not None
     groups = partitioner.attach(model, wanted)
     if make is None:
         return None

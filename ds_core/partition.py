@@ -64,6 +64,9 @@ class Partitioner(ABC):
     """Set by the core: whether `on_gradient` may wait for other ranks. False where a backward may reach the models of
     several engines, in an order that differs between ranks."""
 
+    updated = True
+    """Set by the core before `attach`: whether there is an optimizer."""
+
     gradient_hooks: GradientHooks
     """Set by the core: what calls `on_gradient`. A partitioner with hooks on modules, which see a backward before there
     is a gradient, calls ``gradient_hooks.enter()`` in them, so that `begin` and `finish` are called in any case."""

@@ -1,9 +1,12 @@
-"""Parts of a model that features treat one by one: its repeated blocks, or those that a config names."""
+"""Parts of a model that features treat one by one, its repeated blocks or those that a config names; and what they ask
+of a partitioner that does not keep weights at hand.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +14,7 @@ from torch import nn
 
 from ds_core.errors import UsageError, did_you_mean
 
-__all__ = ["GathersWhole", "chosen", "repeated_blocks"]
+__all__ = ["GathersWhole", "HoldsWeights", "chosen", "repeated_blocks"]
 
 
 @runtime_checkable
@@ -21,6 +24,21 @@ class GathersWhole(Protocol):
     def gather_whole(self, module: nn.Module) -> None:
         """From now on the weights of `module` and of all below it are there from the begin of its forward to its end,
         and of its backward; between its first operation and its last no hook of the partitioner's runs.
+        """
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A partitioner that gathers weights for each module, and can hold all of them for a while."""
+
+    @property
+    def weights_away(self) -> bool:
+        """Whether they rest where reading them takes time (a disk), since memory has no room for all."""
+
+    def weights_held(self, at_once: int) -> AbstractContextManager[None]:
+        """Inside, all weights are there, as exactly as they rest, and no hook of the partitioner's runs. Collective.
+
+        at_once: how many gathers are under way at a time.
         """
 
 

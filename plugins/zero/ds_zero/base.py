@@ -74,7 +74,7 @@ class ZeroPartitioner(WeightOwner):
         _check_grain(self.ctx)
         self.offload = OffloadStores(self.ctx, self.section, full_tensors=needs_full_tensors(self.ctx))
         self._module = module
-        mine = [p for group in groups for p in group["params"]]
+        mine = [p for group in groups for p in group["params"]] if self.updated else []
         prepare_module(module, self.ctx)
         self.buckets = self._lay_out(module, mine)
         if needs_full_tensors(self.ctx):
@@ -86,9 +86,11 @@ class ZeroPartitioner(WeightOwner):
         unshard_module(module)
         broadcast_module(self.ctx, module, but=self.pieces)
         self._reducer = self._make_reducer()
-        self.takes_gradients = not self._reducer.local
+        self.takes_gradients = not (self.updated and self._reducer.local)
         self.updates = self._make_updates()
         self._install_hooks(module)
+        if not self.updated:  # weights rest as they are, for inference
+            return groups
         return [{**group, "params": [self.pieces[p].master for p in group["params"]]} for group in groups]
 
     def _install_hooks(self, module: nn.Module) -> None:
@@ -185,6 +187,11 @@ class ZeroPartitioner(WeightOwner):
 
     def begin(self, changed: bool) -> None:
         """See `Partitioner.begin`."""
+        if not self.updated:
+            raise UsageError(
+                f"backward under zero_optimization stage {self.section.stage} needs an optimizer, which would be given "
+                "the reduced gradients; name one in the config or pass optimizer= to initialize"
+            )
         self.offloaded.require("backward", BACKWARD)
         self.updates.begin()
         self.reducer.begin(changed)

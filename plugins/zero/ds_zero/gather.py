@@ -105,14 +105,27 @@ class GatherScheduler:
 
     def pin(self, unit: GatherUnit) -> None:
         """Gather `unit` and keep it unsharded until `unpin`, whatever runs meanwhile. Calls nest."""
+        self._begin_pin(unit)
+        if unit.state is UnitState.GATHERING:
+            unit.complete()
+
+    def pin_all(self, at_once: int) -> None:
+        """`pin` every unit; gathers of `at_once` units are under way at a time."""
+        for first in range(0, len(self.units), at_once):
+            some = self.units[first : first + at_once]
+            for unit in some:
+                self._begin_pin(unit)
+            for unit in some:
+                if unit.state is UnitState.GATHERING:
+                    unit.complete()
+
+    def _begin_pin(self, unit: GatherUnit) -> None:
         unit.uses.callers += 1
         if unit.state is UnitState.SHARDED:
             unit.for_caller = True
             self._start(unit, exact=True)
         elif not unit.exact:
             unit.refresh(self.exact)
-        if unit.state is UnitState.GATHERING:
-            unit.complete()
 
     def unpin(self, unit: GatherUnit) -> None:
         """Undo one `pin`; a unit that was gathered only for it is released at once."""

@@ -218,6 +218,23 @@ class Stage3(ZeroPartitioner):
         finally:
             self.hooks.install()
 
+    @property
+    def weights_away(self) -> bool:
+        """See `ds_run_state.blocks.HoldsWeights`."""
+        return any(unit.away for unit in self.units)
+
+    @contextlib.contextmanager
+    def weights_held(self, at_once: int) -> Iterator[None]:
+        """See `ds_run_state.blocks.HoldsWeights`."""
+        with torch.no_grad():
+            self.gathering.pin_all(at_once)
+        try:
+            with self.without_hooks():
+                yield
+        finally:
+            for unit in self.units:
+                self.unpin(unit)
+
     @contextlib.contextmanager
     def module_hooks_removed(self) -> Iterator[None]:
         """See `ZeroPartitioner.module_hooks_removed`."""

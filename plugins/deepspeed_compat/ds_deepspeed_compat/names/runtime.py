@@ -15,7 +15,9 @@ NAMES: Mapping[str, Rows] = {
         "MEMORY_OPT_ALLREDUCE_SIZE": "ds_deepspeed_compat.constants",
     },
     "deepspeed.runtime.hybrid_engine": {
-        "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
+        "DeepSpeedHybridEngine": differs(
+            "ds_deepspeed_compat.engine:DeepSpeedEngine", "any engine; section hybrid_engine gives it generate"
+        ),
     },
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": differs("ds_deepspeed_compat.deepspeed_config", _CONFIG),

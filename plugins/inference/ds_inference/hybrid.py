@@ -1,0 +1,232 @@
+"""Train and generate in turn, with the same weights: ``engine.generate`` of the section ``hybrid_engine``.
+
+The program of the model holds its parameters, not copies of them, so what a step or a checkpoint has written is what is
+generated with. Under stages 0 to 2 they are always there. Stage 3 gathers them for the phase. Where they rest on a
+disk, and for partitioners that cannot hold them, the module runs by itself, layer by layer (`eager`). So do models
+without a program, and those with adapters that are not fused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from ds_inference_kit.program import Program, Runnable
+from ds_inference_kit.step import BLOCK, KVCache
+from ds_run_state.blocks import HoldsWeights
+from torch import Tensor, nn
+
+from ds_core.context import Context, StashKey
+from ds_core.errors import UsageError
+from ds_core.process import log_once
+from ds_core.runner import eval_mode
+from ds_core.running import RunningEngine
+from ds_inference.eager import Eager
+from ds_inference.families import Kind, Lowered, lower
+from ds_inference.generation import Generator
+from ds_inference.hybrid_section import HybridEngine
+from ds_inference.plain_generate import plain_generate
+
+__all__ = ["GenerationStats", "generate", "generation_stats", "metrics"]
+
+log = logging.getLogger("ds_inference")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Of all calls of ``engine.generate`` on this rank.
+
+    seconds: in them; of these gather_seconds until the weights were there. train_seconds: between them. last_seconds,
+    last_new_tokens: of the last call.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    gather_seconds: float = 0.0
+    train_seconds: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    last_seconds: float = 0.0
+    last_new_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Model:
+    """What generates: a loaded program, or the module itself. vocab, positions: None: unknown."""
+
+    runnable: Runnable
+    program: Program
+    vocab: int | None
+    positions: int | None
+    eos: tuple[int, ...]
+    lowered: Lowered | None
+
+    def follow(self) -> None:
+        """The weights may have moved."""
+        if self.lowered is not None:
+            self.lowered.refresh()
+            self.runnable.rebind()
+
+
+@dataclass(slots=True)
+class _State:
+    """Of one engine. ended: when the last call did. told: `stats` when `metrics` was last asked."""
+
+    section: HybridEngine
+    model: _Model | None = None
+    cache: KVCache | None = None
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    told: GenerationStats = field(default_factory=GenerationStats)
+    ended: float | None = None
+
+
+_STATE: StashKey[_State] = StashKey("hybrid engine")
+
+
+def generate(engine: RunningEngine, inputs: Any = None, /, **keywords: Any) -> Any:
+    """Texts of the model with its weights as they are now; the keywords and the answer of ``module.generate``.
+
+    Of a module without ``generate``: see `plain_generate`. Dropout is off inside, and nothing is recorded for backward.
+    Collective where weights are sharded: every rank calls it, with prompts of its own.
+    """
+    state, began = _state(engine.ctx), time.perf_counter()
+    if not engine.runner.manual:
+        raise UsageError(f"generate cannot be called: {engine.runner.manual_reason}")
+    with eval_mode(engine.module), torch.no_grad(), _weights(engine, state.section) as whole:
+        model = state.model = state.model or _model(engine, state.section, whole)
+        model.follow()
+        there = time.perf_counter()
+        generator = _generator(engine, state, model, _rows(engine.module, inputs, keywords))
+        answer = _call(engine.module)(generator, inputs, keywords)
+        if isinstance(model.runnable, Eager):
+            model.runnable.drain()
+    state.cache = None if state.section.release_inference_cache else generator.cache
+    now = time.perf_counter()
+    last, old = state.ended, state.stats
+    state.stats = replace(
+        old, calls=old.calls + 1, seconds=old.seconds + now - began, gather_seconds=old.gather_seconds + there - began,
+        train_seconds=old.train_seconds + (0.0 if last is None else began - last), last_seconds=now - began,
+        prompt_tokens=old.prompt_tokens + generator.prompt_tokens, new_tokens=old.new_tokens + generator.new_tokens,
+        last_new_tokens=generator.new_tokens,
+    )  # fmt: skip
+    state.ended = now
+    return answer
+
+
+def generation_stats(engine: RunningEngine) -> GenerationStats:
+    """How long ``engine.generate`` took on this rank so far, and how much it wrote."""
+    return _state(engine.ctx).stats
+
+
+def metrics(ctx: Context) -> Mapping[str, float]:
+    """Seconds and tokens of this rank since the last step; nothing where it did not generate."""
+    state = _state(ctx)
+    new, old = state.stats, state.told
+    state.told = new
+    if new.calls == old.calls:
+        return {}
+    seconds, tokens = new.seconds - old.seconds, new.new_tokens - old.new_tokens
+    return {
+        "Train/Generation/seconds": seconds,
+        "Train/Generation/gather_seconds": new.gather_seconds - old.gather_seconds,
+        "Train/Generation/new_tokens": float(tokens),
+        "Train/Generation/tokens_per_second": tokens / max(seconds, 1e-9),
+    }
+
+
+def _state(ctx: Context) -> _State:
+    state = ctx.stash.get(_STATE)
+    if state is None:
+        section = ctx.config.section("hybrid_engine")
+        assert isinstance(section, HybridEngine)
+        state = ctx.stash[_STATE] = _State(section)
+    return state
+
+
+# -- weights and what runs ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _weights(engine: RunningEngine, section: HybridEngine) -> Iterator[bool]:
+    """Inside, all weights are there if they can be; whether they are."""
+    partitioner = engine.partitioner
+    if not partitioner.releases_weights:
+        yield True
+    elif isinstance(partitioner, HoldsWeights) and not partitioner.weights_away:
+        with partitioner.weights_held(section.tp_gather_partition_size):
+            yield True
+    else:
+        yield False
+
+
+def _model(engine: RunningEngine, section: HybridEngine, whole: bool) -> _Model:
+    """The program of the engine's model, loaded; where there is none, or weights are not `whole`, the module."""
+    mesh, module = engine.ctx.mesh, engine.module
+    divided = mesh.has("tp") and mesh.size("tp") > 1
+    lowered = lower(module) if whole and not divided else None
+    if lowered is not None and (lowered.kind is not Kind.CAUSAL or lowered.vocab is None):
+        raise UsageError(f"generate: {type(module).__name__} has no head that says the next token")
+    if lowered is None:
+        log_once(log, logging.INFO, "generate: %s computes by itself, without a program", type(module).__name__)
+        several = not whole and mesh.size("dp") > 1
+        eager = Eager(module, together=not whole, group=mesh.group("dp") if several else None)
+        return _Model(eager, eager.program, eager.vocab, eager.max_positions, eager.eos, None)
+    program = lowered.program
+    device = engine.ctx.accelerator.device_type
+    load = engine.ctx.kernels.get("inference_program", device, str(program.dtype).removeprefix("torch."))
+    runnable = cast(Runnable, load(program))
+    if section.enable_cuda_graph:
+        _capture(runnable)
+    return _Model(runnable, program, lowered.vocab, lowered.max_positions, lowered.eos, lowered)
+
+
+def _capture(runnable: Runnable) -> None:
+    capture: Callable[[], None] | None = getattr(runnable, "capture", None)
+    if capture is None:
+        text = "hybrid_engine.enable_cuda_graph has no effect: the kernels that serve here record no graphs"
+        log_once(log, logging.WARNING, text)
+    else:
+        capture()
+
+
+# -- one call -------------------------------------------------------------------------------------------------
+
+
+def _generator(engine: RunningEngine, state: _State, model: _Model, rows: int) -> Generator:
+    """A generator for `rows` sequences, over the cache of the last call where that is large enough."""
+    program, most = model.program, state.section.max_out_tokens
+    blocks = (rows + 1) * -(-most // BLOCK)  # one sequence more: blocks of beams are copied before they are freed
+    device = engine.ctx.accelerator.current_device()
+    cache = state.cache
+    if cache is None or cache.blocks < blocks:
+        state.cache = cache = None  # before the new one is made
+        cache = KVCache.make(program.layers, blocks, program.kv_heads, program.head_dim, program.dtype, device)
+    positions = most if model.positions is None else min(most, model.positions)
+    return Generator(
+        model.runnable, program=program, max_positions=positions, cache_tokens=blocks * BLOCK, vocab=model.vocab,
+        eos=model.eos, device=device, max_rows=max(512, rows), max_sequences=max(64, rows), cache=cache,
+    )  # fmt: skip
+
+
+def _rows(module: Any, inputs: Any, keywords: Mapping[str, Any]) -> int:
+    """How many sequences are written at a time."""
+    given = inputs if inputs is not None else keywords.get("input_ids")
+    if not isinstance(given, Tensor) or given.dim() != 2:
+        raise UsageError("generate takes the tokens of prompts, a tensor [batch, length]")
+    config = keywords.get("generation_config") or getattr(module, "generation_config", None)
+    each = (keywords.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences"))
+    return int(given.shape[0]) * int(max(each))
+
+
+def _call(module: nn.Module) -> Callable[[Generator, Any, dict[str, Any]], Any]:
+    """How the module's own `generate` is asked, by whether it is of transformers."""
+    if not hasattr(module, "generation_config"):
+        return lambda generator, inputs, keywords: plain_generate(generator, inputs, **keywords)
+    from ds_inference.hf_generate import hf_generate
+
+    return lambda generator, inputs, keywords: hf_generate(generator, module, inputs, **keywords)

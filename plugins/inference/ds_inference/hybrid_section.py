@@ -1,0 +1,89 @@
+"""The section ``hybrid_engine``: one engine that trains and generates in turn (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ds_core.config import Section, option
+from ds_core.errors import Problem
+
+if TYPE_CHECKING:
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.plugins import Plugins
+
+__all__ = ["HybridEngine", "ds_check", "ds_config", "ds_engine_methods", "ds_metrics"]
+
+
+class HybridEngine(Section):
+    """``engine.generate`` between training steps, with the weights as they are then."""
+
+    enabled: bool = option(False, "Give the engine `generate`, by the programs of ds-inference.")
+    max_out_tokens: int = option(512, "The most tokens of a prompt and its answer together.", ge=1)
+    inference_tp_size: int = option(
+        1, "Ranks that divide the layers while generating: 1, or as many as in training (autotp_size).", ge=1
+    )
+    release_inference_cache: bool = option(False, "Free the cache of keys and values after each generation.")
+    pin_parameters: bool = option(
+        True,
+        "Keep a copy of the weights for inference in place.",
+        without_effect="generation reads the weights that are trained, there is no copy of them",
+    )
+    tp_gather_partition_size: int = option(
+        8, "Stage 3 gathers all weights before it generates: how many gathers are under way at a time.", ge=1
+    )
+    enable_cuda_graph: bool = option(
+        False,
+        "Record the steps of decoding as CUDA graphs, where the kernels can. Not with stage 3 or several tp ranks.",
+    )
+
+
+def ds_config() -> type[Section]:
+    """The section's model."""
+    return HybridEngine
+
+
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
+    """Keys that exclude each other."""
+    section = config.section("hybrid_engine")
+    if not isinstance(section, HybridEngine) or not section.enabled:
+        return
+    path = "hybrid_engine.enable_cuda_graph"
+    if section.enable_cuda_graph and section.release_inference_cache:
+        yield Problem(path, "a graph reads the cache where it was recorded", "set release_inference_cache to false")
+    if section.enable_cuda_graph and section.inference_tp_size > 1:
+        yield Problem(path, "a graph cannot hold the collectives of tensor parallelism", "set inference_tp_size to 1")
+    if section.enable_cuda_graph and getattr(config.section("zero_optimization"), "stage", 0) == 3:
+        yield Problem(path, "stage 3 gathers weights anew, and a graph reads them where they were", "set stage 0 to 2")
+    axes = (axis for answer in plugins.ask("ds_mesh_axes", config=config) for axis in answer.value)
+    size = next((axis.size for axis in axes if axis.name == "tp"), 1)
+    if section.inference_tp_size not in (1, size):
+        yield Problem(
+            "hybrid_engine.inference_tp_size",
+            f"{section.inference_tp_size}, but layers are divided over {size} in training, and stay as they are",
+            f"set it to {size}" + ("" if size > 1 else ", or divide training too with tensor_parallel.autotp_size"),
+        )
+
+
+def _on(ctx: Context) -> bool:
+    section = ctx.config.section("hybrid_engine")
+    return isinstance(section, HybridEngine) and section.enabled
+
+
+def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
+    """``engine.generate`` and ``engine.generation_stats``."""
+    if not _on(ctx):
+        return {}
+    from ds_inference.hybrid import generate, generation_stats
+
+    return {"generate": generate, "generation_stats": generation_stats}
+
+
+def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
+    """What was generated since the last step, if anything."""
+    if not _on(ctx):
+        return {}
+    from ds_inference.hybrid import metrics
+
+    return metrics(ctx)
