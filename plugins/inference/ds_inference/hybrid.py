@@ -9,11 +9,12 @@ without a program, and those with adapters that are not fused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from ds_inference_kit.program import Program, Runnable
@@ -26,6 +27,7 @@ from ds_core.errors import UsageError
 from ds_core.process import log_once
 from ds_core.runner import eval_mode
 from ds_core.running import RunningEngine
+from ds_inference import parallel
 from ds_inference.eager import Eager
 from ds_inference.families import Kind, Lowered, lower
 from ds_inference.generation import Generator
@@ -167,8 +169,7 @@ def _weights(engine: RunningEngine, section: HybridEngine) -> Iterator[bool]:
 def _model(engine: RunningEngine, section: HybridEngine, whole: bool) -> _Model:
     """The program of the engine's model, loaded; where there is none, or weights are not `whole`, the module."""
     mesh, module = engine.ctx.mesh, engine.module
-    divided = mesh.has("tp") and mesh.size("tp") > 1
-    lowered = lower(module) if whole and not divided else None
+    lowered = lower(module) if whole else None
     if lowered is not None and (lowered.kind is not Kind.CAUSAL or lowered.vocab is None):
         raise UsageError(f"generate: {type(module).__name__} has no head that says the next token")
     if lowered is None:
@@ -176,13 +177,10 @@ def _model(engine: RunningEngine, section: HybridEngine, whole: bool) -> _Model:
         several = not whole and mesh.size("dp") > 1
         eager = Eager(module, together=not whole, group=mesh.group("dp") if several else None)
         return _Model(eager, eager.program, eager.vocab, eager.max_positions, eager.eos, None)
-    program = lowered.program
-    device = engine.ctx.accelerator.device_type
-    load = engine.ctx.kernels.get("inference_program", device, str(program.dtype).removeprefix("torch."))
-    runnable = cast(Runnable, load(program))
+    runnable = parallel.load(lowered, module, engine.ctx, torch.device(engine.ctx.accelerator.current_device()))
     if section.enable_cuda_graph:
         _capture(runnable)
-    return _Model(runnable, program, lowered.vocab, lowered.max_positions, lowered.eos, lowered)
+    return _Model(runnable, lowered.program, lowered.vocab, lowered.max_positions, lowered.eos, lowered)
 
 
 def _capture(runnable: Runnable) -> None:
@@ -210,6 +208,7 @@ def _generator(engine: RunningEngine, state: _State, model: _Model, rows: int) -
     return Generator(
         model.runnable, program=program, max_positions=positions, cache_tokens=blocks * BLOCK, vocab=model.vocab,
         eos=model.eos, device=device, max_rows=max(512, rows), max_sequences=max(64, rows), cache=cache,
+        seeds=functools.partial(parallel.one_seed, engine.ctx),
     )  # fmt: skip
 
 
