@@ -31,7 +31,7 @@ from ds_inference import parallel
 from ds_inference.eager import Eager
 from ds_inference.families import Kind, Lowered, lower
 from ds_inference.generation import Generator
-from ds_inference.hybrid_section import HybridEngine
+from ds_inference.hybrid_config import HybridEngine
 from ds_inference.plain_generate import plain_generate
 
 __all__ = ["GenerationStats", "generate", "generation_stats", "metrics"]

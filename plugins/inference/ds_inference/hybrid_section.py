@@ -5,41 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.config import Section, option
 from ds_core.errors import Problem
+from ds_inference.hybrid_config import HybridEngine
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.plugins import Plugins
 
-__all__ = ["HybridEngine", "ds_check", "ds_config", "ds_engine_methods", "ds_metrics"]
+__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_metrics"]
 
 
-class HybridEngine(Section):
-    """``engine.generate`` between training steps, with the weights as they are then."""
-
-    enabled: bool = option(False, "Give the engine `generate`, by the programs of ds-inference.")
-    max_out_tokens: int = option(512, "The most tokens of a prompt and its answer together.", ge=1)
-    inference_tp_size: int = option(
-        1, "Ranks that divide the layers while generating: 1, or as many as in training (autotp_size).", ge=1
-    )
-    release_inference_cache: bool = option(False, "Free the cache of keys and values after each generation.")
-    pin_parameters: bool = option(
-        True,
-        "Keep a copy of the weights for inference in place.",
-        without_effect="generation reads the weights that are trained, there is no copy of them",
-    )
-    tp_gather_partition_size: int = option(
-        8, "Stage 3 gathers all weights before it generates: how many gathers are under way at a time.", ge=1
-    )
-    enable_cuda_graph: bool = option(
-        False,
-        "Record the steps of decoding as CUDA graphs, where the kernels can. Not with stage 3 or several tp ranks.",
-    )
-
-
-def ds_config() -> type[Section]:
+def ds_config() -> type[BaseModel]:
     """The section's model."""
     return HybridEngine
 
