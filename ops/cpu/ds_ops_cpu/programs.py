@@ -140,6 +140,8 @@ class _Table:
                 yield _COLUMNS, {"x": i.x, "out": i.out, "offset": i.first, "groups": i.groups}
             case p.Keep():
                 yield _KEEP, {"x": i.x, "out": i.out}
+            case p.Gather():  # never run; it tells C++ how many rows `out` has
+                yield _COLUMNS, {"x": i.x, "out": i.out, "offset": 0, "groups": 1}
 
     def _attention(self, i: p.Attend) -> Iterable[tuple[int, dict[str, Any]]]:
         sizes = {"heads": i.heads, "kv_heads": i.kv_heads, "head_dim": i.head_dim}
