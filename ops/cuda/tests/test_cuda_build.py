@@ -76,7 +76,8 @@ def test_everything_compiles_and_loads() -> None:
     data = build.build(EXTENSION).read_bytes()
     assert b"sm_80" in data and b"sm_90" in data
     # Elsewhere: two libraries of one source in one process share what C++ keeps once, and the emulated one comes later.
-    subprocess.run([sys.executable, "-c", LOADED, *OPS], check=True, timeout=300)
+    functions = {*OPS, "run_program"} - {"requantize_sum"}  # which dequantize_sum does
+    subprocess.run([sys.executable, "-c", LOADED, *functions], check=True, timeout=300)
 
 
 def test_without_nvcc_the_reason_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,8 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
             f"dtype: weights in {config.bits} bits on several ranks need replace_with_kernel_inject", ORIGIN
         )
     runnable = parallel.load(lowered, model, ctx, device) if lowered is not None else None
+    if config.enable_cuda_graph:
+        parallel.record(runnable, f"{type(model).__name__} on {device.type}")
     return Prepared(model, ctx, device, lowered, runnable)
 
 
@@ -113,10 +115,8 @@ def _check(config: DeepSpeedInferenceConfig) -> None:
         if importlib.util.find_spec("triton") is None:
             raise ConfigError("use_triton: Triton is not installed; pip install triton, or leave the key out", ORIGIN)
         log_once(log, logging.WARNING, "use_triton has no effect: no installed package has inference kernels in Triton")
-    if config.enable_cuda_graph and config.tp_size > 1:
-        raise ConfigError("enable_cuda_graph: not with tp_size > 1, as collectives are not recorded", ORIGIN)
-    if config.enable_cuda_graph and not torch.cuda.is_available():
-        raise ConfigError("enable_cuda_graph: torch sees no CUDA device; leave the key out", ORIGIN)
+    if config.enable_cuda_graph and (config.zero or not config.replace_with_kernel_inject):
+        raise ConfigError("enable_cuda_graph takes replace_with_kernel_inject, and no zero: steps are recorded", ORIGIN)
 
 
 def _lowered(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_inference import init_inference
+from ds_inference import init_inference, parallel
 from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -204,7 +204,12 @@ def test_times_of_each_call() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "said"),
     [
-        ({"enable_cuda_graph": True, "tensor_parallel": {"tp_size": 2}}, ConfigError, "not with tp_size > 1"),
+        ({"enable_cuda_graph": True}, ConfigError, "takes replace_with_kernel_inject, and no zero"),
+        (
+            {"enable_cuda_graph": True, "replace_with_kernel_inject": True, "dtype": "fp32"},
+            ConfigError,
+            "what serves LlamaForCausalLM on cpu records no graphs",
+        ),
         ({"tensor_parallel": {"tp_size": 2}}, ConfigError, "tp 2 = 2 ranks do not divide the world of 1"),
         ({"tensor_parallel": {"tp_size": 2, "mpu": object()}}, ConfigError, "get_model_parallel_group"),
         ({"injection_policy": {"NoLayer": ("o",)}}, ConfigError, "the model has no NoLayer"),
@@ -215,6 +220,19 @@ def test_times_of_each_call() -> None:
 def test_errors(config: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         init_inference(make("llama"), config)
+
+
+def test_steps_are_recorded_where_the_provider_can() -> None:
+    class Recording:
+        on = 0
+
+        def capture(self) -> None:
+            self.on += 1
+
+    mine: Any = Recording()
+    parallel.record(mine, "it")
+    parallel.record(parallel.Embedded(mine, torch.nn.Embedding(2, 2)), "it")
+    assert mine.on == 2
 
 
 def test_too_long_an_input() -> None:
