@@ -38,7 +38,11 @@ INFERENCE = Extension(
     name="ds-ops-cpu-inference",
     module="_ds_ops_cpu_inference",
     folder=Path(__file__).parent / "cpp",  # its headers use those beside the other kernels
-    units=(Unit("inference/module.cpp", _OPENMP), *_for_each_processor("inference/")),
+    units=(
+        Unit("inference/module.cpp", _OPENMP),
+        *_for_each_processor("inference/"),
+        *((Unit("inference/avx512bf16.cpp", (*_AVX512, "-mavx512bf16")),) if _X86 else ()),
+    ),
     flags=_FLAGS,
     link=("-shared", *_OPENMP),
     prebuilt=Path(__file__).parent / "prebuilt" / "inference",

@@ -85,7 +85,7 @@ class _Table:
         self.kept: list[Tensor] = []  # made here; ops hold their addresses
         more = [self._rooms(i) for i in program.instructions if isinstance(i, p.Experts)]
         self._chosen = iter(more)
-        self.native = native().Program(self.widths, program.output)
+        self.native = native().Program(self.widths, program.output, program.dtype == torch.bfloat16)
         self.spans: list[tuple[int, int]] = []
         for instruction in program.instructions:
             numbers = [self.native.add(kind, fields) for kind, fields in self._ops(instruction)]

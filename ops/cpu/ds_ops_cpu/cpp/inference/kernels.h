@@ -122,12 +122,12 @@ void linear(const Op& op, const Run& run, long unit, Thread& t) {
     const float* x[MOST_ROWS];
     float* y[MOST_ROWS];
     const bool apart = op.added == op.out;  // the sum is added to what stands where the product would
-    float* room = t.room + room_of_product(op.a);
+    float* room = t.room + room_of_product(op.a, op.unit, n);
     for (long r = 0; r < n; r++) {
         x[r] = row(run, op.x, r);
         y[r] = apart ? room + r * op.unit : row(run, op.out, r) + from;
     }
-    product(op.a, from, to, x, n, y, t.room, prepare(op, op.a, x, n, t));
+    product(&op, run, op.a, from, to, x, n, y, t);
     for (long r = 0; r < n; r++)
         completed(op, y[r], from, op.added < 0 ? nullptr : row(run, op.added, r) + from, row(run, op.out, r) + from, to - from);
 }
@@ -135,14 +135,15 @@ void linear(const Op& op, const Run& run, long unit, Thread& t) {
 void gated(const Op& op, const Run& run, long unit, Thread& t) {
     const long n = rows_of(run, op.x), from = unit * op.unit, to = least(from + op.unit, op.a.out);
     const float* x[MOST_ROWS];
-    float *y[MOST_ROWS], *z[MOST_ROWS], *room = t.room + room_of_product(op.a);
+    float *y[MOST_ROWS], *z[MOST_ROWS], *room = t.room + room_of_product(op.a, op.unit, n);
     for (long r = 0; r < n; r++) {
         x[r] = row(run, op.x, r);
         y[r] = room + r * op.unit;
         z[r] = row(run, op.out, r) + from;
     }
-    product(op.a, from, to, x, n, y, t.room, prepare(op, op.a, x, n, t));
-    product(op.b, from, to, x, n, z, t.room, prepare(op, op.b, x, n, t));
+    const bool alike = op.a.form == op.b.form && op.a.group == op.b.group && !op.a.lows == !op.b.lows;
+    product(alike ? &op : nullptr, run, op.a, from, to, x, n, y, t);
+    product(alike ? &op : nullptr, run, op.b, from, to, x, n, z, t);
     for (long r = 0; r < n; r++) gate(op, y[r], z[r], from, z[r], to - from);
 }
 
@@ -152,8 +153,8 @@ void gated(const Op& op, const Run& run, long unit, Thread& t) {
 void route(const Op& op, const Run& run, long r, Thread& t) {
     const long n = op.a.out, k = op.top_k;
     const float* x = row(run, op.x, r);
-    float *scores = t.room + room_of_product(op.a), *chosen = row(run, op.out, r), *shares = chosen + k;
-    product(op.a, 0, n, &x, 1, &scores, t.room, nullptr);
+    float *scores = t.room + room_of_product(op.a, n, 1), *chosen = row(run, op.out, r), *shares = chosen + k;
+    product(nullptr, run, op.a, 0, n, &x, 1, &scores, t);
     float most = scores[0], sum = 0, kept = 0;
     for (long e = 1; e < n; e++) most = scores[e] > most ? scores[e] : most;
     for (long e = 0; e < n; e++) sum += scores[e] = exponential(set(scores[e] - most))[0];
@@ -187,15 +188,14 @@ void experts_in(const Op& op, const Run& run, long unit, Thread& t) {
     const long n = takers(op, run, e, rows, choices);
     if (!n) return;
     const float* x[MOST_ROWS];
-    float *y[MOST_ROWS], *z[MOST_ROWS], *room = t.room + room_of_product(op.gates[e]);
+    float *y[MOST_ROWS], *z[MOST_ROWS], *room = t.room + room_of_product(op.gates[e], op.unit, n);
     for (long i = 0; i < n; i++) {
         x[i] = row(run, op.x, rows[i]);
         y[i] = room + i * op.unit;
         z[i] = row(run, op.out, rows[i]) + choices[i] * inner + from;
     }
-    t.prepared = nullptr;
-    product(op.gates[e], from, to, x, n, y, t.room, nullptr);
-    product(op.ups[e], from, to, x, n, z, t.room, nullptr);
+    product(nullptr, run, op.gates[e], from, to, x, n, y, t);
+    product(nullptr, run, op.ups[e], from, to, x, n, z, t);
     for (long i = 0; i < n; i++) gate(op, y[i], z[i], from, z[i], to - from);
 }
 
@@ -203,18 +203,17 @@ void experts_in(const Op& op, const Run& run, long unit, Thread& t) {
 void experts_out(const Op& op, const Run& run, long unit, Thread& t) {
     const long from = unit * op.unit, to = least(from + op.unit, run.widths[op.out]);
     for (long r = 0; r < rows_of(run, op.out); r++) memset(row(run, op.out, r) + from, 0, (size_t)(to - from) * 4);
-    t.prepared = nullptr;
     for (long e = 0; e < op.experts; e++) {
         long rows[MOST_ROWS], choices[MOST_ROWS];
         const long n = takers(op, run, e, rows, choices);
         const Weight& w = op.downs[e];
         const float* x[MOST_ROWS];
-        float *y[MOST_ROWS], *room = t.room + room_of_product(w);
+        float *y[MOST_ROWS], *room = t.room + room_of_product(w, op.unit, n);
         for (long i = 0; i < n; i++) {
             x[i] = row(run, op.x, rows[i]) + choices[i] * w.in;
             y[i] = room + i * op.unit;
         }
-        if (n) product(w, from, to, x, n, y, t.room, nullptr);
+        if (n) product(nullptr, run, w, from, to, x, n, y, t);
         for (long i = 0; i < n; i++) {
             const F share = set(row(run, op.y, rows[i])[op.top_k + choices[i]]);
             float* sum = row(run, op.out, rows[i]) + from;
@@ -247,9 +246,9 @@ void widen_rows(const Weight& w, long first, long last, void* to, int type, floa
     for (long j = first; j < last; j++) {
         char* at = (char*)to + (j - first) * w.in * (type == F32 ? 4 : 2);
         if (type == F32) {
-            widen_row(w, j, (float*)at);
+            widen_row(w, j, (float*)at, room);
         } else {
-            widen_row(w, j, room);
+            widen_row(w, j, room, room + w.in);
             narrow(at, room, type, w.in);
         }
     }

@@ -8,12 +8,17 @@ inline long least(long a, long b) { return a < b ? a : b; }
 template <class Fn>
 inline void each(long n, Fn fn) {
     long i = 0;
-    for (; i + W <= n; i += W) fn(i, (long)W);
+    for (; i + W <= n; i += W) fn(i, (long)W);  // `part` and `put` are plain there once they are inlined
     if (i < n) fn(i, n - i);
 }
 
+#if defined(DS_AVX512)
+inline F part(const float* from, long m) { return _mm512_maskz_loadu_ps((__mmask16)((1u << m) - 1), from); }
+inline void put(float* to, F x, long m) { _mm512_mask_storeu_ps(to, (__mmask16)((1u << m) - 1), x); }
+#else
 inline F part(const float* from, long m) { return m == W ? load(from) : get_some<F32>(from, m); }
 inline void put(float* to, F x, long m) { m == W ? store(to, x) : put_some<F32>(to, x, m); }
+#endif
 
 inline F first_lanes(F x, long m) {
     float all[W];

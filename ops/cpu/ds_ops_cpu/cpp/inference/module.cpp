@@ -36,7 +36,10 @@ std::vector<const di::Table*> usable() {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    {
+        if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&di::avx512bf16);
         tables.push_back(&di::avx512);
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         tables.push_back(&di::avx2);
 #endif
@@ -46,6 +49,7 @@ std::vector<const di::Table*> usable() {
 
 constexpr long WIDEST = 16;           // floats of a vector
 constexpr long UNIT_BYTES = 48 << 10; // of weights
+constexpr long UNITS = 64;            // of large matrices, until they are of 8 UNIT_BYTES
 constexpr long CHUNK = 8;             // rows of one sequence that a unit of attention takes
 constexpr long PART = 2;              // blocks of context, at least, that are a unit of their own
 constexpr long PARTS = 32;            // of a context, at most
@@ -71,15 +75,21 @@ long row_bytes(const Weight& w) {
 long unit_of(const Weight& w, int matrices = 1) {
     const long fair = round_up((w.out + 3) / 4, WIDEST);
     if (w.columns) return fair;
-    return std::max(WIDEST, std::min(fair, round_up(UNIT_BYTES / std::max(1L, row_bytes(w) * matrices), WIDEST)));
+    const long bytes = std::max(1L, row_bytes(w) * matrices), wanted = std::max(UNIT_BYTES, bytes * w.out / UNITS);
+    return std::max(WIDEST, std::min(fair, round_up(std::min(wanted, 8 * UNIT_BYTES) / bytes, WIDEST)));
 }
 
-long room_of(const Weight& w) { return 5 * round_up(w.in, 2 * WIDEST) + (w.group ? 9 * round_up(w.in / w.group, 2 * WIDEST) : 0); }
+// As `room_of_product` in products.h, and the products.
+long room_of(const Weight& w, long unit, long rows) {
+    const long wide = 2 * WIDEST, in = round_up(w.in, wide), groups = w.group ? w.in / w.group : 0;
+    rows = std::min(rows, di::MOST_ROWS);
+    return (rows + 6) * in + round_up(groups, wide) + round_up(2 * unit * groups, wide) + round_up(2 * groups, wide) + rows * unit;
+}
 
 class Program {
   public:
-    Program(std::vector<long> widths, int output)
-        : widths_(std::move(widths)), output_(output), kept_(widths_.size()), registers_(widths_.size()) {}
+    Program(std::vector<long> widths, int output, bool bf16)
+        : bf16_(bf16), widths_(std::move(widths)), output_(output), kept_(widths_.size()), registers_(widths_.size()) {}
 
     // Adds an op; fields that are left out are 0, registers -1.
     int add(int kind, const py::dict& fields) {
@@ -162,6 +172,7 @@ class Program {
         counters_.resize(ops_.size());
         run_ = Run{};
         run_.rows = rows;
+        run_.bf16 = bf16_;
         run_.wanted = wanted;
         size_t i = 0;
         for (auto to : {&run_.tokens, &run_.positions, &run_.types, &run_.starts, &run_.lengths, &run_.blocks})
@@ -368,19 +379,19 @@ class Program {
                 case di::LINEAR:
                 case di::GATED:
                     units = (op.a.out + op.unit - 1) / op.unit;
-                    room = std::max(room, room_of(op.a) + std::min(m, di::MOST_ROWS) * op.unit);
+                    room = std::max(room, room_of(op.a, op.unit, m));
                     break;
                 case di::EXPERTS_IN:
                     units = (op.gates[0].out + op.unit - 1) / op.unit * op.experts;
-                    room = std::max(room, room_of(op.gates[0]) + std::min(m, di::MOST_ROWS) * op.unit);
+                    room = std::max(room, room_of(op.gates[0], op.unit, m));
                     break;
                 case di::EXPERTS_OUT:
                     units = (op.downs[0].out + op.unit - 1) / op.unit;
-                    room = std::max(room, room_of(op.downs[0]) + std::min(m, di::MOST_ROWS) * op.unit);
+                    room = std::max(room, room_of(op.downs[0], op.unit, m));
                     break;
                 case di::ROUTE:
                     units = m;
-                    room = std::max(room, room_of(op.a) + round_up(op.a.out, WIDEST));
+                    room = std::max(room, room_of(op.a, op.a.out, 1));
                     break;
                 case di::STORE: units = op.layer >= 0 ? run_.store_count : 0; break;
                 case di::KEEP: units = run_.wanted; break;
@@ -452,6 +463,7 @@ class Program {
     }
 
   private:
+    const bool bf16_;
     std::vector<long> widths_;
     const int output_;
     std::vector<bool> kept_;
@@ -484,7 +496,7 @@ void widen(const py::tuple& from, uintptr_t to, int type, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
     {
-        std::vector<float> room((size_t)w.in + 64);
+        std::vector<float> room((size_t)(w.in + (w.group ? 2 * w.in / w.group : 0) + 64));
 #ifdef _OPENMP
 #pragma omp for schedule(static)
 #endif
@@ -516,7 +528,7 @@ PYBIND11_MODULE(_ds_ops_cpu_inference, m) {
     chosen = usable().front();
     m.attr("MOST_ROWS") = di::MOST_ROWS;
     py::class_<Program>(m, "Program")
-        .def(py::init<std::vector<long>, int>())
+        .def(py::init<std::vector<long>, int, bool>())
         .def("add", &Program::add)
         .def("begin", &Program::begin)
         .def("reserve", &Program::reserve)

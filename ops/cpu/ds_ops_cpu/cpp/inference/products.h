@@ -12,12 +12,6 @@ constexpr int J = 4;  // rows of weights side by side
 
 inline long whole(long n) { return (n + 2 * W - 1) / (2 * W) * (2 * W); }
 
-// Floats of room: x rearranged and summed by group, scales and lows of J rows, J rows.
-inline long room_of_product(const Weight& w) {
-    const long groups = w.group ? whole(w.in / w.group) : 0;
-    return (J + 1) * whole(w.in) + (1 + 2 * J) * groups;
-}
-
 inline I bytes(const uint8_t* from) {
 #if defined(DS_AVX512)
     return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -64,19 +58,19 @@ struct Nibbles {
     }
 };
 
-inline void apart(F even, F odd, float* to) {  // interleaved
-    float a[W], b[W];
-    store(a, even);
-    store(b, odd);
+// Interleaved: even[0], odd[0], even[1] ...
+inline void zip(F even, F odd, F& first, F& second) {
+#if defined(DS_AVX512)
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    first = _mm512_permutex2var_ps(even, low, odd);
+    second = _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd);
+#else
     for (int i = 0; i < W; i++) {
-        to[2 * i] = a[i];
-        to[2 * i + 1] = b[i];
+        const F& from = i & 1 ? odd : even;
+        first[i] = from[i / 2];
+        second[i] = from[W / 2 + i / 2];
     }
-}
-
-inline float half(uint16_t h) {
-    uint16_t all[W] = {h};
-    return Of<F16>::get(all)[0];
+#endif
 }
 
 inline long size_of(int form) { return form == F32 ? 4 : 2; }
@@ -87,50 +81,59 @@ inline const char* line(const Weight& w, long j) {
     return w.data + j * w.stride * size_of(w.form);
 }
 
-// Row j of `w` in fp32.
-inline void widen_row(const Weight& w, long j, float* to) {
+inline bool is_direct(const Weight& w) {
+    return w.form == INT8 ? w.group % W == 0 : w.form != INT4 || w.group % (2 * W) == 0;
+}
+
+// put(i, x): W numbers of a row of quantised weights that is direct; with `apart`, of each 2 W of 4 bits those at even
+// places first.
+template <class Put>
+inline void unpack(const Weight& w, const char* from, const float* scales, const float* lows, bool apart, Put put) {
+    const Nibbles nibbles(!w.lows);
+    for (long i = 0, g = 0; i < w.in; g++) {
+        const F scale = set(scales[g]), low = lows ? set(lows[g]) : F{};
+        if (w.form == INT4) {
+            for (const long end = i + w.group; i < end; i += 2 * W, from += W) {
+                F even, odd;
+                nibbles.get(from, even, odd);
+                even = fma(even, scale, low);
+                odd = fma(odd, scale, low);
+                if (!apart) zip(even, odd, even, odd);
+                put(i, even);
+                put(i + W, odd);
+            }
+        } else {
+            for (const long end = i + w.group; i < end; i += W, from += W) put(i, fma(signed_bytes(from), scale, low));
+        }
+    }
+}
+
+// Row j of `w` in fp32. room: for its scales and lows.
+inline void widen_row(const Weight& w, long j, float* to, float* room) {
     const char* from = line(w, j);
     if (w.form == F32) {
         memcpy(to, from, (size_t)w.in * 4);
-    } else if (w.form == BF16 || w.form == F16) {
-        widen(to, from, w.form, w.in);
-    } else {
-        const long groups = w.in / w.group;
-        const Nibbles nibbles(!w.lows);
-        for (long g = 0; g < groups; g++, to += w.group) {
-            const float scale = half(w.scales[j * groups + g]), low = w.lows ? half(w.lows[j * groups + g]) : 0;
-            const long n = w.group;
-            long i = 0;
-            if (w.form == INT8) {
-                for (; i + W <= n; i += W) store(to + i, fma(signed_bytes(from + i), set(scale), set(low)));
-                for (; i < n; i++) to[i] = (float)(int8_t)from[i] * scale + low;
-                from += n;
-            } else {
-                for (; i + 2 * W <= n; i += 2 * W) {
-                    F even, odd;
-                    nibbles.get(from + i / 2, even, odd);
-                    apart(fma(even, set(scale), set(low)), fma(odd, set(scale), set(low)), to + i);
-                }
-                for (; i < n; i++) {
-                    const int q = i & 1 ? (uint8_t)from[i / 2] >> 4 : from[i / 2] & 15;
-                    to[i] = (float)(w.lows || q < 8 ? q : q - 16) * scale + low;
-                }
-                from += n / 2;
-            }
-        }
+        return;
+    }
+    if (w.form == BF16 || w.form == F16) return widen(to, from, w.form, w.in);
+    const long groups = w.in / w.group;
+    float *scales = room, *lows = w.lows ? room + groups : nullptr;
+    widen_as<F16>(scales, w.scales + j * groups, groups);
+    if (lows) widen_as<F16>(lows, w.lows + j * groups, groups);
+    if (is_direct(w)) return unpack(w, from, scales, lows, false, [&](long i, F x) { store(to + i, x); });
+    for (long i = 0; i < w.in; i++) {
+        const int byte = w.form == INT8 ? from[i] : i & 1 ? (uint8_t)from[i / 2] >> 4 : from[i / 2] & 15;
+        const int q = w.form == INT4 && !w.lows && byte > 7 ? byte - 16 : byte;
+        to[i] = (float)q * scales[i / w.group] + (lows ? lows[i / w.group] : 0);
     }
 }
 
 // -- one row --------------------------------------------------------------------------------------------------------
 
-inline bool is_direct(const Weight& w) {
-    return w.form == INT8 ? w.group % W == 0 : w.form != INT4 || w.group % (2 * W) == 0;
-}
-
 // What `one_row` reads in the place of x: for 4 bits even places of each 2 W before odd ones; then sums of groups.
 inline const float* rearranged(const Weight& w, const float* x, float* to) {
-    const bool four = w.form == INT4, sums = w.lows;
-    if (!four && !sums) return x;
+    const bool four = w.form == INT4;
+    if (!four && !w.lows) return x;
     for (long i = 0; i < w.in; i += 2 * W) {
         if (!four) {
             memcpy(to + i, x + i, (size_t)least(2 * W, w.in - i) * 4);
@@ -144,21 +147,39 @@ inline const float* rearranged(const Weight& w, const float* x, float* to) {
         memcpy(to + i, even, sizeof even);
         memcpy(to + i + W, odd, sizeof odd);
     }
-    for (long g = 0; sums && g < w.in / w.group; g++) {
-        F sum = {};
-        for (long i = 0; i < w.group; i += W) sum += load(x + g * w.group + i);
-        to[whole(w.in) + g] = total(sum);
-    }
     return to;
 }
+
+inline void sum_groups(const Weight& w, const float* x, float* to) {
+    for (long g = 0; g < w.in / w.group; g++) {
+        F sum = {};
+        for (long i = 0; i < w.group; i += W) sum += load(x + g * w.group + i);
+        to[g] = total(sum);
+    }
+}
+
+// [Note: prefetching] Rows are short, so the processor's own prefetching begins anew all the time. Blocks of J rows follow
+// each other in memory: each step asks for as many bytes as it reads, AHEAD of the block's first row.
+constexpr long AHEAD_ROWS = 6144;
+
+struct Ahead {
+    const char* at;
+
+    inline void take(long size) {
+        for (long i = 0; i < size; i += 64) __builtin_prefetch(at + i);
+        at += size;
+    }
+};
 
 template <int T>
 inline F4 one_plain(const char* const* rows, const float* x, long n) {
     typedef const typename Of<T>::element* E;
     const E a = (E)rows[0], b = (E)rows[1], c = (E)rows[2], d = (E)rows[3];
     F s[J] = {};
+    Ahead ahead{rows[0] + AHEAD_ROWS};
     each(n, [&](long i, long m) {
         const F v = part(x + i, m);
+        ahead.take(J * W * (long)sizeof(*a));
         if (m == W) {
             s[0] = fma(Of<T>::get(a + i), v, s[0]);
             s[1] = fma(Of<T>::get(b + i), v, s[1]);
@@ -174,26 +195,29 @@ inline F4 one_plain(const char* const* rows, const float* x, long n) {
     return totals(s[0], s[1], s[2], s[3]);
 }
 
-template <bool FOUR>
-inline F4 one_quantized(const Weight& w, const long* places, const float* x, float* room) {
-    const long groups = w.in / w.group, wide = whole(groups);
+// GROUP: the size of groups, or 0 when it is not known here.
+template <bool FOUR, int GROUP>
+inline F4 one_quantized(
+    const Weight& w, const long* places, const float* x, long from, const float* scales, const float* lows) {
+    const long group = GROUP ? GROUP : w.group, groups = w.in / group;
     const char* rows[J];
+    const float* scales_of[J];
     F s[J] = {};
     for (int k = 0; k < J; k++) {
         rows[k] = line(w, places[k]);
-        widen_as<F16>(room + k * wide, w.scales + places[k] * groups, groups);
-        if (w.lows) {
-            const float* sums = x + whole(w.in);
-            each(groups, [&](long g, long m) {
-                s[k] = fma(get_some<F16>(w.lows + places[k] * groups + g, m), part(sums + g, m), s[k]);
-            });
+        scales_of[k] = scales + (places[k] - from) * groups;
+        if (lows) {
+            const float *sums = x + whole(w.in), *low = lows + (places[k] - from) * groups;
+            each(groups, [&](long g, long m) { s[k] = fma(part(low + g, m), part(sums + g, m), s[k]); });
         }
     }
     const Nibbles nibbles(!w.lows);
-    for (long g = 0; g < groups; g++, x += w.group) {
+    Ahead ahead{rows[0] + AHEAD_ROWS};
+    for (long g = 0; g < groups; g++, x += group) {
         F sums[J] = {};
+        ahead.take(J * group / (FOUR ? 2 : 1));
         if (FOUR) {
-            for (long i = 0; i < w.group; i += 2 * W) {
+            for (long i = 0; i < group; i += 2 * W) {
                 const F v = load(x + i), u = load(x + i + W);
                 for (int k = 0; k < J; k++) {
                     F even, odd;
@@ -202,22 +226,25 @@ inline F4 one_quantized(const Weight& w, const long* places, const float* x, flo
                 }
             }
         } else {
-            for (long i = 0; i < w.group; i += W) {
+            for (long i = 0; i < group; i += W) {
                 const F v = load(x + i);
                 for (int k = 0; k < J; k++) sums[k] = fma(signed_bytes(rows[k] + i), v, sums[k]);
             }
         }
         for (int k = 0; k < J; k++) {
-            s[k] = fma(sums[k], set(room[k * wide + g]), s[k]);
-            rows[k] += FOUR ? w.group / 2 : w.group;
+            s[k] = fma(sums[k], set(scales_of[k][g]), s[k]);
+            rows[k] += FOUR ? group / 2 : group;
         }
     }
     return totals(s[0], s[1], s[2], s[3]);
 }
 
-inline F4 one_row(const Weight& w, const long* places, const float* x, float* room) {
-    if (w.form == INT8) return one_quantized<false>(w, places, x, room);
-    if (w.form == INT4) return one_quantized<true>(w, places, x, room);
+// scales, lows: of the rows from `from` on, in fp32.
+inline F4 one_row(const Weight& w, const long* places, const float* x, long from, const float* scales, const float* lows) {
+    if (w.form == INT8 && w.group == 32) return one_quantized<false, 32>(w, places, x, from, scales, lows);
+    if (w.form == INT4 && w.group == 32) return one_quantized<true, 32>(w, places, x, from, scales, lows);
+    if (w.form == INT8) return one_quantized<false, 0>(w, places, x, from, scales, lows);
+    if (w.form == INT4) return one_quantized<true, 0>(w, places, x, from, scales, lows);
     const char* rows[J];
     for (int k = 0; k < J; k++) rows[k] = line(w, places[k]);
     if (w.form == F32) return one_plain<F32>(rows, x, w.in);
@@ -229,18 +256,43 @@ inline F4 one_row(const Weight& w, const long* places, const float* x, float* ro
 template <int R>
 inline void tile(const float* const* rows, const float* const* x, long n, F4* sums) {
     F s[R][J] = {};
-    each(n, [&](long i, long m) {
+    const auto step = [&](long i, auto get) __attribute__((always_inline)) {
         F v[J];
-        for (int k = 0; k < J; k++) v[k] = part(rows[k] + i, m);
+        for (int k = 0; k < J; k++) v[k] = get(rows[k] + i);
         for (int r = 0; r < R; r++) {
-            const F u = part(x[r] + i, m);
+            const F u = get(x[r] + i);
             for (int k = 0; k < J; k++) s[r][k] = fma(v[k], u, s[r][k]);
         }
-    });
+    };
+    long i = 0;
+    for (; i + W <= n; i += W) step(i, [](const float* p) { return load(p); });
+    if (i < n) step(i, [m = n - i](const float* p) { return part(p, m); });
     for (int r = 0; r < R; r++) sums[r] = totals(s[r][0], s[r][1], s[r][2], s[r][3]);
 }
 
-inline void tiles(const float* const* rows, const float* const* x, long count, long n, F4* sums) {
+#if defined(DS_BF16)
+// In bf16, a vector of which has 2 W elements.
+template <int R>
+inline void tile(const uint16_t* const* rows, const uint16_t* const* x, long n, F4* sums) {
+    F s[R][J] = {};
+    const auto step = [&](long i, auto get) __attribute__((always_inline)) {
+        __m512bh v[J];
+        for (int k = 0; k < J; k++) v[k] = get(rows[k] + i);
+        for (int r = 0; r < R; r++) {
+            const __m512bh u = get(x[r] + i);
+            for (int k = 0; k < J; k++) s[r][k] = _mm512_dpbf16_ps(s[r][k], v[k], u);
+        }
+    };
+    long i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) step(i, [](const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); });
+    if (i < n)
+        step(i, [m = n - i](const uint16_t* p) { return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << m) - 1), p); });
+    for (int r = 0; r < R; r++) sums[r] = totals(s[r][0], s[r][1], s[r][2], s[r][3]);
+}
+#endif
+
+template <class E>
+inline void tiles(const E* const* rows, const E* const* x, long count, long n, F4* sums) {
     long r = 0;
     for (; r + TILE <= count; r += TILE) tile<TILE>(rows, x + r, n, sums + r);
     switch (count - r) {
@@ -251,6 +303,48 @@ inline void tiles(const float* const* rows, const float* const* x, long count, l
         case 2: return tile<2>(rows, x + r, n, sums + r);
 #endif
         case 1: return tile<1>(rows, x + r, n, sums + r);
+    }
+}
+
+inline void unpacked(const Weight& w, long j, float* to, const float* scales, const float* lows, float* room) {
+    if (w.group && is_direct(w)) return unpack(w, line(w, j), scales, lows, true, [&](long i, F x) { store(to + i, x); });
+    widen_row(w, j, to, room);
+}
+
+#if defined(DS_BF16)
+inline void unpacked(const Weight& w, long j, uint16_t* to, const float* scales, const float* lows, float* room) {
+    const auto put = [&](long i, F x) { _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(x)); };
+    if (w.group && is_direct(w)) return unpack(w, line(w, j), scales, lows, true, put);
+    if (w.form != F32) widen_row(w, j, room, room + whole(w.in));
+    narrow_as<BF16>(to, w.form == F32 ? (const float*)line(w, j) : room, w.in, false);
+}
+#endif
+
+// The rows of `w` that are multiplied as they lie in memory.
+inline bool as_it_is(const Weight& w, float) { return w.form == F32; }
+inline bool as_it_is(const Weight& w, uint16_t) { return w.form == BF16; }
+
+// y[r][0 .. to - from) = x[r] . rows from .. to; x and products in E. room: J rows in E, one in fp32, then two factors a group.
+template <class E>
+inline void several(
+    const Weight& w, long from, long to, const E* const* x, long count, float* const* y, const float* scales,
+    const float* lows, float* room) {
+    const long wide = whole(w.in), groups = w.group ? w.in / w.group : 0;
+    E* made = (E*)room;
+    F4 sums[MOST_ROWS];
+    for (long j = from; j < to; j += J) {
+        const E* rows[J];
+        for (int k = 0; k < J; k++) {
+            const long place = least(j + k, to - 1), of = (place - from) * groups;
+            rows[k] = as_it_is(w, E()) ? (const E*)line(w, place) : made + k * wide;
+            if (rows[k] == made + k * wide && j + k < to)
+                unpacked(w, place, made + k * wide, scales + of, lows ? lows + of : nullptr, room + J * wide);
+            else if (j + k >= to)
+                rows[k] = rows[0];
+        }
+        tiles(rows, x, count, w.in, sums);
+        const size_t real = (size_t)least(J, to - j) * 4;
+        for (long r = 0; r < count; r++) memcpy(y[r] + (j - from), &sums[r], real);
     }
 }
 
@@ -282,52 +376,75 @@ inline void by_columns(const Weight& w, long from, long to, const float* const* 
 
 // -- all ------------------------------------------------------------------------------------------------------------
 
-// x of an op as `one_row` wants it, made once for each thread; null where it is x itself or there are several rows.
-inline const float* prepare(const Op& op, const Weight& w, const float* const* x, long count, Thread& t) {
-    if (count != 1 || w.columns || !is_direct(w)) return nullptr;
-    if (t.prepared != &op) rearranged(op.a, x[0], t.room);
-    t.prepared = &op;
-    const bool alike = op.a.form == w.form && op.a.group == w.group && !op.a.lows == !w.lows;
-    if (!alike) {
-        t.prepared = nullptr;
-        return nullptr;
+// [Note: room] of a product, in floats: x as the kernels want it (of all rows; sums of groups behind it where there is one), the
+// factors of all rows of a unit, then what `several` takes.
+inline long room_of_product(const Weight& w, long unit, long count) {
+    const long groups = w.group ? w.in / w.group : 0;
+    return count * whole(w.in) + whole(groups) + whole(2 * unit * groups) + (J + 2) * whole(w.in) + whole(2 * groups);
+}
+
+inline bool in_bf16(const Run& run, const Weight& w, long count) {
+#if defined(DS_BF16)
+    return run.bf16 && count > 1 && !w.columns;
+#else
+    return false;
+#endif
+}
+
+// x as the kernels want it, at the beginning of the room. It is made once for an op by each thread (op: null: always).
+inline void prepare(const Op* op, const Run& run, const Weight& w, const float* const* x, long count, Thread& t) {
+    if (op && t.prepared == op) return;
+    t.prepared = op;
+    if (w.columns) return;
+    const bool four = w.form == INT4 && is_direct(w), narrows = in_bf16(run, w, count);
+    if (count == 1 && is_direct(w)) {
+        rearranged(w, x[0], t.room);
+        if (w.lows) sum_groups(w, x[0], t.room + whole(w.in));
+    } else if (four || narrows) {
+        float* last = t.room + (count - 1) * whole(w.in);  // the last row's place holds each in turn
+        for (long r = 0; r < count; r++) {
+            float* to = narrows ? last : t.room + r * whole(w.in);
+            const float* from = four ? rearranged(w, x[r], to) : x[r];
+            if (narrows) narrow_as<BF16>((uint16_t*)t.room + r * whole(w.in), from, w.in, false);
+        }
     }
-    return w.form == INT4 || w.lows ? t.room : x[0];
 }
 
 // y[r][0 .. to - from) = x[r] . rows from .. to of w.
 inline void product(
-    const Weight& w, long from, long to, const float* const* x, long count, float* const* y, float* room,
-    const float* prepared) {
+    const Op* op, const Run& run, const Weight& w, long from, long to, const float* const* x, long count, float* const* y,
+    Thread& t) {
     if (w.columns) {
         if (w.form == F32) return by_columns<F32>(w, from, to, x, count, y);
         if (w.form == BF16) return by_columns<BF16>(w, from, to, x, count, y);
         return by_columns<F16>(w, from, to, x, count, y);
     }
-    const bool one = count == 1 && is_direct(w);
-    if (one && !prepared) prepared = rearranged(w, x[0], room);
-    const long groups = w.group ? whole(w.in / w.group) : 0, wide = whole(w.in);
-    room += wide + groups;
-    float* widened = room + 2 * J * groups;
-    F4 sums[MOST_ROWS];
-    for (long j = from; j < to; j += J) {
-        long places[J];
-        for (int k = 0; k < J; k++) places[k] = least(j + k, to - 1);
-        if (one) {
-            sums[0] = one_row(w, places, prepared, room);
-        } else {
-            const float* rows[J];
-            for (int k = 0; k < J; k++) {
-                if (w.form == F32) {
-                    rows[k] = (const float*)line(w, places[k]);
-                    continue;
-                }
-                rows[k] = k && places[k] == places[k - 1] ? rows[k - 1] : widened + k * wide;
-                if (rows[k] == widened + k * wide) widen_row(w, places[k], widened + k * wide);
-            }
-            tiles(rows, x, count, w.in, sums);
-        }
-        const size_t real = (size_t)least(J, to - j) * 4;
-        for (long r = 0; r < count; r++) memcpy(y[r] + (j - from), &sums[r], real);
+    prepare(op, run, w, x, count, t);
+    const long wide = whole(w.in), groups = w.group ? w.in / w.group : 0;
+    float *scales = t.room + count * wide + whole(groups), *lows = nullptr, *rest = scales + whole(2 * (to - from) * groups);
+    if (groups && is_direct(w)) {
+        const long n = (to - from) * groups;
+        widen_as<F16>(scales, w.scales + from * groups, n);
+        if (w.lows) widen_as<F16>(lows = scales + n, w.lows + from * groups, n);
     }
+    if (count == 1 && is_direct(w)) {
+        const float* moved = w.form == INT4 || w.lows ? t.room : x[0];
+        for (long j = from; j < to; j += J) {
+            long places[J];
+            for (int k = 0; k < J; k++) places[k] = least(j + k, to - 1);
+            const F4 sums = one_row(w, places, moved, from, scales, lows);
+            memcpy(y[0] + (j - from), &sums, (size_t)least(J, to - j) * 4);
+        }
+        return;
+    }
+#if defined(DS_BF16)
+    if (in_bf16(run, w, count)) {
+        const uint16_t* narrow[MOST_ROWS];
+        for (long r = 0; r < count; r++) narrow[r] = (const uint16_t*)t.room + r * wide;
+        return several<uint16_t>(w, from, to, narrow, count, y, scales, lows, rest);
+    }
+#endif
+    const float* moved[MOST_ROWS];
+    for (long r = 0; r < count; r++) moved[r] = w.form == INT4 && is_direct(w) ? t.room + r * wide : x[r];
+    several<float>(w, from, to, moved, count, y, scales, lows, rest);
 }

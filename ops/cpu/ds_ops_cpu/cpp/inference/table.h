@@ -73,6 +73,7 @@ struct Run {
     float* const* registers;
     const long* widths;
     const bool* kept;  // registers that have only the wanted rows
+    bool bf16;  // where several rows are multiplied, in bf16
     long rows, wanted;
     const int *tokens, *positions, *types, *starts, *lengths, *blocks;
     const int64_t* wants;
@@ -110,6 +111,7 @@ extern const Table generic;
 #ifdef DS_X86
 extern const Table avx2;
 extern const Table avx512;
+extern const Table avx512bf16;
 #endif
 
 
