@@ -24,11 +24,11 @@ FIELDS = [
 
 
 def attack(address: str, number: int) -> bytes:
-    """Do attack `number`; the first bytes of what the server says."""
+    """Do attack `number` on a model of the name `backwards`; the first bytes of what the server says."""
     chance = random.Random(number)
     kind = KINDS[number % len(KINDS)]
     host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection, contextlib.suppress(OSError):
+    with socket.create_connection((host, int(port)), timeout=1) as connection, contextlib.suppress(OSError):
         connection.sendall(kind(chance))
         if kind in LEAVE:
             if kind is _stream:
@@ -112,16 +112,16 @@ def _pipelined(chance: random.Random) -> bytes:
 
 
 def _part(chance: random.Random) -> bytes:
-    whole = post(json.dumps(GOOD | {"max_tokens": 400}).encode())
+    whole = post(json.dumps(GOOD | {"max_tokens": 100}).encode())
     return whole[: chance.randrange(len(whole))]
 
 
 def _stream(chance: random.Random) -> bytes:
-    return post(json.dumps(GOOD | {"max_tokens": 400, "stream": True, "n": chance.randint(1, 4)}).encode())
+    return post(json.dumps(GOOD | {"max_tokens": 100, "stream": True, "n": chance.randint(1, 4)}).encode())
 
 
 def _wait(chance: random.Random) -> bytes:
-    return post(json.dumps(GOOD | {"max_tokens": 400, "n": chance.randint(1, 9)}).encode())
+    return post(json.dumps(GOOD | {"max_tokens": 100, "n": chance.randint(1, 9)}).encode())
 
 
 LEAVE = (_part, _stream, _wait)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import sys
 import threading
@@ -256,24 +255,15 @@ def unfinished(server: Server) -> int:
     return sum(c.cycle is None or not c.cycle.response_complete for c in server.server_state.connections)
 
 
-def memory() -> int:
-    """Bytes that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_hostile_requests_change_nothing(rounds: int, client: Connect, caplog: pytest.LogCaptureFixture) -> None:
-    """A hundred of each round, several at a time; the server goes on, and keeps nothing of them."""
+def test_hostile_requests_change_nothing(client: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """A hundred, several at a time; the server goes on, and keeps nothing of them."""
     caplog.set_level(logging.CRITICAL)
     generator = Backwards(most_running=8)
     limits = Limits(body=1 << 20, body_seconds=0.5, seconds=30.0, tokens=500)
     with serving(generator, patience=0.3, limits=limits) as (address, server), ThreadPoolExecutor(6) as strangers:
-        used, ai = [], client(address)
-        for turn in range(rounds):
-            said = list(strangers.map(lambda n: attack(address, n), range(100 * turn, 100 * turn + 100)))
-            assert not any(answer.startswith(b"HTTP/1.1 500") for answer in said)
-            until(lambda: not generator.open and server._worker.active == 0 == unfinished(server))
-            answer = ai.completions.create(model="backwards", prompt="abc", max_tokens=3)
-            assert answer.choices[0].text == "cba" and ask(address, "/health") == (200, {"status": "ok"})
-            used.append(memory())
-        assert used[-1] - used[rounds // 2] < 4 << 20, used
+        said = list(strangers.map(lambda n: attack(address, n), range(100)))
+        assert not any(answer.startswith(b"HTTP/1.1 500") for answer in said)
+        until(lambda: not generator.open and server._worker.active == 0 == unfinished(server))
+        answer = client(address).completions.create(model="backwards", prompt="abc", max_tokens=3)
+        assert answer.choices[0].text == "cba" and ask(address, "/health") == (200, {"status": "ok"})
+        assert not server._worker.waiting and not server._worker._tickets

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -15,6 +18,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import torch  # noqa: E402
 from ds_testing.processes import clean_environment  # noqa: E402
+from hostility import attack  # noqa: E402
+from serving import ask  # noqa: E402
 from tiny_model import make  # noqa: E402
 from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: E402
 
@@ -22,21 +27,26 @@ TOKEN = "a-secret-of-this-test"
 
 
 @contextlib.contextmanager
-def served(*words: str, ranks: int = 1) -> Iterator[openai.OpenAI]:
-    """A client of `dscore serve WORDS`, which must end in order after SIGTERM, and must not show its token."""
+def served(*words: str, ranks: int = 1, token: str = TOKEN) -> Iterator[tuple[openai.OpenAI, int]]:
+    """A client of `dscore serve WORDS` and the process's id; it must end in order after SIGTERM, and show no token."""
     dscore = [sys.executable, "-m", "ds_cli"]
     launch = [*dscore, "run", "--nproc", str(ranks), "--module", "ds_cli"] if ranks > 1 else dscore
-    env = clean_environment(DSCORE_SERVE_TOKEN=TOKEN)
+    env = clean_environment(**({"DSCORE_SERVE_TOKEN": token} if token else {}))
     command = [*launch, "serve", "--port", "0", "--threads", "1", *words]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            assert " at http://127.0.0.1:" in line, process.communicate()
-            with openai.OpenAI(base_url=line.split()[2], api_key=TOKEN, max_retries=0, timeout=60) as client:
-                yield client
+            assert " at http://127.0.0.1:" in line, line
+            with openai.OpenAI(base_url=line.split()[2], api_key=token or "none", max_retries=0, timeout=60) as client:
+                yield client, process.pid
             process.send_signal(signal.SIGTERM)
-            said = "".join(process.communicate(timeout=60))
+            process.communicate(timeout=60)
+            errors.seek(0)
+            said = errors.read()
             ends = 0 if ranks == 1 else 128 + signal.SIGTERM  # the launcher's, whom the signal reached
             assert process.returncode == ends and TOKEN not in said and "a private matter" not in said, said
             assert "0 answers have" in said and "Traceback" not in said
@@ -51,7 +61,7 @@ def test_a_llama_answers_as_transformers_does(tmp_path: Path) -> None:
     prompt = "a private matter"
     ids = torch.tensor([tokenizer.encode(prompt)])
     right = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-    with served(str(tmp_path / "tiny"), "--max-tokens", "40") as ai:
+    with served(str(tmp_path / "tiny"), "--max-tokens", "40") as (ai, _):
         asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 12}
         assert ai.completions.create(**asked).choices[0].text == tokenizer.decode(right)
         streamed = ai.completions.create(**asked, stream=True)
@@ -103,10 +113,25 @@ def test_what_was_trained_is_served_quantised_and_divided(tmp_path: Path) -> Non
     words = [str(tmp_path / "tiny"), "--checkpoint", str(tmp_path / "run")]
     said = []
     for more, ranks in ((), 1), (("--tp", "2"), 2), (("--quantize", "int8"), 1):
-        with served(*words, *more, ranks=ranks) as ai:
+        with served(*words, *more, ranks=ranks) as (ai, _):
             said.append([ai.completions.create(**asked, temperature=heat, seed=7).choices[0] for heat in (0, 1)])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
     assert said[0][0].text == tokenizer.decode(right) and said[0][1].text != said[0][0].text
     assert [c.text for c in said[0]] == [c.text for c in said[1]]
     quantised, plain = (torch.tensor(choice[0].logprobs.token_logprobs) for choice in (said[2], said[0]))
     assert 0 < (quantised[0] - plain[0]).abs() < 0.1
+
+
+@pytest.mark.slow
+def test_a_thousand_hostile_requests_leave_it_serving_and_its_memory_flat(tmp_path: Path) -> None:
+    make(tmp_path / "tiny")
+    with served(str(tmp_path / "tiny"), "--name", "backwards", token="") as (ai, pid), ThreadPoolExecutor(6) as many:
+        address, used = str(ai.base_url).removesuffix("/v1/"), []
+        for turn in range(10):
+            said = list(many.map(lambda n: attack(address, n), range(100 * turn, 100 * turn + 100)))
+            assert not any(answer.startswith(b"HTTP/1.1 500") for answer in said)
+            assert ai.completions.create(model="backwards", prompt="abc", max_tokens=3).usage.completion_tokens == 3
+            used.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20)
+        shown = ask(address, "/metrics")[1]
+        assert "\ndscore_serve_cache_blocks_used 0\n" in shown and "\ndscore_serve_requests_waiting 0\n" in shown
+        assert max(used[5:]) - max(used[:5]) <= 4, used
