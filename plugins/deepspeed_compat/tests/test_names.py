@@ -55,15 +55,17 @@ def test_names_are_the_real_objects(deepspeed: object) -> None:
 
 
 def test_a_name_that_is_not_built_says_so_when_it_is_used(deepspeed: object) -> None:
-    from deepspeed.inference.config import DeepSpeedInferenceConfig  # type: ignore[import-not-found]
+    from deepspeed.module_inject import DSPolicy  # type: ignore[import-not-found]
 
-    with pytest.raises(NotBuiltError, match=r"deepspeed\.init_inference is not served by ds_core yet: inference"):
-        deepspeed.init_inference(None, tensor_parallel={"tp_size": 2})  # type: ignore[attr-defined]
-    with pytest.raises(NotImplementedError, match="DeepSpeedInferenceConfig"):
-        _ = DeepSpeedInferenceConfig.model_fields
-    assert not isinstance(3, DeepSpeedInferenceConfig)
+    with pytest.raises(
+        NotBuiltError, match=r"deepspeed\.replace_transformer_layer is not served by ds_core yet: init_inf"
+    ):
+        deepspeed.replace_transformer_layer(None, model=None)  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="DSPolicy"):
+        _ = DSPolicy.model_fields
+    assert not isinstance(3, DSPolicy)
 
-    class Derived(DeepSpeedInferenceConfig):  # type: ignore[misc]
+    class Derived(DSPolicy):  # type: ignore[misc]
         pass
 
     with pytest.raises(NotBuiltError):

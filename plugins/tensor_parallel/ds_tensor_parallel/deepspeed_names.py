@@ -28,7 +28,7 @@ _MODES = {torch.float32: None, torch.float16: "fp16", torch.bfloat16: "bf16"}
 def set_autotp_mode(training: bool = False) -> None:
     """``training=True`` has no effect: models are divided for training. False, for inference, is a UsageError."""
     if not training:
-        raise UsageError("set_autotp_mode(training=False) is for inference, which is not built; pass training=True")
+        raise UsageError("set_autotp_mode(training=False): init_inference divides by itself; leave the call out")
     log_once(log, logging.INFO, "set_autotp_mode(training=True) has no effect: initialize divides models for training")
 
 

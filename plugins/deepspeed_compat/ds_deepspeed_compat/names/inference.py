@@ -1,13 +1,13 @@
-"""Inference and compression, which are not built yet; tensor and sequence parallelism."""
+"""Inference; compression, which is not built yet; tensor and sequence parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
-from ds_deepspeed_compat.names.top import INFERENCE, LEGACY_TENSOR_PARALLEL
+from ds_deepspeed_compat.names.top import INFERENCE_CONFIG, INJECTION, LEGACY_TENSOR_PARALLEL
 
-_INFERENCE = missing(INFERENCE)
+_INJECTION = missing(INJECTION)
 _TENSOR = missing("set tensor_parallel.autotp_size and partition_config in the config: initialize divides the layers")
 _SIZES = "made with its sizes, as nn.Linear is; initialize divides it"
 _ROW = differs("ds_tensor_parallel:RowParallelLinear", _SIZES)
@@ -22,18 +22,21 @@ _FPDT = missing("ds_sequence_parallel: ring attention, tiled layers and activati
 _COMPRESSION = missing("compression is not built")
 
 NAMES: Mapping[str, Rows] = {
-    "deepspeed.inference": {"InferenceEngine DeepSpeedInferenceConfig HFBertLayerPolicy": _INFERENCE},
-    "deepspeed.inference.engine": {"InferenceEngine": _INFERENCE},
+    "deepspeed.inference": {
+        "InferenceEngine": "ds_inference",
+        "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
+        "HFBertLayerPolicy": _INJECTION,
+    },
+    "deepspeed.inference.engine": {"InferenceEngine": "ds_inference"},
     "deepspeed.inference.config": {
-        "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig WeightQuantConfig "
-        "ActivationQuantConfig QKVQuantConfig BaseQuantConfig InferenceCheckpointConfig MoETypeEnum QuantTypeEnum": (
-            _INFERENCE
-        ),
+        "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
+        "DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig WeightQuantConfig ActivationQuantConfig "
+        "QKVQuantConfig BaseQuantConfig InferenceCheckpointConfig MoETypeEnum QuantTypeEnum": "ds_inference.config",
         "DtypeEnum": "ds_deepspeed_compat.enums",
     },
     "deepspeed.module_inject": {
         "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer generic_injection "
-        "HFBertLayerPolicy DSPolicy Normalize EmbeddingLayer": _INFERENCE,
+        "HFBertLayerPolicy DSPolicy Normalize EmbeddingLayer": _INJECTION,
         "LinearAllreduce": _ROW,
         "LinearLayer": _COLUMN,
         "set_autotp_mode": LEGACY_TENSOR_PARALLEL,
@@ -52,7 +55,7 @@ NAMES: Mapping[str, Rows] = {
         "AutoTPPresets": _PRESETS,
         "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
     },
-    "deepspeed.module_inject.replace_policy": {"HFBertLayerPolicy": _INFERENCE},
+    "deepspeed.module_inject.replace_policy": {"HFBertLayerPolicy": _INJECTION},
     "deepspeed.runtime.tensor_parallel": {"TPConfig TPTrainingConfig get_tensor_parallel_config": _TENSOR},
     "deepspeed.runtime.tensor_parallel.config": {"TPConfig TPTrainingConfig": _TENSOR},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
@@ -85,5 +88,5 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.linear": {
         "OptimizedLinear LoRAConfig QuantizationConfig Init": missing("quantised linears are not built")
     },
-    "deepspeed.model_implementations": {"DeepSpeedTransformerInference": _INFERENCE},
+    "deepspeed.model_implementations": {"DeepSpeedTransformerInference": _INJECTION},
 }

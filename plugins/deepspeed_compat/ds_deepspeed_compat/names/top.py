@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-INFERENCE = "inference is not built; train with ds_core, and serve the exported weights with another program"
+INJECTION = "init_inference with replace_with_kernel_inject knows families by itself, and names nothing of its layers"
+INFERENCE_CONFIG = differs("ds_inference.config", "frozen; dtype is a name such as fp16, groups and mpu are as given")
 LEGACY_TENSOR_PARALLEL = differs(
     "ds_tensor_parallel.deepspeed_names",
     "training only; initialize merges it with the config, and the dtype switches bf16 or fp16 on",
@@ -19,7 +20,8 @@ NAMES: Mapping[str, Rows] = {
         "initialize DeepSpeedEngine PipelineEngine": "ds_deepspeed_compat.engine",
         "init_distributed": "ds_core",
         "add_config_arguments": "ds_deepspeed_compat.arguments",
-        "init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config": missing(INFERENCE),
+        "init_inference InferenceEngine default_inference_config": "ds_inference",
+        "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
         "tp_model_init set_autotp_mode": LEGACY_TENSOR_PARALLEL,
         "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
         "PipelineModule": "ds_pipeline",
@@ -30,7 +32,8 @@ NAMES: Mapping[str, Rows] = {
         "DeepSpeedConfig": differs("ds_deepspeed_compat.deepspeed_config", _CONFIG),
         "DeepSpeedConfigError": "ds_core.errors:ConfigError",
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig": "ds_ops_cuda.transformer",
-        "replace_transformer_layer revert_transformer_layer module_inject": missing(INFERENCE),
+        "replace_transformer_layer revert_transformer_layer": missing(INJECTION),
+        "module_inject": "deepspeed.module_inject:",
         "get_accelerator": "ds_deepspeed_compat.accelerator",
         "log_dist logger": "ds_deepspeed_compat.logs",
         "OnDevice": "ds_deepspeed_compat.devices",
