@@ -136,6 +136,17 @@ def raw(address: str, *parts: bytes, shut: bool = False) -> bytes:
         return said
 
 
+@contextlib.contextmanager
+def slow_reader(address: str, sent: bytes) -> Iterator[None]:
+    """A connection on which nothing is read, with room for little."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(sent)
+        yield
+
+
 def ask(address: str, path: str, body: Any = None) -> tuple[int, Any]:
     """Status and answer (JSON where it is that) of a GET, or of a POST of `body`."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)

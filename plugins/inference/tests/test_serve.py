@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import sys
@@ -21,7 +22,7 @@ from ds_inference.serve.asking import Limits  # noqa: E402
 from ds_inference.serve.server import Server, listen, token_from  # noqa: E402
 from ds_inference.serve.text import Text  # noqa: E402
 from hostility import attack  # noqa: E402
-from serving import Backwards, Bytes, ask, post, raw, serving  # noqa: E402
+from serving import Backwards, Bytes, ask, post, raw, serving, slow_reader  # noqa: E402
 
 USER = [{"role": "user", "content": "abc"}]
 Connect = Callable[..., openai.OpenAI]
@@ -111,6 +112,7 @@ WRONG = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of"),
     ({"prompt": "a", "stop": [""]}, 400, "stop.0"),
     ({"prompt": "a", "colour": "red"}, 400, "colour"),
+    ({"prompt": "a", "n": 50}, 400, "n"),  # more than may wait
     ({"prompt": "a", "model": "other"}, 404, "model"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, 400, "messages"),
     ({"messages": [{"role": "king", "content": "a"}]}, 400, "messages.0"),
@@ -218,6 +220,16 @@ def test_answers_that_take_too_long_end(client: Connect) -> None:
         assert b" 413 " in raw(address, post(b" " * 3_000))[:20]
         chunked = head.replace(b"content-length: 50", b"transfer-encoding: chunked")[:-50]
         assert b" 413 " in raw(address, chunked, b"1000\r\n" + b" " * 0x1000 + b"\r\n")[:20]
+
+
+def test_a_client_that_does_not_read_loses_its_connection() -> None:
+    generator = Backwards(most_running=40)
+    asked = {"model": "backwards", "prompt": "abc", "max_tokens": 500, "n": 16, "logprobs": 20, "stream": True}
+    with serving(generator, patience=0.3) as (address, server):
+        with slow_reader(address, post(json.dumps(asked).encode())):
+            until(lambda: len(generator.open) == 16)
+            until(lambda: not generator.open and not server.server_state.connections)
+        assert "dscore_serve_cancelled_total 1" in ask(address, "/metrics")[1]
 
 
 def test_stopping_lets_answers_end_and_cuts_off_what_takes_longer(client: Connect) -> None:

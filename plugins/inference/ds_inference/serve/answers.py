@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -61,8 +62,8 @@ class Choice:
         if output.token is not None and not ends:
             at = self._text.decoded
             if self._name is not None:
-                top = tuple((self._name(token), value) for token, value in output.top or ())
-                self._pieces.append(Piece(self._name(output.token), at, output.logprob or 0.0, top))
+                top = tuple((self._name(token), _finite(value)) for token, value in output.top)
+                self._pieces.append(Piece(self._name(output.token), at, _finite(output.logprob or 0.0), top))
             shown = self._text.add(output.token)
         if self._text.stopped:
             self.finish = "stop"
@@ -126,6 +127,11 @@ class Reply:
         if choice.named and pieces is not None:
             logprobs = {"content": [_chat_piece(p) for p in pieces], "refusal": None} if self.chat else _columns(pieces)
         return {"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.finish}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's number for what cannot be is -9999."""
+    return logprob if math.isfinite(logprob) else -9999.0
 
 
 def _chat_piece(piece: Piece) -> dict[str, Any]:

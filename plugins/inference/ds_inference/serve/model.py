@@ -66,8 +66,9 @@ class Tokens:
             text = self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
-            raise Refusal(400, f"the model's chat template refuses these messages: {error}", param="messages") from None
+        except (TemplateError, TypeError, ValueError) as error:  # what a template does is its own
+            why = str(error) if isinstance(error, TemplateError) else type(error).__name__
+            raise Refusal(400, f"the model's chat template refuses these messages: {why}", param="messages") from None
         return list(self._tokenizer.encode(text, add_special_tokens=self._template is PLAIN_TEMPLATE))
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -47,6 +47,11 @@ class Asked(_Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
+    def refused(self) -> None:
+        """Refuse what this server does not do."""
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "`stream_options` needs `stream: true`", param="stream_options")
+
     def stops(self) -> list[str]:
         """The strings that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -80,6 +85,7 @@ class CompletionRequest(Asked):
 
     def refused(self) -> None:
         """Refuse what this server does not do."""
+        super().refused()
         if self.suffix:
             raise Refusal(400, "`suffix` is not supported: models continue a text here", "unsupported", "suffix")
         if self.best_of not in (None, self.n or 1):
@@ -148,6 +154,7 @@ class ChatRequest(Asked):
 
     def refused(self) -> None:
         """Refuse what this server does not do."""
+        super().refused()
         wrong = {
             "tools": bool(self.tools),
             "tool_choice": self.tool_choice not in (None, "none", "auto"),

@@ -82,6 +82,8 @@ class Worker:
         """Submit answers; what is left of them at the end of the block is cancelled. Refusal where too many wait."""
         if not self.healthy:
             raise Refusal(503, "the model's process failed; see the server's log")
+        if len(prompts) > self.most_waiting:
+            raise Refusal(400, f"this server takes requests for {self.most_waiting} answers at most", param="n")
         if len(self.waiting) + len(prompts) > self.most_waiting:
             raise self._full()
         numbers = [next(self._numbers) for _ in prompts]
