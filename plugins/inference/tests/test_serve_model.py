@@ -135,3 +135,14 @@ def test_a_thousand_hostile_requests_leave_it_serving_and_its_memory_flat(tmp_pa
         shown = ask(address, "/metrics")[1]
         assert "\ndscore_serve_cache_blocks_used 0\n" in shown and "\ndscore_serve_requests_waiting 0\n" in shown
         assert min(used[5:]) - min(used[:5]) <= 3, used  # what it rests at
+
+
+def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
+    from ds_inference.serve.model import Tokens
+
+    make(tmp_path, template=None)
+    tokens = Tokens(AutoTokenizer.from_pretrained(tmp_path), 258)
+    asked = tokens.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "é"}])
+    assert tokens.decode(asked) == "system: Be brief.\nuser: é\nassistant:"
+    assert [tokens.piece(t) for t in tokens.encode("b é")] == ["b", " ", "\ufffd", "\ufffd"]
+    assert tokens.piece(257) == "</s>" and tokens.decode([257]) == ""
