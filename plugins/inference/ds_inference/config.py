@@ -29,6 +29,7 @@ __all__ = [
     "QuantTypeEnum",
     "QuantizationConfig",
     "WeightQuantConfig",
+    "WeightQuantization",
 ]
 
 DTYPES = {
@@ -166,6 +167,13 @@ class WeightQuantConfig(BaseQuantConfig):
             num_bits: Any = bits
             found["*"] = LayerQuantization(num_bits=num_bits, group_size=self.group_size, symmetric=symmetric)
         return found
+
+
+class WeightQuantization(WeightQuantConfig):
+    """The section ``weight_quantization``: linear layers are quantised when a run begins, for inference.
+
+    All in `num_bits`, unless quantized_initialization or post_init_quant say which.
+    """
 
 
 class ActivationQuantConfig(BaseQuantConfig):

@@ -33,9 +33,9 @@ from ds_inference.sources import open_weights
 
 if TYPE_CHECKING:
     from ds_core.running import RunningEngine
-    from ds_inference.config import DeepSpeedInferenceConfig, WeightQuantConfig
+    from ds_inference.config import DeepSpeedInferenceConfig, WeightQuantConfig, WeightQuantization
 
-__all__ = ["ORIGIN", "Prepared", "prepare", "quantise"]
+__all__ = ["ORIGIN", "Prepared", "prepare", "quantise", "quantise_for_run"]
 
 log = logging.getLogger("ds_inference")
 
@@ -103,10 +103,26 @@ def quantise(model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, 
     for pattern, how in wanted.items():
         mine = {n for n in names if pattern in n or fnmatch.fnmatch(n, pattern)} - done
         if not mine:
-            raise ConfigError(f"quant: no layer of {type(model).__name__} is called {pattern!r}", ORIGIN)
+            raise ConfigError(f"quant: no layer of {type(model).__name__} is called {pattern!r}", ctx.config.origin)
         others = [name for name in names if name not in mine]
         quantise_model(model, bits=how.num_bits, group=how.group, symmetric=how.symmetric, skip=others, kernel=kernel)
         done |= mine
+
+
+def quantise_for_run(model: nn.Module, section: WeightQuantization, ctx: Context) -> nn.Module:
+    """The model of a run with layers quantised as section ``weight_quantization`` says.
+
+    Under stage 3 the numbers are frozen parameters, which are sharded and offloaded as others are; scales stay whole.
+    """
+    named = section.post_init_quant or section.quantized_initialization
+    quantise(model, section, 0 if named else section.num_bits, True, ctx)
+    if getattr(ctx.config.section("zero_optimization"), "stage", 0) == 3:
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                numbers = module._buffers.pop("q")
+                assert numbers is not None
+                module.register_parameter("q", nn.Parameter(numbers, requires_grad=False))
+    return model
 
 
 def _check(config: DeepSpeedInferenceConfig) -> None:

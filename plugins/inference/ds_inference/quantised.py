@@ -21,6 +21,7 @@ import torch
 from ds_inference_kit.weights import Quantized, dequantize, quantize
 from ds_kernel_kit import references
 from ds_run_state.divided import DIVIDED, divided
+from ds_run_state.lazy import lazy_weight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -159,6 +160,9 @@ def _quantised(module: Any, bits: int, group: int, symmetric: bool, kernel: Call
             raise ValueError("its weight is on the meta device")
         return QuantizedLinear(quantize(weight, bits=bits, group=group, symmetric=symmetric, kernel=kernel), bias)
 
+    for param in module.parameters(recurse=False):
+        if param is not getattr(module, "bias", None) and (lazy := lazy_weight(param)) is not None:
+            param.data = lazy.take(param)  # made under ds_zero.Init
     made: nn.Module
     cut = divided(module)
     if _is_experts(module):

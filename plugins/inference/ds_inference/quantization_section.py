@@ -1,0 +1,47 @@
+"""The section ``weight_quantization``: weights of linear layers in 8 or 4 bits, for inference (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ds_core.entries import Phase, Transform
+from ds_core.errors import Problem
+from ds_inference.config import WeightQuantization
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.context import Context
+    from ds_core.plugins import Plugins
+
+__all__ = ["ds_check", "ds_config", "ds_transforms"]
+
+
+def ds_config() -> type[BaseModel]:
+    """The section's model."""
+    return WeightQuantization
+
+
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
+    """Layers that ranks divide are cut as they are trained."""
+    section = config.section("weight_quantization")
+    if not isinstance(section, WeightQuantization) or not section.enabled:
+        return
+    axes = (axis for answer in plugins.ask("ds_mesh_axes", config=config) for axis in answer.value)
+    if any(axis.name == "tp" and axis.size > 1 for axis in axes):
+        what = "layers that tensor parallelism divides are not quantised here"
+        yield Problem(
+            "weight_quantization", what, "use init_inference with tensor_parallel and dtype int8, or remove it"
+        )
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """Quantise before anything looks at the layers."""
+    section = ctx.config.section("weight_quantization")
+    if not isinstance(section, WeightQuantization) or not section.enabled:
+        return ()
+    from ds_inference.preparing import quantise_for_run
+
+    return (Transform(Phase.SUBSTITUTE, lambda model: quantise_for_run(model, section, ctx)),)
