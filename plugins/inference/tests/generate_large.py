@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WIDTH, LAYERS, LIMIT = 2048, 28, 560 << 20
+WIDTH, LAYERS, LIMIT = 1536, 50, 600 << 20
 LARGEST = WIDTH * 11 // 4 * WIDTH
 
 

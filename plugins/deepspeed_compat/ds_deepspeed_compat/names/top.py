@@ -23,7 +23,9 @@ NAMES: Mapping[str, Rows] = {
         "init_inference InferenceEngine default_inference_config": "ds_inference",
         "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
         "tp_model_init set_autotp_mode": LEGACY_TENSOR_PARALLEL,
-        "DeepSpeedHybridEngine": missing("the hybrid engine is not built; generate with engine.module"),
+        "DeepSpeedHybridEngine": differs(
+            "ds_deepspeed_compat.engine:DeepSpeedEngine", "any engine; section hybrid_engine gives it generate"
+        ),
         "PipelineModule": "ds_pipeline",
         "DeepSpeedDataLoader": differs(
             "ds_deepspeed_compat.loader", "shuffles anew in each epoch, and has no worker processes unless told"
