@@ -172,7 +172,7 @@ def until(condition: object) -> None:
 
 
 def test_a_full_queue_time_limits_and_clients_that_leave(client: Connect) -> None:
-    generator = Backwards(most_running=1, pace=0.01)
+    generator = Backwards(most_running=1, pace=0.02)
     with serving(generator, max_queue=2) as (address, server):
         ai = client(address)
         asked = {"model": "backwards", "prompt": "abc", "max_tokens": 500}
@@ -224,19 +224,19 @@ def test_answers_that_take_too_long_end(client: Connect) -> None:
 
 def test_a_client_that_does_not_read_loses_its_connection() -> None:
     generator = Backwards(most_running=40)
-    asked = {"model": "backwards", "prompt": "abc", "max_tokens": 500, "n": 16, "logprobs": 20, "stream": True}
+    asked = {"model": "backwards", "prompt": "abc", "max_tokens": 500, "n": 39, "logprobs": 20, "stream": True}
     with serving(generator, patience=0.3) as (address, server):
         with slow_reader(address, post(json.dumps(asked).encode())):
-            until(lambda: len(generator.open) == 16)
+            until(lambda: len(generator.open) == 39)
             until(lambda: not generator.open and not server.server_state.connections)
         assert "dscore_serve_cancelled_total 1" in ask(address, "/metrics")[1]
 
 
 def test_stopping_lets_answers_end_and_cuts_off_what_takes_longer(client: Connect) -> None:
     generator = Backwards(pace=0.01)
-    with serving(generator, grace=0.5) as (address, server):
+    with serving(generator, grace=1.0) as (address, server):
         ai = client(address)
-        short = ai.completions.create(model="backwards", prompt="abc", max_tokens=20, stream=True)
+        short = ai.completions.create(model="backwards", prompt="abc", max_tokens=5, stream=True)
         long = ai.completions.create(model="backwards", prompt="abc", max_tokens=500, stream=True)
         next(iter(short)), next(iter(long))
         server.should_exit = True
