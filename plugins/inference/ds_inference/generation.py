@@ -48,7 +48,8 @@ class Generator:
         if not blocks:
             raise UsageError(f"cache_tokens={cache_tokens}: must be at least {BLOCK}, one block")
         shape = program.layers, blocks, program.kv_heads, program.head_dim
-        self.cache = KVCache.make(*shape, program.dtype, device) if cache is None else cache
+        with torch.inference_mode(False):
+            self.cache = KVCache.make(*shape, program.dtype, device) if cache is None else cache
         self.max_positions = blocks * BLOCK + 1 if max_positions is None else max_positions
         self.vocab, self.eos, self.decode = vocab, frozenset(eos), decode
         self.max_waiting, self.max_sequences = max_waiting, min(max_sequences, max_rows)
@@ -129,20 +130,26 @@ class Generator:
 
     def step(self) -> list[Output]:
         """Run one step; what it brought. An error of one request ends that request only."""
-        plan = self._scheduler.plan(self._tokens)
-        self._tokens = None
-        if plan is not None:
-            try:
-                self._copy(plan.copies)
-                logits = self._runnable(plan.step, self.cache)
-            except BaseException:
-                self._scheduler.changed()
-                raise
-            self._scheduler.done(plan)
-            if plan.chosen:
-                self._advance(plan, logits if self.vocab is None else logits[:, : self.vocab])
+        # Whatever the caller's mode: tensors of this step are changed in later ones, which may be in another.
+        with torch.inference_mode(False), torch.no_grad():
+            self._step()
         outputs, self._ended = self._ended, []
         return outputs
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan(self._tokens)
+        self._tokens = None
+        if plan is None:
+            return
+        try:
+            self._copy(plan.copies)
+            logits = self._runnable(plan.step, self.cache)
+        except BaseException:
+            self._scheduler.changed()
+            raise
+        self._scheduler.done(plan)
+        if plan.chosen:
+            self._advance(plan, logits if self.vocab is None else logits[:, : self.vocab])
 
     # Whole runs.
 
@@ -227,8 +234,8 @@ class Generator:
         new = fits if params.max_new_tokens is None else params.max_new_tokens
         if have + new > self.max_positions or new < 1:
             raise UsageError(
-                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} are more than the model's "
-                f"{self.max_positions} positions; shorten one of them"
+                f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} are more than "
+                f"{self.max_positions} positions (the model's, or max_out_tokens of init_inference): shorten one"
             )
         if plans.most_blocks(have, new, rows) > self.blocks:
             raise UsageError(

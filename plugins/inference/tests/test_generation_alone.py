@@ -204,6 +204,21 @@ def test_streams_and_cancelling() -> None:
     assert waits.done and waits.results[0].finished is Finish.CANCELLED and not made.busy
 
 
+def test_several_callers_share_a_generator_in_any_mode_of_torch() -> None:
+    made = generator()
+    params = SamplingParams(max_new_tokens=9, num_beams=3)
+    with torch.inference_mode():
+        mine = made.submit(Request(prompt(40), params))
+        made.step()
+    others = made.generate([prompt(50), prompt(7)], params)
+    found = []
+    while made.busy:
+        found += made.step()
+    assert mine.done and {output.handle for output in found} == {mine}
+    for length, results in zip((40, 50, 7), (mine.results, *others), strict=True):
+        assert results[0].tokens == alone(prompt(length), params)[0].tokens
+
+
 def test_stop_strings_across_tokens_and_characters_of_several_tokens() -> None:
     text = "the cat – sat".encode()
     tokens = list(text)
