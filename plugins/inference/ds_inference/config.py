@@ -126,9 +126,7 @@ class LayerQuantization(Section):
     """How the weights of some layers are quantised."""
 
     num_bits: Literal[8, 4] = option(8, "Bits of a number: 8 or 4.")
-    group_size: int | None = option(
-        None, "Weights of a row with a scale in common; null: 64 in 8 bits, 32 in 4.", ge=2, multiple_of=2
-    )
+    group_size: int | None = option(None, "Weights of a row with a scale in common; null: 32.", ge=2, multiple_of=2)
     group_dim: Literal[0, 1] = option(
         1, "The dimension along which a group lies.", without_effect="a group is always a part of a row"
     )
@@ -137,15 +135,13 @@ class LayerQuantization(Section):
     @property
     def group(self) -> int:
         """Weights with a scale in common."""
-        return self.group_size or {8: 64, 4: 32}[self.num_bits]
+        return self.group_size or 32
 
 
 class WeightQuantConfig(BaseQuantConfig):
     """Weights of linear layers."""
 
-    group_size: int | None = option(
-        None, "Weights of a row with a scale in common; null: 64 in 8 bits, 32 in 4.", ge=2, multiple_of=2
-    )
+    group_size: int | None = option(None, "Weights of a row with a scale in common; null: 32.", ge=2, multiple_of=2)
     quantized_initialization: LayerQuantization | dict[str, Any] = option({}, "All layers, whatever dtype says.")
     post_init_quant: dict[str, LayerQuantization] = option(
         {}, "Part of a layer's name, or the name with wildcards -> how it is quantised, whatever dtype says."

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ds_inference.families import Kind
 from ds_inference.generation import Generator
 from ds_inference.hf_generate import hf_generate
 from ds_inference.preparing import prepare
+from ds_inference.requests import Output, Request
 
 __all__ = ["InferenceEngine"]
 
@@ -98,6 +99,9 @@ class InferenceEngine(nn.Module):
     def _check_length(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = inputs[0] if inputs else kwargs.get("input_ids", kwargs.get("inputs", kwargs.get("inputs_embeds")))
         most = self._config.max_out_tokens
+        configured = getattr(kwargs.get("generation_config"), "max_time", None)
+        if self.ctx.mesh.world_size > 1 and (kwargs.get("max_time") or configured):
+            raise UsageError("max_time: ranks would end at different tokens, each by its own clock; leave it out")
         if isinstance(given, Tensor) and given.dim() > 1 and given.shape[1] > most:
             raise UsageError(
                 f"an input of {given.shape[1]} tokens is longer than max_out_tokens {most}; raise it in init_inference"
@@ -113,6 +117,17 @@ class InferenceEngine(nn.Module):
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield
+
+    def serve(self, requests: Iterable[Request], tokens: bool = False) -> Iterator[Output]:
+        """Answer many requests, which share the steps of the model; outputs as they come. See `Generator.serve`.
+
+        tokens: every output, else only the one that ends a request. With several ranks all give the same requests.
+        """
+        try:
+            yield from self.generator.serve(requests, tokens)
+        finally:
+            if self._eager is not None:
+                self._eager.drain()
 
     @property
     def generator(self) -> Generator:

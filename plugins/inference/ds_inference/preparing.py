@@ -97,7 +97,7 @@ def quantise(model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, 
     wanted = weight.layers(bits)
     if not wanted:
         return
-    kernel = ctx.kernels.get("quantize", "cpu", "float32", references.quantize)
+    kernel = ctx.kernels.serving("quantize", next(model.parameters()), references.quantize)
     names = [name for name, _ in model.named_modules()]
     done = set() if qkv else {name for name in names if name.rpartition(".")[2] in QKV}
     for pattern, how in wanted.items():

@@ -137,6 +137,22 @@ def test_ranks_sample_alike() -> None:
     assert one == other
 
 
+def test_many_requests_share_the_steps() -> None:
+    from ds_inference.requests import Request, SamplingParams
+
+    truth, engine = make("llama"), init_inference(make("llama"), dtype="fp32", replace_with_kernel_inject=True)
+    prompts = [ids(1, n)[0].tolist() for n in (3, 9, 5)]
+    params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
+    found = {
+        o.handle.request.id: o.handle.results[0]
+        for o in engine.serve(Request(p, params, i) for i, p in enumerate(prompts))
+    }
+    for number, prompt in enumerate(prompts):
+        keys = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "eos_token_id": -1}
+        whole = truth.generate(torch.tensor([prompt]), **keys)
+        assert list(found[number].tokens) == whole[0, len(prompt) :].tolist()
+
+
 def given_group() -> float:
     import torch.distributed as dist
 
