@@ -329,7 +329,10 @@ class Generator:
         if follow is None:
             group.handle.results = group.beams.results()
             for index, result in enumerate(group.handle.results):
-                result.text = self.decode(result.tokens) if self.decode is not None else None
+                if self.decode is not None:
+                    text = self.decode(result.tokens)
+                    ends = [text.find(string) for string in group.params.stop_strings if string in text]
+                    result.text = text[: min(ends, default=None)]
                 last = index + 1 == len(group.handle.results)
                 self._ended.append(Output(group.handle, None, finished=result.finished, index=index, done=last))
             self._end(group, None)

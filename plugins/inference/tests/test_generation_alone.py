@@ -242,6 +242,12 @@ def test_stop_strings_across_tokens_and_characters_of_several_tokens() -> None:
     found = alone(prompt(5), SamplingParams(max_new_tokens=30, stop_strings=("##", stop)), decode=spell)[0]
     assert (found.text, found.finished) == (whole.text[:first], Finish.STOP)
     assert found.tokens == whole.tokens[: first + 3]
+    beams = alone(prompt(5), SamplingParams(max_new_tokens=30, num_beams=2), decode=spell)[0]
+    assert beams.text is not None
+    params = SamplingParams(max_new_tokens=30, num_beams=2, stop_strings=(beams.text[7:9],), early_stopping=True)
+    stopped = alone(prompt(5), params, decode=spell)[0]
+    assert stopped.text is not None and params.stop_strings[0] not in stopped.text
+    assert spell(stopped.tokens).startswith(stopped.text + params.stop_strings[0])
 
 
 def test_lengths_and_stop_tokens() -> None:
