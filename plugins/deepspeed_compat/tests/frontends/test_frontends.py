@@ -133,6 +133,16 @@ def test_trainer_with_a_pretrained_model(stage: str, tmp_path: Path) -> None:
     assert_same(got, plain("trainer.py", 2, "--pretrained", "1"), "losses", "norms", "evals", "lrs", "final")
 
 
+@worlds
+@pytest.mark.parametrize("place", ["none", "cpu"])
+def test_zero_inference(place: str, ranks: int, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    zero = {"stage": 3, "param_persistence_threshold": 0, "offload_param": {"device": place}}
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+    got = run("zero_inference.py", ranks, "--deepspeed", str(file))
+    assert got["sharded"] and got["text"] == plain("zero_inference.py", 1)["text"]
+
+
 @stages
 def test_trainer_accumulates_resumes_and_loads_the_best_model(stage: str, tmp_path: Path) -> None:
     file, more = config(tmp_path, stage), ["--gas", "2", "--best", "1"]
