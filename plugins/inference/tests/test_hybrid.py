@@ -17,7 +17,7 @@ from ds_core.errors import ConfigError, UsageError
 STEPS, WORDS, NEW = 3, 48, 5
 
 
-def llama(layers: int = 2) -> Any:
+def llama(layers: int = 2, dropout: float = 0.3) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf
 
@@ -25,7 +25,7 @@ def llama(layers: int = 2) -> Any:
     config = hf.LlamaConfig(
         vocab_size=WORDS, hidden_size=16, intermediate_size=28, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=None, pad_token_id=0,
-        attention_dropout=0.3,
+        attention_dropout=dropout,
     )  # fmt: skip
     return hf.LlamaForCausalLM(config)
 
@@ -131,6 +131,86 @@ def test_weights_on_disk(tmp_path: Path) -> None:
     run_ranks(2, away, str(tmp_path))
 
 
+class Adapted(nn.Linear):
+    """A layer with an adapter that is not fused."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        self.weight, self.a = layer.weight, nn.Linear(layer.in_features, 2, bias=False)
+        self.b = nn.Linear(2, layer.out_features, bias=False)
+        nn.init.normal_(self.b.weight, std=9.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + self.b(self.a(x))
+        return out
+
+
+def adapters() -> None:
+    from ds_inference.hybrid import _state
+
+    import ds_core
+
+    for stage in (0, 3):
+        model = llama()
+        for param in model.parameters():
+            param.data.normal_(0, 0.3)
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+        engine, *_ = ds_core.initialize(model=model, config=settings(stage))
+        before = same_text(engine).tolist()
+        for step in range(3):
+            train(engine, step)
+            after = same_text(engine).tolist()
+        assert _state(engine.ctx).model.lowered is None  # type: ignore[union-attr]
+        assert after != before
+        engine.destroy()
+
+
+def test_adapters_that_are_not_fused() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, adapters)
+
+
+def divided() -> None:
+    """Layers divided over two ranks, in training and in the program."""
+    from ds_inference.hybrid import _state
+
+    import ds_core
+
+    plain = llama(dropout=0.0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    config = settings(0, inference_tp_size=2)
+    config["tensor_parallel"] = {"autotp_size": 2, "tensor_parallel": {"tp_grain_size": 1}}
+    del config["zero_optimization"]
+    engine, *_ = ds_core.initialize(model=llama(dropout=0.0), config=config)
+    for step in range(3):
+        ids, given = batch(step, 0), prompts(0)
+        found = engine.generate(**given, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(found, plain.eval().generate(**given, max_new_tokens=NEW, do_sample=False))
+        drawn = engine.generate(**given, max_new_tokens=NEW, do_sample=True, temperature=2.0)
+        assert drawn.tolist() == every_rank(drawn.tolist())[0]
+        plain.train()(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    assert _state(engine.ctx).model.lowered is not None  # type: ignore[union-attr]
+    engine.destroy()
+
+
+def every_rank(value: Any) -> list[Any]:
+    from ds_core import comm
+
+    found: list[Any] = comm.all_gather_json(value)
+    return found
+
+
+def test_layers_divided_over_ranks() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, divided)
+
+
 class Plain(nn.Module):
     """Not of transformers, and without a cache."""
 
@@ -159,6 +239,11 @@ def test_a_module_of_ones_own() -> None:
     assert torch.equal(
         drawn, engine.generate(text[:, :3], max_new_tokens=4, do_sample=True, num_return_sequences=3, seed=7)
     )
+    from ds_inference.hybrid import metrics
+
+    told = metrics(engine.ctx)
+    assert told["Train/Generation/new_tokens"] == 28 and told["Train/Generation/tokens_per_second"] > 0
+    assert metrics(engine.ctx) == {}
     with pytest.raises(UsageError, match=r"more than the model's 12 positions"):
         engine.generate(text, max_new_tokens=20)
     with pytest.raises(UsageError, match=r"no keyword 'top_kk'.*top_k"):
