@@ -106,14 +106,16 @@ inline void attend_block(
     const long n = last - first - begin;
     alignas(64) float p[B];
     scores_of(q, keys + begin * key_stride, key_stride, n, wide, p);
-    for (long t = n; t < B; t++) p[t] = -__builtin_inff();
-    float most = *s.most;
-    for (long t = 0; t < n; t++) {
-        p[t] *= op.scale;
-        if (op.slopes) p[t] += slope * (float)(first + begin + t - at);
-        most = p[t] > most ? p[t] : most;
+    F top = set(*s.most), sum = {};
+    const F places = counting();
+    for (long t = 0; t < n; t += W) {
+        F x = load(p + t) * set(op.scale);
+        if (op.slopes) x = fma(set(slope), places + set((float)(first + begin + t - at)), x);
+        x = places < set((float)(n - t)) ? x : set(-__builtin_inff());
+        top = larger(top, x);
+        store(p + t, x);
     }
-    F sum = {};
+    const float most = largest(top);
     for (long t = 0; t < n; t += W) {
         const F e = exponential(load(p + t) - set(most));
         store(p + t, e);

@@ -61,6 +61,20 @@ inline F4 totals(F a, F b, F c, F d) {
 inline F larger(F a, F b) { return a > b ? a : b; }
 inline F smaller(F a, F b) { return a < b ? a : b; }
 
+inline F counting() {  // 0, 1, 2 ...
+    F x;
+    for (int i = 0; i < W; i++) x[i] = (float)i;
+    return x;
+}
+
+inline float largest(F x) {
+    float all[W];
+    store(all, x);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) all[i] = all[i] > all[i + half] ? all[i] : all[i + half];
+    return all[0];
+}
+
 // e^x to 1e-7 of its size; 0 from -87 down.
 inline F exponential(F x) {
     x = smaller(x, set(88.3762626647949f));

@@ -243,6 +243,7 @@ inline F4 one_quantized(
 inline F4 one_row(const Weight& w, const long* places, const float* x, long from, const float* scales, const float* lows) {
     if (w.form == INT8 && w.group == 32) return one_quantized<false, 32>(w, places, x, from, scales, lows);
     if (w.form == INT4 && w.group == 32) return one_quantized<true, 32>(w, places, x, from, scales, lows);
+    if (w.form == INT8 && w.group == 64) return one_quantized<false, 64>(w, places, x, from, scales, lows);
     if (w.form == INT8) return one_quantized<false, 0>(w, places, x, from, scales, lows);
     if (w.form == INT4) return one_quantized<true, 0>(w, places, x, from, scales, lows);
     const char* rows[J];
