@@ -1,16 +1,18 @@
-"""Reading and writing a disk: ds-nvme's engines beside fio (a plain io_uring loop) and DeepSpeed's aio handle.
+"""Reading and writing a disk: ds-nvme's engines beside raw io_uring, fio and DeepSpeed's aio handle.
 
-    python benchmarks/nvme.py FOLDER [--size MIB] [--rounds N] [--deepspeed-python PYTHON]
+    python benchmarks/nvme.py FOLDER [--size MIB] [--rounds N] [--only NAME ...] [--deepspeed-python PYTHON]
 
-All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. In each round each contestant writes the
-file for about half a second (fio, which counts whole ones, a second), and then each reads it, in random order; the
-medians over rounds count, and ratios are taken round by round. Needs fio (Debian: apt install fio). DeepSpeed has a
-process of its own.
+All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. raw io_uring: a loop in C++ (raw_uring.cpp)
+that does nothing else, with memory registered in the ring; ds-nvme's engines use the same memory. In each round each
+contestant writes the file for about half a second (fio, which counts whole ones, a second), and then each reads it, in
+random order; the medians over rounds count, and ratios to raw io_uring are taken round by round. Needs g++, and fio
+(Debian: apt install fio) unless --only leaves it out. DeepSpeed has a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
@@ -18,13 +20,16 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
 BLOCK, DEPTH = 1 << 20, 8
+RAW, CHECKED = "raw io_uring", "ds-nvme, io_uring, checksums"
 Contestant = Callable[[bool], float]
 """Write (True) or read for a while: bytes per second."""
 
@@ -37,7 +42,47 @@ def rate(move: Callable[[], object], nbytes: int, seconds: float) -> float:
     return moved / took
 
 
+def filled(nbytes: int) -> Any:
+    """The memory of raw io_uring and of ds-nvme's engines: how it lies in pages counts, so all have the same."""
+    import torch
+    from ds_nvme.memory import aligned
+
+    memory = aligned(nbytes)
+    memory.view(torch.int64).random_()
+    return memory
+
+
+def raw(path: Path, memory: Any, seconds: float, built: Path) -> Contestant:
+    """The limit."""
+    source = Path(__file__).parent / "raw_uring.cpp"
+    subprocess.run(["g++", "-O2", "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
+    library = ctypes.CDLL(str(built), use_errno=True)
+    library.open_ring.restype = ctypes.c_void_p
+    nbytes = memory.numel()
+    ring = library.open_ring(DEPTH, ctypes.c_void_p(memory.data_ptr()), ctypes.c_uint64(nbytes))
+    if not ring:
+        raise SystemExit(f"raw io_uring does not work here: {os.strerror(ctypes.get_errno())}")
+
+    def run(write: bool) -> float:
+        file = os.open(path, os.O_RDWR | os.O_DIRECT)
+        sizes = (ctypes.c_uint64(nbytes), BLOCK, DEPTH)
+
+        def move() -> None:
+            if error := library.move(ctypes.c_void_p(ring), file, ctypes.c_bool(write), *sizes):
+                raise OSError(error, os.strerror(error), str(path))
+
+        try:
+            return rate(move, nbytes, seconds)
+        finally:
+            os.close(file)
+
+    return run
+
+
 def fio(path: Path, nbytes: int, seconds: float) -> Contestant:
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is not installed: apt install fio")
+
     def run(write: bool) -> float:
         command = [
             *("fio", "--name=raw", f"--filename={path}", f"--size={nbytes}", f"--rw={'write' if write else 'read'}"),
@@ -57,16 +102,13 @@ def fio(path: Path, nbytes: int, seconds: float) -> Contestant:
     return run
 
 
-def ours(path: Path, nbytes: int, seconds: float, engine_name: str, checks: bool) -> Contestant:
-    import torch
+def ours(path: Path, memory: Any, seconds: float, engine_name: str, checks: bool) -> Contestant:
     from ds_nvme.engines import Settings
     from ds_nvme.files import open_file
-    from ds_nvme.memory import aligned
     from ds_nvme.probe import open_engine
 
     engine = open_engine(engine_name, Settings(BLOCK, DEPTH))
-    memory = aligned(nbytes)
-    memory.view(torch.int64).random_()
+    nbytes = memory.numel()
     sums: bytes | None = b"" if checks else None
 
     def move(write: bool) -> None:
@@ -142,7 +184,7 @@ def answer(out: IO[str]) -> str:
 def serve(path: str, nbytes: int, seconds: float) -> None:
     """DeepSpeed's handle: runs in its own environment."""
     import torch
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
 
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(BLOCK, DEPTH, False, True, 1)
     buffer = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
@@ -159,28 +201,41 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=512, help="MiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--only", nargs="+", help="beside raw io_uring")
     parser.add_argument("--deepspeed-python")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         serve(str(given.folder), given.serve, given.seconds)
         return
-    if shutil.which("fio") is None:
-        raise SystemExit("fio is not installed: apt install fio")
-    path, nbytes = given.folder / "nvme-benchmark", given.size << 20
-    contestants: dict[str, Contestant] = {"fio, io_uring": fio(path, nbytes, given.seconds)}
-    for engine in ("io_uring", "kernel aio", "threads", "python threads"):
-        contestants[f"ds-nvme, {engine}"] = ours(path, nbytes, given.seconds, engine, checks=False)
-    contestants["ds-nvme, io_uring, checksums"] = ours(path, nbytes, given.seconds, "io_uring", checks=True)
-    contestants["ds-nvme, io_uring, 8 MiB of memory"] = ours_in_little_memory(path, nbytes, given.seconds)
+    path, nbytes, seconds = given.folder / "nvme-benchmark", given.size << 20, given.seconds
+    memory = filled(nbytes)
+    makers: dict[str, Callable[[], Contestant]] = {
+        "fio, io_uring": lambda: fio(path, nbytes, seconds),
+        **{
+            f"ds-nvme, {engine}": partial(ours, path, memory, seconds, engine, checks=False)
+            for engine in ("io_uring", "kernel aio", "threads", "python threads")
+        },
+        CHECKED: lambda: ours(path, memory, seconds, "io_uring", checks=True),
+        "ds-nvme, io_uring, 8 MiB of memory": lambda: ours_in_little_memory(path, nbytes, seconds),
+    }
     if given.deepspeed_python:
-        contestants["DeepSpeed aio_handle"] = deepspeed(given.deepspeed_python, path, nbytes, given.seconds)
+        makers["DeepSpeed aio_handle"] = lambda: deepspeed(given.deepspeed_python, path, nbytes, seconds)
+    if unknown := set(given.only or ()) - set(makers):
+        parser.error(f"--only: no contestant is called {min(unknown)!r}; there are {', '.join(makers)}")
+    with tempfile.TemporaryDirectory() as folder:
+        contestants = {RAW: raw(path, memory, seconds, Path(folder) / "raw_uring.so")}
+        contestants |= {name: make() for name, make in makers.items() if not given.only or name in given.only}
+    measure(contestants, path, nbytes, given.rounds)
+
+
+def measure(contestants: dict[str, Contestant], path: Path, nbytes: int, rounds: int) -> None:
     found: dict[str, dict[bool, list[float]]] = {name: {True: [], False: []} for name in contestants}
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
-        contestants["ds-nvme, io_uring"](True)  # the file is there, with all its space, before anything is timed
-        for number in range(given.rounds):
+        contestants[RAW](True)  # the file is there, with all its space, before anything is timed
+        for number in range(rounds):
             for write in (True, False):
                 for name in random.Random(f"{number}{write}").sample(list(contestants), len(contestants)):
                     found[name][write].append(contestants[name](write))
@@ -190,8 +245,8 @@ def main() -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    base = found["fio, io_uring"]
-    print("| | write MB/s | of fio | read MB/s | of fio |\n| --- | --- | --- | --- | --- |")
+    base = found[RAW]
+    print("| | write MB/s | of raw | read MB/s | of raw |\n| --- | --- | --- | --- | --- |")
     for name, rates in found.items():
         cells = []
         for write in (True, False):

@@ -127,8 +127,8 @@ def serve(layers: int, folder: str) -> None:
     config = {**settings(place, {"single_submit": False, "overlap_events": True}), "steps_per_print": 10**9}
     config["zero_optimization"]["sub_group_size"] = TILE
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    with tempfile.NamedTemporaryFile() as file:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = build(layers)
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     print("> 0", flush=True)

@@ -175,16 +175,22 @@ bool Engine::advance(const Event& event) {
         transfer.fail(Failure::ended, 0, block.offset());
         return true;
     }
-    if (!transfer.write && !transfer.sums.empty()) {
-        const char* data = transfer.memory + block.begin;
-        if (checksum(data, block.size) != transfer.sums[(size_t)(block.begin / block_)])
-            transfer.fail(Failure::changed, 0, transfer.offset + block.begin);
-    }
     return true;
 }
 
+void Engine::finish(Block& block) {
+    auto transfer = std::move(block.transfer);
+    if (!transfer->write && !transfer->sums.empty() && !transfer->failed()) {
+        const char* data = transfer->memory + block.begin;
+        if (checksum(data, block.size) != transfer->sums[(size_t)(block.begin / block_)])
+            transfer->fail(Failure::changed, 0, transfer->offset + block.begin);
+    }
+    block.used = false;
+    transfer->finish_block();
+}
+
 void Engine::work(std::unique_ptr<Backend>& backend) {
-    std::vector<Block> blocks((size_t)depth_);
+    std::vector<Block> blocks(2 * (size_t)depth_);  // at the kernel, and come back from it
     try {
         serve(*backend, blocks);
     } catch (const std::exception& error) {  // the kernel's door itself is broken: nothing goes through it any more
@@ -202,37 +208,42 @@ void Engine::work(std::unique_ptr<Backend>& backend) {
     }
 }
 
+// The kernel always has something to do while a checksum is made here: each block that is written is handed over before the
+// next one's sum, and of blocks that have been read one is compared when others are under way again.
 void Engine::serve(Backend& backend, std::vector<Block>& blocks) {
     std::vector<Event> events;
+    std::deque<Block*> done;
     int under_way = 0;
     for (;;) {
         if (overlap_ || under_way == 0) {  // else a whole batch is done before the next one begins
             for (auto& block : blocks) {
                 Part part;
-                while (!block.used && take(part, under_way == 0)) {
+                while (!block.used && under_way < depth_ && take(part, under_way == 0 && done.empty())) {
                     if (!begin(block, part)) continue;
                     backend.add(&block);
                     under_way++;
-                    if (single_) backend.submit(0, events);
+                    if (single_ || !block.transfer->sums.empty()) backend.submit(0, events);
                 }
                 if (!block.used) break;
             }
-            if (under_way == 0) return;  // closed, and nothing is left
+            if (under_way == 0 && done.empty()) return;  // closed, and nothing is left
         }
-        if (events.empty()) backend.submit(overlap_ ? 1 : under_way, events);
+        if (events.empty() && under_way) backend.submit(!done.empty() ? 0 : overlap_ ? 1 : under_way, events);
         std::vector<Block*> again;
         for (const Event& event : events) {
             if (!advance(event)) {
                 again.push_back(event.block);
                 continue;
             }
-            auto transfer = std::move(event.block->transfer);
-            event.block->used = false;
+            done.push_back(event.block);
             under_way--;
-            transfer->finish_block();
         }
         events.clear();
         for (Block* block : again) backend.add(block);
+        if (!done.empty()) {
+            finish(*done.front());
+            done.pop_front();
+        }
     }
 }
 

@@ -60,7 +60,7 @@ struct Event {
 struct Backend {
     virtual ~Backend() = default;
     virtual void add(Block* block) = 0;                        // put into the next submission
-    virtual void submit(int wait_for, std::vector<Event>&) = 0;  // hand over, wait for so many events, take all there are
+    virtual void submit(int wait_for, std::vector<Event>&) = 0;  // hand over, wait for so many events, take what is there
 };
 
 std::unique_ptr<Backend> make_uring(unsigned depth);
@@ -88,6 +88,7 @@ private:
     bool take(Part& part, bool wait);
     bool begin(Block& block, const Part& part);
     bool advance(const Event& event);  // whether the block is done
+    void finish(Block& block);         // compares its checksum, and gives it up
 
     const std::string kind_;
     const int64_t block_;

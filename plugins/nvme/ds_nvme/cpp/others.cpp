@@ -4,6 +4,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -58,7 +59,8 @@ public:
             }
         }
         waiting_.clear();
-        while (wait_for > 0) wait_for -= collect(wait_for, events);
+        do wait_for -= collect(std::max(wait_for, 0), events);
+        while (wait_for > 0);
     }
 
 private:

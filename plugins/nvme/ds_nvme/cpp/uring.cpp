@@ -129,8 +129,7 @@ public:
 
     void submit(int wait_for, std::vector<Event>& events) override {
         do {
-            const long taken =
-                syscall(__NR_io_uring_enter, ring_, waiting_, wait_for, wait_for ? GET_EVENTS : 0, nullptr, (size_t)0);
+            const long taken = syscall(__NR_io_uring_enter, ring_, waiting_, wait_for, GET_EVENTS, nullptr, (size_t)0);
             if (taken >= 0)
                 waiting_ -= (unsigned)taken;
             else if (errno != EINTR && errno != EAGAIN && errno != EBUSY)
