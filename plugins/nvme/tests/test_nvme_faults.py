@@ -14,6 +14,7 @@ import pytest
 import torch
 from ds_nvme import DiskError, NvmeStore
 from ds_nvme.files import RunFolder
+from ds_nvme.native import EXTENSION, load
 
 from ds_core.errors import UsageError
 from plugins.nvme.tests.test_nvme_store import open_store
@@ -46,6 +47,18 @@ def test_a_changed_byte_is_seen(store: NvmeStore) -> None:
     for _ in range(2):
         with pytest.raises(DiskError, match=f"{file} has other contents at 0 than were written"):
             store.wait([tensor])
+
+
+def test_a_flipped_bit_changes_the_checksum() -> None:
+    checksum = load(EXTENSION).checksum
+    data = torch.randint(0, 256, (600,), dtype=torch.uint8)  # two rows of the widest sum, one of the other, and bytes
+    before = checksum(data.data_ptr(), data.numel())
+    for index in range(data.numel()):
+        for bit in range(8):
+            data[index] ^= 1 << bit
+            assert checksum(data.data_ptr(), data.numel()) != before
+            data[index] ^= 1 << bit
+    assert checksum(data.data_ptr(), data.numel()) == before
 
 
 def test_a_cut_file_a_removed_one_and_a_vanished_folder(store: NvmeStore) -> None:
@@ -99,6 +112,7 @@ def test_a_full_disk_is_an_error_before_anything_is_lost(tmp_path: Path) -> None
 KILLED = """
 import sys
 from ds_nvme.files import RunFolder
+from ds_nvme.native import EXTENSION, load
 folder = RunFolder(sys.argv[1], 3)
 (folder.path / "000001.bin").write_bytes(bytes(10))
 print(folder.path, flush=True)

@@ -4,6 +4,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cerrno>
@@ -42,21 +45,59 @@ bool Transfer::wait(double seconds) {
 
 // -- checksums ----------------------------------------------------------------------------------------------------------------
 
-// Eight lanes of xor, multiplication by an odd number and rotation. Each step is invertible in the word and in the lane, so
-// that a change within one word of a lane always changes the sum; others go unseen once in 2^64.
-uint64_t checksum(const char* data, int64_t size) {
-    constexpr uint64_t P = 0x9E3779B97F4A7C15u, Q = 0xC2B2AE3D27D4EB4Fu;
-    uint64_t lane[8];
-    for (int i = 0; i < 8; i++) lane[i] = P * (uint64_t)(i + 1);
+// Lanes of xor, multiplication by an odd number and rotation. Each step is invertible in the word and in the lane, so that a
+// change within one word always changes the sum; other damage goes unseen once in 2^64. Sums never leave the process, so
+// machines may have different numbers of lanes.
+namespace {
+
+constexpr uint64_t P = 0x9E3779B97F4A7C15u, Q = 0xC2B2AE3D27D4EB4Fu;
+constexpr int MOST = 32, LEFT = 29;
+
+// These take whole rows of words, one for each lane, and say how many bytes that was.
+int64_t mix(uint64_t* lane, const char* data, int64_t size) {
     int64_t at = 0;
     for (; at + 64 <= size; at += 64) {
         uint64_t word[8];
         std::memcpy(word, data + at, 64);
         for (int i = 0; i < 8; i++) {
             const uint64_t mixed = (lane[i] ^ word[i]) * P;
-            lane[i] = (mixed << 29) | (mixed >> 35);
+            lane[i] = (mixed << LEFT) | (mixed >> (64 - LEFT));
         }
     }
+    return at;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f,avx512dq"))) int64_t mix_avx512(uint64_t* lane, const char* data, int64_t size) {
+    __m512i lanes[4];
+    for (int i = 0; i < 4; i++) lanes[i] = _mm512_loadu_si512(lane + 8 * i);
+    const __m512i factor = _mm512_set1_epi64((long long)P);
+    int64_t at = 0;
+    for (; at + 256 <= size; at += 256)
+        for (int i = 0; i < 4; i++) {
+            const __m512i words = _mm512_loadu_si512(data + at + 64 * i);
+            lanes[i] = _mm512_rol_epi64(_mm512_mullo_epi64(_mm512_xor_si512(lanes[i], words), factor), LEFT);
+        }
+    for (int i = 0; i < 4; i++) _mm512_storeu_si512(lane + 8 * i, lanes[i]);
+    return at;
+}
+
+bool wide() {
+    static const bool found = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+    return found;
+}
+#else
+int64_t mix_avx512(uint64_t* lane, const char* data, int64_t size) { return mix(lane, data, size); }
+bool wide() { return false; }
+#endif
+
+}  // namespace
+
+uint64_t checksum(const char* data, int64_t size) {
+    uint64_t lane[MOST];
+    for (int i = 0; i < MOST; i++) lane[i] = P * (uint64_t)(i + 1);
+    int64_t at = wide() ? mix_avx512(lane, data, size) : 0;
+    at += mix(lane, data + at, size - at);
     uint64_t sum = (uint64_t)size;
     auto fold = [&sum](uint64_t value) {
         sum = (sum ^ value) * Q;
