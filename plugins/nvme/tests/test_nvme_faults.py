@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ds_kernel_kit.build import load
 from ds_nvme import DiskError, NvmeStore
 from ds_nvme.files import RunFolder
-from ds_nvme.native import EXTENSION, load
+from ds_nvme.native import EXTENSION
 
 from ds_core.errors import UsageError
 from plugins.nvme.tests.test_nvme_store import open_store
@@ -112,7 +113,6 @@ def test_a_full_disk_is_an_error_before_anything_is_lost(tmp_path: Path) -> None
 KILLED = """
 import sys
 from ds_nvme.files import RunFolder
-from ds_nvme.native import EXTENSION, load
 folder = RunFolder(sys.argv[1], 3)
 (folder.path / "000001.bin").write_bytes(bytes(10))
 print(folder.path, flush=True)
