@@ -71,8 +71,9 @@ class InferenceEngine(nn.Module):
         """What the model says of the inputs, which are those of the module."""
         lowered, runnable = self._made.lowered, self._made.runnable
         with torch.no_grad():
-            if lowered is None or runnable is None:
-                return self.module(*inputs, **kwargs)
+            if lowered is None or runnable is None:  # hooks, which measure, do not run in graphs
+                answer: Any = self._made.graphs if self._times is None else None
+                return (answer or self.module)(*inputs, **kwargs)
             given = _by_name(self._signature, inputs, kwargs)
             if (why := run.refusal(lowered, given)) is not None:
                 log_once(log, logging.INFO, f"the module itself answers a call: {why}".replace("%", "%%"))

@@ -191,7 +191,7 @@ def load(lowered: Any, model: nn.Module, ctx: Context, device: torch.device) -> 
     return Embedded(runnable, embedding) if embedding is not None and divided(embedding) is not None else runnable
 
 
-def record(runnable: Runnable | None, what: str) -> None:
+def record(runnable: Runnable, what: str) -> None:
     """Have steps recorded as CUDA graphs from now on; ConfigError where what serves cannot. what: for the message."""
     capture = getattr(runnable.runnable if isinstance(runnable, Embedded) else runnable, "capture", None)
     if capture is None:

@@ -26,6 +26,7 @@ from ds_core.errors import ConfigError
 from ds_core.process import log_once
 from ds_inference import parallel
 from ds_inference.families import Kind, Lowered, lower, why_not
+from ds_inference.graphs import Graphs
 from ds_inference.injection import row_names
 from ds_inference.loading import cast, fill, is_empty, save_parts
 from ds_inference.quantised import QuantizedLinear, quantise_model
@@ -49,13 +50,14 @@ QKV = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What answers. lowered, runnable: the program, where there is one. holder: who keeps the weights elsewhere."""
+    """What answers. lowered, runnable: the program, where there is one. graphs: the module's. holder: keeps weights."""
 
     module: nn.Module
     ctx: Context
     device: torch.device
     lowered: Lowered | None = None
     runnable: Runnable | None = None
+    graphs: Graphs | None = None
     holder: RunningEngine | None = None
 
 
@@ -87,9 +89,14 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig) -> Prepared:
             f"dtype: weights in {config.bits} bits on several ranks need replace_with_kernel_inject", ORIGIN
         )
     runnable = parallel.load(lowered, model, ctx, device) if lowered is not None else None
-    if config.enable_cuda_graph:
+    graphs = None
+    if config.enable_cuda_graph and runnable is not None:
         parallel.record(runnable, f"{type(model).__name__} on {device.type}")
-    return Prepared(model, ctx, device, lowered, runnable)
+    elif config.enable_cuda_graph:
+        if device.type != "cuda":
+            raise ConfigError(f"enable_cuda_graph: the model is on {device.type}; leave the key out", ORIGIN)
+        graphs = Graphs(model, device)
+    return Prepared(model, ctx, device, lowered, runnable, graphs)
 
 
 def quantise(model: nn.Module, weight: WeightQuantConfig, bits: int, qkv: bool, ctx: Context) -> None:
@@ -131,8 +138,9 @@ def _check(config: DeepSpeedInferenceConfig) -> None:
         if importlib.util.find_spec("triton") is None:
             raise ConfigError("use_triton: Triton is not installed; pip install triton, or leave the key out", ORIGIN)
         log_once(log, logging.WARNING, "use_triton has no effect: no installed package has inference kernels in Triton")
-    if config.enable_cuda_graph and (config.zero or not config.replace_with_kernel_inject):
-        raise ConfigError("enable_cuda_graph takes replace_with_kernel_inject, and no zero: steps are recorded", ORIGIN)
+    if config.enable_cuda_graph and (config.zero or (config.tp_size > 1 and not config.replace_with_kernel_inject)):
+        why = "not with zero, and with tp_size > 1 only with replace_with_kernel_inject"
+        raise ConfigError(f"enable_cuda_graph: {why}, as waiting for others is not recorded", ORIGIN)
 
 
 def _lowered(model: nn.Module, config: DeepSpeedInferenceConfig) -> Lowered | None:

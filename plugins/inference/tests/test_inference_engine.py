@@ -221,7 +221,12 @@ def test_times_of_each_call() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "said"),
     [
-        ({"enable_cuda_graph": True}, ConfigError, "takes replace_with_kernel_inject, and no zero"),
+        (
+            {"enable_cuda_graph": True, "tensor_parallel": {"tp_size": 2}},
+            ConfigError,
+            "not with zero, and with tp_size",
+        ),
+        ({"enable_cuda_graph": True}, ConfigError, "the model is on cpu"),
         (
             {"enable_cuda_graph": True, "replace_with_kernel_inject": True, "dtype": "fp32"},
             ConfigError,
