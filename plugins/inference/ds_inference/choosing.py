@@ -42,10 +42,9 @@ class Choice:
         """The tokens, as a list and on their device, and the errors of sequences that could not choose, by place."""
         errors: dict[int, Exception] = {}
         raw = logits if self._rows is None else logits[self._rows]
-        scores = raw
-        if self._processed or self._drawn:
-            scores = raw.float()
-            scores = scores.clone() if scores is raw and self._processed else scores
+        scores = raw.float()  # also where nothing is changed: argmax of bf16 takes several times as long
+        if self._processed:
+            scores = scores.clone() if scores is raw else scores
             self._process(scores, errors)
         ids = scores.argmax(-1)
         for i, value in enumerate(scores.gather(1, ids[:, None])[:, 0].tolist()):
