@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_inference.config import LayerQuantization
 from ds_inference.quantised import QuantizedLinear, quantise_model
 from ds_testing import run_ranks
 from torch import Tensor
@@ -44,11 +45,11 @@ def layers(model: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_all_layers(bits: int) -> None:
+def test_all_layers(bits: Any) -> None:
     import ds_core
 
     wanted = llama().eval()
-    quantise_model(wanted, bits=bits, group={8: 64, 4: 32}[bits], symmetric=True)
+    quantise_model(wanted, bits=bits, group=LayerQuantization(num_bits=bits).group, symmetric=True)
     engine, *_ = ds_core.initialize(model=llama(), config=run({"num_bits": bits, "q_type": "symmetric"}))
     assert layers(engine.module) == layers(wanted) and len(layers(wanted)) == 15
     with torch.no_grad():
@@ -79,7 +80,7 @@ def sharded(folder: str) -> None:
     from ds_core import comm
 
     plain = llama().eval()
-    quantise_model(plain, bits=8, group=64, symmetric=True)
+    quantise_model(plain, bits=8, group=LayerQuantization().group, symmetric=True)
     wanted = plain.generate(prompt(), max_new_tokens=6, do_sample=False)
     for place in ("none", "cpu", "nvme"):
         offload: dict[str, Any] = {"device": place}
