@@ -299,8 +299,15 @@ def _others(dtype: torch.dtype) -> Named:
         code = p.Linear(0, 1, _weight(24, 24, "own")), p.Reduce(1), p.Add(1, 0, 1), p.Gather(1, 2), p.Add(2, 2, 3)
         return _Case((random(rows, 24),), code, (24, 48, 48), 3, collectives=together)
 
-    for rows in (2, 40):
+    def logits(rows: int) -> _Case:
+        together = p.Collectives(lambda x: None, lambda x: torch.cat([x, x - 1], 1))
+        code = p.Keep(0, 1), p.Linear(1, 2, _weight(7, 24, "own")), p.Gather(2, 3), p.Add(3, 3, 3)
+        last = (("wanted", torch.tensor([rows - 1, 0])),)
+        return _Case((random(rows, 24),), code, (24, 7, 14), 3, step=last, collectives=together)
+
+    for rows in (3, 40):
         yield f"Reduce and Gather, {rows} rows", functools.partial(ranks, rows)
+        yield f"Gather of 2 of {rows} rows", functools.partial(logits, rows)
 
 
 # -- whole models ----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_test_compares(dscore: Any) -> None:
     bad = dscore("test", entries=(KernelEntry("accumulate", "wrong", "ops_cli:wrong", 10),))
     assert bad.exit_code == 1 and "differs: accumulate by wrong, torch.float32 contiguous scaled" in bad.stdout
     assert (
-        "nothing to compare; `pip install ./ops/comm_gloo ./ops/kernel_kit ./ops/cpu`"
+        "nothing to compare; `pip install ./ops/comm_gloo ./ops/kernel_kit ./ops/inference_kit ./ops/cpu`"
         in dscore("test", entries=()).output
     )
 
