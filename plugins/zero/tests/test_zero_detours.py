@@ -182,6 +182,12 @@ def test_compiled(how: str) -> None:
     run_ranks(2, check_compiled, how, DROP if how == "engine" else {})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_compiled_in_blocks_of_ranks(key: str) -> None:
+    run_ranks(4, check_compiled, "engine", {key: 2, "max_reuse_distance": 0})
+
+
 # -- gradients of gradients ----------------------------------------------------------------------------------------
 
 

@@ -258,7 +258,7 @@ def test_weights_that_are_written_are_used(zero: dict[str, Any]) -> None:
         assert all(error == 0 for error in answer.values()), answer
 
 
-def build() -> list[float]:
+def build(zero: dict[str, Any]) -> list[float]:
     """A model built under MiCS_Init on each block, against plain construction on rank 0."""
     import ds_zero
     from ds_testing.partitioner import whole_weights
@@ -269,7 +269,7 @@ def build() -> list[float]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, "param_persistence_threshold": 0, **MICS},
+        "zero_optimization": {"stage": 3, "param_persistence_threshold": 0, **MICS, **zero},
     }
     torch.manual_seed(comm.rank())
     with ds_zero.MiCS_Init(config_dict_or_path=config):
@@ -283,8 +283,11 @@ def build() -> list[float]:
     return [float((whole[n].view_as(p) - p).abs().max()) for n, p in truth.items() if n in whole]
 
 
-def test_models_are_built_in_shard_groups() -> None:
-    for errors in run_ranks(4, build):
+@pytest.mark.parametrize(
+    "offloads", [(), pytest.param(("offload_param", "offload_optimizer"), marks=pytest.mark.slow)], ids=["", "offload"]
+)
+def test_models_are_built_in_shard_groups(offloads: tuple[str, ...]) -> None:
+    for errors in run_ranks(4, build, {key: {"device": "cpu"} for key in offloads}):
         assert len(errors) >= 12 and not any(errors)
 
 
