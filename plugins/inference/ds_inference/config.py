@@ -93,7 +93,9 @@ class DeepSpeedMoEConfig(Section):
         MoETypeEnum.standard, "standard or residual.", without_effect="the layers are what the model is made of"
     )
     ep_mp_group: Any = option(None, "A process group.", without_effect="groups come from the mesh of ranks")
-    ep_group: Any = option(None, "A process group whose ranks divide the experts.", alias="expert_group")
+    ep_group: Any = option(
+        None, "A process group.", alias="expert_group", without_effect="groups come from the mesh of ranks"
+    )
 
     @field_validator("moe_experts", mode="before")
     @classmethod
@@ -216,7 +218,7 @@ class DeepSpeedInferenceConfig(Section):
     tensor_parallel: DeepSpeedTPConfig = option(DeepSpeedTPConfig(), "Layers divided over ranks.", alias="tp")
     enable_cuda_graph: bool = option(False, "Record a graph per shape at the first call, replay it later.")
     use_triton: bool = option(False, "Kernels in Triton; an error where Triton is missing.")
-    triton_autotune: bool = option(False, "Tune them at the first run.")
+    triton_autotune: bool = option(False, "Tune them at the first run.", without_effect="no kernel is in Triton")
     zero: dict[str, Any] = option({}, "Keys of zero_optimization: stage 3 keeps weights on the host or NVMe.")
     triangular_masking: bool = option(
         True, "A token sees no later ones; false: an error in models that say so.", alias="tm"
@@ -238,7 +240,9 @@ class DeepSpeedInferenceConfig(Section):
     return_tuple: bool = option(
         True, "Layers return tuples.", without_effect="layers and models return what transformers' do"
     )
-    training_mp_size: int = option(1, "Parts in which the checkpoint was saved, where it does not say so itself.", ge=1)
+    training_mp_size: int = option(
+        1, "Parts in which the checkpoint was saved.", ge=1, without_effect="a checkpoint says so itself"
+    )
     replace_method: str = option("auto", "Deprecated.", without_effect="layers are found by their family")
     injection_policy: dict[Any, Any] | None = option(
         None,
