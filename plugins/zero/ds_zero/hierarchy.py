@@ -215,6 +215,7 @@ class SecondCopy(WeightWire):
         if mine is None or mine.dtype != dtype or not self.valid:
             return [Chain(self.wire.start(bucket), lambda: self._keep(bucket, dtype))]
         if self.size == 1:
+            comm.label("")  # else it would go to the next collective, whoever's that is
             full.copy_(mine)
             return []
         low = full if dtype == full.dtype else torch.empty_like(full, dtype=dtype)
