@@ -29,116 +29,149 @@ void store_rows(const Op& op, const Run& run, long unit) {
     for (long kv = 0; kv < op.kv_heads; kv++) put_in_cache(op, run, at[1], at[2], at[0], kv);
 }
 
-// B keys or values from `token` on, in fp32: where they are, or copied to `room` in rows of `padded(dim)`. stride: of rows.
-inline const float* some_tokens(
-    char* arena, int reg, const Op& op, const Run& run, int sequence, long token, long count, long kv, float* room,
-    long& stride) {
-    const long dim = op.head_dim, wide = padded(dim);
-    const float* from = room;
-    if (arena) {
-        char* at = in_cache(arena, op, run, sequence, token, kv);
-        stride = dim;
-        if (run.cache_type == F32) {
-            from = (const float*)at;
-        } else if (dim == wide) {
-            widen(room, at, run.cache_type, count * dim);
-            return room;
-        } else {
-            for (long t = 0; t < count; t++) widen(room + t * wide, at + t * dim * 2, run.cache_type, dim);
-            stride = wide;
-            return room;
-        }
-    } else {
-        stride = op.kv_heads * dim;
-        from = run.registers[reg] + (run.starts[sequence] + token) * stride + kv * dim;
-    }
-    if (dim == wide) return from;
-    for (long t = 0; t < count; t++) memcpy(room + t * wide, from + t * stride, (size_t)dim * 4);
-    stride = wide;
-    return room;
-}
-
-// Scores of a query with `count` keys.
-inline void scores_of(const float* q, const float* keys, long stride, long count, long wide, float* scores) {
-    for (long t = 0; t < count; t += 4) {
-        const float* k[4];
-        for (int j = 0; j < 4; j++) k[j] = keys + least(t + j, count - 1) * stride;
-        F s[4] = {};
-        for (long i = 0; i < wide; i += W) {
-            const F u = load(q + i);
-            for (int j = 0; j < 4; j++) s[j] = fma(load(k[j] + i), u, s[j]);
-        }
-        const F4 sums = totals(s[0], s[1], s[2], s[3]);
-        memcpy(scores + t, &sums, sizeof sums);
-    }
-}
-
-template <int N>
-inline void weigh(const float* p, const float* values, long stride, long count, float scale, float* sum) {
-    F s[N];
-    for (int i = 0; i < N; i++) s[i] = load(sum + i * W) * set(scale);
-    for (long t = 0; t < count; t++) {
-        const F share = set(p[t]);
-        for (int i = 0; i < N; i++) s[i] = fma(share, load(values + t * stride + i * W), s[i]);
-    }
-    for (int i = 0; i < N; i++) store(sum + i * W, s[i]);
-}
-
-// sum = sum * scale + the values, each by its share.
-inline void weighted(const float* p, const float* values, long stride, long count, float scale, float* sum, long wide) {
-    long i = 0;
-    for (; i + 4 * W <= wide; i += 4 * W) weigh<4>(p, values + i, stride, count, scale, sum + i);
-    for (; i < wide; i += W) weigh<1>(p, values + i, stride, count, scale, sum + i);
-}
-
-// What is summed up of a query: the largest score, the sum of shares, the weighted values.
-struct Sums {
-    float *most, *shares, *values;
+// Keys or values in rows of `stride` elements.
+struct Tokens {
+    const void* at;
+    int type;
+    long stride;
 };
 
+// B keys or values from `token` on: where they are, or in fp32 in `room` in rows of `padded(dim)`, when rows are not whole
+// vectors or are to be read `often`.
+inline Tokens some_tokens(
+    char* arena, int reg, const Op& op, const Run& run, int sequence, long token, long count, long kv, bool often, float* room) {
+    const long dim = op.head_dim, wide = padded(dim);
+    Tokens from{nullptr, arena ? run.cache_type : (int)F32, arena ? dim : op.kv_heads * dim};
+    if (arena) from.at = in_cache(arena, op, run, sequence, token, kv);
+    else from.at = run.registers[reg] + (run.starts[sequence] + token) * from.stride + kv * dim;
+    if (dim == wide && (from.type == F32 || !often)) return from;
+    for (long t = 0; t < count; t++) {
+        const char* at = (const char*)from.at + t * from.stride * size_of(from.type);
+        if (from.type == F32) memcpy(room + t * wide, at, (size_t)dim * 4);
+        else widen(room + t * wide, at, from.type, dim);
+    }
+    return {room, F32, wide};
+}
+
+#if defined(DS_AVX512)
+constexpr int HEADS = 4;  // that are worked on together, in registers
+#else
+constexpr int HEADS = 2;
+#endif
+
+// Scores of Q queries, one after the other at `q`, with `count` keys.
+template <int T, int Q>
+inline void scores_of(const float* q, const typename Of<T>::element* keys, long stride, long count, long wide, float (*scores)[B]) {
+    for (long t = 0; t < count; t += 4) {
+        const typename Of<T>::element* k[4];
+        for (int j = 0; j < 4; j++) k[j] = keys + least(t + j, count - 1) * stride;
+        F s[Q][4] = {};
+        for (long i = 0; i < wide; i += W) {
+            F v[4];
+            for (int j = 0; j < 4; j++) v[j] = Of<T>::get(k[j] + i);
+            for (int n = 0; n < Q; n++) {
+                const F u = load(q + n * wide + i);
+                for (int j = 0; j < 4; j++) s[n][j] = fma(v[j], u, s[n][j]);
+            }
+        }
+        for (int n = 0; n < Q; n++) {
+            const F4 sums = totals(s[n][0], s[n][1], s[n][2], s[n][3]);
+            memcpy(scores[n] + t, &sums, sizeof sums);
+        }
+    }
+}
+
+// What is summed up of a query: the largest score, the sum of shares, the weighted values; the next query's is `wanted` on.
+constexpr long MOST = 0, SHARES = 1, VALUES = 2;
+
+// The values, each by its share, are added to what is there, times `scale`.
+template <int T, int Q, int N>
+inline void weigh(
+    const float (*p)[B], const typename Of<T>::element* values, long stride, long count, const float* scale, float* sums, long wanted) {
+    F s[Q][N];
+    for (int n = 0; n < Q; n++)
+        for (int i = 0; i < N; i++) s[n][i] = load(sums + n * wanted + i * W) * set(scale[n]);
+    for (long t = 0; t < count; t++) {
+        F v[N];
+        for (int i = 0; i < N; i++) v[i] = Of<T>::get(values + t * stride + i * W);
+        for (int n = 0; n < Q; n++)
+            for (int i = 0; i < N; i++) s[n][i] = fma(set(p[n][t]), v[i], s[n][i]);
+    }
+    for (int n = 0; n < Q; n++)
+        for (int i = 0; i < N; i++) store(sums + n * wanted + i * W, s[n][i]);
+}
+
+// Q queries of one row, of heads that share keys.
+template <int T, int Q>
 inline void attend_block(
-    const Op& op, const float* q, float slope, long at, long first, long count, const float* keys, long key_stride,
-    const float* values, long value_stride, long wide, const Sums& s) {
+    const Op& op, const float* q, const int* heads, long at, long first, long count, const Tokens& keys, const Tokens& values,
+    long wide, float* sums, long wanted) {
+    typedef const typename Of<T>::element* E;
     const long last = op.causal ? least(first + count, at + 1) : first + count;
     long begin = op.window > 0 && at - op.window + 1 > first ? at - op.window + 1 : first;
     if (begin >= last) return;
     begin -= first;
     const long n = last - first - begin;
-    alignas(64) float p[B];
-    scores_of(q, keys + begin * key_stride, key_stride, n, wide, p);
-    F top = set(*s.most), sum = {};
+    alignas(64) float p[Q][B];
+    float scales[Q];
+    scores_of<T, Q>(q, (E)keys.at + begin * keys.stride, keys.stride, n, wide, p);
     const F places = counting();
-    for (long t = 0; t < n; t += W) {
-        F x = load(p + t) * set(op.scale);
-        if (op.slopes) x = fma(set(slope), places + set((float)(first + begin + t - at)), x);
-        x = places < set((float)(n - t)) ? x : set(-__builtin_inff());
-        top = larger(top, x);
-        store(p + t, x);
+    for (int k = 0; k < Q; k++) {
+        float* own = sums + k * wanted;
+        F top = set(own[MOST]), sum = {};
+        for (long t = 0; t < n; t += W) {
+            F x = load(p[k] + t) * set(op.scale);
+            if (op.slopes) x = fma(set(op.slopes[heads[k]]), places + set((float)(first + begin + t - at)), x);
+            x = places < set((float)(n - t)) ? x : set(-__builtin_inff());
+            top = larger(top, x);
+            store(p[k] + t, x);
+        }
+        const float most = largest(top);
+        for (long t = 0; t < n; t += W) {
+            const F e = exponential(load(p[k] + t) - set(most));
+            store(p[k] + t, e);
+            sum += e;
+        }
+        scales[k] = exponential(set(own[MOST] - most))[0];
+        own[SHARES] = own[SHARES] * scales[k] + total(sum);
+        own[MOST] = most;
     }
-    const float most = largest(top);
-    for (long t = 0; t < n; t += W) {
-        const F e = exponential(load(p + t) - set(most));
-        store(p + t, e);
-        sum += e;
-    }
-    const float scale = exponential(set(*s.most - most))[0];
-    *s.shares = *s.shares * scale + total(sum);
-    *s.most = most;
-    weighted(p, values + begin * value_stride, value_stride, n, scale, s.values, wide);
+    const E from = (E)values.at + begin * values.stride;
+    long i = 0;
+    for (; i + 4 * W <= wide; i += 4 * W) weigh<T, Q, 4>(p, from + i, values.stride, n, scales, sums + VALUES + i, wanted);
+    for (; i < wide; i += W) weigh<T, Q, 1>(p, from + i, values.stride, n, scales, sums + VALUES + i, wanted);
 }
 
-// Adds what the parts of a context gave for one query, in their order.
-inline void merge(const float* parts, long step, int count, long dim, float* to) {
-    const long wide = padded(dim);
-    float most = parts[0], shares = 0;
-    for (int p = 1; p < count; p++) most = parts[p * step] > most ? parts[p * step] : most;
-    for (int p = 0; p < count; p++) shares += parts[p * step + 1] * exponential(set(parts[p * step] - most))[0];
-    for (long i = 0; i < wide; i += W) {
+// All `heads` of a row that share keys.
+template <int T>
+inline void attend_row(
+    const Op& op, const float* q, const int* heads, long heads_count, long at, long first, long count, const Tokens& keys,
+    const Tokens& values, long wide, float* sums, long wanted) {
+    const auto some = [&](auto fn, int n) {
+        fn(op, q, heads, at, first, count, keys, values, wide, sums, wanted);
+        q += n * wide;
+        heads += n;
+        heads_count -= n;
+        sums += n * wanted;
+    };
+    while (heads_count >= HEADS) some(attend_block<T, HEADS>, HEADS);
+    if (HEADS == 4 && heads_count == 3) some(attend_block<T, 3>, 3);
+    if (HEADS == 4 && heads_count == 2) some(attend_block<T, 2>, 2);
+    if (heads_count) some(attend_block<T, 1>, 1);
+}
+
+// Adds what the parts of a context gave for one query, in their order; they are used up.
+inline void merge(float* parts, long step, int count, long dim, float* to) {
+    float most = parts[MOST], shares = 0;
+    for (int p = 1; p < count; p++) most = parts[p * step + MOST] > most ? parts[p * step + MOST] : most;
+    for (int p = 0; p < count; p++) {
+        float& factor = parts[p * step + MOST];
+        factor = exponential(set(factor - most))[0];
+        shares += parts[p * step + SHARES] * factor;
+    }
+    for (long i = 0; i < dim; i += W) {
         F sum = {};
-        for (int p = 0; p < count; p++) {
-            const float* at = parts + p * step;
-            sum = fma(exponential(set(at[0] - most)), load(at + 2 + i), sum);
-        }
+        for (int p = 0; p < count; p++) sum = fma(set(parts[p * step + MOST]), load(parts + p * step + VALUES + i), sum);
         put(to + i, sum / set(shares), least(W, dim - i));
     }
 }
@@ -163,18 +196,21 @@ void attend(const Op& op, const Run& run, long unit, Thread& t) {
         sums[n * wanted] = -__builtin_inff();
         memset(sums + n * wanted + 1, 0, (size_t)(1 + wide) * 4);
     }
+    const bool often = task.last - task.first > 1;
     for (long first = task.from; first < task.to; first += B) {
         const long tokens = least(B, task.to - first);
-        long key_stride, value_stride;
         char *keys_of = cached ? run.keys : nullptr, *values_of = cached ? run.values : nullptr;
-        const float* keys = some_tokens(keys_of, op.y, op, run, task.sequence, first, tokens, kv, k_room, key_stride);
-        const float* values = some_tokens(values_of, op.v, op, run, task.sequence, first, tokens, kv, v_room, value_stride);
-        for (long n = 0; n < queries; n++) {
-            const long at = length - rows + (task.first + n / count - start);
-            const float slope = op.slopes ? op.slopes[heads[n % count]] : 0;
-            float* s = sums + n * wanted;
-            attend_block(op, q_room + n * wide, slope, at, first, tokens, keys, key_stride, values, value_stride, wide,
-                         Sums{s, s + 1, s + 2});
+        if (cached) {  // blocks lie apart: ask for what is read soon
+            const long bytes = tokens * dim * size_of(run.cache_type);
+            prefetch(in_cache(values_of, op, run, task.sequence, first, kv), bytes);
+            if (first + B < task.to) prefetch(in_cache(keys_of, op, run, task.sequence, first + B, kv), bytes);
+        }
+        const Tokens keys = some_tokens(keys_of, op.y, op, run, task.sequence, first, tokens, kv, often, k_room);
+        const Tokens values = some_tokens(values_of, op.v, op, run, task.sequence, first, tokens, kv, often, v_room);
+        const auto one = keys.type == F32 ? attend_row<F32> : keys.type == BF16 ? attend_row<BF16> : attend_row<F16>;
+        for (long r = task.first; r < task.last; r++) {
+            const long n = (r - task.first) * count, at = length - rows + (r - start);
+            one(op, q_room + n * wide, heads, count, at, first, tokens, keys, values, wide, sums + n * wanted, wanted);
         }
     }
     const auto place = [&](long n) {

@@ -28,6 +28,9 @@ inline F first_lanes(F x, long m) {
 }
 
 inline float total(F x) {
+#if defined(DS_AVX512)
+    return _mm512_reduce_add_ps(x);  // halves, as below
+#endif
     float all[W], sum = 0;
     store(all, x);
     for (int half = W / 2; half > 1; half /= 2)
@@ -68,6 +71,9 @@ inline F counting() {  // 0, 1, 2 ...
 }
 
 inline float largest(F x) {
+#if defined(DS_AVX512)
+    return _mm512_reduce_max_ps(x);
+#endif
     float all[W];
     store(all, x);
     for (int half = W / 2; half > 0; half /= 2)

@@ -2,6 +2,9 @@
 //
 // [Note: barriers] Between two ops threads wait for each other only where one reads or overwrites a register that the
 // other has written, or writes one that it has read; so queries, keys and values are one phase.
+//
+// [Note: shares] A thread first takes its own share of an op's units, which lie side by side, so that what it has
+// asked for beyond a unit is what it reads next; then those that are left of other threads' shares.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -50,6 +53,7 @@ std::vector<const di::Table*> usable() {
 constexpr long WIDEST = 16;           // floats of a vector
 constexpr long UNIT_BYTES = 48 << 10; // of weights
 constexpr long UNITS = 64;            // of large matrices, until they are of 8 UNIT_BYTES
+constexpr long SOON = 16 << 10;       // bytes of weights that are asked for at a barrier
 constexpr long CHUNK = 8;             // rows of one sequence that a unit of attention takes
 constexpr long PART = 2;              // blocks of context, at least, that are a unit of their own
 constexpr long PARTS = 32;            // of a context, at most
@@ -68,7 +72,7 @@ Weight weight(const py::handle& from) {
 }
 
 long row_bytes(const Weight& w) {
-    return w.form == di::INT4 ? w.in / 2 : w.form == di::INT8 ? w.in : w.in * (w.form == ds::F32 ? 4 : 2);
+    return w.form == di::INT4 ? w.in / 2 : w.form == di::INT8 ? w.in : w.stride * (w.form == ds::F32 ? 4 : 2);
 }
 
 // Outputs of one unit of a product.
@@ -169,7 +173,6 @@ class Program {
 
     // Prepares a run; see `Run`. Addresses are 0 where something is not given.
     void begin(long rows, long wanted, const py::tuple& step, const py::tuple& cache, uintptr_t arena, uintptr_t output) {
-        counters_.resize(ops_.size());
         run_ = Run{};
         run_.rows = rows;
         run_.bf16 = bf16_;
@@ -217,11 +220,11 @@ class Program {
         py::gil_scoped_release release;
         const di::Table& table = *chosen;
         long most = 0;
-        for (int o = first; o < last; o++) {
-            counters_[(size_t)o].next.store(0, std::memory_order_relaxed);
-            most = std::max(most, units_[(size_t)o]);
-        }
-        team((int)std::min<long>(threads, most), [&](int me, int all) {
+        for (int o = first; o < last; o++) most = std::max(most, units_[(size_t)o]);
+        threads = (int)std::min<long>(threads, most);
+        for (int t = 0; t < threads; t++)
+            for (int o = first; o < last; o++) taken(t, o).store(0, std::memory_order_relaxed);
+        team(threads, [&](int me, int all) {
             di::Thread thread{rooms_[(size_t)me].data(), nullptr};
             bool owed = false;  // the barrier before an op that has nothing to do is left to the next one
             for (int o = first; o < last; o++) {
@@ -229,10 +232,16 @@ class Program {
                 const long units = units_[(size_t)o];
                 owed |= op.barrier && o > first;
                 if (!units) continue;
-                if (owed) barrier_.wait(all);
+                if (owed) barrier_.wait(all, [&] { ask_for_weights(o, last, me, all); });
                 owed = false;
-                auto& next = counters_[(size_t)o].next;
-                for (long u; (u = next.fetch_add(1, std::memory_order_relaxed)) < units;) table.unit(op, run_, u, thread);
+                for (int t = 0; t < all; t++) {
+                    const int whose = (me + t) % all;
+                    const long begin = units * whose / all, size = units * (whose + 1) / all - begin;
+                    auto& next = taken(whose, o);
+                    for (long u; next.load(std::memory_order_relaxed) < size &&
+                                 (u = next.fetch_add(1, std::memory_order_relaxed)) < size;)
+                        table.unit(op, run_, begin + u, thread);
+                }
             }
         });
     }
@@ -283,6 +292,18 @@ class Program {
         team((int)std::min<long>(threads, n), [&](int, int) {
             for (long i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
         });
+    }
+
+    // How many of thread `t`'s share of op `o` are taken.
+    std::atomic<long>& taken(int t, int o) { return taken_[(size_t)t * ops_.size() + (size_t)o]; }
+
+    // While others are waited for: the beginning of the thread's share of the next product's weights, from op `o` on.
+    void ask_for_weights(int o, int last, int me, int all) const {
+        while (o < last && ops_[(size_t)o].kind != di::LINEAR && ops_[(size_t)o].kind != di::GATED) o++;
+        if (o == last) return;
+        const Op& op = ops_[(size_t)o];
+        const char* at = op.a.data + units_[(size_t)o] * me / all * op.unit * row_bytes(op.a);
+        for (long i = 0; i < SOON && !op.a.columns; i += 64) __builtin_prefetch(at + i);
     }
 
     // Decides whether a barrier is needed before `op`. The cache counts as a register, -2.
@@ -457,7 +478,10 @@ class Program {
   public:
     // Room for so many threads.
     void reserve(int threads) {
-        if ((int)rooms_.size() < threads) rooms_.resize((size_t)threads);
+        if ((int)rooms_.size() < threads) {
+            rooms_.resize((size_t)threads);
+            taken_ = std::make_unique<std::atomic<long>[]>((size_t)threads * ops_.size());
+        }
         for (auto& room : rooms_)
             if ((long)room.size() < room_) room.resize((size_t)room_);
     }
@@ -475,7 +499,7 @@ class Program {
     std::set<int> written_, read_;
 
     Run run_{};
-    std::deque<di::Counter> counters_;
+    std::unique_ptr<std::atomic<long>[]> taken_;
     std::vector<long> units_;
     std::vector<std::unique_ptr<Tasks>> tasks_;
     std::vector<const Task*> task_lists_;

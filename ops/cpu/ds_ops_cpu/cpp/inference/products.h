@@ -162,11 +162,15 @@ inline void sum_groups(const Weight& w, const float* x, float* to) {
 // each other in memory: each step asks for as many bytes as it reads, AHEAD of the block's first row.
 constexpr long AHEAD_ROWS = 6144;
 
+inline void prefetch(const char* at, long size) {
+    for (long i = 0; i < size; i += 64) __builtin_prefetch(at + i);
+}
+
 struct Ahead {
     const char* at;
 
     inline void take(long size) {
-        for (long i = 0; i < size; i += 64) __builtin_prefetch(at + i);
+        prefetch(at, size);
         at += size;
     }
 };
@@ -343,6 +347,7 @@ inline void several(
             else if (j + k >= to)
                 rows[k] = rows[0];
         }
+        prefetch(line(w, j + J), line(w, J) - line(w, 0));
         tiles(rows, x, count, w.in, sums);
         const size_t real = (size_t)least(J, to - j) * 4;
         for (long r = 0; r < count; r++) memcpy(y[r] + (j - from), &sums[r], real);

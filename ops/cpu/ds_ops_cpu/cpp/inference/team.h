@@ -18,7 +18,9 @@ namespace inference {
 
 class Barrier {
   public:
-    void wait(int threads) {
+    // meanwhile(): called before others are waited for.
+    template <class Fn>
+    void wait(int threads, const Fn& meanwhile) {
         if (threads == 1) return;
         const int turn = turn_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
@@ -27,6 +29,7 @@ class Barrier {
             if (asleep_.load()) wake();
             return;
         }
+        meanwhile();
         for (int i = 0; i < LOOKS; i++) {
             if (turn_.load(std::memory_order_acquire) != turn) return;
             pause();
@@ -57,11 +60,6 @@ class Barrier {
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> turn_{0};
     std::atomic<int> asleep_{0};
-};
-
-// What is left of an op's units, in a cache line of its own.
-struct alignas(64) Counter {
-    std::atomic<long> next{0};
 };
 
 }  // namespace inference
