@@ -159,6 +159,8 @@ def llama(source: str, dtype: str, folder: str, threads: int) -> Measure:
 
 def serve(arguments: argparse.Namespace) -> None:
     """One contestant: for each line (a batch) on stdin, times as JSON on stdout."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
     name, _, dtype = arguments.serve.partition("/")
     weights = 0
     if name == "llama.cpp":
@@ -173,8 +175,6 @@ def serve(arguments: argparse.Namespace) -> None:
             measure = deepspeed(arguments.folder, dtype)
         else:
             measure = transformers(arguments.folder, dtype, compiled=name == "torch.compile")
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
     print(json.dumps({"weights": weights}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(measure(int(line))), file=answers, flush=True)
@@ -221,12 +221,12 @@ def bandwidth() -> float:
     import torch
 
     data = torch.ones(1 << 27, dtype=torch.int32).view(torch.int64)
-    best = 1e9
+    times = []
     for _ in range(5):
         start = time.perf_counter()
         data.sum()
-        best = min(best, time.perf_counter() - start)
-    return data.nbytes / best
+        times.append(time.perf_counter() - start)
+    return data.nbytes / median(times)
 
 
 def field(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
@@ -280,7 +280,7 @@ def main() -> None:
             rates.append(bandwidth())
             for row in rows:
                 row.measure(arguments.batch, keep=turn > 0)
-        report(rows, arguments.batch, max(rates))
+        report(rows, arguments.batch, median(rates))
 
 
 def report(rows: list[Contestant], batch: int, rate: float) -> None:
