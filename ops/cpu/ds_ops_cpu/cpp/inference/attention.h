@@ -29,11 +29,12 @@ void store_rows(const Op& op, const Run& run, long unit) {
     for (long kv = 0; kv < op.kv_heads; kv++) put_in_cache(op, run, at[1], at[2], at[0], kv);
 }
 
-// Keys or values in rows of `stride` elements.
+// Keys or values in rows of `stride` elements. soon: as many bytes that are asked for while these are read, or null.
 struct Tokens {
     const void* at;
     int type;
     long stride;
+    const char* soon;
 };
 
 // B keys or values from `token` on: where they are, or in fp32 in `room` in rows of `padded(dim)`, when rows are not whole
@@ -41,7 +42,7 @@ struct Tokens {
 inline Tokens some_tokens(
     char* arena, int reg, const Op& op, const Run& run, int sequence, long token, long count, long kv, bool often, float* room) {
     const long dim = op.head_dim, wide = padded(dim);
-    Tokens from{nullptr, arena ? run.cache_type : (int)F32, arena ? dim : op.kv_heads * dim};
+    Tokens from{nullptr, arena ? run.cache_type : (int)F32, arena ? dim : op.kv_heads * dim, nullptr};
     if (arena) from.at = in_cache(arena, op, run, sequence, token, kv);
     else from.at = run.registers[reg] + (run.starts[sequence] + token) * from.stride + kv * dim;
     if (dim == wide && (from.type == F32 || !often)) return from;
@@ -50,7 +51,7 @@ inline Tokens some_tokens(
         if (from.type == F32) memcpy(room + t * wide, at, (size_t)dim * 4);
         else widen(room + t * wide, at, from.type, dim);
     }
-    return {room, F32, wide};
+    return {room, F32, wide, nullptr};
 }
 
 #if defined(DS_AVX512)
@@ -61,10 +62,12 @@ constexpr int HEADS = 2;
 
 // Scores of Q queries, one after the other at `q`, with `count` keys.
 template <int T, int Q>
-inline void scores_of(const float* q, const typename Of<T>::element* keys, long stride, long count, long wide, float (*scores)[B]) {
+inline void scores_of(
+    const float* q, const typename Of<T>::element* keys, long stride, long count, long wide, const char* soon, float (*scores)[B]) {
     for (long t = 0; t < count; t += 4) {
         const typename Of<T>::element* k[4];
         for (int j = 0; j < 4; j++) k[j] = keys + least(t + j, count - 1) * stride;
+        if (soon) prefetch(soon + t * wide * size_of(T), 4 * wide * size_of(T));
         F s[Q][4] = {};
         for (long i = 0; i < wide; i += W) {
             F v[4];
@@ -87,12 +90,14 @@ constexpr long MOST = 0, SHARES = 1, VALUES = 2;
 // The values, each by its share, are added to what is there, times `scale`.
 template <int T, int Q, int N>
 inline void weigh(
-    const float (*p)[B], const typename Of<T>::element* values, long stride, long count, const float* scale, float* sums, long wanted) {
+    const float (*p)[B], const typename Of<T>::element* values, long stride, long count, const char* soon,
+    const float* scale, float* sums, long wanted) {
     F s[Q][N];
     for (int n = 0; n < Q; n++)
         for (int i = 0; i < N; i++) s[n][i] = load(sums + n * wanted + i * W) * set(scale[n]);
     for (long t = 0; t < count; t++) {
         F v[N];
+        if (soon) prefetch(soon + t * N * W * size_of(T), N * W * size_of(T));
         for (int i = 0; i < N; i++) v[i] = Of<T>::get(values + t * stride + i * W);
         for (int n = 0; n < Q; n++)
             for (int i = 0; i < N; i++) s[n][i] = fma(set(p[n][t]), v[i], s[n][i]);
@@ -114,7 +119,7 @@ inline void attend_block(
     const long n = last - first - begin;
     alignas(64) float p[Q][B];
     float scales[Q];
-    scores_of<T, Q>(q, (E)keys.at + begin * keys.stride, keys.stride, n, wide, p);
+    scores_of<T, Q>(q, (E)keys.at + begin * keys.stride, keys.stride, n, wide, keys.soon, p);
     const F places = counting();
     for (int k = 0; k < Q; k++) {
         float* own = sums + k * wanted;
@@ -138,20 +143,24 @@ inline void attend_block(
     }
     const E from = (E)values.at + begin * values.stride;
     long i = 0;
-    for (; i + 4 * W <= wide; i += 4 * W) weigh<T, Q, 4>(p, from + i, values.stride, n, scales, sums + VALUES + i, wanted);
-    for (; i < wide; i += W) weigh<T, Q, 1>(p, from + i, values.stride, n, scales, sums + VALUES + i, wanted);
+    for (; i + 4 * W <= wide; i += 4 * W) {
+        const char* soon = values.soon ? values.soon + i * n * size_of(T) : nullptr;
+        weigh<T, Q, 4>(p, from + i, values.stride, n, soon, scales, sums + VALUES + i, wanted);
+    }
+    for (; i < wide; i += W) weigh<T, Q, 1>(p, from + i, values.stride, n, nullptr, scales, sums + VALUES + i, wanted);
 }
 
 // All `heads` of a row that share keys.
 template <int T>
 inline void attend_row(
-    const Op& op, const float* q, const int* heads, long heads_count, long at, long first, long count, const Tokens& keys,
-    const Tokens& values, long wide, float* sums, long wanted) {
+    const Op& op, const float* q, const int* heads, long heads_count, long at, long first, long count, Tokens keys,
+    Tokens values, long wide, float* sums, long wanted) {
     const auto some = [&](auto fn, int n) {
         fn(op, q, heads, at, first, count, keys, values, wide, sums, wanted);
         q += n * wide;
         heads += n;
         heads_count -= n;
+        keys.soon = values.soon = nullptr;
         sums += n * wanted;
     };
     while (heads_count >= HEADS) some(attend_block<T, HEADS>, HEADS);
@@ -200,13 +209,12 @@ void attend(const Op& op, const Run& run, long unit, Thread& t) {
     for (long first = task.from; first < task.to; first += B) {
         const long tokens = least(B, task.to - first);
         char *keys_of = cached ? run.keys : nullptr, *values_of = cached ? run.values : nullptr;
-        if (cached) {  // blocks lie apart: ask for what is read soon
-            const long bytes = tokens * dim * size_of(run.cache_type);
-            prefetch(in_cache(values_of, op, run, task.sequence, first, kv), bytes);
-            if (first + B < task.to) prefetch(in_cache(keys_of, op, run, task.sequence, first + B, kv), bytes);
+        Tokens keys = some_tokens(keys_of, op.y, op, run, task.sequence, first, tokens, kv, often, k_room);
+        Tokens values = some_tokens(values_of, op.v, op, run, task.sequence, first, tokens, kv, often, v_room);
+        if (cached && !often && dim == wide) {  // blocks lie apart in memory
+            keys.soon = (const char*)values.at;
+            if (first + B < task.to) values.soon = in_cache(keys_of, op, run, task.sequence, first + B, kv);
         }
-        const Tokens keys = some_tokens(keys_of, op.y, op, run, task.sequence, first, tokens, kv, often, k_room);
-        const Tokens values = some_tokens(values_of, op.v, op, run, task.sequence, first, tokens, kv, often, v_room);
         const auto one = keys.type == F32 ? attend_row<F32> : keys.type == BF16 ? attend_row<BF16> : attend_row<F16>;
         for (long r = task.first; r < task.last; r++) {
             const long n = (r - task.first) * count, at = length - rows + (r - start);
