@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import smollm2
 import torch
-from ds_inference import families
+from ds_inference import families, init_inference
 from ds_inference.generation import Generator
 from ds_inference.quantised import quantise_model
 from ds_inference.requests import SamplingParams
 from ds_inference.run import forward
+from ds_testing import run_ranks
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from ds_core.kernels import Kernels
@@ -65,6 +66,30 @@ def test_smollm2_is_that_of_transformers(folder: Path, provider: str) -> None:
     ids = torch.tensor([smollm2.encode(folder, TEXT[:600])])
     exact = model(ids).logits.detach()
     assert (forward(lowered, runs, ids) - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def divided(folder: Path, tp: int, ids: torch.Tensor, exact: torch.Tensor) -> tuple[float, list[int]]:
+    """How far logits over `tp` ranks are, and what is written."""
+    engine = init_inference(
+        smollm(folder), dtype="fp32", tensor_parallel={"tp_size": tp}, replace_with_kernel_inject=True
+    )
+    far = float((engine(input_ids=ids).logits - exact).abs().max() / exact.abs().max())
+    written = engine.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+    engine.destroy()
+    return far, written[0].tolist()
+
+
+@needs_smollm2
+@pytest.mark.parametrize("tp", [2, 4])
+def test_smollm2_divided_over_ranks(folder: Path, tp: int) -> None:
+    """Three key heads, so ranks have unequal parts."""
+    model, ids = smollm(folder), torch.tensor([smollm2.encode(folder, PROMPT)])
+    exact = model(ids).logits.detach()
+    keys = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20}
+    wanted = model.generate(ids, **keys)[0].tolist()
+    for far, written in run_ranks(tp, divided, folder, tp, ids, exact):
+        assert far <= 1e-5
+        assert written == wanted
 
 
 @needs_smollm2
