@@ -7,6 +7,7 @@ them once; beyond, torch multiplies, in the dtype of the program; quantised weig
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -31,15 +32,12 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _INT4 = 8, 9
 (_EMBED, _NORMALIZE, _LINEAR, _GATED, _ROTATE, _STORE, _ATTEND, _ROUTE, _EXPERTS_IN, _EXPERTS_OUT, _ADD, _COLUMNS,
  _KEEP) = range(13)  # fmt: skip
-_native: ModuleType | None = None
 
 
+@functools.cache
 def native() -> ModuleType:
     """The compiled module, built now if it never was."""
-    global _native
-    if _native is None:
-        _native = build.load(INFERENCE)
-    return _native
+    return build.load(INFERENCE)
 
 
 def load(program: p.Program, collectives: p.Collectives | None = None) -> p.Runnable:

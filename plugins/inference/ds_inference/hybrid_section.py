@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import Problem
+from ds_inference.axes import tp_size
 from ds_inference.hybrid_config import HybridEngine
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
         yield Problem(path, "a graph cannot hold the collectives of tensor parallelism", "set inference_tp_size to 1")
     if section.enable_cuda_graph and getattr(config.section("zero_optimization"), "stage", 0) == 3:
         yield Problem(path, "stage 3 gathers weights anew, and a graph reads them where they were", "set stage 0 to 2")
-    axes = (axis for answer in plugins.ask("ds_mesh_axes", config=config) for axis in answer.value)
-    size = next((axis.size for axis in axes if axis.name == "tp"), 1)
+    size = tp_size(config, plugins)
     if section.inference_tp_size not in (1, size):
         yield Problem(
             "hybrid_engine.inference_tp_size",

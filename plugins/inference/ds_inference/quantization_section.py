@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ds_core.entries import Phase, Transform
 from ds_core.errors import Problem
+from ds_inference.axes import tp_size
 from ds_inference.config import WeightQuantization
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     section = config.section("weight_quantization")
     if not isinstance(section, WeightQuantization) or not section.enabled:
         return
-    axes = (axis for answer in plugins.ask("ds_mesh_axes", config=config) for axis in answer.value)
-    if any(axis.name == "tp" and axis.size > 1 for axis in axes):
+    if tp_size(config, plugins) > 1:
         what = "layers that tensor parallelism divides are not quantised here"
         yield Problem(
             "weight_quantization", what, "use init_inference with tensor_parallel and dtype int8, or remove it"

@@ -10,7 +10,7 @@ from ds_run_state.divided import Divided
 from torch import Tensor, nn
 
 from ds_tensor_parallel.division import Division
-from ds_tensor_parallel.layers import Cut, Place, gather_columns
+from ds_tensor_parallel.layers import Cut, Place, gather_columns, some_outputs
 from ds_tensor_parallel.rules import Kind
 
 __all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding", "check_embedding", "embedding"]
@@ -72,10 +72,7 @@ class _Hidden(nn.Module):
     @property
     def ds_divided(self) -> Divided | None:
         """See `ds_run_state.divided`."""
-        if self.tp is None:
-            return None
-        outputs, sizes = self.division.ranges(self.tp.rank), self.division.sizes()
-        return Divided(self.tp.rank, self.tp.size, outputs=outputs, gathers=self.gather_output, sizes=sizes)
+        return some_outputs(self.tp, self.division, self.gather_output)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The vectors of `ids`, on every rank, or this rank's part of them without `gather_output`."""

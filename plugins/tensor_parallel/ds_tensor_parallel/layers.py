@@ -41,6 +41,7 @@ __all__ = [
     "is_transposed",
     "parts",
     "row",
+    "some_outputs",
     "widths",
 ]
 
@@ -141,10 +142,7 @@ class Column(_Parallel):
     @property
     def ds_divided(self) -> Divided | None:
         """See `ds_run_state.divided`."""
-        if self.tp is None:
-            return None
-        outputs, sizes = self.division.ranges(self.tp.rank), self.division.sizes()
-        return Divided(self.tp.rank, self.tp.size, outputs=outputs, gathers=self.gather_output, sizes=sizes)
+        return some_outputs(self.tp, self.division, self.gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's outputs, or all of them with `gather_output`."""
@@ -257,6 +255,14 @@ def gather_columns(y: Tensor, place: Place, division: Division) -> Tensor:
     whole = gather(y, place.group, -1, None if division.even else division.sizes())
     order = division.order()
     return whole if order is None else torch.cat([whole.narrow(-1, first, size) for first, size in order], -1)
+
+
+def some_outputs(place: Place | None, division: Division, gathers: bool) -> Divided | None:
+    """What `ds_run_state.divided` is told of a layer that has some of the outputs; None while it is whole."""
+    if place is None:
+        return None
+    outputs = division.ranges(place.rank)
+    return Divided(place.rank, place.size, outputs=outputs, gathers=gathers, sizes=division.sizes())
 
 
 def split_columns(x: Tensor, place: Place, division: Division) -> Tensor:

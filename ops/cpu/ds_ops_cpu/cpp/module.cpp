@@ -19,6 +19,7 @@
 #include <omp.h>
 #endif
 
+#include "instruction_sets.h"
 #include "ops.h"
 #include "tensors.h"
 #include "together.h"
@@ -35,12 +36,8 @@ const ds::Table* chosen = nullptr;
 std::vector<const ds::Table*> usable() {
     std::vector<const ds::Table*> tables;
 #ifdef DS_X86
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        tables.push_back(&ds::avx512);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        tables.push_back(&ds::avx2);
+    if (ds::runs_avx512()) tables.push_back(&ds::avx512);
+    if (ds::runs_avx2()) tables.push_back(&ds::avx2);
 #endif
     tables.push_back(&ds::generic);
     return tables;
@@ -374,26 +371,10 @@ void dequantize_sum(int threads, long n, long group, int bits, long rows, uintpt
     });
 }
 
-py::list instruction_sets() {
-    py::list names;
-    for (auto table : usable()) names.append(table->name);
-    return names;
-}
-
-std::string use_instruction_set(const std::string& name) {
-    std::string before = chosen->name;
-    for (auto table : usable())
-        if (name == table->name) {
-            chosen = table;
-            return before;
-        }
-    throw py::value_error("this processor cannot run " + name);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_ds_ops_cpu, m) {
-    chosen = usable().front();
+    ds::choose_instruction_set(m, usable(), chosen);
     m.attr("BLOCK") = ds::BLOCK;
 #ifdef _OPENMP
     m.attr("OPENMP") = true;
@@ -415,6 +396,4 @@ PYBIND11_MODULE(_ds_ops_cpu, m) {
     m.def("quantize", &quantize);
     m.def("dequantize_sum", &dequantize_sum);
     m.def("dequantize", &dequantize);
-    m.def("instruction_sets", &instruction_sets, "Those this processor can run, best first.");
-    m.def("use_instruction_set", &use_instruction_set, "For tests: choose one; returns the one before.");
 }

@@ -22,6 +22,7 @@
 #include <omp.h>
 #endif
 
+#include "../instruction_sets.h"
 #include "table.h"
 #include "team.h"
 
@@ -36,15 +37,11 @@ const di::Table* chosen = nullptr;
 std::vector<const di::Table*> usable() {
     std::vector<const di::Table*> tables;
 #ifdef DS_X86
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    {
+    if (ds::runs_avx512()) {
         if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&di::avx512bf16);
         tables.push_back(&di::avx512);
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        tables.push_back(&di::avx2);
+    if (ds::runs_avx2()) tables.push_back(&di::avx2);
 #endif
     tables.push_back(&di::generic);
     return tables;
@@ -530,26 +527,10 @@ void widen(const py::tuple& from, uintptr_t to, int type, int threads) {
     }
 }
 
-std::vector<std::string> instruction_sets() {
-    std::vector<std::string> names;
-    for (auto table : usable()) names.push_back(table->name);
-    return names;
-}
-
-std::string use_instruction_set(const std::string& name) {
-    std::string before = chosen->name;
-    for (auto table : usable())
-        if (name == table->name) {
-            chosen = table;
-            return before;
-        }
-    throw py::value_error("this processor cannot run " + name);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_ds_ops_cpu_inference, m) {
-    chosen = usable().front();
+    ds::choose_instruction_set(m, usable(), chosen);
     m.attr("MOST_ROWS") = di::MOST_ROWS;
     py::class_<Program>(m, "Program")
         .def(py::init<std::vector<long>, int, bool>())
@@ -564,6 +545,4 @@ PYBIND11_MODULE(_ds_ops_cpu_inference, m) {
         .def("narrow", &Program::narrow)
         .def("has_barrier", &Program::has_barrier);
     m.def("widen", &widen);
-    m.def("instruction_sets", &instruction_sets, "Those this processor can run, best first.");
-    m.def("use_instruction_set", &use_instruction_set, "For tests: choose one; returns the one before.");
 }
