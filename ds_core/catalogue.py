@@ -25,8 +25,8 @@ def _catalogue() -> dict[str, dict[str, Any]]:
 
 
 def known(kind: str) -> frozenset[str]:
-    """Every name of a kind ("sections", "optimizers", "schedulers", "state_stores", "commands"), planned ones too."""
-    return frozenset({*_catalogue().get(kind, ()), *_catalogue()["planned"].get(kind, ())})
+    """Every name of a kind ("sections", "optimizers", "schedulers", "state_stores", "commands")."""
+    return frozenset(_catalogue().get(kind, ()))
 
 
 def offered_by(kind: str, name: str) -> str | None:
@@ -37,7 +37,7 @@ def offered_by(kind: str, name: str) -> str | None:
 def documented() -> Mapping[str, Mapping[str, Any]]:
     """Documented section -> what is known of it.
 
-    owner: its distribution, now or later; "" where ``why`` says why there will be none. switch, off: the key that turns
+    owner: its distribution; "" where ``why`` says why there is none, and what to use. switch, off: the key that turns
     it off, and the values that do, where that is not ``enabled`` and false. infinity_is_null: Infinity, which some
     integrations write, is read as null. keys: key -> null, or the keys below it; ``*`` matches any name.
     """
@@ -65,8 +65,6 @@ def missing(
     if dist := offered_by(kind, name):
         message = f"{what} {name!r} is served by {dist}, which is not installed"
         fix = f"install it with {install(dist)}"
-    elif later := _find(_catalogue()["planned"].get(kind, {}), name):
-        message = f"{what} {name!r} is documented but not built yet (it will come with {later})"
     else:
         message = f"no {what} is called {name!r}"
         fix = f"{did_you_mean(name, [*names, *sorted(known(kind))])} {fix}".strip()

@@ -39,7 +39,7 @@ def configuration_pages() -> dict[str, str]:
         "## Sections\n\n| section | package | what it is |\n| --- | --- | --- |\n" + "\n".join(rows),
         "## Parameters by name\n\n- [`optimizer.params`](config/optimizer-params.md), by `optimizer.type`\n"
         "- [`scheduler.params`](config/scheduler-params.md), by `scheduler.type`",
-        f"## Documented by DeepSpeed, not here yet\n\n{not_built(models)}",
+        f"## Documented by DeepSpeed, not offered\n\n{not_offered(models)}",
         f"```{{toctree}}\n:hidden:\n\n{toc}\n```\n",
     ]
     return {"configuration.md": "\n\n".join(parts), **pages}
@@ -130,13 +130,13 @@ def _type_of(model: type) -> str:
     return describe(hint) or "any value"
 
 
-def not_built(models: dict) -> str:
-    """The documented sections that no package serves, each with the reason or the package that will."""
+def not_offered(models: dict) -> str:
+    """The documented sections that no package serves, each with the reason and what to use."""
     from ds_core.catalogue import documented
 
     rows = []
     for name, row in sorted(documented().items()):
         if name not in models and row["owner"] not in {owner.split()[0] for _, owner in models.values()} | {"ds-core"}:
-            rows.append(f"| `{name}` | {row.get('why') or 'will come with `' + row['owner'] + '`'} |")
+            rows.append(f"| `{name}` | {row['why']} |")
     head = "Such a section is accepted while it is switched off. Switched on, it is an error.\n\n"
-    return head + "\n".join(["| section | state |", "| --- | --- |", *rows])
+    return head + "\n".join(["| section | why |", "| --- | --- |", *rows])

@@ -1,6 +1,6 @@
 """The core's own keys, the rules between them, and the sizes that the three batch keys set.
 
-Every key has an effect in the core; one that is documented but not built yet is refused when switched on.
+Every key has an effect in the core; one that is documented but not offered is refused when switched on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ds_core.config.section import Clash, Section, not_built, option
+from ds_core.config.section import Clash, Section, option
 from ds_core.errors import ConfigError, Problem
 
 __all__ = [
@@ -66,7 +66,7 @@ class FP16(Section):
     hysteresis: int = option(2, "Overflows before the dynamic scale halves.", gt=0)
     consecutive_hysteresis: bool = option(False, "Refill the hysteresis on every clean step.")
     min_loss_scale: float = option(1, "Floor of the dynamic scale; an overflow there stops the run.", gt=0)
-    fp16_master_weights_and_grads: bool = not_built(False, "it needs offloaded optimizer states")
+    fp16_master_weights_and_grads: bool = option(False, "fp16 masters.", not_offered="fp32 masters are kept")
     clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0)
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
@@ -84,8 +84,8 @@ class BF16(Section):
     enabled: bool = option(False, "Train in bfloat16 with fp32 master weights.")
     immediate_grad_update: bool = option(False, "Add each gradient to an fp32 buffer as it is produced.")
     check_grad_overflow: bool = option(True, "Skip a step whose gradients hold inf or NaN.")
-    bf16_master_weights_and_grads: bool = not_built(False, "it needs partitioned master weights")
-    bf16_optimizer_states: bool = not_built(False, "it needs partitioned master weights")
+    bf16_master_weights_and_grads: bool = option(False, "bf16 masters.", not_offered="fp32 masters are kept")
+    bf16_optimizer_states: bool = option(False, "bf16 moments.", not_offered="moments are kept in fp32")
 
 
 class TorchAutocast(Section):

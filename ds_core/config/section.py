@@ -21,12 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Clash", "Section", "is_class", "names_of", "not_built", "old_names", "option", "union_members"]
+__all__ = ["Clash", "Section", "is_class", "names_of", "old_names", "option", "union_members"]
 
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
-NOT_BUILT = "x-ds-not-built"
-OFF = "x-ds-off"
+NOT_OFFERED = "x-ds-not-offered"
 WITHOUT_EFFECT = "x-ds-without-effect"
 
 
@@ -36,8 +35,7 @@ def option(
     *,
     old: Sequence[str] = (),
     secret: bool = False,
-    not_built: str = "",
-    off: Sequence[Any] = (),
+    not_offered: str = "",
     without_effect: str = "",
     **field: Any,
 ) -> Any:
@@ -46,28 +44,19 @@ def option(
     default: ``...`` for a required key. description: what it does, with the unit.
     old: deprecated spellings of the key: their value is moved here, with a note in the log; both set is an error.
     secret: shown as ``***`` in every echo, log, error and checkpoint.
-    not_built: why the option is documented but has no effect yet; then only `default` and `off` are accepted.
-    without_effect: why the option is accepted and changes nothing, by design. It ends the sentence "has no effect: ..."
-    in a warning of rank 0 when another value than `default` is given (see `ds_core.config.build`).
+    not_offered: why the option is documented but not offered, and what to use; then only `default` is accepted.
+    without_effect: why another value than `default` changes nothing, by design; a warning of rank 0 says it.
     """
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {**field.pop("json_schema_extra", {})}
     if old:
         extra[OLD_NAMES] = list(old)
     if secret:
         extra |= {SECRET: True, "writeOnly": True}
-    if not_built:
-        extra |= {NOT_BUILT: not_built, OFF: list(off)}
+    if not_offered:
+        extra[NOT_OFFERED] = not_offered
     if without_effect:
         extra[WITHOUT_EFFECT] = without_effect
     return Field(default, description=description, json_schema_extra=extra or None, **field)
-
-
-def not_built(default: Any, why: str, description: str = "", *, off: Sequence[Any] = (), **field: Any) -> Any:
-    """A field that is documented but not built yet: accepted when it says `default` (or one of `off`).
-
-    why: ends the sentence "is documented but not built yet: ...".
-    """
-    return option(default, description or f"Not built yet: {why}.", not_built=why, off=off, **field)
 
 
 def marks(field: FieldInfo) -> Mapping[str, Any]:
@@ -153,8 +142,8 @@ class Section(BaseModel):
         if not _exactly(field.annotation, fitted):
             raise PydanticCustomError("ds_literal_type", "not one of the choices")
         mark = marks(field)
-        if NOT_BUILT in mark and not any(_same(result, off) for off in (field.get_default(), *mark[OFF])):
-            raise PydanticCustomError("ds_not_built", "{why}", {"why": mark[NOT_BUILT]})
+        if NOT_OFFERED in mark and not _same(result, field.get_default()):
+            raise PydanticCustomError("ds_not_offered", "{why}", {"why": mark[NOT_OFFERED]})
         return result
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:

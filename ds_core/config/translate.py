@@ -75,8 +75,8 @@ def _problem(
     if kind == "ds_clash":
         new = join(section, ctx["new"])
         return Problem(join(section, ctx["old"]), f"is the old name of {new}, and both are set", f"keep {new} only")
-    if kind == "ds_not_built":
-        return Problem(where, f"{shown} is documented but not built yet ({ctx['why']})", "leave the key out")
+    if kind == "ds_not_offered":
+        return Problem(where, f"{shown} is documented but not offered ({ctx['why']})", "leave the key out")
     if kind in _OWN_WORDS:
         return Problem(where, f"{str(ctx.get('error', item['msg'])).rstrip('.')} (the value is {shown})")
     if kind == "finite_number":

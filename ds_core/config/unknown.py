@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.catalogue import documented, missing, offered_by
+from ds_core.catalogue import documented, missing
 from ds_core.config.core import CORE_KEYS, CORE_OWNER, CoreConfig
 from ds_core.config.keys import iter_keys
 from ds_core.config.redaction import show_unknown
@@ -75,14 +75,11 @@ def _unknown_section(name: str, value: Any, models: Models, installed: Collectio
     close = nearest(name, {*CORE_KEYS, *models, *installed, *documented()})
     if close is None:
         return Problem(name, message, "no key of ds-core, of an installed plugin or of the documents is like it")
-    if close in CORE_KEYS:
-        owner = CORE_OWNER
-    elif close in models:
-        owner = models[close][1]
+    if close in CORE_KEYS or close in models:
+        owner = CORE_OWNER if close in CORE_KEYS else models[close][1]
     else:
-        owner = documented()[close]["owner"] if close in documented() else "an installed plugin"
-        if close not in installed:
-            owner += ", not built yet" if offered_by("sections", close) is None else ", not installed"
+        owner = documented().get(close, {}).get("owner", "an installed plugin")
+        owner = owner if close in installed else f"{owner}, not installed" if owner else "not offered"
     return Problem(name, message, f"did you mean {close!r} ({owner})?")
 
 

@@ -46,6 +46,13 @@ def requirements(dist: str, known: dict[str, tuple[Path, dict[str, Any]]]) -> li
     return [each for name in ours for each in (*requirements(name, known), name)]
 
 
+def described(name: str, row: dict[str, Any], sections: dict[str, str]) -> dict[str, Any]:
+    """The row of a documented section; why it is not offered, where its owner is not in this repository."""
+    if name in sections or "why" in row:
+        return row
+    return {**row, "owner": "", "why": f"{row['owner']} is not in this version"}
+
+
 def made() -> str:
     """The file as it should be."""
     from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins
@@ -66,10 +73,8 @@ def made() -> str:
     broken = [r.why for r in plugins.examine() if r.why]
     assert not broken, broken
     listed = json.loads(DOCUMENTED.read_text())
-    catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "planned": listed["planned"]}
-    owners = {name: row["owner"] for name, row in listed["sections"].items() if row["owner"]}
-    catalogue["planned"]["sections"] = {name: dist for name, dist in owners.items() if name not in sections}
-    catalogue["documented"], catalogue["engine"] = listed["sections"], listed["engine"]
+    catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "engine": listed["engine"]}
+    catalogue["documented"] = {name: described(name, row, sections) for name, row in listed["sections"].items()}
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
         catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}

@@ -15,7 +15,7 @@ PACKAGES = [
     CORE,
     *sorted(d for kind in ("plugins", "ops", "monitors") for d in ROOT.glob(f"{kind}/*/ds_*") if d.is_dir()),
 ]
-LINES, CODE, LONGEST = 9_850, 6_330, 500
+LINES, CODE, LONGEST = 9_845, 6_320, 500
 """Budgets: lines and lines of code of the core, lines of one file. They may only shrink."""
 
 

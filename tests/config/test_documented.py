@@ -81,3 +81,9 @@ def test_the_catalogue_is_read_only_when_a_section_has_no_plugin() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300).stdout
     assert said.split() == ["0", "1"]
+
+
+@pytest.mark.parametrize(("key", "meant"), [("nebulla", "not offered"), ("tensorbord", "not installed")])
+def test_the_nearest_section_says_whether_it_can_be_had(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean '\w+' \(.*{meant}\)\?"):
+        build_config({key: {"enabled": True}}, {})

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator
 
 from ds_core.compose import compose
-from ds_core.config import Section, build_config, not_built, option
+from ds_core.config import Section, build_config, option
 from ds_core.config.translate import translate_errors
 from ds_core.errors import ConfigError
 
@@ -43,8 +43,8 @@ class Thing(Section):
     inners: list[Inner] = option([], "Inners.")
     new: int = option(0, "New.", old=("older", "oldest"))
     aliased: int = option(0, "Aliased.", alias="stage3_aliased")
-    later: bool = not_built(False, "it needs wings")
-    later_size: int = not_built(1, "it needs wings", off=(0,))
+    wings: bool = option(False, "Wings.", not_offered="legs are faster")
+    marked: int = option(1, "Marked.", old=("noted",), json_schema_extra={"x-acme": [1, 2]})
     plain_field: int = Field(3, gt=2, description="An ordinary pydantic field.")
 
 
@@ -68,8 +68,8 @@ def parse(**values: Any) -> Thing:
         ("stage", 2.0, 2),
         ("inners", [{"size": 1.0}], [Inner(size=1)]),
         ("stage3_aliased", 4.0, 4),
-        ("later", False, False),
-        ("later_size", 0, 0),
+        ("wings", False, False),
+        ("marked", 2.0, 2),
         ("plain_field", 4.0, 4),
     ],
 )
@@ -101,8 +101,7 @@ def test_accepted(key: str, value: Any, result: Any) -> None:
         ("stage", True),
         ("stage", 3),
         ("on", 1),
-        ("later", True),
-        ("later_size", 2),
+        ("wings", True),
         ("plain_field", 2),
         ("unknown", 1),
     ],
@@ -250,3 +249,12 @@ def test_plugins_that_are_named_and_not_there_are_noted() -> None:
     assert disabled.startswith("plugins.disable[0]: has no effect: nothing installed is called 'tensorbord'")
     assert disabled.endswith("did you mean 'tensorboard'?")
     assert preferred.startswith("plugins.prefer.my_section: has no effect: ")
+
+
+def test_marks_of_others_stay_with_the_field() -> None:
+    from ds_core.config.section import marks, old_names
+
+    field = Thing.model_fields["marked"]
+    assert marks(field)["x-acme"] == [1, 2]
+    assert old_names(field) == ("noted",)
+    assert parse(noted=3).marked == 3

@@ -582,7 +582,6 @@ def test_config_sources_are_equivalent(tmp_path):
     ("section", "words"),
     [
         ({"type": "Adm"}, ["optimizer.type", "'Adm'", "'Adam'"]),
-        ({"type": "MuAdam"}, ["documented but not built yet"]),
         (
             {"type": "Lamb"},
             ["served by ds-optimizers", "pip install ./plugins/run_state ./ops/kernel_kit ./plugins/optimizers"],

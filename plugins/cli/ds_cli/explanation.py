@@ -15,7 +15,7 @@ from ds_core.catalogue import documented, install, offered_by
 from ds_core.config.core import CoreConfig
 from ds_core.config.keys import Key, bare, is_secret, iter_keys
 from ds_core.config.redaction import REDACTED
-from ds_core.config.section import NOT_BUILT, WITHOUT_EFFECT, is_class, marks, names_of, old_names
+from ds_core.config.section import NOT_OFFERED, WITHOUT_EFFECT, is_class, marks, names_of, old_names
 from ds_core.config.translate import describe
 from ds_core.errors import ConfigError, Problem, nearest
 
@@ -112,8 +112,8 @@ def _explained(key: str, row: Key, owner: str) -> Explanation:
         text = f"Deprecated spelling. {text}"
     elif others:
         text = f"{text} Other spellings: {', '.join(others)}."
-    if why := marks(field).get(NOT_BUILT):
-        text = f"{text} Documented but not built yet: {why}."
+    if why := marks(field).get(NOT_OFFERED):
+        text = f"{text} Documented but not offered: {why}."
     if why := marks(field).get(WITHOUT_EFFECT):
         text = f"{text} Accepted without effect: {why}."
     annotation: Any = field.annotation
@@ -159,8 +159,6 @@ def _documented(key: str) -> Explanation:
         f"install it with {install(owner)}"
         if offered_by("sections", name) is not None
         else f"documented but not offered: {row['why']}"
-        if "why" in row
-        else f"documented but not built yet; it will come with {owner}"
     )
     keys: Any = row["keys"]
     parts = re.sub(r"\[\d+\]", "", key).split(".")

@@ -86,7 +86,7 @@ def test_what_an_editor_needs_is_there() -> None:
     assert fake["properties"]["bucket"]["deprecated"] is True
     assert fake["properties"]["code"]["writeOnly"] is True
     assert fake["required"] == ["needed"]
-    assert schema["$defs"]["BF16"]["properties"]["bf16_optimizer_states"]["x-ds-not-built"]
+    assert schema["$defs"]["BF16"]["properties"]["bf16_optimizer_states"]["x-ds-not-offered"]
     assert "$ref" not in schema["properties"]["unsayable"]
 
 

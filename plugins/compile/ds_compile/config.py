@@ -57,22 +57,22 @@ class CompileConfig(Section):
         False, "Keep all inputs of the first step.", without_effect="no pass runs a graph on them"
     )
     # -- errors
-    offload_activation: bool = option(False, "Keep activations in host memory.", not_built=_OFFLOAD)
+    offload_activation: bool = option(False, "Keep activations in host memory.", not_offered=_OFFLOAD)
     offload_activation_pin_memory: bool = option(
         True, "In pinned memory.", without_effect="offload_activation is not there"
     )
     offload_opt_states: bool = option(
         False,
         "Optimizer states in host memory during forward and backward.",
-        not_built="zero_optimization.offload_optimizer keeps them there, compiled or not",
+        not_offered="zero_optimization.offload_optimizer keeps them there, compiled or not",
     )
     offload_parameters: bool = option(
         False,
         "Parameters in host memory.",
-        not_built="zero_optimization.offload_param keeps them there, compiled or not",
+        not_offered="zero_optimization.offload_param keeps them there, compiled or not",
     )
     symmetric_memory: bool = option(
-        False, "Gathers by symmetric memory.", not_built="no provider of collectives uses symmetric memory"
+        False, "Gathers by symmetric memory.", not_offered="no provider of collectives uses symmetric memory"
     )
 
     @model_validator(mode="after")

@@ -73,7 +73,7 @@ def test_every_form_of_config_is_taken(tmp_path: Path) -> None:
         ({"train_batch_size": 6, "train_micro_batch_size_per_gpu": 4}, "train_batch_size 6 is not"),
         ({"zero_optimization": {"stage": 1}}, "a batch size is needed"),
         ({"train_batch_size": 8, "zero_optimization": {"stgae": 1}}, "did you mean 'zero_optimization.stage'"),
-        ({"train_batch_size": 8, "data_efficiency": {"enabled": True}}, "not built yet"),
+        ({"train_batch_size": 8, "nebula": {"enabled": True}}, "not offered"),
     ],
 )
 def test_errors_are_those_of_a_run(given: dict[str, Any], said: str) -> None:

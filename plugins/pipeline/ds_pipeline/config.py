@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, not_built, option
+from ds_core.config import Section, option
 
 __all__ = ["PipelineConfig"]
 
@@ -22,8 +22,10 @@ class PipelineConfig(Section):
         "How layers are divided, for the reader.",
         without_effect="the partition_method of the PipelineModule divides the layers",
     )
-    seed_layers: bool = not_built(
-        False, "layers are built before the config is read; give seed_layers=True to PipelineModule"
+    seed_layers: bool = option(
+        False,
+        "Seed the random numbers of each layer before it is built.",
+        not_offered="layers are built before the config is read; give seed_layers=True to PipelineModule",
     )
     activation_checkpoint_interval: int = option(
         0, "Recompute activations in groups of so many layers; 0 leaves it to the PipelineModule.", ge=0
