@@ -1,0 +1,81 @@
+"""Which sample comes next, for all ranks together.
+
+An order depends on the seed, the epoch and the step, never on the number of ranks or on how many samples are asked
+for at a time; so its position, saved by one job, is good for a job of any size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Order", "Shuffled"]
+
+
+class Order(Protocol):
+    """Indices of samples, one epoch after the other.
+
+    ``len()``: samples per epoch. It is not thread-safe.
+    """
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        ...
+
+    def start(self, epoch: int) -> None:
+        """Begin `epoch`, counted from 0, at its first sample."""
+        ...
+
+    def take(self, count: int, step: int) -> list[int]:
+        """The next `count` indices, for the optimizer step `step` (from 0); fewer where the epoch ends, then none."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: JSON and tensors, the same for every number of ranks."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from `state`."""
+        ...
+
+
+class Shuffled:
+    """Every sample once per epoch, in the order that the core's own loader has for (seed, epoch).
+
+    shuffle: False takes samples as they lie.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+        self._size, self._seed, self._shuffle = size, seed, shuffle
+        self._epoch = self._taken = 0
+        self._indices: torch.Tensor | None = None  # made at the first use: some ranks never take a sample
+
+    def __len__(self) -> int:
+        return self._size
+
+    def start(self, epoch: int) -> None:
+        """Begin `epoch` at its first sample."""
+        self._epoch, self._taken, self._indices = epoch, 0, None
+
+    def take(self, count: int, step: int) -> list[int]:
+        """The next `count` indices of the epoch's permutation; `step` does not matter."""
+        if self._indices is None:
+            self._indices = self._permutation()
+        found: list[int] = self._indices[self._taken : self._taken + count].tolist()
+        self._taken += len(found)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and the samples taken in it."""
+        return {"epoch": self._epoch, "taken": self._taken}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from `state`."""
+        self.start(int(state["epoch"]))
+        self._taken = int(state["taken"])
+
+    def _permutation(self) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._size)
+        return torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed + self._epoch))
