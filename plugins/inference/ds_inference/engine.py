@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ds_inference.generation import Generator
 from ds_inference.hf_generate import hf_generate
 from ds_inference.preparing import prepare
 from ds_inference.requests import Output, Request
+from ds_inference.times import Stopwatch, Timed
 
 __all__ = ["InferenceEngine"]
 
@@ -50,8 +51,7 @@ class InferenceEngine(nn.Module):
         self.device, self.dtype = made.device, getattr(torch, config.floats)
         self._generator: Generator | None = None
         self._eager: Eager | None = None
-        self._times: list[float] | None = None
-        self._hooks: list[Any] = []
+        self._watch = Stopwatch(self.device)
         self._signature = inspect.signature(self.module.forward)
         self.is_compiled = False
         self.eval()
@@ -70,10 +70,9 @@ class InferenceEngine(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the model says of the inputs, which are those of the module."""
         lowered, runnable = self._made.lowered, self._made.runnable
-        with torch.no_grad():
-            if lowered is None or runnable is None:  # hooks, which measure, do not run in graphs
-                answer: Any = self._made.graphs if self._times is None else None
-                return (answer or self.module)(*inputs, **kwargs)
+        with torch.no_grad(), self._watch.call():
+            if lowered is None or runnable is None:
+                return (self._made.graphs or self.module)(*inputs, **kwargs)
             given = _by_name(self._signature, inputs, kwargs)
             if (why := run.refusal(lowered, given)) is not None:
                 log_once(log, logging.INFO, f"the module itself answers a call: {why}".replace("%", "%%"))
@@ -140,7 +139,8 @@ class InferenceEngine(nn.Module):
     def _make_generator(self) -> Generator:
         made, config = self._made, self._config
         if made.lowered is not None and made.lowered.kind is Kind.CAUSAL and made.lowered.vocab is not None:
-            runnable: Any = made.runnable
+            assert made.runnable is not None
+            runnable: Any = Timed(made.runnable, self._watch)
             told: Any = made.lowered
         else:
             if not callable(getattr(self.module, "generate", None)):
@@ -170,66 +170,29 @@ class InferenceEngine(nn.Module):
         self.is_compiled = True
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Measure each call of the model from now on; `model_times` has the result. use_cuda_events: on the device."""
-        if self._times is not None:
-            return
-        self._times = []
-        clock = _clock(self.device, use_cuda_events)
-        begun: list[Callable[[], float]] = []
+        """Measure each call of the model from now on; `model_times` has the result. use_cuda_events: on the device.
 
-        def begin(*_: Any) -> None:
-            begun.append(clock())
-
-        def end(*_: Any) -> None:
-            assert self._times is not None
-            self._times.append(begun.pop()())
-
-        self._hooks = [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]
+        A call is a forward, or a step of a generation: one for each token, and those that read prompts.
+        """
+        self._watch.start(self.module, use_cuda_events)
 
     def model_times(self) -> list[float]:
         """Milliseconds of each call since the last time that this was asked."""
-        if self._times is None:
+        times = self._watch.take()
+        if times is None:
             raise UsageError("model_times: nothing is measured; call profile_model_time() first")
-        times, self._times = self._times, []
         return times
 
     def destroy(self) -> None:
-        """Let go of all but the module. A module whose weights are elsewhere ends with this."""
+        """Let go of all but the module, which answers by itself from now on. Calling it again does nothing.
+
+        Where `zero` keeps the weights elsewhere, nothing answers any more.
+        """
         if self._made.holder is not None:
             self._made.holder.destroy()
+        self._made = replace(self._made, lowered=None, runnable=None, graphs=None, holder=None)
         self._generator = self._eager = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._times = [], None
-
-
-def _clock(device: torch.device, events: bool) -> Callable[[], Callable[[], float]]:
-    """Begins to measure; what that gives ends it, and says how many milliseconds went by."""
-
-    def on_device() -> Callable[[], float]:
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-
-        def elapsed() -> float:
-            last.record()
-            last.synchronize()
-            return float(first.elapsed_time(last))
-
-        return elapsed
-
-    def on_host() -> Callable[[], float]:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        first = time.perf_counter()
-
-        def elapsed() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return (time.perf_counter() - first) * 1e3
-
-        return elapsed
-
-    return on_device if events and device.type == "cuda" else on_host
+        self._watch.stop()
 
 
 def _by_name(signature: inspect.Signature, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,13 +23,13 @@ from ds_run_state.blocks import HoldsWeights
 from torch import Tensor, nn
 
 from ds_core.context import Context, StashKey
-from ds_core.errors import UsageError
+from ds_core.errors import ConfigError, Problem, UsageError
 from ds_core.process import log_once
 from ds_core.runner import eval_mode
 from ds_core.running import RunningEngine
 from ds_inference import parallel
 from ds_inference.eager import Eager
-from ds_inference.families import Kind, Lowered, lower
+from ds_inference.families import Kind, Lowered, lower, why_not
 from ds_inference.generation import Generator
 from ds_inference.hybrid_config import HybridEngine
 from ds_inference.plain_generate import plain_generate
@@ -87,6 +87,7 @@ class _State:
     ended: float | None = None
 
 
+_GRAPH = "hybrid_engine.enable_cuda_graph"
 _STATE: StashKey[_State] = StashKey("hybrid engine")
 
 
@@ -173,23 +174,18 @@ def _model(engine: RunningEngine, section: HybridEngine, whole: bool) -> _Model:
     if lowered is not None and (lowered.kind is not Kind.CAUSAL or lowered.vocab is None):
         raise UsageError(f"generate: {type(module).__name__} has no head that says the next token")
     if lowered is None:
+        if section.enable_cuda_graph:
+            why = why_not(module) or "its weights are elsewhere"
+            text = f"{type(module).__name__} runs by itself, and only steps of a program are recorded: {why}"
+            raise ConfigError([Problem(_GRAPH, text, "leave the key out")], engine.ctx.config.origin)
         log_once(log, logging.INFO, "generate: %s computes by itself, without a program", type(module).__name__)
         several = not whole and mesh.size("dp") > 1
         eager = Eager(module, together=not whole, group=mesh.group("dp") if several else None)
         return _Model(eager, eager.program, eager.vocab, eager.max_positions, eager.eos, None)
     runnable = parallel.load(lowered, module, engine.ctx, torch.device(engine.ctx.accelerator.current_device()))
     if section.enable_cuda_graph:
-        _capture(runnable)
+        parallel.record(runnable, type(module).__name__, _GRAPH)
     return _Model(runnable, lowered.program, lowered.vocab, lowered.max_positions, lowered.eos, lowered)
-
-
-def _capture(runnable: Runnable) -> None:
-    capture: Callable[[], None] | None = getattr(runnable, "capture", None)
-    if capture is None:
-        text = "hybrid_engine.enable_cuda_graph has no effect: the kernels that serve here record no graphs"
-        log_once(log, logging.WARNING, text)
-    else:
-        capture()
 
 
 # -- one call -------------------------------------------------------------------------------------------------

@@ -26,5 +26,5 @@ class HybridEngine(Section):
     )
     enable_cuda_graph: bool = option(
         False,
-        "Record the steps of decoding as CUDA graphs, where the kernels can. Not with stage 3 or several tp ranks.",
+        "Record the steps of decoding as CUDA graphs; an error where the kernels cannot. Not with stage 3.",
     )

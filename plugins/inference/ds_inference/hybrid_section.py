@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.errors import Problem
+from ds_core.errors import ConfigError, Problem
 from ds_inference.axes import tp_size
 from ds_inference.hybrid_config import HybridEngine
 
@@ -32,8 +32,6 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     path = "hybrid_engine.enable_cuda_graph"
     if section.enable_cuda_graph and section.release_inference_cache:
         yield Problem(path, "a graph reads the cache where it was recorded", "set release_inference_cache to false")
-    if section.enable_cuda_graph and section.inference_tp_size > 1:
-        yield Problem(path, "a graph cannot hold the collectives of tensor parallelism", "set inference_tp_size to 1")
     if section.enable_cuda_graph and getattr(config.section("zero_optimization"), "stage", 0) == 3:
         yield Problem(path, "stage 3 gathers weights anew, and a graph reads them where they were", "set stage 0 to 2")
     size = tp_size(config, plugins)
@@ -52,8 +50,12 @@ def _on(ctx: Context) -> bool:
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
     """``engine.generate`` and ``engine.generation_stats``."""
-    if not _on(ctx):
+    section = ctx.config.section("hybrid_engine")
+    if not isinstance(section, HybridEngine) or not section.enabled:
         return {}
+    if section.enable_cuda_graph and (kind := ctx.accelerator.device_type) != "cuda":
+        problem = Problem("hybrid_engine.enable_cuda_graph", f"the model is on {kind}", "leave the key out")
+        raise ConfigError([problem], ctx.config.origin)
     from ds_inference.hybrid import generate, generation_stats
 
     return {"generate": generate, "generation_stats": generation_stats}

@@ -27,7 +27,7 @@ from ds_core.compose import compose
 from ds_core.config import ConfigSource, check_rules
 from ds_core.context import Context
 from ds_core.entries import Axis
-from ds_core.errors import ConfigError, DSError
+from ds_core.errors import ConfigError, DSError, Problem
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, plan_mesh
 from ds_core.plugins import blaming
@@ -191,11 +191,12 @@ def load(lowered: Any, model: nn.Module, ctx: Context, device: torch.device) -> 
     return Embedded(runnable, embedding) if embedding is not None and divided(embedding) is not None else runnable
 
 
-def record(runnable: Runnable, what: str) -> None:
-    """Have steps recorded as CUDA graphs from now on; ConfigError where what serves cannot. what: for the message."""
+def record(runnable: Runnable, what: str, key: str = "enable_cuda_graph") -> None:
+    """Have steps recorded as CUDA graphs from now on. what, key: for the ConfigError where what serves cannot."""
     capture = getattr(runnable.runnable if isinstance(runnable, Embedded) else runnable, "capture", None)
     if capture is None:
-        raise ConfigError(f"what serves {what} records no graphs; ds-ops-cuda does", "enable_cuda_graph")
+        why = f"what serves {what} records no graphs; ds-ops-cuda does"
+        raise ConfigError([Problem(key, why, "leave the key out elsewhere")])
     capture()
 
 

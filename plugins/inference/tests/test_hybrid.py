@@ -260,7 +260,7 @@ def test_a_module_of_ones_own() -> None:
             "enable_cuda_graph: .*release_inference_cache",
         ),
         ({"enable_cuda_graph": True}, 3, "enable_cuda_graph: stage 3"),
-        ({"enable_cuda_graph": True, "inference_tp_size": 2}, 0, "enable_cuda_graph: .*tensor parallelism"),
+        ({"enable_cuda_graph": True}, 0, "hybrid_engine.enable_cuda_graph: the model is on cpu"),
         ({"inference_tp_size": 2}, 0, "inference_tp_size: 2, but .*autotp_size"),
     ],
 )

@@ -14,9 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 pytestmark = pytest.mark.slow
 
-# Without a head over the words their embedding is divided by columns, which no program serves: the module answers.
-ALONE = {"bert", "bert classes", "distilbert", "distilbert answers"}
-
 
 def off(names: list[str], tp: int) -> dict[str, tuple[float, bool, bool]]:
     """Of each case: how far logits are, whether greedy texts are equal, and whether a program answered."""
@@ -59,4 +56,4 @@ def test_a_divided_family_answers_as_the_module(tp: int) -> None:
 
     for rank, found in enumerate(run_ranks(tp, off, list(CASES), tp)):
         assert not {name: row for name, row in found.items() if row[0] > 1e-5 or not row[1]}, f"rank {rank}"
-        assert {name for name, row in found.items() if not row[2]} == ALONE
+        assert not [name for name, row in found.items() if not row[2]], "the module answered"

@@ -205,17 +205,39 @@ def test_a_pipeline_of_transformers_runs_it() -> None:
     assert pipe("w5 w9 w11", **keys) == wanted
 
 
-def test_times_of_each_call() -> None:
-    engine = init_inference(make("llama"), dtype="fp32")
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("inject", [False, True])
+def test_times_of_each_call(kind: str, inject: bool) -> None:
+    engine = init_inference(make(kind), dtype="fp32", replace_with_kernel_inject=inject)
+    assert (engine._made.runnable is not None) is inject
     with pytest.raises(UsageError, match="profile_model_time"):
         engine.model_times()
     engine.profile_model_time()
+    engine.profile_model_time()  # is on already
     for _ in range(2):
         engine(input_ids=ids())
+    engine(input_ids=ids(), output_hidden_states=True)  # the module answers
     times = engine.model_times()
-    assert len(times) == 2
+    assert len(times) == 3
     assert min(times) > 0
     assert engine.model_times() == []
+    engine.destroy()
+    engine(input_ids=ids())
+    with pytest.raises(UsageError, match="profile_model_time"):
+        engine.model_times()
+
+
+@pytest.mark.parametrize("inject", [False, True])
+def test_times_of_each_step_of_a_generation(inject: bool) -> None:
+    engine = init_inference(make("llama"), dtype="fp32", replace_with_kernel_inject=inject)
+    engine.profile_model_time()
+    keys = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "eos_token_id": -1}
+    engine.generate(ids(), attention_mask=torch.ones(2, 9, dtype=torch.long), **keys)
+    assert len(engine.model_times()) == TOKENS  # the prompt brings the first token
+    with pytest.raises(ValueError, match="input_ids"):
+        engine(input_ids=ids() + 100) if inject else engine()
+    engine(input_ids=ids())
+    assert len(engine.model_times()) == 2  # a call that fails counts, and leaves the clock in order
 
 
 @pytest.mark.parametrize(

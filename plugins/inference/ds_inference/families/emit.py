@@ -77,11 +77,14 @@ class _Emitter:
         return self.derived[-1].tensor
 
     def embed(self, model: Transformer) -> int:
-        """The sum of the embeddings, normalised; sets `embeds`."""
-        table = _table(model.tokens)
-        x = self.embeds = self.put(p.Embed(at := self.register("tokens", table.shape[1]), table), at)
-        if (cut := divided(model.tokens)) is not None and cut.gathers:
-            raise Unknown("an embedding of which each rank has some columns is not served")
+        """The sum of the embeddings, normalised; sets `embeds`.
+
+        Where ranks divide the table of tokens, by rows or by columns, the instruction is not run: `parallel.Embedded`
+        gives each step its vectors.
+        """
+        table, cut = _table(model.tokens), divided(model.tokens)
+        width = sum(cut.sizes) or table.shape[1] * cut.ranks if cut is not None and cut.gathers else table.shape[1]
+        x = self.embeds = self.put(p.Embed(at := self.register("tokens", width), table), at)
         if model.project_in is not None:
             x = self.linear(x, model.project_in, "x")
         if model.types is not None:
