@@ -149,7 +149,6 @@ WITHOUT_PLUGIN: dict[str, Any] = {
     "sparse_attention": {"mode": "fixed"},
     "tensorboard": {"enabled": True},
     "csv_monitor": {"enabled": True},
-    "autotuning": {"enabled": True},
     "nebula": {"enabled": True},
     "datastates_ckpt": {"host_cache_size": 2},
     "elasticity": {"enabled": True},
