@@ -22,6 +22,7 @@ from ds_inference.serve.asking import Limits  # noqa: E402
 from ds_inference.serve.server import Server, listen, token_from  # noqa: E402
 from ds_inference.serve.text import Text  # noqa: E402
 from hostility import attack  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from serving import Backwards, Bytes, ask, post, raw, serving, slow_reader  # noqa: E402
 
 USER = [{"role": "user", "content": "abc"}]
@@ -193,13 +194,39 @@ def test_a_full_queue_time_limits_and_clients_that_leave(client: Connect) -> Non
         first.close()  # the client leaves: its answer is cancelled and the next begins
         until(lambda: generator.cancelled == 1 and len(generator.open) == 2)
         shown = ask(address, "/metrics")[1]
-        assert 'dscore_serve_requests_total{path="/v1/completions",status="429"} 1' in shown
-        assert "dscore_serve_cancelled_total 1" in shown
-        until(lambda: "\ndscore_serve_requests_waiting 1\n" in ask(address, "/metrics")[1])
+        assert 'dscore_serve_requests_total{path="/v1/completions",status="429"} 1.0' in shown
+        assert "dscore_serve_cancelled_total 1.0" in shown
+        until(lambda: "\ndscore_serve_requests_waiting 1.0\n" in ask(address, "/metrics")[1])
         server._worker.fail_all(openai.OpenAIError())  # what any failure of the server's own looks like
         for thread in waiting:
             thread.join(20)
         until(lambda: generator.open == [])
+
+
+def test_what_prometheus_reads(client: Connect) -> None:
+    with serving(Backwards()) as (address, _), serving(Backwards()) as (other, _):  # two registries in one process
+        client(address).completions.create(model="backwards", prompt="abc", max_tokens=2)
+        until(lambda: samples(address)["dscore_serve_request_seconds_count"] == 1)
+        found = samples(address)
+        assert found["dscore_serve_prompt_tokens_total"] == 3 and found["dscore_serve_completion_tokens_total"] == 2
+        assert found["dscore_serve_first_token_seconds_bucket", "+Inf"] == found["dscore_serve_requests_total"] == 1
+        assert found["dscore_serve_cache_blocks"] > found["dscore_serve_cache_blocks_used"] == 0
+        assert samples(other)["dscore_serve_completion_tokens_total"] == 0
+        head = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\naccept: "
+        newer = raw(address, head + b"application/openmetrics-text; version=1.0.0\r\n\r\n")
+        assert b"openmetrics-text; version=1.0.0" in newer and newer.endswith(b"# EOF\n")
+        assert b" 200 " in raw(address, head + b"a/b; =;;q=\xff, text/plain; version\r\n\r\n")[:20]
+
+
+def samples(address: str) -> dict[str | tuple[str, str], float]:
+    """What /metrics says, as Prometheus understands it. By name, buckets by name and bound; of answers only."""
+    families = text_string_to_metric_families(ask(address, "/metrics")[1])
+    return {
+        (s.name, s.labels["le"]) if "le" in s.labels else s.name: s.value
+        for family in families
+        for s in family.samples
+        if s.labels.get("path") in (None, "/v1/completions")
+    }
 
 
 def test_answers_that_take_too_long_end(client: Connect) -> None:
@@ -229,7 +256,7 @@ def test_a_client_that_does_not_read_loses_its_connection() -> None:
         with slow_reader(address, post(json.dumps(asked).encode())):
             until(lambda: len(generator.open) == 39)
             until(lambda: not generator.open and not server.server_state.connections)
-        assert "dscore_serve_cancelled_total 1" in ask(address, "/metrics")[1]
+        assert "dscore_serve_cancelled_total 1.0" in ask(address, "/metrics")[1]
 
 
 def test_stopping_lets_answers_end_and_cuts_off_what_takes_longer(client: Connect) -> None:

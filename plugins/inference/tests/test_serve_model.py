@@ -133,7 +133,7 @@ def test_a_thousand_hostile_requests_leave_it_serving_and_its_memory_flat(tmp_pa
             assert ai.completions.create(model="backwards", prompt="abc", max_tokens=3).usage.completion_tokens == 3
             used.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20)
         shown = ask(address, "/metrics")[1]
-        assert "\ndscore_serve_cache_blocks_used 0\n" in shown and "\ndscore_serve_requests_waiting 0\n" in shown
+        assert "\ndscore_serve_cache_blocks_used 0.0\n" in shown and "\ndscore_serve_requests_waiting 0.0\n" in shown
         # It rests at what the first hundreds took (arenas, the cache's blocks): of 4,000, the last 3,000 added none.
         assert min(used[5:]) - min(used[2:5]) <= 8, used
 

@@ -6,14 +6,14 @@ import hmac
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ds_inference.serve.asking import Answering, Limits, Message, Receive, Scope, Send
@@ -32,7 +32,14 @@ def make_app(
     served: Served, worker: Worker, limits: Limits, *, token: str | None = None, hosts: Sequence[str] | None = None
 ) -> Gate:
     """The ASGI application. token: what a request must bear; hosts: names it may call this server by, None: any."""
-    metrics, threads = Metrics(), ThreadPoolExecutor(1, "tokens")
+    g = worker.generator
+    now: dict[tuple[str, str], Callable[[], float]] = {
+        ("requests_running", "Answers that are generated."): lambda: g.running,
+        ("requests_waiting", "Answers without a token yet."): lambda: len(worker.waiting),
+        ("cache_blocks_used", "Blocks of the cache that hold tokens."): lambda: g.blocks_used,
+        ("cache_blocks", "Blocks of the cache."): lambda: g.blocks,
+    }
+    metrics, threads = Metrics(now), ThreadPoolExecutor(1, "tokens")
     created = int(time.time())
     model = {"id": served.name, "object": "model", "created": created, "owned_by": "ds_core"}
 
@@ -49,10 +56,8 @@ def make_app(
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def counted(request: Request) -> Response:
-        g = worker.generator
-        now = {"requests_running": g.running, "requests_waiting": len(worker.waiting)}
-        now |= {"cache_blocks_used": g.blocks_used, "cache_blocks": g.blocks}
-        return PlainTextResponse(metrics.text(now), media_type="text/plain; version=0.0.4")
+        text, kind = metrics.text(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind})
 
     shared = (served, worker, limits, metrics, threads)
     routes = [
@@ -123,14 +128,14 @@ class Gate:
                 await _refuse(Request(scope), refusal)(scope, receive, seen)
         except Gone:
             status = 499
-            self._metrics.cancelled += 1
+            self._metrics.cancelled.inc()
         except Exception as error:
             # Without the message: an exception may repeat what a request said.
             frames = "".join(traceback.format_tb(error.__traceback__))
             log.error("%s while answering:\n%s", type(error).__name__, frames)
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"
-            self._metrics.requests[path, status] += 1
+            self._metrics.requests.labels(path, status).inc()
             usage, client = state.get("tokens"), (scope.get("client") or ("?",))[0]
             tokens = f" {usage.prompt}+{usage.completion} tokens" if usage else ""
             log.info("%s %s %s %d %.3f s%s", client, scope["method"], path, status, time.monotonic() - began, tokens)

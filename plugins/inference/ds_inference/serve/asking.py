@@ -86,15 +86,15 @@ class Answering(Generic[T]):
         usage = Usage(sum(len(prompt) for prompt in job.prompts))
         left = self._limits.seconds - (time.monotonic() - began)
         with self._worker.open(job.each, max(left, 0.0)) as ticket:
-            self._metrics.prompt_tokens += usage.prompt
+            self._metrics.prompt_tokens.inc(usage.prompt)
             watch = asyncio.create_task(_watch(receive, ticket))
             try:
                 await self._answer(job, ticket, usage, began, send)
             finally:
                 watch.cancel()
-                self._metrics.completion_tokens += usage.completion
+                self._metrics.completion_tokens.inc(usage.completion)
                 scope["state"]["tokens"] = usage
-        self._metrics.whole.add(time.monotonic() - began)
+        self._metrics.whole.observe(time.monotonic() - began)
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Answering(Generic[T]):
         """What each token adds to which answer, until all have ended."""
         async for index, output in ticket:
             if usage.completion == 0:
-                self._metrics.first_token.add(time.monotonic() - began)
+                self._metrics.first_token.observe(time.monotonic() - began)
             usage.completion += output.token is not None
             choice = choices[index]
             text, pieces = choice.add(output)

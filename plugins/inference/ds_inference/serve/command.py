@@ -46,9 +46,9 @@ def serve(
 
     /health says whether it serves, /metrics is for Prometheus. SIGTERM and Ctrl-C end it in order.
     """
-    missing = [name for name in ("uvicorn", "starlette", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CommandError(f"{' and '.join(missing)} is missing; pip install 'ds-inference[serve]'")
+    needed = ("uvicorn", "starlette", "transformers", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise CommandError(f"missing: {', '.join(missing)}; pip install 'ds-inference[serve]'")
     from ds_inference.serve.asking import Limits
     from ds_inference.serve.driving import follow
     from ds_inference.serve.model import Choices, open_model
