@@ -339,3 +339,11 @@ def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-b
 @gives(many("ds_core.entries:Chart"))
 def ds_charts(config: RunConfig) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
     """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs."""
+
+
+@gives(numbers)
+def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:  # type: ignore[empty-body]
+    """Driver: the most bytes of model states on one rank, by "device", "host" and "disk", for tools. Nothing runs.
+
+    module: what a rank computes with, of meta tensors in the dtypes of training. world: data-parallel ranks.
+    """

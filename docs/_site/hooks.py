@@ -42,6 +42,7 @@ KITS = {
     "ds_commands": "CommandConformance",
     "ds_check": "CheckConformance",
     "ds_charts": "ChartConformance",
+    "ds_memory": "MemoryConformance",
 }
 """The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest `PluginConformance`."""
 

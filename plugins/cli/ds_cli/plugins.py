@@ -43,6 +43,7 @@ KINDS = {
     "ds_launchers": "launcher",
     "ds_commands": "command",
     "ds_charts": "chart",
+    "ds_memory": "memory",
     "ds_check": "check",
 }
 """What a hook makes of its plugin; all others are observers'."""

@@ -115,5 +115,6 @@ KINDS: dict[str, Kind] = {
     ),
     "check": Kind("rules that span a config's sections", ("ds_check",), True, "A check"),
     "chart": Kind("what dscore plan shows of a config", ("ds_charts",), True, "A chart"),
+    "memory": Kind("how much memory model states take", ("ds_memory",), True, "The memory of model states"),
 }
 """By the name that ``--kind`` takes; in the order of docs/plugins.md."""

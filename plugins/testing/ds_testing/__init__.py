@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ds_testing.kernels import KernelConformance
     from ds_testing.launcher import LauncherConformance
     from ds_testing.loader import LoaderConformance
+    from ds_testing.memory import MemoryConformance
     from ds_testing.mesh import MeshAxisConformance, MeshConformance
     from ds_testing.monitor import MonitorConformance
     from ds_testing.observer import ObserverConformance
@@ -55,6 +56,7 @@ __all__ = [
     "KernelConformance",
     "LauncherConformance",
     "LoaderConformance",
+    "MemoryConformance",
     "MeshAxisConformance",
     "MeshConformance",
     "MonitorConformance",
@@ -91,6 +93,7 @@ __getattr__, __dir__ = names_on_first_use(
         "kernels": "KernelConformance",
         "launcher": "LauncherConformance",
         "loader": "LoaderConformance",
+        "memory": "MemoryConformance",
         "mesh": "MeshAxisConformance MeshConformance",
         "monitor": "MonitorConformance",
         "observer": "ObserverConformance",

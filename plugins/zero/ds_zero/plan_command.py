@@ -68,6 +68,7 @@ def plan(
     from ds_core.precision import cast_module, make_precision
     from ds_zero import plan as planning
     from ds_zero.config import ZeroConfig
+    from ds_zero.memory import measured_states
     from ds_zero.plan_model import divide_matrices, parse_amount
 
     module = _model(params, largest_layer, model)
@@ -81,7 +82,7 @@ def plan(
     divided = Divided.by(chosen)
     activations = _activations(module, tokens, params, divided)
     whole, module = module, divide_matrices(module, divided.layers)
-    states, casts = _optimizer(chosen)
+    states, casts = measured_states(chosen.optimizer)
     states = states if optimizer_states is None else optimizer_states
     gas = chosen.config.core.gradient_accumulation_steps or 1
     ahead = bool((_zero(given).get("offload_optimizer") or {}).get("super_offload"))
@@ -184,21 +185,6 @@ def _places(raw: dict[str, Any]) -> dict[str, Any]:
 
     kinds: dict[str, type[BaseModel]] = {"offload_optimizer": OffloadOptimizer, "offload_param": OffloadParam}
     return {key: kind.model_validate(_zero(raw)[key]) for key, kind in kinds.items() if _zero(raw).get(key)}
-
-
-def _optimizer(chosen: Composition) -> tuple[int, bool]:
-    """The optimizer's state elements per parameter element, measured in a small step; and `PlannedRun.casts`."""
-    import torch
-
-    if chosen.optimizer is None:
-        return 2, True
-    weight = torch.nn.Parameter(torch.zeros(64, 64))
-    weight.grad = torch.ones_like(weight)
-    optimizer = chosen.optimizer.build([weight])
-    optimizer.step()
-    kept = optimizer.state.get(weight, {}).values()
-    states = round(sum(v.numel() for v in kept if isinstance(v, torch.Tensor)) / weight.numel())
-    return states, not getattr(optimizer, "takes_inputs", False)
 
 
 def _show(

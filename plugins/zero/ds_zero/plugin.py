@@ -9,6 +9,7 @@ from ds_core.entries import Axis, CommandEntry
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from torch import nn
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
@@ -22,6 +23,7 @@ __all__ = [
     "ds_compile_passes",
     "ds_config",
     "ds_engine_methods",
+    "ds_memory",
     "ds_mesh_axes",
     "ds_partitioner",
 ]
@@ -86,6 +88,15 @@ def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
     from ds_zero.offload_states import offload_states, reload_states
 
     return {"offload_states": offload_states, "reload_states": reload_states}
+
+
+def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:
+    """What ``dscore plan`` says of the config's own stage and offload."""
+    from ds_zero.config import ZeroConfig
+    from ds_zero.memory import memory
+
+    section = config.section("zero_optimization")
+    return memory(config, plugins, section if isinstance(section, ZeroConfig) else ZeroConfig(), module, world)
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:

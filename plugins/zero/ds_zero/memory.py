@@ -1,0 +1,67 @@
+"""The answer to `ds_memory`: the plan of the config's own stage and offload, on the rank that has most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_core.optim import choose
+from ds_core.precision import make_precision
+from ds_zero.plan import Offload, PlannedRun, predict
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.config import RunConfig
+    from ds_core.optim import Choice
+    from ds_core.plugins import Plugins
+    from ds_zero.config import ZeroConfig
+
+__all__ = ["measured_states", "memory", "offload_of"]
+
+
+def memory(
+    config: RunConfig, plugins: Plugins, section: ZeroConfig, module: nn.Module, world: int
+) -> Mapping[str, float]:
+    """Bytes per rank by place. Raises UsageError where ranks do not divide into the config's blocks."""
+    optimizer, _ = choose("optimizer", config, plugins)
+    states, casts = measured_states(optimizer)
+    offloaded = section.offload_optimizer
+    run = PlannedRun(
+        world=world,
+        precision=make_precision(config, plugins),
+        states=states,
+        gas=config.core.gradient_accumulation_steps or 1,
+        casts=casts,
+        ahead=offloaded is not None and offloaded.on and offloaded.super_offload,
+    )
+    need = predict(module, section, run, offload_of(section))
+    return {"device": need.device.peak, "host": need.host.peak, "disk": need.disk}
+
+
+def offload_of(section: ZeroConfig) -> Offload:
+    """The offload that a section asks for; weights are offloaded in stage 3 alone."""
+    states = section.offload_optimizer.device.lower() if section.offload_optimizer is not None else "none"
+    weights = section.offload_param.device.lower() if section.offload_param is not None else "none"
+    if section.stage == 0 or (states == "none" and (weights == "none" or section.stage < 3)):
+        return Offload.NONE
+    if section.stage < 3:
+        weights = "none"
+    if states in ("none", "cpu"):
+        return Offload.OPTIMIZER if weights == "none" else Offload.ALL
+    return Offload.DISK_ALL if weights not in ("none", "cpu") else Offload.DISK
+
+
+def measured_states(optimizer: Choice | None) -> tuple[int, bool]:
+    """The optimizer's state elements per parameter element, measured in a small step; and `PlannedRun.casts`."""
+    if optimizer is None:
+        return 2, True
+    weight = torch.nn.Parameter(torch.zeros(64, 64))
+    weight.grad = torch.ones_like(weight)
+    made = optimizer.build([weight])
+    made.step()
+    kept = made.state.get(weight, {}).values()
+    states = round(sum(v.numel() for v in kept if isinstance(v, torch.Tensor)) / weight.numel())
+    return states, not getattr(made, "takes_inputs", False)
