@@ -123,6 +123,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("ds_partitioner", "return 7", "must return a Partitioner or None, not an int"),
     ("ds_mesh", "return 7", "must return a Mesh or None, not an int"),
     ("ds_batch", "return (8, 2, 1)", "must return a Batch or None, not a tuple"),
+    ("ds_memory", "return 7", "must return a mapping of names to objects with __float__, not an int"),
     ("ds_runner", "return 'fast'", "must return a Runner or None, not a str"),
     ("ds_rendezvous", "return {}", "must return a RendezvousEntry or None, not a dict"),
     ("ds_rendezvous", "return RendezvousEntry('m:a', variables='RANK')", "variables is 'RANK'; .*a tuple of strings"),
