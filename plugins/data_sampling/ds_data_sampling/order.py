@@ -6,11 +6,14 @@ for at a time; so its position, saved by one job, is good for a job of any size.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-__all__ = ["Order", "Shuffled"]
+if TYPE_CHECKING:
+    from ds_data_sampling.config import DataEfficiency
+
+__all__ = ["Order", "Shuffled", "make_order"]
 
 
 class Order(Protocol):
@@ -79,3 +82,12 @@ class Shuffled:
         if not self._shuffle:
             return torch.arange(self._size)
         return torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed + self._epoch))
+
+
+def make_order(section: DataEfficiency, size: int, *, shuffle: bool = True) -> Order:
+    """The order of a data set of `size` samples that `section` asks for: by difficulty, shuffled, or as they lie."""
+    if (settings := section.curriculum) is None:
+        return Shuffled(size, section.seed, shuffle)
+    from ds_data_sampling.curriculum import ByDifficulty
+
+    return ByDifficulty(settings, size, section.seed)
