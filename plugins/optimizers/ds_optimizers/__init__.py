@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ds_optimizers.lamb import FusedLamb, Lamb
     from ds_optimizers.lion import CPULion, DeepSpeedCPULion, FusedLion, Lion
     from ds_optimizers.muon import Muon
+    from ds_optimizers.mup import MuAdam, MuAdamW, MuSGD
     from ds_optimizers.onebit.adam import OneBitAdam
     from ds_optimizers.onebit.lamb import OneBitLamb
     from ds_optimizers.onebit.zero_one import ZeroOneAdam
@@ -39,6 +40,9 @@ __all__ = [
     "FusedLion",
     "Lamb",
     "Lion",
+    "MuAdam",
+    "MuAdamW",
+    "MuSGD",
     "Muon",
     "OneBitAdam",
     "OneBitLamb",
@@ -54,6 +58,7 @@ __getattr__, __dir__ = names_on_first_use(
         "lamb": "FusedLamb Lamb",
         "lion": "CPULion DeepSpeedCPULion FusedLion Lion",
         "muon": "Muon",
+        "mup": "MuAdam MuAdamW MuSGD",
         "onebit.adam": "OneBitAdam",
         "onebit.lamb": "OneBitLamb",
         "onebit.zero_one": "ZeroOneAdam",

@@ -19,6 +19,7 @@ __all__ = [
     "FusedAdamParams",
     "LambParams",
     "LionParams",
+    "MuAdamParams",
     "MuonParams",
     "OneBitAdamParams",
     "OneBitLambParams",
@@ -143,6 +144,14 @@ class MuonParams(_OptimizerParams):
     betas: Betas = option((0.9, 0.95), "AdamW's decay rates, for all other parameters.")
     eps: float = option(1e-10, "AdamW's addition to the denominator.", ge=0)
     ns_method: Literal["gram", "standard"] = option("gram", "How matrices are orthogonalised; they differ by rounding.")
+
+
+class MuAdamParams(_Moments):
+    """``optimizer.params`` of MuAdam and MuAdamW; lr and weight_decay are those of the base model."""
+
+    bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
+    amsgrad: Literal[False] = option(False, _AMSGRAD)
+    fp32_optimizer_states: bool = option(True, _FP32)
 
 
 class SGDParams(_OptimizerParams):

@@ -39,11 +39,17 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor"),
     "Muon": _entry("muon:Muon", "Muon", grain="matrix", groups="ds_optimizers.muon:split_groups"),
     "SGD": _entry("sgd:SGD", "SGD"),
+    "MuAdam": _entry("mup:MuAdam", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),
+    "MuAdamW": _entry("mup:MuAdamW", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),
+    "MuSGD": _entry("mup:MuSGD", "SGD", groups="ds_optimizers.mup:split_like_sgd"),
     "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", partitioner=SELF_REDUCED),
     "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", partitioner=SELF_REDUCED),
     "OneBitLamb": _entry("onebit.lamb:OneBitLamb", "OneBitLamb", grain="tensor", partitioner=SELF_REDUCED),
 }
 LAMB_FORMS = ("lamb", "fusedlamb", "onebitlamb")
+MU_FORMS = ("muadam", "muadamw", "musgd")
+ONE_RATE = ("lrrangetest", "onecycle", "warmuplr", "warmupdecaylr")
+"""Schedules that say what the learning rate is, of all groups alike unless they are given lists."""
 
 
 def ds_optimizers() -> Mapping[str, OptimizerEntry]:
@@ -52,13 +58,32 @@ def ds_optimizers() -> Mapping[str, OptimizerEntry]:
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """LAMB adapts to the size of its updates, which a loss scale that never gives way can make infinite."""
-    section, fp16 = config.core.optimizer, config.core.fp16
+    """What does not go with LAMB and with the optimizers of maximal update parametrisation."""
+    section = config.core.optimizer
     name = section.type.lower() if section is not None else ""
-    if name not in LAMB_FORMS or fp16 is None or not fp16.enabled or not fp16.loss_scale:
+    if name not in (*LAMB_FORMS, *MU_FORMS):
         return ()
     if plugins.named("ds_optimizers", "optimizer")[name].value not in OPTIMIZERS.values():
         return ()  # somebody else's
+    return _loss_scale(config) if name in LAMB_FORMS else _one_rate(config)
+
+
+def _one_rate(config: RunConfig) -> list[Problem]:
+    """A schedule that sets the same learning rate for groups that need different ones."""
+    scheduler = config.core.scheduler
+    if scheduler is None or scheduler.type.lower() not in ONE_RATE:
+        return []
+    if any(isinstance(value, list) for value in scheduler.params.values()):
+        return []  # one for each group
+    why = f"{scheduler.type!r} sets one learning rate for all groups, and optimizers of mup need one for each width"
+    return [Problem("scheduler.type", why, "use WarmupCosineLR or torch's LambdaLR, which multiply each group's own")]
+
+
+def _loss_scale(config: RunConfig) -> list[Problem]:
+    """LAMB adapts to the size of its updates, which a loss scale that never gives way can make infinite."""
+    fp16 = config.core.fp16
+    if not fp16.enabled or not fp16.loss_scale:
+        return []
     return [
         Problem(
             "fp16.loss_scale",

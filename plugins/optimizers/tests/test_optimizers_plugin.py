@@ -23,6 +23,13 @@ LOAD = {"plugins": {"load": ["ds_optimizers.plugin"]}}
 NAMES = sorted(OPTIMIZERS)
 
 
+class Fixed:
+    """``mup.InfShape`` of a parameter that is as large as the base model's."""
+
+    def ninf(self) -> int:
+        return 0
+
+
 class TestPlugin(PluginConformance):
     entry_point = "ds_optimizers.plugin"
 
@@ -34,8 +41,11 @@ def model_of(name: str) -> type[BaseModel]:
 
 def start(type_: str, params: Any = None, **config: Any) -> Any:
     torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for param in model.parameters() if type_.lower().startswith("mu") else ():
+        param.infshape = Fixed()  # type: ignore[attr-defined]
     engine, *_ = ds_core.initialize(
-        model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+        model=model,
         config={
             "train_batch_size": 2,
             "optimizer": {"type": type_, "params": params or {}},
@@ -49,7 +59,7 @@ def start(type_: str, params: Any = None, **config: Any) -> Any:
 def test_every_documented_name_is_there() -> None:
     documented = (
         "Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, Adagrad, CPUAdagrad, Lion, CPULion, FusedLion, Lamb, "
-        "FusedLamb, Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD"
+        "FusedLamb, Muon, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD"
     )
     assert set(documented.split(", ")) <= set(OPTIMIZERS)
     for name in OPTIMIZERS:
