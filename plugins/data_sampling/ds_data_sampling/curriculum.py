@@ -30,32 +30,23 @@ __all__ = ["ByDifficulty"]
 class ByDifficulty:
     """An `Order` in which samples wait until the difficulty of the step admits them by every metric.
 
-    difficulties: of the step that samples were taken for last, by metric. An epoch has as many samples as the data set;
-    they are not all different while some wait.
+    schedules: functions (step from 1) -> difficulty, by metric, for those whose schedule_type is custom; read when a
+    sample is taken, and not saved. difficulties: of the step that samples were taken for last, by metric. An epoch has
+    as many samples as the data set; they are not all different while some wait.
     """
 
-    def __init__(self, settings: Curriculum, size: int, seed: int) -> None:
+    def __init__(
+        self, settings: Curriculum, size: int, seed: int, schedules: Mapping[str, Callable[[int], int]] | None = None
+    ) -> None:
         self._metrics, self._size, self._seed = settings.curriculum_metrics, size, seed
         self._pool = _Pool(self._metrics, size, settings.data_cluster_path)
-        self._functions: dict[str, Callable[[int], int]] = {}
+        self._schedules = {} if schedules is None else schedules
         self.difficulties: dict[str, int] = {}
         self._clusters: list[_Cluster] = []
         self._epoch = self._taken = self._drawn = 0
 
     def __len__(self) -> int:
         return self._size
-
-    def set_schedules(self, functions: Mapping[str, Callable[[int], int]]) -> None:
-        """Functions (step from 1) -> difficulty, by metric, for those whose schedule_type is custom.
-
-        They are not saved: set them again before a checkpoint's run goes on.
-        """
-        for name in functions:
-            if name not in self._metrics:
-                raise UsageError(f"no metric is called {name!r}; there are: {', '.join(self._metrics)}")
-            if (kind := self._metrics[name].schedule_type) != "custom":
-                raise UsageError(f"the schedule of {name!r} is {kind}; a function needs schedule_type custom")
-        self._functions |= functions
 
     def start(self, epoch: int) -> None:
         """Begin `epoch`: difficulties and clusters stay as they are."""
@@ -104,12 +95,12 @@ class ByDifficulty:
             assert metric.max_difficulty is not None
             if self.difficulties.get(name, -1) >= metric.max_difficulty:
                 continue
-            if metric.schedule_type == "custom" and name not in self._functions:
+            if metric.schedule_type == "custom" and name not in self._schedules:
                 raise UsageError(
                     f"the schedule of {name!r} is custom: give its function, as in "
                     f"engine.set_custom_curriculum_learning_schedule({{{name!r}: function}}), before the first batch"
                 )
-            self.difficulties[name] = difficulty_at(metric, step + 1, self._functions.get(name))
+            self.difficulties[name] = difficulty_at(metric, step + 1, self._schedules.get(name))
         admitted = self._pool.admitted_at(self.difficulties)
         if not self._clusters or admitted != self._pool.admitted:
             self._add(admitted)

@@ -6,6 +6,7 @@ for at a time; so its position, saved by one job, is good for a job of any size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -84,10 +85,19 @@ class Shuffled:
         return torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed + self._epoch))
 
 
-def make_order(section: DataEfficiency, size: int, *, shuffle: bool = True) -> Order:
-    """The order of a data set of `size` samples that `section` asks for: by difficulty, shuffled, or as they lie."""
+def make_order(
+    section: DataEfficiency,
+    size: int,
+    *,
+    shuffle: bool = True,
+    schedules: Mapping[str, Callable[[int], int]] | None = None,
+) -> Order:
+    """The order of a data set of `size` samples that `section` asks for: by difficulty, shuffled, or as they lie.
+
+    schedules: those of metrics whose schedule_type is custom; see `ByDifficulty`.
+    """
     if (settings := section.curriculum) is None:
         return Shuffled(size, section.seed, shuffle)
     from ds_data_sampling.curriculum import ByDifficulty
 
-    return ByDifficulty(settings, size, section.seed)
+    return ByDifficulty(settings, size, section.seed, schedules)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ds_data_sampling.config import Curriculum, DataEfficiency
+from ds_data_sampling.config import Curriculum, DataEfficiency, Metric
 from ds_data_sampling.curriculum import ByDifficulty
 from ds_data_sampling.order import make_order
 
@@ -152,20 +153,17 @@ def test_it_goes_on_from_its_state(tmp_path: Path, several: bool, stop: int) -> 
 
 
 def test_custom_schedules(tmp_path: Path) -> None:
-    metrics = {"seqlen": by_length(tmp_path, schedule_type="custom", schedule_config={})}
-    order = order_of(metrics)
+    schedules: dict[str, Callable[[int], int]] = {}
+    metrics = {"seqlen": Metric.model_validate(by_length(tmp_path, schedule_type="custom", schedule_config={}))}
+    order = ByDifficulty(Curriculum(enabled=True, curriculum_metrics=metrics), SIZE, 7, schedules)
     with pytest.raises(UsageError, match="set_custom_curriculum_learning_schedule"):
         order.take(1, 0)
-    with pytest.raises(UsageError, match="no metric is called 'length'; there are: seqlen"):
-        order.set_schedules({"length": lambda step: step})
-    order.set_schedules({"seqlen": lambda step: 64 if step == 3 else 20})
+    schedules["seqlen"] = lambda step: 64 if step == 3 else 20
     difficulties = []
     for step in range(5):
         order.take(2, step)
         difficulties.append(order.difficulties["seqlen"])
     assert difficulties == [20, 20, 64, 64, 64]  # what has come to the end stays there
-    with pytest.raises(UsageError, match="'seqlen' is fixed_linear"):
-        order_of({"seqlen": by_length(tmp_path)}).set_schedules({"seqlen": lambda step: step})
 
 
 def test_errors(tmp_path: Path) -> None:

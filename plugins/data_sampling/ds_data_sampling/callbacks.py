@@ -1,0 +1,73 @@
+"""Functions of the user's that the loader calls; they are given to the engine, at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ds_core.context import StashKey
+from ds_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+    from ds_core.running import RunningEngine
+
+__all__ = ["Callbacks", "callbacks_of", "set_custom_curriculum_learning_schedule", "set_data_post_process_func"]
+
+PostProcess = Callable[[Any, Mapping[str, Any]], Any]
+
+
+@dataclass
+class Callbacks:
+    """The functions of one run.
+
+    schedules: by metric, (step from 1) -> difficulty. post_process: (batch, state) -> batch, where state has
+    ``curriculum_step`` (the step of the batch, from 1) and ``current_difficulties`` (by metric).
+    """
+
+    schedules: dict[str, Callable[[int], int]] = field(default_factory=dict)
+    post_process: PostProcess | None = None
+
+
+CALLBACKS: StashKey[Callbacks] = StashKey("functions for the loader of ds-data-sampling")
+
+
+def callbacks_of(ctx: Context) -> Callbacks:
+    """Those of the run of `ctx`; what is set later shows up in it."""
+    found = ctx.stash.get(CALLBACKS)
+    if found is None:
+        found = ctx.stash[CALLBACKS] = Callbacks()
+    return found
+
+
+def set_data_post_process_func(engine: RunningEngine, post_process_func: PostProcess | None) -> None:
+    """Let `post_process_func` change each batch before it is given out: (batch, state) -> batch; None: nothing does.
+
+    state: as in `Callbacks`. It runs in this process, not in the workers that load samples. Batches that workers have
+    loaded already go through it as well.
+    """
+    callbacks_of(engine.ctx).post_process = post_process_func
+
+
+def set_custom_curriculum_learning_schedule(
+    engine: RunningEngine, schedule_func_dict: Mapping[str, Callable[[int], int]]
+) -> None:
+    """The schedules of metrics whose schedule_type is custom: functions (step from 1) -> difficulty, by metric.
+
+    Call it before the first batch, in a run that goes on from a checkpoint as well. Raises UsageError for a metric
+    that there is not, or that has a schedule of another type.
+    """
+    from ds_data_sampling.config import DataEfficiency
+
+    section = engine.ctx.config.section("data_efficiency")
+    curriculum = section.curriculum if isinstance(section, DataEfficiency) else None
+    metrics = curriculum.curriculum_metrics if curriculum is not None else {}
+    for name in schedule_func_dict:
+        if name not in metrics:
+            raise UsageError(
+                f"no metric of the curriculum is called {name!r}; there are: {', '.join(metrics) or 'none'}"
+            )
+        if (kind := metrics[name].schedule_type) != "custom":
+            raise UsageError(f"the schedule of {name!r} is {kind}; a function needs schedule_type custom")
+    callbacks_of(engine.ctx).schedules.update(schedule_func_dict)
