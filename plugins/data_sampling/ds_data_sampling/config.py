@@ -18,6 +18,8 @@ __all__ = [
     "DynamicBatching",
     "LegacyCurriculum",
     "Metric",
+    "Mixing",
+    "Packing",
     "RandomLTD",
     "Schedule",
     "ScheduleConfig",
@@ -158,13 +160,20 @@ class DynamicBatching(Section):
 
     enabled: bool = option(False, "Fill micro-batches up to a number of tokens instead of a number of samples.")
     max_tokens: int | None = option(None, "Most tokens of a micro-batch, padding included; required.", gt=0)
-    min_batch_size: int = option(1, "Fewest samples of a micro-batch; samples that are left alone are dropped.", gt=0)
+    min_batch_size: int = option(
+        1, "Fewest samples of a micro-batch; samples longer than max_tokens / min_batch_size are left out.", gt=0
+    )
     max_batch_size: int | None = option(None, "Most samples of a micro-batch; null: any number.", gt=0)
     lr_scaling_method: Literal["linear", "sqrt", "none"] = option(
         "linear", "How the learning rate of a step follows its batch size: in proportion, by its square root, or not."
     )
     sequence_picking_order: Literal["dataloader", "random", "seqlen"] = option(
-        "dataloader", "Order of samples: as they come, shuffled in each epoch, or short ones first."
+        "dataloader",
+        "How samples come into micro-batches: in the loader's order, which is shuffled (dataloader and random), or "
+        "samples of similar length together (seqlen), in steps that come in random order.",
+    )
+    sequence_picking_window: Count | None = option(
+        None, "Steps that are planned together with seqlen; null: 8, and 1 with a curriculum."
     )
     metrics_path: str | None = option(
         None,
@@ -182,6 +191,38 @@ class DynamicBatching(Section):
         return self
 
 
+class Packing(Section):
+    """Several samples in a row: no padding between them, and rows of one length."""
+
+    enabled: bool = option(
+        False, "Put several samples into each row of a micro-batch, which has train_micro_batch_size_per_gpu rows."
+    )
+    row_tokens: int = option(0, "Tokens of a row; required.", ge=0)
+    long_samples: Literal["error", "truncate", "drop"] = option(
+        "error", "What becomes of samples that are longer than a row: an error, cut to the row, or left out."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.enabled and not self.row_tokens:
+            raise ValueError("row_tokens must be given when packing is enabled")
+        return self
+
+
+class Mixing(Section):
+    """Several data sets in given proportions."""
+
+    weights: dict[str, Annotated[float, Field(gt=0)]] | None = option(
+        None,
+        "Data set -> its part of the samples, in any unit. training_data is then a mapping of these names to data "
+        'sets, or a list of data sets, named "0", "1" and so on.',
+        min_length=1,
+    )
+    samples_per_epoch: Count | None = option(
+        None, "Samples of an epoch of all data sets together; null: as many as they have."
+    )
+
+
 class DataSampling(Section):
     """Which samples come when, and in which batches."""
 
@@ -191,6 +232,29 @@ class DataSampling(Section):
     pin_memory: bool = option(False, "Put batches into page-locked memory, from where copies to a device are faster.")
     curriculum_learning: Curriculum = option(Curriculum(), "Samples by difficulty.")
     dynamic_batching: DynamicBatching = option(DynamicBatching(), "Batches by tokens.")
+    packing: Packing = option(Packing(), "Several samples in a row.")
+    mixing: Mixing = option(Mixing(), "Several data sets in given proportions.")
+    loss_weights: Literal["none", "samples", "tokens", "targets"] = option(
+        "none",
+        "Whose mean the loss of a step is: of micro-batches, or of samples, tokens, or tokens but the first of each "
+        "sample, which a causal language model does not predict. Else than none, the model's loss is multiplied by the "
+        "micro-batch's share of them, which batches, that must be mappings, have as loss_weight.",
+    )
+    pad_token_id: int = option(
+        0, "Token that fills up input_ids, where batches are padded without a collate_fn, and packed rows.", ge=0
+    )
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        if self.packing.enabled and self.dynamic_batching.enabled:
+            raise ValueError(
+                "packing and dynamic_batching are both enabled; packed rows have a fixed number of tokens: disable one"
+            )
+        if self.mixing.weights and self.curriculum_learning.enabled:
+            raise ValueError(
+                "mixing.weights and curriculum_learning are both given; both decide which sample is next: use one"
+            )
+        return self
 
 
 class RandomLTDSteps(Section):

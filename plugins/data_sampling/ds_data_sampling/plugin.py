@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_data_sampling.config import DataEfficiency
+    from ds_core.data import Loader, LoaderRequest
+    from ds_core.entries import Transform
+    from ds_data_sampling.config import DataEfficiency, DataSampling
 
-__all__ = ["ds_config", "ds_engine_methods"]
+__all__ = ["ds_config", "ds_engine_methods", "ds_loader", "ds_step_begin", "ds_transforms"]
 
 
 def ds_config() -> type[DataEfficiency]:
@@ -27,3 +29,45 @@ def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
         "set_custom_curriculum_learning_schedule": set_custom_curriculum_learning_schedule,
         "set_data_post_process_func": set_data_post_process_func,
     }
+
+
+def _section(ctx: Context) -> DataEfficiency:
+    from ds_data_sampling.config import DataEfficiency
+
+    section = ctx.config.section("data_efficiency")
+    return section if isinstance(section, DataEfficiency) else DataEfficiency()
+
+
+def _sampling(ctx: Context) -> DataSampling | None:
+    """The sub-section data_sampling where it is in use."""
+    return _section(ctx).sampling
+
+
+def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
+    """The loader of training data, where the user has no sampler."""
+    if _sampling(ctx) is None or request.route != "train" or request.sampler is not None:
+        return None
+    from ds_data_sampling.loader import make_loader
+
+    return make_loader(ctx, request, _section(ctx))
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """With ``loss_weights`` the model multiplies its loss by the weight in the batch."""
+    if (sampling := _sampling(ctx)) is None or sampling.loss_weights == "none":
+        return []
+    from ds_core.entries import Phase, Transform
+    from ds_data_sampling.loss_weights import weigh_losses
+
+    return [Transform(Phase.SUBSTITUTE, weigh_losses)]
+
+
+def ds_step_begin(ctx: Context, step: int) -> None:
+    """With batches by tokens the learning rate of a step follows its number of samples."""
+    sampling = _sampling(ctx)
+    if sampling is None or not sampling.dynamic_batching.enabled:
+        return
+    if sampling.dynamic_batching.lr_scaling_method != "none":
+        from ds_data_sampling.lr_scaling import begin_step
+
+        begin_step(ctx)
