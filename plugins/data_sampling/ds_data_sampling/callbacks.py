@@ -12,6 +12,7 @@ from ds_core.errors import UsageError
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.running import RunningEngine
+    from ds_data_sampling.config import Schedule
 
 __all__ = ["Callbacks", "callbacks_of", "set_custom_curriculum_learning_schedule", "set_data_post_process_func"]
 
@@ -58,16 +59,25 @@ def set_custom_curriculum_learning_schedule(
     Call it before the first batch, in a run that goes on from a checkpoint as well. Raises UsageError for a metric
     that there is not, or that has a schedule of another type.
     """
-    from ds_data_sampling.config import DataEfficiency
-
-    section = engine.ctx.config.section("data_efficiency")
-    curriculum = section.curriculum if isinstance(section, DataEfficiency) else None
-    metrics = curriculum.curriculum_metrics if curriculum is not None else {}
+    schedules = _schedules(engine.ctx)
     for name in schedule_func_dict:
-        if name not in metrics:
+        if name not in schedules:
             raise UsageError(
-                f"no metric of the curriculum is called {name!r}; there are: {', '.join(metrics) or 'none'}"
+                f"no metric of the curriculum is called {name!r}; there are: {', '.join(schedules) or 'none'}"
             )
-        if (kind := metrics[name].schedule_type) != "custom":
+        if (kind := schedules[name].schedule_type) != "custom":
             raise UsageError(f"the schedule of {name!r} is {kind}; a function needs schedule_type custom")
     callbacks_of(engine.ctx).schedules.update(schedule_func_dict)
+
+
+def _schedules(ctx: Context) -> dict[str, Schedule]:
+    """By metric; that of the section curriculum_learning is seqlen, unless the other section has one of that name."""
+    from ds_data_sampling.config import DataEfficiency, LegacyCurriculum
+
+    found: dict[str, Schedule] = {}
+    lengths, section = ctx.config.section("curriculum_learning"), ctx.config.section("data_efficiency")
+    if isinstance(lengths, LegacyCurriculum) and lengths.enabled:
+        found["seqlen"] = lengths
+    if isinstance(section, DataEfficiency) and section.curriculum is not None:
+        found |= section.curriculum.curriculum_metrics
+    return found

@@ -388,6 +388,8 @@ class LegacyCurriculum(Schedule):
     def _check(self) -> Self:
         if self.enabled:
             self.check_schedule()
+            if self.min_difficulty == 0:
+                raise ValueError("min_difficulty is 0, and sequences need a position; give the shortest length")
         return self
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:

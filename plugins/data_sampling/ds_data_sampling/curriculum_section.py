@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core.context import Context
+    from ds_core.entries import Transform
+    from ds_core.running import RunningEngine
     from ds_data_sampling.config import LegacyCurriculum
 
-__all__ = ["ds_config"]
+__all__ = ["ds_config", "ds_engine_methods", "ds_metrics", "ds_transforms"]
 
 
 def ds_config() -> type[LegacyCurriculum]:
@@ -15,3 +21,50 @@ def ds_config() -> type[LegacyCurriculum]:
     from ds_data_sampling.config import LegacyCurriculum
 
     return LegacyCurriculum
+
+
+def _switched_on(ctx: Context) -> LegacyCurriculum | None:
+    from ds_data_sampling.config import LegacyCurriculum
+
+    section = ctx.config.section("curriculum_learning")
+    return section if isinstance(section, LegacyCurriculum) and section.enabled else None
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """The model is given the length of each step, or inputs of no more positions."""
+    if (section := _switched_on(ctx)) is None:
+        return []
+    from ds_core.entries import Phase, Transform
+
+    def apply(model: nn.Module) -> nn.Module:
+        from ds_data_sampling.seqlen import limit_lengths
+
+        return limit_lengths(model, ctx, section)
+
+    return [Transform(Phase.RECOMPUTE, apply)]  # when pipelines and divided sequences have their hooks
+
+
+def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
+    """``curriculum_seqlen``; and the way to give a custom schedule, where the other section does not give it."""
+    if (section := _switched_on(ctx)) is None:
+        return {}
+    from ds_data_sampling.callbacks import set_custom_curriculum_learning_schedule
+    from ds_data_sampling.seqlen import seqlen_at
+
+    def curriculum_seqlen(engine: RunningEngine) -> int:
+        """The length of sequences in the coming step, or the one under way."""
+        return seqlen_at(engine.ctx, section, engine.global_steps + 1)
+
+    methods: dict[str, Callable[..., Any]] = {"curriculum_seqlen": curriculum_seqlen}
+    if ctx.config.section("data_efficiency") is None:
+        methods["set_custom_curriculum_learning_schedule"] = set_custom_curriculum_learning_schedule
+    return methods
+
+
+def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
+    """The length of the step that is done."""
+    if (section := _switched_on(ctx)) is None:
+        return {}
+    from ds_data_sampling.seqlen import seqlen_at
+
+    return {"Train/Curriculum/seqlen": float(seqlen_at(ctx, section, step + 1))}
