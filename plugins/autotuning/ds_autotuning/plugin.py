@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_core.context import StashKey
+from ds_core.entries import Phase, Transform
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -19,8 +20,8 @@ __all__ = [
     "ds_engine_methods",
     "ds_exception",
     "ds_request",
-    "ds_step_begin",
     "ds_step_end",
+    "ds_transforms",
 ]
 
 MEASURING: StashKey[Measuring] = StashKey("the measurement that a tuner asked for")
@@ -45,22 +46,33 @@ def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
     return {}
 
 
-def ds_step_begin(ctx: Context, step: int) -> None:
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """In a profile run: look at the model before anybody changes it."""
+    from ds_autotuning.config import Autotuning
+
+    section = ctx.config.section("autotuning")
+    if not (isinstance(section, Autotuning) and section.measures):
+        return []
+    from ds_autotuning.measuring import profile_path
+
+    if profile_path(section) is None:
+        return []
+    from ds_autotuning.looking import LOOK, Look
+
+    ctx.stash[LOOK] = look = Look(ctx)
+    return [Transform(Phase.SPLIT, look)]
+
+
+def ds_step_end(ctx: Context) -> None:
     """Of a trial."""
     if (measuring := ctx.stash.get(MEASURING)) is not None:
-        measuring.step_begin(step)
+        measuring.step_end()
 
 
-def ds_step_end(ctx: Context, step: int, metrics: Mapping[str, float]) -> None:
-    """Of a trial."""
-    if (measuring := ctx.stash.get(MEASURING)) is not None:
-        measuring.step_end(step, metrics)
-
-
-def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> Request | None:
+def ds_request(ctx: Context) -> Request | None:
     """End the trial when enough is measured."""
     measuring = ctx.stash.get(MEASURING)
-    return None if measuring is None else measuring.request(step)
+    return None if measuring is None else measuring.request()
 
 
 def ds_exception(ctx: Context, error: BaseException) -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ModuleRow", "Parameter", "Profile", "Result", "Status", "read_json", "write_json"]
+__all__ = ["Forecast", "ModuleRow", "Parameter", "Profile", "Result", "Row", "Status", "read_json", "write_json"]
 
 
 class Status(str, Enum):
@@ -63,6 +63,33 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """Bytes of the rank that needs most, told before a trial.
+
+    device: all of it: `states` of the model, `activations` of its micro-batch, and what is `fixed` for all settings. On
+    the CPU the host is the device. host: model states there, and what a process takes by itself. disk: model states.
+    """
+
+    device: float
+    host: float
+    disk: float = 0.0
+    states: float = 0.0
+    activations: float = 0.0
+    fixed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trial of a search, as results show it. setting: dotted key of the config -> its value."""
+
+    number: int
+    name: str
+    setting: Mapping[str, Any]
+    result: Result
+    forecast: Forecast | None = None
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A module's own parameter. shape: of the whole. shared: its first full name, where it has several."""
 
@@ -89,8 +116,10 @@ class Profile:
     parameters, trainable: numbers of elements. modules: in the order of ``named_modules``.
     activation_bytes_per_sample, fixed_bytes: memory beyond model states is their line in the micro-batch size, per
     device; None where it was not measured. seconds: micro-batch size -> s per step.
-    facts: pipeline (bool), experts (number), transformers (bool), sequence_length, hidden_size, layers, world,
-    device_memory, host_memory (free bytes per rank), and ``config``, the run's config without secrets.
+    facts: pipeline (bool), experts (number), transformers (bool), sequence_length, hidden_size, layers, world, device
+    (torch's name of the type), device_memory, host_memory (free bytes per rank when the run began), host_base (bytes of
+    a process besides model states), recomputes (bool), ``config``, the run's config without secrets, and ``peaks``:
+    micro-batch size -> bytes of "device" and "host".
     """
 
     parameters: int
