@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.entries import Transform
+    from ds_core.entries import Chart, Transform
     from ds_core.running import RunningEngine
     from ds_data_sampling.config import LegacyCurriculum
 
-__all__ = ["ds_config", "ds_engine_methods", "ds_metrics", "ds_transforms"]
+__all__ = ["ds_charts", "ds_config", "ds_engine_methods", "ds_metrics", "ds_transforms"]
 
 
 def ds_config() -> type[LegacyCurriculum]:
@@ -21,6 +22,15 @@ def ds_config() -> type[LegacyCurriculum]:
     from ds_data_sampling.config import LegacyCurriculum
 
     return LegacyCurriculum
+
+
+def ds_charts(config: RunConfig) -> Iterable[Chart]:
+    """The lengths of the config's steps."""
+    from ds_data_sampling.config import LegacyCurriculum
+    from ds_data_sampling.drawing import charts
+
+    section = config.section("curriculum_learning")
+    return charts(section) if isinstance(section, LegacyCurriculum) else []
 
 
 def _switched_on(ctx: Context) -> LegacyCurriculum | None:

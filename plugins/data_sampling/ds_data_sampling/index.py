@@ -47,8 +47,8 @@ class MetricIndex:
         return int(len(self.samples) * percent // 100)
 
 
-def read_index(samples: str, metric: str | None, size: int) -> MetricIndex:
-    """The index in the files `samples` and `metric` for a data set of `size` samples.
+def read_index(samples: str, metric: str | None, size: int | None = None) -> MetricIndex:
+    """The index in the files `samples` and `metric` for a data set of `size` samples (None: of any).
 
     metric: None where only percentiles are asked for. Raises UsageError for files that are missing, damaged, or of
     another data set.
@@ -65,7 +65,7 @@ def read_index(samples: str, metric: str | None, size: int) -> MetricIndex:
             if len(values) != len(ends):
                 raise UsageError(f"{samples} has {len(ends)} rows and {metric} has {len(values)} values")
         found = MetricIndex(indices, values, ends)
-    if len(found.samples) != size:
+    if size is not None and len(found.samples) != size:
         raise UsageError(f"{samples} is of a data set of {len(found.samples)} samples; the training data has {size}")
     return found
 

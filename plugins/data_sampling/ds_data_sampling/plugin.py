@@ -6,12 +6,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.data import Loader, LoaderRequest
-    from ds_core.entries import Transform
+    from ds_core.entries import Chart, CommandEntry, Transform
     from ds_data_sampling.config import DataEfficiency, DataSampling
 
-__all__ = ["ds_config", "ds_engine_methods", "ds_loader", "ds_step_begin", "ds_transforms"]
+__all__ = [
+    "ds_charts",
+    "ds_commands",
+    "ds_config",
+    "ds_engine_methods",
+    "ds_loader",
+    "ds_step_begin",
+    "ds_transforms",
+]
 
 
 def ds_config() -> type[DataEfficiency]:
@@ -19,6 +28,22 @@ def ds_config() -> type[DataEfficiency]:
     from ds_data_sampling.config import DataEfficiency
 
     return DataEfficiency
+
+
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """``dscore curriculum``."""
+    from ds_core.entries import CommandEntry
+
+    return {"curriculum": CommandEntry("ds_data_sampling.command:app", "Measure data sets, and look at curricula.")}
+
+
+def ds_charts(config: RunConfig) -> Iterable[Chart]:
+    """The difficulties of the config's curriculum."""
+    from ds_data_sampling.config import DataEfficiency
+    from ds_data_sampling.drawing import charts
+
+    section = config.section("data_efficiency")
+    return charts(section) if isinstance(section, DataEfficiency) else []
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:

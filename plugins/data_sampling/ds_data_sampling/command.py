@@ -1,0 +1,107 @@
+"""``dscore curriculum``: measure a data set, and look at schedules before anything runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def curriculum() -> None:
+    """Measure data sets, and look at curricula."""
+
+
+@app.command()
+def draw(
+    config: Annotated[Path, typer.Argument(help="The config of a run.")],
+    steps: Annotated[int | None, typer.Option(min=1, help="How many steps. Default: to the end.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
+) -> None:
+    """Show which difficulty each step has, and how many samples are easy enough for it."""
+    from ds_core.config import load_config
+    from ds_core.errors import UsageError
+    from ds_data_sampling.drawing import as_svg, as_text, curves_of, schedules_of
+
+    _, chosen = load_config(config, fill_later=True)
+    schedules = schedules_of(chosen)
+    if not schedules:
+        raise UsageError(f"{config} has no curriculum, or none that is enabled")
+    curves = curves_of(schedules, steps)
+    typer.echo(as_text(curves))
+    if svg is not None:
+        svg.write_text(as_svg(curves), encoding="utf-8")
+        typer.echo(f"drawn in {svg}")
+
+
+@app.command()
+def analyze(
+    dataset: Annotated[
+        str, typer.Argument(help="package.module:name of the data set, or of a function that returns it.")
+    ],
+    folder: Annotated[Path, typer.Option("--output", "-o", help="Where the files of the metrics go.")],
+    metric: Annotated[
+        list[str],
+        typer.Option("--metric", "-m", help="seqlen, vocabulary, vocabularyrarity or NAME=package.module:function."),
+    ],
+    processes: Annotated[int, typer.Option("--processes", "-p", min=0, help="That load and measure samples.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples that a process takes at a time.")] = 256,
+    worker: Annotated[
+        int | None, typer.Option(min=0, help="Measure only the part of this worker, of --workers.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Jobs that share the data set.")] = 1,
+    combine: Annotated[bool, typer.Option("--combine", help="Put the parts of --workers workers together.")] = False,
+) -> None:
+    """Measure each sample of a data set, and write the index files for curricula and token budgets.
+
+    Jobs on several machines: `--workers N --worker I` for each I below N, then `--workers N --combine`.
+    """
+    from ds_core.errors import UsageError
+    from ds_data_sampling import analysis
+
+    sys.path.insert(0, os.getcwd())  # modules beside which the command is run
+    data = _dataset(dataset)
+    if worker is None and not combine:
+        if workers > 1:
+            raise UsageError("--workers needs --worker, or --combine when all workers have ended")
+        found = analysis.analyze(data, metric, folder, batch_size=batch_size, processes=processes)
+    else:
+        measures = analysis.measures_of(metric, folder)
+        if not combine:
+            assert worker is not None
+            analysis.measure(
+                data, measures, folder, worker=worker, workers=workers, batch_size=batch_size, processes=processes
+            )
+            typer.echo(f"worker {worker} of {workers} has measured its part")
+            return
+        found = analysis.combine(folder, measures, len(data), workers=workers)
+    for name, facts in found.items():
+        typer.echo(_line(folder / name, facts))
+
+
+def _dataset(reference: str) -> Any:
+    from ds_core.entries import resolve
+    from ds_core.errors import UsageError
+
+    found: Any = resolve(reference)
+    if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
+        build: Callable[[], Any] = found
+        found = build()
+    if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+        raise UsageError(f"{reference} is a {type(found).__name__}; a data set with len() and [] is needed")
+    return found
+
+
+def _line(folder: Path, facts: dict[str, Any]) -> str:
+    if "percentiles" not in facts:
+        return f"{folder}: {facts['kind']} over {facts['samples']} samples"
+    low, middle, high = (facts["percentiles"][percent] for percent in ("0", "50", "100"))
+    return f"{folder}: {facts['samples']} samples from {low:g} to {high:g}, half of them up to {middle:g}"
