@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_autotuning.records import Row, Status
+from ds_autotuning.records import Row
+from ds_autotuning.why import better, keys_of, number, value_of
 
 __all__ = ["Mark", "Picture", "Tick", "picture"]
 
@@ -53,11 +54,9 @@ class Picture:
 
 def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
     """Dots for trials that came to an end, crosses at the bottom for others; colours by the key that divides them."""
-    from ds_autotuning.report import better, number
-
     by = _dividing(rows, best, metric)
     groups = sorted({_group(row, by) for row in rows}, key=_natural)
-    reached = {row.number: v for row in rows if (v := _reached(row, metric)) is not None}
+    reached = {row.number: v for row in rows if (v := value_of(row, metric)) is not None}
     most = max(reached.values(), default=1.0) or 1.0
     last = max((row.number for row in rows), default=1)
     first = min((row.number for row in rows), default=0)
@@ -97,11 +96,6 @@ def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
     )
 
 
-def _reached(row: Row, metric: str) -> float | None:
-    value = row.result.metric(metric) if row.result.status is Status.DONE else None
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _dividing(rows: Sequence[Row], best: Row | None, metric: str) -> str:
     """The key of at most six values that tells most about the metric: ZeRO's stage where it is one of them."""
     values = {key: {_text(row.setting.get(key)) for row in rows} for row in rows for key in row.setting}
@@ -110,8 +104,6 @@ def _dividing(rows: Sequence[Row], best: Row | None, metric: str) -> str:
         return ""
     if best is None or "zero_optimization.stage" in several:
         return next((key for key in several if key == "zero_optimization.stage"), several[0])
-    from ds_autotuning.report import keys_of
-
     return next((key.name for key in keys_of(rows, best, metric) if key.name in several), several[0])
 
 

@@ -13,7 +13,8 @@ import pytest
 from ds_autotuning.config import Autotuning
 from ds_autotuning.picture import picture
 from ds_autotuning.records import Forecast, Profile, Result, Row, Status
-from ds_autotuning.report import best_of, keys_of, summary, write_results
+from ds_autotuning.report import summary, write_results
+from ds_autotuning.why import best_of, keys_of
 
 STAGE, MICRO = "zero_optimization.stage", "train_micro_batch_size_per_gpu"
 
