@@ -56,20 +56,18 @@ def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
     """Dots for trials that came to an end, crosses at the bottom for others; colours by the key that divides them."""
     by = _dividing(rows, best, metric)
     groups = sorted({_group(row, by) for row in rows}, key=_natural)
-    reached = {row.number: v for row in rows if (v := value_of(row, metric)) is not None}
-    most = max(reached.values(), default=1.0) or 1.0
-    last = max((row.number for row in rows), default=1)
-    first = min((row.number for row in rows), default=0)
+    reached = [value_of(row, metric) for row in rows]
+    most = max((value for value in reached if value is not None), default=1.0) or 1.0
 
     def across(index: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (index - first + 0.5) / max(1, last - first + 1)
+        return LEFT + (WIDTH - LEFT - RIGHT) * (index + 0.5) / max(1, len(rows))
 
     def up(value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * value / (most * 1.05)
 
     marks, line, so_far = [], [], None
-    for row in sorted(rows, key=lambda r: r.number):
-        value, x = reached.get(row.number), across(row.number)
+    for index, (row, value) in enumerate(zip(rows, reached, strict=True)):
+        x = across(index)
         text = ", ".join(f"{key} = {setting}" for key, setting in row.setting.items())
         said = row.result.reason or row.result.status.value.replace("_", " ")
         text = f"{row.name}: {number(value) if value is not None else said}; {text}"
@@ -85,12 +83,12 @@ def picture(rows: Sequence[Row], best: Row | None, metric: str) -> Picture:
         line.append(f"{WIDTH - RIGHT:.1f},{up(so_far):.1f}")
     step = _round_step(most)
     heights = [i * step for i in range(math.floor(most * 1.05 / step) + 1)]
-    every = max(1, math.ceil((last - first + 1) / 20))
+    every = max(1, math.ceil(len(rows) / 20))
     return Picture(
         tuple(marks),
         " ".join(line),
         tuple(Tick(round(up(v), 1), number(v)) for v in heights),
-        tuple(Tick(round(across(i), 1), str(i)) for i in range(first, last + 1, every)) if rows else (),
+        tuple(Tick(round(across(i), 1), str(i + 1)) for i in range(0, len(rows), every)),
         tuple(groups),
         by,
     )

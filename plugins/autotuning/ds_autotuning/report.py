@@ -100,7 +100,7 @@ def _cells(row: Row, metric: str) -> tuple[str, ...]:
     setting = ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in row.setting.items())
     said = WORDS[result.status] + (f": {result.reason}" if result.reason else "")
     return (
-        str(row.number),
+        str(row.number or "-"),
         number(value_of(row, metric)),
         number(result.latency),
         _gib(result.peak_device),

@@ -27,12 +27,12 @@ def row(number: int, stage: int, micro: int, value: float | None, **more: Any) -
 
 
 ROWS = [
-    row(0, 0, 4, 100.0),
-    row(1, 0, 8, 150.0),
-    row(2, 1, 4, 90.0),
-    row(3, 1, 8, 200.0),
-    row(4, 3, 4, None, status=Status.OUT_OF_MEMORY, reason="rank 1: <b>no</b> memory"),
-    row(5, 3, 8, None, status=Status.DOES_NOT_FIT, reason="needs 90 GiB"),
+    row(1, 0, 4, 100.0),
+    row(2, 0, 8, 150.0),
+    row(3, 1, 4, 90.0),
+    row(4, 1, 8, 200.0),
+    row(5, 3, 4, None, status=Status.OUT_OF_MEMORY, reason="rank 1: <b>no</b> memory"),
+    row(0, 3, 8, None, status=Status.DOES_NOT_FIT, reason="needs 90 GiB"),  # not run, so without a number
 ]
 
 
@@ -60,7 +60,7 @@ def test_the_summary_has_every_trial_the_best_first() -> None:
     head, *lines = text.splitlines()
     assert head.startswith("best: z1_mb8, 200 samples/s; 6 settings: 4 done, 1 out of memory")
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("trial")) + 1 :]
-    assert [line.split()[0] for line in table] == ["3", "1", "0", "2", "4", "5"]
+    assert [line.split()[0] for line in table] == ["4", "2", "1", "3", "-", "5"]
     assert f"{MICRO} = 8 (instead of it, 4: 50 % of the best)" in text
     assert table[0].split()[1:5] == ["200", "0.005", "3", "2.5"]
     assert "no setting came to an end; 1 settings: 1 crashed" in summary([row(0, 0, 1, None)], None, Autotuning())
