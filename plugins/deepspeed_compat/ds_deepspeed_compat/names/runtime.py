@@ -94,11 +94,20 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.constants": {
         "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE": "ds_deepspeed_compat.constants",
     },
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": missing(_DATA)},
-    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {"DeepSpeedDataSampler": missing(_DATA)},
-    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"DataAnalyzer": missing(_DATA)},
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": "ds_data_sampling.deepspeed_names"},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {
+        "DeepSpeedDataSampler": differs(
+            "ds_data_sampling.deepspeed_names", "another order of samples, the same at every world size; no messages"
+        ),
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {
+        "DataAnalyzer DistributedDataAnalyzer": differs(
+            "ds_data_sampling.deepspeed_analyzer",
+            "writes .npy files; custom_map_*, custom_reduce, specific_threads and sample_indices are errors",
+        ),
+    },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
-        "MMapIndexedDataset MMapIndexedDatasetBuilder": missing(_DATA),
+        "MMapIndexedDataset MMapIndexedDatasetBuilder": "ds_data_sampling.deepspeed_rows",
     },
     "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {"RandomLayerTokenDrop": missing(_DATA)},
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
