@@ -5,8 +5,8 @@ The rest (activations, temporaries, what the process takes by itself) was measur
 
 [Note: what is not exact] Tensor parallelism is taken to divide every matrix and the activations evenly, sequence
 parallelism the activations, a pipeline the repeated blocks (a stage keeps as many micro-batches at a time as there are
-stages). Recomputed blocks are taken to keep no more than their inputs and one block's activations, which is the least
-that they can: what is refused for its memory cannot fit.
+stages). What blocks keep that are computed again was counted in the profile run, as for the policy "all"; where it
+could not be, one block's activations are taken, which is the least that they can keep.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _kept(profile: Profile, chosen: Composition, mesh: Mesh) -> float:
     before = profile.facts.get("recomputes", False)
     if recomputes(chosen) and not before:
         layers = int(profile.facts.get("layers") or 0)
-        part *= 1.0 / layers if layers > 1 else 1.0
+        part *= float(profile.facts.get("recomputed_part") or (1.0 / layers if layers > 1 else 1.0))
     return part
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from ds_run_state.blocks import repeated_blocks
 from torch import Tensor, nn
 
 from ds_autotuning.records import ModuleRow, Parameter, Profile
+from ds_autotuning.saved import Saved
 from ds_core.accelerator.cpu import CpuAccelerator
 from ds_core.context import StashKey
 
@@ -27,6 +29,7 @@ class Look:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.model = Profile(0, 0)
+        self._saved: Saved | None = None
 
     def __call__(self, module: nn.Module) -> nn.Module:
         """Describe `module`, and remember the free memory; then wait for its first inputs."""
@@ -52,7 +55,14 @@ class Look:
                 self.model.facts["sequence_length"] = length  # type: ignore[index]
 
         handle = module.register_forward_pre_hook(saw, with_kwargs=True)
+        if not {"compile", "activation_checkpointing"} & set(self.ctx.config.sections):
+            self._saved = Saved(module)
         return module
+
+    def finished(self) -> Profile:
+        """What was seen of the model until now."""
+        part = None if self._saved is None else self._saved.part
+        return dataclasses.replace(self.model, facts={**self.model.facts, "recomputed_part": part})
 
 
 LOOK: StashKey[Look] = StashKey("the profile run's description of the model")

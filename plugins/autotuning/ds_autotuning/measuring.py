@@ -143,7 +143,7 @@ class Measuring:
         mine: dict[str, Any] = {"seconds": self._seconds(), "flops": self._flops, **self._peaks()}
         look = self.ctx.stash.get(LOOK)
         if look is not None:
-            mine["model"] = look.model.to_json()
+            mine["model"] = look.finished().to_json()
         rows = comm.all_gather_json(mine)
         if self.ctx.rank != 0:
             return

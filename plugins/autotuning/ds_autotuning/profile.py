@@ -27,7 +27,7 @@ def joined(rows: Sequence[Mapping[str, Any]], micro: int, result: Result) -> Pro
             modules[row.path] = row if known is None else _both(known, row)
     params = [p for row in modules.values() for p in row.parameters if not p.shared]
     facts = {**profiles[0].facts}
-    for name in ("sequence_length", "hidden_size"):
+    for name in ("sequence_length", "hidden_size", "recomputed_part"):
         facts[name] = next((p.facts[name] for p in profiles if p.facts.get(name)), None)
     for name in ("device_memory", "host_memory"):
         facts[name] = min(p.facts[name] for p in profiles)

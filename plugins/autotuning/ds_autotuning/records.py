@@ -118,8 +118,8 @@ class Profile:
     device; None where it was not measured. seconds: micro-batch size -> s per step.
     facts: pipeline (bool), experts (number), transformers (bool), sequence_length, hidden_size, layers, world, device
     (torch's name of the type), device_memory, host_memory (free bytes per rank when the run began), host_base (bytes of
-    a process besides model states), recomputes (bool), ``config``, the run's config without secrets, and ``peaks``:
-    micro-batch size -> bytes of "device" and "host".
+    a process besides model states), recomputes (bool), recomputed_part (of activations, if blocks were recomputed),
+    ``config``, the run's config without secrets, and ``peaks``: micro-batch size -> bytes of "device" and "host".
     """
 
     parameters: int

@@ -13,6 +13,7 @@ from ds_autotuning.forecast import Room, forecast, largest_micro_batch, make_pro
 from ds_autotuning.looking import describe
 from ds_autotuning.profile import build, fit_line, joined
 from ds_autotuning.records import Profile, Result, Status
+from ds_autotuning.saved import Saved
 from ds_zero.config import ZeroConfig
 from ds_zero.plan import PlannedRun, predict
 from torch import nn
@@ -194,3 +195,36 @@ def test_stages_that_ranks_built_alone_are_joined() -> None:
     assert (made.parameters, made.trainable) == (whole.parameters, whole.trainable)
     assert {r.path for r in made.modules} == {r.path for r in whole.modules}
     build(made)
+
+
+class Layered(nn.Module):
+    """A layer outside, two blocks, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def test_what_recomputation_would_keep_is_counted_in_one_forward() -> None:
+    model = Layered()
+    saved = Saved(model)
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+    assert saved.part is None  # an evaluation keeps nothing
+    loss = model(torch.ones(4, 8))
+    # Of 4 x 8: the input; of each block its input and tanh's output; and the last block's output, of which is the loss.
+    # Recomputed: the input, both blocks' inputs, the output, and while it runs again one block's input and tanh.
+    assert saved.part == pytest.approx((4 + 2) / 6)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    loss.backward()
+    made = dataclasses.replace(profile(), facts={**profile().facts, "recomputed_part": 0.5})
+    again = forecast(made, compose({**BASE, "activation_checkpointing": {"modules": "auto"}}), 2)
+    assert again.activations == 0.5 * forecast(made, compose(BASE), 2).activations
+    assert Saved(nn.Linear(2, 2)).part is None

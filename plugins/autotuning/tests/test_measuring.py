@@ -103,6 +103,7 @@ def test_a_profile_run_describes_the_model_as_the_script_made_it(ranks: Ranks, t
     assert head.parameters[0].shared == "embed.weight" and head.parameters[0].shape == (16, 8)
     facts = profile.facts
     assert (facts["world"], facts["device"], facts["sequence_length"], facts["layers"]) == (2, "cpu", 5, 3)
+    assert 0 < facts["recomputed_part"] < 1
     assert facts["hidden_size"] == 8 and not facts["pipeline"] and not facts["transformers"]
     assert facts["device_memory"] > 0 and facts["config"]["optimizer"] == ADAM
     assert facts["peaks"]["2"]["device"] > 0 and profile.seconds[2] > 0
