@@ -1,0 +1,187 @@
+"""A model's attention becomes sparse: transformers models by their attention functions, others by their own modules."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ds_core.context import StashKey
+from ds_core.errors import UsageError
+from ds_sparse_attention.attention import SparseAttention, SparseSelfAttention
+from ds_sparse_attention.blocks import Allowed
+from ds_sparse_attention.config import SparseAttentionConfig
+
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
+__all__ = ["make_sparse", "undo"]
+
+UNDO: StashKey[list[Callable[[], Any]]] = StashKey("ds_sparse_attention: how to give models back")
+_names = itertools.count()
+
+
+def make_sparse(model: nn.Module, ctx: Context) -> nn.Module:
+    """Switch sparse attention on; raises UsageError where the model has no attention that could be."""
+    config = ctx.config.section("sparse_attention")
+    assert isinstance(config, SparseAttentionConfig)
+    attention = SparseAttention(config)
+    mine = [m for m in model.modules() if isinstance(m, SparseSelfAttention)]
+    theirs = [m for m in model.modules() if _of_transformers(m)][:1]
+    if config.different_layout_per_head and any(ctx.mesh.has(a) and ctx.mesh.size(a) > 1 for a in ("tp", "sp")):
+        raise UsageError(
+            "sparse_attention.different_layout_per_head: heads are divided over ranks (tensor_parallel, "
+            "sequence_parallel), and would get patterns of other heads; leave it out"
+        )
+    if not mine and not theirs:
+        raise UsageError(
+            f"sparse_attention: {type(model).__name__} is no transformers model and has no "
+            "ds_sparse_attention.SparseSelfAttention; use that module in its attention, or leave the section out"
+        )
+    undone: list[Callable[[], Any]] = []
+    for module in mine:
+        if module.attention is None:
+            module.attention = attention
+            undone.append(functools.partial(setattr, module, "attention", None))
+    undone += [Registered(m, attention).close for m in theirs]
+    ctx.stash[UNDO] = undone
+    return model
+
+
+def undo(ctx: Context) -> None:
+    """Give the models back as they were."""
+    for close in ctx.stash.get(UNDO) or ():
+        close()
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return hasattr(module, "set_attn_implementation") and hasattr(config, "_attn_implementation")
+
+
+class Registered:
+    """A transformers model whose attention function is ours."""
+
+    def __init__(self, model: Any, attention: SparseAttention) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        name = type(model).__name__
+        if not getattr(model, "_supports_attention_backend", False):
+            raise UsageError(f"sparse_attention: {name} does not use transformers' attention functions")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise UsageError(
+                f"sparse_attention: the decoder of {name} looks at another sequence, too; only models whose attention "
+                "is that of a sequence to itself can be sparse"
+            )
+        self.model, self.attend = model, attention
+        self.before = model.config._attn_implementation or "eager"
+        self.name = f"ds_sparse_attention_{next(_names)}"
+        AttentionInterface.register(self.name, self.attention)
+        AttentionMaskInterface.register(self.name, make_mask)
+        model.set_attn_implementation(self.name)
+
+    def close(self) -> None:
+        """Give the model its own attention back."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.model.set_attn_implementation(self.before)
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(self.name, None)
+
+    def attention(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """An attention function of transformers: [batch, heads, tokens, size] -> [batch, tokens, heads, size]."""
+        for option in ("softcap", "s_aux", "position_bias", "head_mask"):
+            if options.get(option) is not None:
+                raise UsageError(f"sparse_attention: {type(module).__name__} asks for {option}, which it cannot do")
+        if is_causal is None:
+            is_causal = bool(getattr(module, "is_causal", True))
+        mask = _limits(attention_mask, is_causal)
+        options = {"causal": mask.causal, "allowed": mask.allowed, "first": mask.first}
+        out = self.attend(query, key, value, dropout=dropout, scale=scaling, **options)
+        return out.transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Stands for the mask of a micro-batch: rules over positions, of which only blocks that are seen are asked.
+
+    first: the position of the first query among the keys; None: the queries are the last. To transformers, which makes
+    masks of static caches before it calls the model, it is like a mask of four dimensions.
+    """
+
+    causal: bool
+    allowed: Allowed | None = None
+    first: int | None = None
+    ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> Mask:
+        """Itself."""
+        return self
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | Mask | None = None,
+    use_vmap: bool = False,
+    **options: Any,
+) -> Mask:
+    """A mask function of transformers."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    if use_vmap:
+        raise UsageError("sparse_attention cannot use this model's own mask: it is not made of positions")
+    function: Any = causal_mask_function if mask_function is None else mask_function
+    plain = function is causal_mask_function or function is bidirectional_mask_function
+    padding = None if attention_mask is None else attention_mask.bool()
+    if padding is not None and padding.ndim == 2 and padding.shape[1] < kv_length:
+        padding = nn.functional.pad(padding, (0, kv_length - padding.shape[1]), value=False)
+    if padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
+        padding = None
+    if plain and padding is None:
+        return Mask(function is causal_mask_function, None, q_offset)
+
+    def allowed(sample: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        head = torch.zeros_like(sample)
+        shown: Tensor = torch.ones_like(k, dtype=torch.bool) if plain else function(sample, head, q, k)
+        return shown if padding is None else shown & padding[sample, k]
+
+    return Mask(function is causal_mask_function, allowed, q_offset)
+
+
+def _limits(mask: Any, is_causal: bool) -> Mask:
+    """What transformers gives as the mask."""
+    if mask is None:
+        return Mask(is_causal)
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1:
+        whole, seen = mask[:, 0], mask.shape[3] - mask.shape[2]
+
+        def allowed(sample: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return whole[sample if len(whole) > 1 else torch.zeros_like(sample), q - seen, k]
+
+        return Mask(False, allowed)
+    raise UsageError("sparse_attention: attention_mask must be [batch, tokens], or bool [batch, 1, tokens, tokens]")
