@@ -58,7 +58,9 @@ def main() -> None:
         for (block, name), took in median.items():
             seen = f"{density[block, name]:11.1%}" if block else " " * 11
             ratios = [took / median[0, other] for other in ("dense, causal", "dense")]
-            print(f"{tokens:6}  {block or '':5}  {name:13} {seen} {took * 1e3:7.1f} {ratios[0]:14.2f} {ratios[1]:11.2f}")
+            print(
+                f"{tokens:6}  {block or '':5}  {name:13} {seen} {took * 1e3:7.1f} {ratios[0]:14.2f} {ratios[1]:11.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.nn import functional
 __all__ = ["Allowed", "Pattern", "attend_blocks", "make_pattern"]
 
 Allowed = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(sample, position of the query, of the key) -> whether it may look: index tensors that broadcast, to a bool tensor."""
+"""(sample, position of the query, of the key) -> whether it may look: index tensors that broadcast, to a bool one."""
 
 FILL = 0.75
 """A tile joins a group if it looks at no less than this part of the blocks of the group's first tile."""
@@ -97,7 +97,8 @@ def _split(layout: Tensor, tile: int) -> Tensor:
     missing = -len(layout[0]) % tile
     if missing:
         layout = torch.cat([layout, layout[:, -1:].expand(-1, missing, -1)], 1)
-    return layout.unflatten(1, (-1, tile))
+    split: Tensor = layout.unflatten(1, (-1, tile))
+    return split
 
 
 def _cost(layout: Tensor, tile: int, block: int) -> float:

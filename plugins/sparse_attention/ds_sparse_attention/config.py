@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -77,7 +77,7 @@ class SparseAttentionConfig(Section):
             raise ValueError(problem)
         return self
 
-    def _problems(self) -> Iterable[str]:  # type: ignore[misc]
+    def _problems(self) -> Iterator[str]:
         if self.horizontal_global_attention and self.causal:
             yield "horizontal_global_attention needs attention: bidirectional; leave one of the two out"
         if self.mode == "fixed":
@@ -96,7 +96,7 @@ class SparseAttentionConfig(Section):
             elif any(start >= end for start, end in zip(starts, ends, strict=True)):
                 yield "global_block_end_indices must each be larger than the first block of the range"
 
-    def _problems_of_fixed(self) -> Iterable[str]:
+    def _problems_of_fixed(self) -> Iterator[str]:
         local, count = self.num_local_blocks, self.num_global_blocks
         if local % count:
             yield f"num_local_blocks ({local}) must be a multiple of num_global_blocks ({count})"

@@ -126,3 +126,30 @@ def test_the_module_masks_drops_and_says_what_it_lacks() -> None:
         module(torch.randn(1, 3, 8, 8), q[:1, :, :8], q[:1, :, :8])
     with pytest.raises(UsageError, match="behind the 4 blocks"):
         SparseSelfAttention({"mode": "bslongformer", "block": 8, "global_block_indices": [9]})(q, q, q)
+
+
+def test_deepspeeds_classes() -> None:
+    from ds_sparse_attention.deepspeed_names import BigBirdSparsityConfig, FixedSparsityConfig
+    from ds_sparse_attention.deepspeed_names import SparseSelfAttention as Theirs
+
+    torch.manual_seed(0)
+    config = FixedSparsityConfig(num_heads=2, block=8, num_local_blocks=2, attention="unidirectional")
+    assert config.make_layout(32).shape == (2, 4, 4) and config.make_layout(32).dtype == torch.int64
+    assert BigBirdSparsityConfig(num_heads=2).config.num_random_blocks == 1
+    with pytest.raises(UsageError, match="multiple of the block of 8"):
+        config.make_layout(30)
+    q, k, v = (torch.randn(2, 2, 32, 4, dtype=torch.float64) for _ in range(3))
+    counts = torch.ones(2, 32, dtype=torch.bool)
+    counts[1, 20:] = False
+    module = Theirs(config)
+    wanted = dense(module.attention, q, k, v, False, counts)
+    added = torch.zeros(2, 32).masked_fill(~counts, -10000.0)
+    torch.testing.assert_close(module(q, k, v, key_padding_mask=added), wanted)
+    square = torch.ones(32, 32).tril()
+    other = Theirs(config, key_padding_mask_mode="mul")
+    torch.testing.assert_close(other(q, k, v, key_padding_mask=counts.int(), attn_mask=square), wanted)
+    for options, said in (({"rpe": q}, "rpe"), ({"key_padding_mask": added + 0.5}, "very negative")):
+        with pytest.raises(UsageError, match=said):
+            module(q, k, v, **options)
+    with pytest.raises(UsageError, match="'add' or 'mul'"):
+        Theirs(config, "or")

@@ -81,7 +81,8 @@ def test_random_blocks_are_as_many_as_asked_and_the_same_each_time(mode: str, at
     keys = {"mode": mode, "attention": attention, "different_layout_per_head": True}
     few = {"local_window_blocks": [1], "global_block_indices": [0], "num_sliding_window_blocks": 1}
     none, two = (
-        make_layout(SparseAttentionConfig.model_validate({**keys, **few, "num_random_blocks": n}), 4, 32) for n in (0, 2)
+        make_layout(SparseAttentionConfig.model_validate({**keys, **few, "num_random_blocks": n}), 4, 32)
+        for n in (0, 2)
     )
     again = make_layout(SparseAttentionConfig.model_validate({**keys, **few, "num_random_blocks": 2}), 4, 32)
     assert torch.equal(two, again) and not torch.equal(two[0], two[1])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _BUILDER = differs("ds_deepspeed_compat.op_builder", "`dscore ops build` builds; load() gives the optimizer's kernel")
-_SPARSE = missing("sparse attention is not built; use torch's flex_attention")
+_SPARSE = missing("the section sparse_attention serves models of transformers, SparseSelfAttention others")
 _GDS = missing("GPUDirect storage is not built; `AsyncIOBuilder` reads into host memory")
 
 NAMES: Mapping[str, Rows] = {
@@ -31,7 +31,7 @@ NAMES: Mapping[str, Rows] = {
         "CPUAdamBuilder FusedAdamBuilder CPUAdagradBuilder CPULionBuilder FusedLionBuilder FusedLambBuilder": _BUILDER,
         "AsyncIOBuilder": "ds_nvme.handle",
         "GDSBuilder": _GDS,
-        "SparseAttnBuilder": _SPARSE,
+        "SparseAttnBuilder": missing("ds_sparse_attention needs no operation of its own"),
         "QuantizerBuilder TransformerBuilder InferenceBuilder StochasticTransformerBuilder RandomLTDBuilder "
         "EvoformerAttnBuilder FPQuantizerBuilder UtilsBuilder CCLCommBuilder ShareMemCommBuilder": missing(
             "this operation is not built"
@@ -40,9 +40,9 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.ops.aio": {"AsyncIOBuilder": "ds_nvme.handle"},
     "deepspeed.ops.gds": {"GDSBuilder": _GDS},
     "deepspeed.ops.sparse_attention": {
-        "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig DenseSparsityConfig "
-        "FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig BSLongformerSparsityConfig "
-        "LocalSlidingWindowSparsityConfig MatMul Softmax": _SPARSE,
+        "SparseSelfAttention SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig "
+        "BigBirdSparsityConfig BSLongformerSparsityConfig": "ds_sparse_attention.deepspeed_names",
+        "BertSparseSelfAttention SparseAttentionUtils LocalSlidingWindowSparsityConfig MatMul Softmax": _SPARSE,
     },
     "deepspeed.ops.random_ltd": {"GatherTokens ScatterTokens": missing("data efficiency is not built")},
     "deepspeed.ops.fp_quantizer": {"FP_Quantize Quantizer": missing("quantised linears are not built")},
