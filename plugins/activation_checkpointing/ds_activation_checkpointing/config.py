@@ -23,6 +23,7 @@ class ActivationCheckpointingConfig(Section):
         "Modules that are computed again in backward: class names, names in the model, or patterns (*.layers.*). "
         "'auto': the model's repeated blocks, also where policy or budget is set. Absent: what the model itself "
         "checkpoints.",
+        json_schema_extra={"x-ds-tune": ["auto"]},
     )
     policy: Literal["all", "keep_matmuls", "keep_attention"] = option(
         "all",

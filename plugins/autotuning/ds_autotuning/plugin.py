@@ -1,4 +1,4 @@
-"""What ds-autotuning offers to ds_core: the section ``autotuning`` (torch-free)."""
+"""What ds-autotuning offers to ds_core: the section ``autotuning`` and ``dscore tune`` (torch-free)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_core.context import StashKey
-from ds_core.entries import Phase, Transform
+from ds_core.entries import CommandEntry, Phase, Transform
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ds_core.entries import Request
 
 __all__ = [
+    "ds_commands",
     "ds_config",
     "ds_engine_methods",
     "ds_exception",
@@ -34,14 +35,22 @@ def ds_config() -> type[BaseModel]:
     return Autotuning
 
 
+def ds_commands() -> Mapping[str, CommandEntry]:
+    """The tuner."""
+    return {"tune": CommandEntry("ds_autotuning.command:app", "Find the fastest settings of a script by short trials.")}
+
+
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
     """None; but it is asked for on every rank when the engine is built, so measuring begins here."""
     from ds_autotuning.config import Autotuning
 
     section = ctx.config.section("autotuning")
     if isinstance(section, Autotuning) and section.measures:
+        from ds_autotuning.limits import limit_memory
         from ds_autotuning.measuring import Measuring
 
+        if section.host_memory_gb is not None:  # the tuner's own limit reaches processes on its host alone
+            limit_memory(int(section.host_memory_gb * 1e9))
         ctx.stash[MEASURING] = Measuring(ctx, section)
     return {}
 

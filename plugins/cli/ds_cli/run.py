@@ -10,9 +10,10 @@ import logging
 import os
 import shlex
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from ds_cli.hosts.agent import on_host
 from ds_cli.hosts.choice import Choice, choose_hosts, is_here, slots_here
@@ -21,7 +22,7 @@ from ds_cli.launch import LaunchRequest, check_program, check_script, find_launc
 from ds_cli.show import CommandError, say_error
 from ds_cli.surroundings import parse_cores
 
-__all__ = ["Level", "app", "run"]
+__all__ = ["Level", "Tuning", "app", "run"]
 
 
 class Level(str, Enum):
@@ -34,7 +35,26 @@ class Level(str, Enum):
     CRITICAL = "critical"
 
 
+class Tuning(str, Enum):
+    """What ``--autotuning`` takes."""
+
+    TUNE = "tune"
+    RUN = "run"
+
+
+class _RunCommand(TyperCommand):
+    """Keeps the words as they were given: `--autotuning` hands them on."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+_WORDS = "ds_cli.run.words"
+
+
 def run(
+    ctx: typer.Context,
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The Python file to run; with --module a module's name.")
     ],
@@ -130,6 +150,10 @@ def run(
     record: Annotated[
         str, typer.Option("--record", metavar="FOLDER", help="Keep a record of the run in FOLDER, for dscore report.")
     ] = "",
+    autotuning: Annotated[
+        Tuning | None,
+        typer.Option(help="Find the fastest settings first (needs ds-autotuning); 'run' then runs with them."),
+    ] = None,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program, run as it is.")] = False,
     save_pid: Annotated[
         bool, typer.Option("--save-pid", help="Keep this process's id in <temporary folder>/<id>.dscore.")
@@ -155,6 +179,8 @@ def run(
 
     Everything after SCRIPT belongs to the script. The exit code is that of the first process that fails.
     """
+    if autotuning is not None:
+        _tune(ctx.meta[_WORDS], len(arguments or ()), autotuning)
     if no_python and module:
         raise CommandError("--no-python and --module say different things of SCRIPT; give one of them")
     if tag and each_rank_log:
@@ -278,6 +304,23 @@ def _checked_here(request: LaunchRequest) -> LaunchRequest:
     return dataclasses.replace(request, min_nodes=low, max_nodes=most, nproc=count)
 
 
+def _tune(words: list[str], after: int, wanted: Tuning) -> NoReturn:
+    """The command ``tune``, with the words but ``--autotuning``. after: how many of them are the script's own."""
+    from ds_cli.app import other_command
+
+    options, own = words[: len(words) - after], words[len(words) - after :]
+    kept = []
+    while options:
+        word = options.pop(0)
+        if word == "--autotuning":
+            del options[:1]
+        elif not word.startswith("--autotuning="):
+            kept.append(word)
+    then = ["--then-run"] if wanted is Tuning.RUN else []
+    code = other_command("tune")([*then, *kept, *own], prog_name="dscore tune", standalone_mode=False)
+    raise typer.Exit(code if isinstance(code, int) else 0)
+
+
 def _as_deepspeed() -> None:
     """Let the processes read the variable that the package of DeepSpeed's names looks for."""
     _needs("--as-deepspeed", "ds_deepspeed_compat", "ds-deepspeed-compat")
@@ -304,5 +347,6 @@ def _needs(option: str, package: str, dist: str) -> None:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 # Options may be spelt with underscores too, as in the documents.
 app.command(
+    cls=_RunCommand,
     context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
 )(run)

@@ -23,7 +23,10 @@ class ExpertParallelConfig(Section):
 
     enabled: bool = option(False, "Find the model's MoE blocks and spread their experts over ranks.")
     autoep_size: int = option(
-        1, "Ranks that share the experts of a layer; divides their number and the data-parallel size.", ge=1
+        1,
+        "Ranks that share the experts of a layer; divides their number and the data-parallel size.",
+        ge=1,
+        json_schema_extra={"x-ds-tune": {"values": "divides_world", "needs": ["experts", "given"]}},
     )
     expert_tensor_parallel_size: int = option(1, "Reserved: experts are not cut further. Only 1.")
     preset_model: str | None = option(

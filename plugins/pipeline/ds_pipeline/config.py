@@ -15,7 +15,11 @@ __all__ = ["PipelineConfig"]
 class PipelineConfig(Section):
     """Pipeline parallelism. A `ds_pipeline.PipelineModule` adds the section, with its stages."""
 
-    stages: int | Literal["auto"] = option("auto", "Pipeline stages. A number must agree with the PipelineModule.")
+    stages: int | Literal["auto"] = option(
+        "auto",
+        "Pipeline stages. A number must agree with the PipelineModule.",
+        json_schema_extra={"x-ds-tune": {"values": "divides_world", "needs": ["pipeline", "mapped"]}},
+    )
     chunks: int = option(1, "Parts of the model per stage. A number must agree with the PipelineModule.", ge=1)
     partition: str = option(
         "best",
@@ -41,11 +45,13 @@ class PipelineConfig(Section):
         "auto",
         description="'1f1b', 'interleaved' (chunks > 1), 'zero_bubble', or 'package.module:Class', a PipeSchedule. "
         "'auto': 1f1b, or interleaved where there are chunks.",
+        json_schema_extra={"x-ds-tune": {"values": ["zero_bubble"], "needs": "pipeline"}},
     )
     reduce: Literal["batch", "micro_batch"] = option(
         "batch",
         "With ZeRO-2 and 3: 'batch' reduces gradients once per batch and keeps unsharded gradients of the stage until "
         "then; 'micro_batch' reduces after each micro-batch, so that only this rank's part is kept.",
+        json_schema_extra={"x-ds-tune": {"values": ["batch", "micro_batch"], "needs": "pipeline", "stages": [2, 3]}},
     )
 
     @model_validator(mode="after")

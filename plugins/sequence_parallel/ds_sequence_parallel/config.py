@@ -58,7 +58,10 @@ class SequenceParallelConfig(Section):
     """How sequences are divided over ranks, layers computed in tiles, and activations kept."""
 
     size: int | None = option(
-        None, "Ranks that divide each sequence; null: sequence_parallel_size, which is 1 if not given.", ge=1
+        None,
+        "Ranks that divide each sequence; null: sequence_parallel_size, which is 1 if not given.",
+        ge=1,
+        json_schema_extra={"x-ds-tune": {"values": "divides_world", "needs": "transformers"}},
     )
     mode: Literal["auto", "ulysses", "ring"] = option(
         "auto",

@@ -107,7 +107,12 @@ class TensorParallelConfig(Section):
     """Tensor parallelism: each layer is divided over ranks, which work on the same samples."""
 
     enabled: bool = option(True, "Divide layers over ranks.")
-    autotp_size: int = option(0, "Ranks that divide each layer; 0: as tensor_parallel.tp_size says.", ge=0)
+    autotp_size: int = option(
+        0,
+        "Ranks that divide each layer; 0: as tensor_parallel.tp_size says.",
+        ge=0,
+        json_schema_extra={"x-ds-tune": {"values": "divides_world", "needs": "transformers"}},
+    )
     preset_model: str | None = option(
         None, f"The family of models: {', '.join(PRESETS)}. Default: the model's own tp_plan, else by its type."
     )

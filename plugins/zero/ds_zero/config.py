@@ -200,19 +200,34 @@ class ZeroConfig(Section):
     """What is partitioned over ranks, and how it is communicated. Sizes are numbers of elements."""
 
     stage: Literal[0, 1, 2, 3] = option(
-        0, "What is partitioned. 0: nothing, 1: optimizer states, 2: and gradients, 3: and parameters."
+        0,
+        "What is partitioned. 0: nothing, 1: optimizer states, 2: and gradients, 3: and parameters.",
+        json_schema_extra={"x-ds-tune": [0, 1, 2, 3]},
     )
     # -- gradients
     contiguous_gradients: bool = option(
-        True, "Copy each gradient into its flat bucket as soon as it is computed; false: when the bucket is reduced."
+        True,
+        "Copy each gradient into its flat bucket as soon as it is computed; false: when the bucket is reduced.",
+        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2]}},
     )
-    reduce_scatter: bool = option(True, "Reduce-scatter gradients; false: all-reduce them.")
-    reduce_bucket_size: int = option(500_000_000, "Elements per reduction; a larger parameter has its own.", gt=0)
+    reduce_scatter: bool = option(
+        True,
+        "Reduce-scatter gradients; false: all-reduce them.",
+        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2]}},
+    )
+    reduce_bucket_size: int = option(
+        500_000_000,
+        "Elements per reduction; a larger parameter has its own.",
+        gt=0,
+        json_schema_extra={"x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2, 3]}},
+    )
     use_multi_rank_bucket_allreduce: bool = option(
         True, "Without reduce_scatter: one all-reduce per bucket; false: one reduction to each owner."
     )
     overlap_comm: bool | None = option(
-        None, "Reduce gradients while backward goes on; null: only in stage 3. False: backward waits for each bucket."
+        None,
+        "Reduce gradients while backward goes on; null: only in stage 3. False: backward waits for each bucket.",
+        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2, 3]}},
     )
     ignore_unused_parameters: bool = option(True, "False: a trainable parameter without a gradient is an error.")
     round_robin_gradients: bool = option(
@@ -221,9 +236,17 @@ class ZeroConfig(Section):
         without_effect="each rank copies its own share of every bucket, so copies are always spread",
     )
     # -- weights after the step
-    allgather_partitions: bool = option(True, "All-gather updated weights; false: each rank broadcasts its own.")
+    allgather_partitions: bool = option(
+        True,
+        "All-gather updated weights; false: each rank broadcasts its own.",
+        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2]}},
+    )
     allgather_bucket_size: int = option(
-        500_000_000, "Elements per all-gather; a larger parameter has its own.", gt=0, old=("allgather_size",)
+        500_000_000,
+        "Elements per all-gather; a larger parameter has its own.",
+        gt=0,
+        old=("allgather_size",),
+        json_schema_extra={"x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2]}},
     )
     sub_group_size: int = option(
         1_000_000_000,
@@ -232,10 +255,18 @@ class ZeroConfig(Section):
     )
     # -- stage 3
     prefetch_bucket_size: int = option(
-        50_000_000, "Elements gathered ahead of their use.", ge=0, alias="stage3_prefetch_bucket_size"
+        50_000_000,
+        "Elements gathered ahead of their use.",
+        ge=0,
+        alias="stage3_prefetch_bucket_size",
+        json_schema_extra={"x-ds-tune": {"values": [5_000_000, 50_000_000, 500_000_000], "stages": [3]}},
     )
     param_persistence_threshold: int = option(
-        100_000, "Parameters with fewer elements stay unsharded.", ge=0, alias="stage3_param_persistence_threshold"
+        100_000,
+        "Parameters with fewer elements stay unsharded.",
+        ge=0,
+        alias="stage3_param_persistence_threshold",
+        json_schema_extra={"x-ds-tune": {"values": [10_000, 100_000, 1_000_000], "stages": [3]}},
     )
     model_persistence_threshold: int = option(
         sys.maxsize, "The most elements that stay unsharded.", ge=0, alias="stage3_model_persistence_threshold"
@@ -295,8 +326,16 @@ class ZeroConfig(Section):
     )
     enable_sanity_checks: bool = option(False, "Compare the weights of all ranks after every step.")
     # -- offload
-    offload_param: OffloadParam | None = option(None, "Where the parameters of stage 3 are kept.")
-    offload_optimizer: OffloadOptimizer | None = option(None, "Where optimizer states are kept.")
+    offload_param: OffloadParam | None = option(
+        None,
+        "Where the parameters of stage 3 are kept.",
+        json_schema_extra={"x-ds-tune": {"values": [{"device": "cpu"}], "stages": [3]}},
+    )
+    offload_optimizer: OffloadOptimizer | None = option(
+        None,
+        "Where optimizer states are kept.",
+        json_schema_extra={"x-ds-tune": {"values": [{"device": "cpu"}], "stages": [1, 2, 3]}},
+    )
     cpu_offload: bool | None = option(None, "Deprecated: true is read as offload_optimizer.device cpu.")
     cpu_offload_param: bool | None = option(None, "Deprecated: true is read as offload_param.device cpu.")
     cpu_offload_use_pin_memory: bool | None = option(
