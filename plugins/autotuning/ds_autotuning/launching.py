@@ -116,7 +116,14 @@ def parse_words(words: Sequence[str]) -> Launch:
     hosts = given["hostfile"] or given["nnodes"]
     nproc = parse_nproc(given["nproc"])
     return Launch(
-        tuple(head), script, arguments, _config_in(arguments), None if hosts and not high else nproc, high or 1
+        tuple(head),
+        script,
+        arguments,
+        _config_in(arguments),
+        None if hosts and not high else nproc,
+        high or 1,
+        given["module"],
+        given["no_python"],
     )
 
 
