@@ -244,7 +244,7 @@ class _Session:
             stage = getattr(chosen.config.section("zero_optimization"), "stage", 0)
             mp_size = self.section.mp_size
             states = documented_bytes(profile.parameters, stage, max(world // mp_size, 1), bool(half), mp_size)
-            return Forecast(states, states=states)
+            return Forecast(states, 0.0, states=states)
 
         return documented
 
