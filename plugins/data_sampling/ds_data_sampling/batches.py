@@ -103,14 +103,17 @@ class Feed:
             more = self._filler.take(count - len(found), step)
             if not more and fresh:
                 break
-            found += filter(self._usable, more)
+            found += self._only_usable(more)
             self._filler = self._filler if more else None
         return found
+
+    def _only_usable(self, samples: list[int]) -> list[int]:
+        return samples if self._usable is None else [index for index in samples if self._usable(index)]
 
     def _read(self, count: int, step: int) -> bool:
         """Have more samples pending; whether there may be still more."""
         while more := self.order.take(count, step):
-            found = more if self._usable is None else list(filter(self._usable, more))
+            found = self._only_usable(more)
             self.pending.extend(found)
             if found:
                 return True
