@@ -164,13 +164,14 @@ def _of_the_core(config: RunConfig) -> Precision:
     core, types, auto = config.core, config.core.data_types, config.core.torch_autocast
     listed = auto.lower_precision_safe_modules
     mode = "fp16" if core.fp16.enabled else "bf16" if core.bf16.enabled else None
+    whole = {"fp16": core.fp16.fp16_master_weights_and_grads, "bf16": core.bf16.bf16_master_weights_and_grads}
     accumulate = "fp32" if mode == "bf16" and core.bf16.immediate_grad_update else types.grad_accum_dtype
     autocast: torch.dtype | None = getattr(torch, auto.dtype or "bfloat16") if auto.enabled else None
     return Precision(
         name=mode or ("autocast" if auto.enabled else "fp32"),
         param=DTYPES.get(mode or types.param_dtype),
         buffer=DTYPES.get(types.buffer_dtype),
-        master=torch.float32 if mode else None,
+        master=torch.float32 if mode and not whole[mode] else None,
         accumulate=DTYPES.get(accumulate),
         wire=DTYPES.get(core.communication_data_type),
         autocast=autocast,

@@ -66,7 +66,7 @@ class FP16(Section):
     hysteresis: int = option(2, "Overflows before the dynamic scale halves.", gt=0)
     consecutive_hysteresis: bool = option(False, "Refill the hysteresis on every clean step.")
     min_loss_scale: float = option(1, "Floor of the dynamic scale; an overflow there stops the run.", gt=0)
-    fp16_master_weights_and_grads: bool = option(False, "fp16 masters.", not_offered="fp32 masters are kept")
+    fp16_master_weights_and_grads: bool = option(False, "Update the float16 weights; no fp32 masters are kept.")
     clip: float | None = option(None, "Deprecated: use gradient_clipping (L2 norm).", ge=0)
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
@@ -84,8 +84,8 @@ class BF16(Section):
     enabled: bool = option(False, "Train in bfloat16 with fp32 master weights.")
     immediate_grad_update: bool = option(False, "Add each gradient to an fp32 buffer as it is produced.")
     check_grad_overflow: bool = option(True, "Skip a step whose gradients hold inf or NaN.")
-    bf16_master_weights_and_grads: bool = option(False, "bf16 masters.", not_offered="fp32 masters are kept")
-    bf16_optimizer_states: bool = option(False, "bf16 moments.", not_offered="moments are kept in fp32")
+    bf16_master_weights_and_grads: bool = option(False, "Update the bfloat16 weights; no fp32 masters are kept.")
+    bf16_optimizer_states: bool = option(False, "Optimizer states in bfloat16; needs bf16_master_weights_and_grads.")
 
 
 class TorchAutocast(Section):
@@ -222,6 +222,8 @@ def cross_problems(core: CoreConfig, raw: dict[str, Any]) -> Iterator[Problem]:
     if core.prescale_gradients and core.gradient_predivide_factor != 1:
         why = "has no effect when prescale_gradients divides by all ranks beforehand"
         yield Problem("gradient_predivide_factor", why, "leave one of the two out")
+    if core.bf16.bf16_optimizer_states and not core.bf16.bf16_master_weights_and_grads:
+        yield Problem("bf16.bf16_optimizer_states", "needs bf16_master_weights_and_grads", "set both, or neither")
 
 
 # -- the batch triple: train = micro x accumulation x data-parallel ranks --------------------------------------------

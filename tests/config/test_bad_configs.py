@@ -104,9 +104,7 @@ NOT_OFFERED = {
     "sparse_gradients": True,
     "graph_harvesting": True,
     "use_data_before_expert_parallelism": True,
-    "fp16.fp16_master_weights_and_grads": True,
-    "bf16.bf16_master_weights_and_grads": True,
-    "bf16.bf16_optimizer_states": True,
+    "nebula": {"enabled": True},
 }
 MISSPELT = {
     "train_batchsize": "train_batch_size",

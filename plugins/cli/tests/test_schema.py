@@ -28,6 +28,7 @@ class Fake(Section):
     groups: dict[str, Rule] = option({}, "Rules by name.")
     code: str | None = option("x", "Code.", secret=True)
     needed: int = option(..., "Needed.")
+    wings: bool = option(False, "Wings.", not_offered="legs are faster")
 
 
 class Level(RootModel[int]):
@@ -86,7 +87,7 @@ def test_what_an_editor_needs_is_there() -> None:
     assert fake["properties"]["bucket"]["deprecated"] is True
     assert fake["properties"]["code"]["writeOnly"] is True
     assert fake["required"] == ["needed"]
-    assert schema["$defs"]["BF16"]["properties"]["bf16_optimizer_states"]["x-ds-not-offered"]
+    assert fake["properties"]["wings"]["x-ds-not-offered"] == "legs are faster"
     assert "$ref" not in schema["properties"]["unsayable"]
 
 

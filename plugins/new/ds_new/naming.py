@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ds_cli.show import CommandError
 
-from ds_core.catalogue import known
+from ds_core.catalogue import documented
 from ds_core.plugins import discover
 
 __all__ = ["Names", "forms_of", "names_of"]
@@ -55,7 +55,7 @@ def _taken(names: Names) -> str:
     for found in discover():
         if names.package in (found.name, found.module.partition(".")[0]) or names.name == found.dist:
             return f"{found.dist} {found.version} is installed and has the plugin {found.name!r}"
-    if names.package in known("sections"):
+    if names.package in documented():
         return f"{names.package!r} is a section of ds_core's documents"
     if names.package in _core_keys():
         return f"{names.package!r} is a key of the core's config"

@@ -95,7 +95,7 @@ def test_its_tests_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
         ("fp16", "a key of the core's config"),
         ("ds-zero", "ds-zero 0.1.0 is installed"),
         ("Zero.Optimization", "the plugin 'zero_optimization'"),
-        ("data-efficiency", "a section of ds_core's documents"),
+        ("nebula", "a section of ds_core's documents"),
     ],
 )
 def test_a_name_that_cannot_be_used(name: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,10 @@ class KernelOptimizer(Optimizer):
         if "_table" not in self.__dict__:
             self._find_anew()
 
+    def narrow_states(self) -> None:
+        """Keep the states of 16-bit parameters in their dtype from now on; before the first step."""
+        self._fp32_states = False
+
     def use_kernels(self, kernels: Kernels) -> None:
         """Take kernels from this table (an engine's) from now on."""
         self._table = kernels

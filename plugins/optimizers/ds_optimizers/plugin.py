@@ -61,11 +61,24 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     """What does not go with LAMB and with the optimizers of maximal update parametrisation."""
     section = config.core.optimizer
     name = section.type.lower() if section is not None else ""
-    if name not in (*LAMB_FORMS, *MU_FORMS):
-        return ()
-    if plugins.named("ds_optimizers", "optimizer")[name].value not in OPTIMIZERS.values():
+    answer = plugins.named("ds_optimizers", "optimizer").get(name)
+    if answer is None or answer.value not in OPTIMIZERS.values():
         return ()  # somebody else's
-    return _loss_scale(config) if name in LAMB_FORMS else _one_rate(config)
+    problems = _loss_scale(config) if name in LAMB_FORMS else _one_rate(config) if name in MU_FORMS else []
+    return [*problems, *_narrow_states(config, name)]
+
+
+def _narrow_states(config: RunConfig, name: str) -> list[Problem]:
+    """States in bf16 of an optimizer that keeps them in fp32."""
+    from ds_optimizers import config as models
+
+    if not (config.core.bf16.enabled and config.core.bf16.bf16_optimizer_states):
+        return []
+    entry = next(entry for known, entry in OPTIMIZERS.items() if known.lower() == name)
+    if "fp32_optimizer_states" in getattr(models, str(entry.params).rpartition(":")[2]).model_fields:
+        return []
+    why = f"{name!r} keeps its states in fp32"
+    return [Problem("bf16.bf16_optimizer_states", why, "use Adam, Adagrad or Lion, or leave the key out")]
 
 
 def _one_rate(config: RunConfig) -> list[Problem]:
@@ -94,11 +107,19 @@ def _loss_scale(config: RunConfig) -> list[Problem]:
 
 
 def ds_engine_methods(ctx: Context | None) -> Mapping[str, Callable[..., Any]]:
-    """None: this is where each rank hears that the engine is being built. ctx: None for who only wants names."""
+    """None: this is where each rank hears that the engine is being built. ctx: None for who only wants names.
+
+    The optimizer exists by now, and its states do not: it hears in which dtype to keep them.
+    """
     from ds_optimizers.unfrozen import note
 
     if ctx is not None:
         note(ctx)
+        if ctx.config.core.bf16.enabled and ctx.config.core.bf16.bf16_optimizer_states:
+            from ds_optimizers.base import KernelOptimizer
+
+            if isinstance(ctx.engine.optimizer, KernelOptimizer):
+                ctx.engine.optimizer.narrow_states()
     return {}
 
 

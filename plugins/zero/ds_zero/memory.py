@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.optim import Choice
     from ds_core.plugins import Plugins
+    from ds_core.precision import Precision
     from ds_zero.config import ZeroConfig
 
 __all__ = ["measured_states", "memory", "offload_of"]
@@ -27,14 +28,17 @@ def memory(
 ) -> Mapping[str, float]:
     """Bytes per rank by place. Raises UsageError where ranks do not divide into the config's blocks."""
     optimizer, _ = choose("optimizer", config, plugins)
-    states, casts = measured_states(optimizer)
+    precision = make_precision(config, plugins)
+    like = next((p for p in module.parameters() if p.requires_grad), None)
+    states, wide, casts = measured_states(optimizer, precision, like)
     offloaded = section.offload_optimizer
     run = PlannedRun(
         world=world,
-        precision=make_precision(config, plugins),
+        precision=precision,
         states=states,
         gas=config.core.gradient_accumulation_steps or 1,
         casts=casts,
+        wide=wide and not config.core.bf16.bf16_optimizer_states,
         ahead=offloaded is not None and offloaded.on and offloaded.super_offload,
     )
     need = predict(module, section, run, offload_of(section))
@@ -54,14 +58,20 @@ def offload_of(section: ZeroConfig) -> Offload:
     return Offload.DISK_ALL if weights not in ("none", "cpu") else Offload.DISK
 
 
-def measured_states(optimizer: Choice | None) -> tuple[int, bool]:
-    """The optimizer's state elements per parameter element, measured in a small step; and `PlannedRun.casts`."""
+def measured_states(
+    optimizer: Choice | None, precision: Precision, like: nn.Parameter | None = None
+) -> tuple[int, bool, bool]:
+    """`PlannedRun.states`, `wide` and `casts`, measured in a small step of a tensor as the optimizer updates it.
+
+    like: a parameter of the model; what is written on it (``infshape``, ``use_muon``) is on the tensor too.
+    """
     if optimizer is None:
-        return 2, True
-    weight = torch.nn.Parameter(torch.zeros(64, 64))
+        return 2, False, True
+    weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=precision.master or precision.param or torch.float32))
+    weight.__dict__.update(vars(like) if like is not None else {})
     weight.grad = torch.ones_like(weight)
-    made = optimizer.build([weight])
+    made = optimizer.build(optimizer.groups([{"params": [weight]}], {weight: "weight"}))
     made.step()
-    kept = made.state.get(weight, {}).values()
-    states = round(sum(v.numel() for v in kept if isinstance(v, torch.Tensor)) / weight.numel())
-    return states, not getattr(made, "takes_inputs", False)
+    kept = [v for v in made.state.get(weight, {}).values() if isinstance(v, torch.Tensor)]
+    wide = any(v.shape == weight.shape and v.dtype.itemsize > weight.dtype.itemsize for v in kept)
+    return round(sum(v.numel() for v in kept) / weight.numel()), wide, not getattr(made, "takes_inputs", False)

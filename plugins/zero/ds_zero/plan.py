@@ -54,7 +54,8 @@ class Offload(enum.Enum):
 class PlannedRun:
     """The properties of a run, besides model and section, that memory and communication depend on.
 
-    states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2).
+    states: elements that the optimizer keeps per parameter element, in the dtype of what it updates (Adam: 2). wide:
+    whether those of 16-bit tensors are fp32.
     gas: micro-batches per step. casts: whether the optimizer needs gradients in its tensors' dtype; see
     `ds_core.stepping`. ahead: whether updates on the host begin in backward, see `ds_zero.super_offload`.
     """
@@ -65,6 +66,11 @@ class PlannedRun:
     gas: int = 1
     casts: bool = True
     ahead: bool = False
+    wide: bool = False
+
+    def kept(self, updated: torch.dtype) -> int:
+        """Bytes of the optimizer's states per element of a tensor that it updates."""
+        return self.states * (max(4, updated.itemsize) if self.wide else updated.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ def predict(
     if deferred is not None:
         states = _optimized(trained, run, Offload.OPTIMIZER, wires.wire, mine)
         on_device, on_host = held(
-            trained, deferred, run.states, mine, partial(_master, run.precision), partial(_grad, run.precision)
+            trained, deferred, run.kept, mine, partial(_master, run.precision), partial(_grad, run.precision)
         )
         device, host = join(device, on_device), join(host, replace(states, cast=0), on_host)
     elif offload.on_disk:
@@ -219,7 +225,7 @@ def _optimized(
         # On the host masters are copies, except of weights that are kept there too, in the masters' dtype.
         copied = offload.on_disk or offload is Offload.OPTIMIZER or (offload is Offload.ALL and bucket.replicated)
         masters += size * own.itemsize if copied or own != bucket.dtype else 0
-        states += run.states * _owned(bucket.layout, rank) * own.itemsize
+        states += _owned(bucket.layout, rank) * run.kept(own)
         grad = _grad(run.precision, bucket) if offload is Offload.NONE else _host_grad(run, bucket, wire)
         cast += size * own.itemsize if run.casts and grad != own else 0
     return Kinds(masters=masters, states=states, cast=cast)
@@ -241,7 +247,7 @@ def _saved(run: PlannedRun, bucket: SimulatedBucket, offload: Offload) -> int:
     if offload is Offload.ALL and not bucket.replicated and own == bucket.dtype:
         return 0
     written = bucket.dtype.itemsize if own != bucket.dtype and not staged else 0
-    return bucket.layout.shard_numel * ((1 + run.states) * own.itemsize + written)
+    return bucket.layout.shard_numel * (own.itemsize + run.kept(own) + written)
 
 
 def _on_host(
@@ -413,7 +419,7 @@ def _replicated(module: nn.Module, run: PlannedRun) -> Need:
             gradients += size * master.itemsize if run.casts else 0
         elif grad != own:
             cast += size * own.itemsize
-        states += run.states * size * master.itemsize
+        states += size * run.kept(master)
         elements += size + 1
         sent += (size + 1) * wire.itemsize
     device = Kinds(_bytes(module.parameters()), gradients, masters, states, cast, fresh)

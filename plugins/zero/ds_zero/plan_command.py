@@ -82,11 +82,13 @@ def plan(
     divided = Divided.by(chosen)
     activations = _activations(module, tokens, params, divided)
     whole, module = module, divide_matrices(module, divided.layers)
-    states, casts = measured_states(chosen.optimizer)
+    like = next((p for p in module.parameters() if p.requires_grad), None)
+    states, wide, casts = measured_states(chosen.optimizer, precision, like)
+    wide = wide and not chosen.config.core.bf16.bf16_optimizer_states
     states = states if optimizer_states is None else optimizer_states
     gas = chosen.config.core.gradient_accumulation_steps or 1
     ahead = bool((_zero(given).get("offload_optimizer") or {}).get("super_offload"))
-    run = planning.PlannedRun(world, precision, states, gas, casts, ahead)
+    run = planning.PlannedRun(world, precision, states, gas, casts, ahead, wide)
     if against is not None:
         _show_against(against, module, section, run, _offload(given), as_json)
         return

@@ -20,14 +20,20 @@ __all__ = ["held"]
 
 
 def held(
-    trained: Sequence[SimulatedBucket], keys: ZenFlowConfig, states: int, rank: int, master: DtypeOf, grad: DtypeOf
+    trained: Sequence[SimulatedBucket],
+    keys: ZenFlowConfig,
+    kept: Callable[[torch.dtype], int],
+    rank: int,
+    master: DtypeOf,
+    grad: DtypeOf,
 ) -> tuple[Kinds, Kinds]:
     """What is on the device, and on the host beside masters and states.
 
     On the device chosen elements and their states; on the host sums of gradients, the last one, and new weights.
-    states: elements of the optimizer per element. master, grad: the dtypes of masters and of reduced gradients.
+    kept: bytes of the optimizer's states per element of a dtype. master, grad: the dtypes of masters and of reduced
+    gradients.
     """
-    parts = sums = arrived = staged = never = 0
+    parts = states = sums = arrived = staged = never = 0
     for bucket in trained:
         size, own = bucket.layout.shard_numel, master(bucket)
         for index, param in enumerate(bucket.params):
@@ -35,11 +41,12 @@ def held(
             columns = param.shape[-1] if param.dim() > 1 else 0
             wanted = count_of(columns, keys.topk_ratio)
             share = wanted / columns if columns > wanted else 1.0
-            parts += round((span.stop - span.start) * share) * own.itemsize
-            never += (span.stop - span.start) * own.itemsize if share == 1 and not keys.full_warm_up_rounds else 0
+            chosen = round((span.stop - span.start) * share)
+            parts, states = parts + chosen * own.itemsize, states + chosen * kept(own)
+            never += (span.stop - span.start) * kept(own) if share == 1 and not keys.full_warm_up_rounds else 0
         sums += size * max(own.itemsize, 4) * (2 if keys.overlap_step else 1)
         arrived += size * grad(bucket).itemsize
         staged += size * bucket.dtype.itemsize if own != bucket.dtype else 0
-    chosen = Kinds(masters=parts, states=parts * states)
-    host = Kinds(gradients=sums + arrived, buckets=staged, states=-never * states)  # no step there, no state
-    return (Kinds(cast=chosen.resting), join(host, chosen)) if keys.offload else (chosen, host)
+    device = Kinds(masters=parts, states=states)
+    host = Kinds(gradients=sums + arrived, buckets=staged, states=-never)  # no step there, no state
+    return (Kinds(cast=device.resting), join(host, device)) if keys.offload else (device, host)
