@@ -104,7 +104,6 @@ NOT_OFFERED = {
     "sparse_gradients": True,
     "graph_harvesting": True,
     "use_data_before_expert_parallelism": True,
-    "nebula": {"enabled": True},
 }
 MISSPELT = {
     "train_batchsize": "train_batch_size",
