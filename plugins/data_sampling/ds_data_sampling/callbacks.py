@@ -1,4 +1,4 @@
-"""Functions of the user's that the loader calls; they are given to the engine, at any time."""
+"""What the loader and the engine's methods share: functions of the user's, and where a curriculum is."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class Callbacks:
     """The functions of one run.
 
     schedules: by metric, (step from 1) -> difficulty. post_process: (batch, state) -> batch, where state has
-    ``curriculum_step`` (the step of the batch, from 1) and ``current_difficulties`` (by metric).
+    ``curriculum_step`` (the step of the batch, from 1) and ``current_difficulties`` (by metric). difficulties: those of
+    the last batch.
     """
 
     schedules: dict[str, Callable[[int], int]] = field(default_factory=dict)
     post_process: PostProcess | None = None
+    difficulties: Mapping[str, int] = field(default_factory=dict)
 
 
 CALLBACKS: StashKey[Callbacks] = StashKey("functions for the loader of ds-data-sampling")

@@ -142,8 +142,9 @@ class PlannedLoader:
         if dynamic.enabled:
             samples = sum(len(micro) for micro in step.plan)
             self._ctx.stash[STEP_FACTOR] = scale(dynamic.lr_scaling_method, samples, self._ctx.batch.train)
-        if (change := callbacks_of(self._ctx).post_process) is not None:
-            difficulties = step.state["order"].get("difficulties", {})
+        callbacks = callbacks_of(self._ctx)
+        callbacks.difficulties = difficulties = step.state["order"].get("difficulties", {})
+        if (change := callbacks.post_process) is not None:
             batch = change(batch, {"curriculum_step": step.number + 1, "current_difficulties": difficulties})
         return batch if self._sampling.loss_weights == "none" else self._weighted(batch, step, turn)
 

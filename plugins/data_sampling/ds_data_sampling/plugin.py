@@ -18,6 +18,7 @@ __all__ = [
     "ds_config",
     "ds_engine_methods",
     "ds_loader",
+    "ds_metrics",
     "ds_step_begin",
     "ds_transforms",
 ]
@@ -96,3 +97,10 @@ def ds_step_begin(ctx: Context, step: int) -> None:
         from ds_data_sampling.lr_scaling import begin_step
 
         begin_step(ctx)
+
+
+def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
+    """The difficulties of the last batch, by metric of the curriculum."""
+    from ds_data_sampling.callbacks import callbacks_of
+
+    return {f"Train/Curriculum/{name}": float(value) for name, value in callbacks_of(ctx).difficulties.items()}

@@ -1,4 +1,4 @@
-"""Training by a curriculum: as plain torch does with the same samples, on any number of ranks, also resumed on others."""
+"""Training by a curriculum: as plain torch with the same samples, on any number of ranks, also resumed on others."""
 
 from __future__ import annotations
 
@@ -109,6 +109,13 @@ def plainly(folder: Path) -> tuple[list[float], list[list[int]], dict[str, Tenso
     return losses, taken, {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
+def difficulties(engine: Any) -> dict[str, float]:
+    """What monitors are told."""
+    answers = engine.ctx.plugins.ask("ds_metrics", ctx=engine.ctx, step=engine.global_steps - 1)
+    told = {name: float(value) for answer in answers for name, value in answer.value.items()}
+    return {name: value for name, value in told.items() if name.startswith("Train/Curriculum/")}
+
+
 def train(engine: Any, count: int) -> tuple[list[float], list[list[int]]]:
     """Mean losses and samples of `count` steps, over all ranks."""
     gas, world, losses, taken = engine.gradient_accumulation_steps(), comm.world_size(), [], []
@@ -146,6 +153,7 @@ def compare(folder: Path, more: dict[str, Any]) -> None:
     losses, taken, state = plainly(folder)
     engine = start(folder, more)
     found, seen = train(engine, STEPS)
+    assert difficulties(engine) == {"Train/Curriculum/easy": 100.0, "Train/Curriculum/short": 12.0}
     assert seen == [sorted(step) for step in taken]
     assert found == pytest.approx(losses, rel=2e-5)
     for name, value in weights(engine).items():
