@@ -19,14 +19,15 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
+
+from _other_python import answer, orders, other_python
 
 BLOCK, DEPTH = 1 << 20, 8
 RAW, CHECKED = "raw io_uring", "ds-nvme, io_uring, checksums"
@@ -155,30 +156,8 @@ def ours_in_little_memory(path: Path, nbytes: int, seconds: float) -> Contestant
 
 
 def deepspeed(python: str, path: Path, nbytes: int, seconds: float) -> Contestant:
-    process = subprocess.Popen(
-        [python, __file__, str(path), "--serve", str(nbytes), "--seconds", str(seconds)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
-    assert process.stdin is not None and process.stdout is not None
-    into, out = process.stdin, process.stdout
-    if answer(out) != "ready":
-        raise SystemExit("DeepSpeed's process has not started")
-
-    def run(write: bool) -> float:
-        print("write" if write else "read", file=into, flush=True)
-        return float(answer(out))
-
-    return run
-
-
-def answer(out: IO[str]) -> str:
-    for line in out:
-        if line.startswith("> "):
-            return line[2:].strip()
-    raise SystemExit("the process has ended")
+    ask = other_python(python, __file__, [str(path), "--serve", str(nbytes), "--seconds", str(seconds)])
+    return lambda write: float(ask("write" if write else "read"))
 
 
 def serve(path: str, nbytes: int, seconds: float) -> None:
@@ -189,10 +168,9 @@ def serve(path: str, nbytes: int, seconds: float) -> None:
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(BLOCK, DEPTH, False, True, 1)
     buffer = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
     buffer.view(torch.int64).random_()
-    print("> ready", flush=True)
-    for line in sys.stdin:
-        move = handle.sync_pwrite if line.strip() == "write" else handle.sync_pread
-        print(">", rate(lambda move=move: move(buffer, path), nbytes, seconds), flush=True)  # type: ignore[misc]
+    for order in orders():
+        move = handle.sync_pwrite if order == "write" else handle.sync_pread
+        answer(rate(lambda move=move: move(buffer, path), nbytes, seconds))  # type: ignore[misc]
 
 
 def main() -> None:

@@ -16,16 +16,15 @@ import importlib.util
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 import torch
+from _other_python import answer, orders, other_python
 from torch import nn
 
 ROOT = Path(__file__).parent.parent
@@ -94,29 +93,8 @@ def disk(engine: Any) -> float:
 
 
 def deepspeed(python: str, layers: int, folder: str) -> Callable[[], float]:
-    process = subprocess.Popen(
-        [python, __file__, folder, "--layers", str(layers), "--serve"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )
-    assert process.stdin is not None and process.stdout is not None
-    into, out = process.stdin, process.stdout
-    answer(out)
-
-    def run() -> float:
-        print("step", file=into, flush=True)
-        return answer(out)
-
-    return run
-
-
-def answer(out: IO[str]) -> float:
-    for line in out:
-        if line.startswith("> "):
-            return float(line[2:])
-    raise SystemExit("DeepSpeed's process has ended")
+    ask = other_python(python, __file__, [folder, "--layers", str(layers), "--serve"])
+    return lambda: float(ask("step"))
 
 
 def serve(layers: int, folder: str) -> None:
@@ -131,13 +109,12 @@ def serve(layers: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = build(layers)
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    print("> 0", flush=True)
-    for _ in sys.stdin:
+    for _ in orders():
         x = torch.randint(0, 256, (1, 65))
         engine.backward(engine(x[:, :-1], x[:, 1:]))
         begin = time.perf_counter()
         engine.step()
-        print(">", time.perf_counter() - begin, flush=True)
+        answer(time.perf_counter() - begin)
 
 
 def main() -> None:

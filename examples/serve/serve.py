@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/gpt"), help="the folder of the checkpoint")
     args, options = parser.parse_known_args()
     folder = args.run / "hf"
+    if not args.run.is_dir():
+        raise SystemExit(f"{args.run} is missing; train first: dscore run --nproc 2 examples/gpt/train.py")
     with torch.no_grad():
         as_gpt2(get_fp32_state_dict_from_zero_checkpoint(args.run)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

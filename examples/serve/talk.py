@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def main() -> None:
@@ -16,10 +16,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40, help="how long; the text and this are 64 at most")
     parser.add_argument("--server", default="http://127.0.0.1:8000/v1")
     args = parser.parse_args()
-    with OpenAI(base_url=args.server, api_key="none") as client:
-        answer = client.completions.create(
-            model="gpt", prompt=args.text, max_tokens=args.tokens, temperature=0.7, stream=True
-        )
+    with OpenAI(base_url=args.server, api_key="none", max_retries=10) as client:  # a minute: it may load yet
+        try:
+            answer = client.completions.create(
+                model="gpt", prompt=args.text, max_tokens=args.tokens, temperature=0.7, stream=True
+            )
+        except APIConnectionError:
+            raise SystemExit(f"no server at {args.server}; start it: python examples/serve/serve.py") from None
         print(args.text, end="")
         for chunk in answer:
             print(chunk.choices[0].text, end="", flush=True)
