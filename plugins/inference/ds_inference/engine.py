@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,15 @@ from ds_inference import parallel, run
 from ds_inference.config import DeepSpeedInferenceConfig
 from ds_inference.eager import Eager
 from ds_inference.families import Kind
+from ds_inference.following import Follower
 from ds_inference.generation import Generator
 from ds_inference.hf_generate import hf_generate
-from ds_inference.preparing import prepare
+from ds_inference.preparing import Prepared, prepare
 from ds_inference.requests import Output, Request
 from ds_inference.times import Stopwatch, Timed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["InferenceEngine"]
 
@@ -52,6 +56,7 @@ class InferenceEngine(nn.Module):
         self._generator: Generator | None = None
         self._eager: Eager | None = None
         self._watch = Stopwatch(self.device)
+        self._follow = _follower(made)
         self._signature = inspect.signature(self.module.forward)
         self.is_compiled = False
         self.eval()
@@ -77,6 +82,7 @@ class InferenceEngine(nn.Module):
             if (why := run.refusal(lowered, given)) is not None:
                 log_once(log, logging.INFO, f"the module itself answers a call: {why}".replace("%", "%%"))
                 return self.module(**given)
+            self._follow()
             served = {name: given[name] for name in run.SERVED if given.get(name) is not None}
             return lowered.finish(run.forward(lowered, runnable, **served), **given)
 
@@ -85,11 +91,14 @@ class InferenceEngine(nn.Module):
         self._check_length(inputs, kwargs)
         made = self._made
         answer: Any = self.module
+        if not callable(getattr(answer, "generate", None)):
+            raise UsageError(f"{type(answer).__name__} has no generate; call the engine instead")
         with torch.no_grad(), self._alike():
             if made.lowered is None and made.holder is None:
                 return answer.generate(*inputs, **kwargs)
             if made.lowered is not None and made.lowered.vocab is None:
                 return answer.generate(*inputs, **kwargs)
+            self._follow()
             try:
                 return hf_generate(self.generator, answer, *inputs, **kwargs)
             finally:
@@ -123,6 +132,7 @@ class InferenceEngine(nn.Module):
 
         tokens: every output, else only the one that ends a request. With several ranks all give the same requests.
         """
+        self._follow()
         try:
             yield from self.generator.serve(requests, tokens)
         finally:
@@ -160,6 +170,13 @@ class InferenceEngine(nn.Module):
             seeds=lambda: parallel.one_seed(self.ctx),
         )
 
+    def train(self, mode: bool = True) -> Self:
+        """Nothing but `eval` has an effect: an engine answers, without dropout."""
+        if mode:
+            text = "train() of an inference engine has no effect; to train and generate in turn, use hybrid_engine"
+            log_once(log, logging.WARNING, text)
+        return super().train(False)
+
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     def compile(
@@ -192,7 +209,15 @@ class InferenceEngine(nn.Module):
             self._made.holder.destroy()
         self._made = replace(self._made, lowered=None, runnable=None, graphs=None, holder=None)
         self._generator = self._eager = None
+        self._follow = _follower(self._made)
         self._watch.stop()
+
+
+def _follower(made: Prepared) -> Callable[[], None]:
+    """What is called before a program answers."""
+    if made.lowered is None or made.runnable is None:
+        return lambda: None
+    return Follower(made.module, made.lowered, made.runnable)
 
 
 def _by_name(signature: inspect.Signature, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def hf_generate(generator: Generator, module: nn.Module, inputs: Tensor | None =
     if reason is not None:
         log_once(_logger, logging.WARNING, "generate: %s is served by the module itself, without the program", reason)
         return call(inputs, **keywords)
+    _check(inputs if inputs is not None else keywords.get("input_ids"), keywords.get("attention_mask"))
     keywords = _with_stop_strings(module, keywords)
     streamer = keywords.get("streamer")
 
@@ -60,6 +61,24 @@ def hf_generate(generator: Generator, module: nn.Module, inputs: Tensor | None =
         return _Rows(input_ids, prepared).run(generator, streamer)
 
     return call(inputs, custom_generate=answer, **keywords)
+
+
+def _check(tokens: Any, mask: Any) -> None:
+    """UsageError for what are no prompts: transformers' own preparation takes all that looks like a tensor."""
+    if tokens is None:
+        return
+    if not isinstance(tokens, Tensor):
+        raise UsageError(
+            f"prompts are a {type(tokens).__name__}, not a tensor [batch, length] of tokens; of a tokenizer's answer "
+            "all is given: generate(**tokenizer(text, return_tensors='pt'))"
+        )
+    if tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
+        raise UsageError(
+            f"prompts are {tokens.dtype} of shape {tuple(tokens.shape)}, not whole numbers [batch, length] of at least "
+            "one token each"
+        )
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != tokens.shape:
+        raise UsageError(f"attention_mask of shape {tuple(mask.shape)}, and prompts of shape {tuple(tokens.shape)}")
 
 
 def refusal(module: nn.Module, keywords: dict[str, Any]) -> str | None:

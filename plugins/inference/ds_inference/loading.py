@@ -234,7 +234,10 @@ def save_parts(model: nn.Module, ctx: Context, slices: Mapping[str, Slice], fold
     It loads as `checkpoint` with any number of ranks. Collective; the JSON file.
     """
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"save_mp_checkpoint_path: {folder} cannot be made: {error.strerror}") from error
     group, place = ctx.mesh.group("tp") if ctx.mesh.has("tp") else comm.ALONE, 0
     ranks = ctx.mesh.size("tp") if ctx.mesh.has("tp") else 1
     place = ctx.mesh.index("tp") if ranks > 1 else 0

@@ -34,6 +34,9 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
     tokens, mask, positions = (keywords.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if tokens is not None and tokens.dim() != 2:
         return "input_ids are not [b, t]"
+    given = tokens if tokens is not None else keywords.get("inputs_embeds")
+    if given is not None and (wrong := _misshapen(given.shape[:2], keywords)) is not None:
+        return wrong
     if mask is not None:
         if mask.dim() != 2 or bool(((mask != 0) & (mask != 1)).any()):
             return "an attention_mask that is not [b, t] of 0 and 1 is not served"
@@ -50,6 +53,16 @@ def refusal(lowered: Lowered, keywords: Mapping[str, Any]) -> str | None:
         return "token_type_ids are not served"
     keep = keywords.get("logits_to_keep")
     return None if keep is None or isinstance(keep, int) else "logits_to_keep as a tensor is not served"
+
+
+def _misshapen(shape: Any, keywords: Mapping[str, Any]) -> str | None:
+    """Which keyword is not of the shape [b, t]: what that means is for the model to say."""
+    for name in ("attention_mask", "position_ids", "token_type_ids"):
+        value = keywords.get(name)
+        if value is None or value.shape == shape or (name == "position_ids" and value.shape == (1, shape[1])):
+            continue
+        return f"{name} of shape {tuple(value.shape)} is not [b, t] of the inputs"
+    return None
 
 
 def forward(
@@ -71,6 +84,9 @@ def forward(
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give either input_ids or inputs_embeds")
     batch, columns = given.shape[:2]
+    width = None if lowered.program.embeds is None else lowered.program.widths[lowered.program.embeds]
+    if inputs_embeds is not None and inputs_embeds.shape != (batch, columns, width):
+        raise ValueError(f"inputs_embeds of shape {tuple(inputs_embeds.shape)} are not [b, t, {width}]")
     mask = torch.ones(batch, columns, dtype=torch.bool, device=given.device)
     if attention_mask is not None:
         mask = attention_mask.to(given.device).bool()
