@@ -161,6 +161,8 @@ def test_who_may_ask(
     with pytest.raises(CommandError, match="16 ASCII characters") as caught:
         token_from(file)
     assert "short" not in str(caught.value)
+    with pytest.raises(CommandError, match="none: No such file"):
+        token_from(tmp_path / "none")
     monkeypatch.setenv("DSCORE_SERVE_TOKEN", token)
     assert token_from(None) == token
 

@@ -138,6 +138,17 @@ def test_a_thousand_hostile_requests_leave_it_serving_and_its_memory_flat(tmp_pa
         assert min(used[5:]) - min(used[2:5]) <= 8, used
 
 
+def test_the_name_is_that_of_the_folder_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_inference.serve.model import name_of
+
+    (tmp_path / "3f2a").mkdir()
+    (tmp_path / "Small2.5-0.5B").symlink_to(tmp_path / "3f2a")
+    (tmp_path / "small.Q4.gguf").touch()
+    monkeypatch.chdir(tmp_path / "3f2a")
+    assert name_of(tmp_path / "Small2.5-0.5B") == "Small2.5-0.5B"
+    assert name_of(Path("../small.Q4.gguf")) == "small.Q4" and name_of(Path(".")) == "3f2a"
+
+
 def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
     from ds_inference.serve.model import Tokens
 

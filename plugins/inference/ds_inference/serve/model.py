@@ -18,7 +18,7 @@ from ds_inference.serve.errors import Refusal
 if TYPE_CHECKING:
     from ds_inference.generation import Generator
 
-__all__ = ["PLAIN_TEMPLATE", "Choices", "Served", "Tokens", "open_model"]
+__all__ = ["PLAIN_TEMPLATE", "Choices", "Served", "Tokens", "name_of", "open_model"]
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -128,7 +128,13 @@ def open_model(path: Path, name: str | None, choices: Choices) -> Served:
     generator = engine.generator
     most = min(most, generator.max_positions or most, generator.blocks * BLOCK)
     link: Link = (lambda commands: comm.all_gather_json(commands)[0]) if ranks > 1 else (lambda commands: commands)
-    return Served(name or path.resolve().stem, generator, Tokens(tokenizer, sizes.vocab_size), most, link)
+    return Served(name or name_of(path), generator, Tokens(tokenizer, sizes.vocab_size), most, link)
+
+
+def name_of(path: Path) -> str:
+    """The last part of the path as it was given; of a file without what is behind its last dot."""
+    whole = Path(os.path.abspath(path))  # links stay: what they point to is often a hash
+    return whole.stem if whole.is_file() else whole.name
 
 
 def _load(path: Path, choices: Choices) -> tuple[Any, Any]:

@@ -55,7 +55,8 @@ def token_from(file: Path | None) -> str | None:
         try:
             text = file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"--token-file {file}: {type(error).__name__}") from None
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise CommandError(f"--token-file {file}: {why}") from None
     if text is None:
         return None
     token = text.strip()
