@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
-TRAIN = "training configuration running clusters choosing-a-stage optimizers pipeline moe autoep checkpoints migrate"
+TRAIN = (
+    "training configuration running clusters choosing-a-stage autotuning optimizers pipeline moe autoep checkpoints "
+    "migrate"
+)
 WATCH = "monitors reports profiling when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format"
 REFERENCE = (
