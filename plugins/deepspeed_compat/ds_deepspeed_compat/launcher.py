@@ -61,7 +61,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script")
     add("--save_pid", action="store_true", help="keep the launcher's process id in a file")
     add("--enable_each_rank_log", default=None, metavar="DIR", help="each rank's output goes to a file in DIR")
-    add("--autotuning", default="", choices=("tune", "run"), help="not built")
+    add("--autotuning", default="", choices=("tune", "run"), help="find the fastest settings first; run: and use them")
     add("--bind_cores_to_rank", action="store_true", help="tie each process to its share of the cores")
     add("--bind_core_list", default=None, metavar="0-7,16", help="the cores to share")
     add("--venv_script", default=None, metavar="FILE", help="source FILE first")
@@ -75,9 +75,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with a message about what is not built, or does not go together."""
-    if args.autotuning:
-        parser.error("--autotuning is not built; `dscore plan` says which stage fits")
+    """End with a message about what does not go together."""
     if (args.num_nodes >= 0 or args.num_gpus >= 0) and (args.include or args.exclude):
         parser.error("--num_nodes and --num_gpus do not go together with --include and --exclude")
     bounds = 1 <= args.min_elastic_nodes <= args.max_elastic_nodes
@@ -112,6 +110,7 @@ def words(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         "--bind-core-list": args.bind_core_list,
         "--venv-script": args.venv_script,
         "--log-level": args.log_level,
+        "--autotuning": args.autotuning,
     }
     found += [f"{flag}={value}" for flag, value in options.items() if value]
     return [*found, args.user_script, *args.user_args], {VARIABLE: "1"}

@@ -23,6 +23,7 @@ def command(text: str) -> list[str]:
         ("", "run --local-rank --log-level=warning"),
         ("--num_gpus 2 --no_local_rank", "run --nproc=2 --log-level=warning"),
         ("--num_accelerators=2 --master_port 29501", "run --master-port=29501 --local-rank --nproc=2"),
+        ("--autotuning run", "run --local-rank --log-level=warning --autotuning=run"),
         ("--module --save_pid -q", "run --module --local-rank --save-pid --quiet"),
         (
             "--enable_each_rank_log logs --bind_cores_to_rank",
@@ -63,8 +64,8 @@ def test_hostfiles_and_filters_by_their_documented_names(tmp_path: Path) -> None
     assert parse_resource_filter(DEVICES, exclude_str="a:0,1@b") == {"a": [2, 3]}
 
 
-@pytest.mark.parametrize("given", ["--autotuning run", "--num_gpus 1 --include a", "--elastic_training"])
-def test_what_is_not_built_or_does_not_go_together_ends_with_a_message(given: str) -> None:
+@pytest.mark.parametrize("given", ["--autotuning maybe", "--num_gpus 1 --include a", "--elastic_training"])
+def test_what_is_unknown_or_does_not_go_together_ends_with_a_message(given: str) -> None:
     with pytest.raises(SystemExit):
         command(given)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
-_AUTOTUNING = missing("autotuning is not built; `dscore plan` says which stage fits")
+_AUTOTUNING = missing("no class tunes: `dscore tune` and `dscore run --autotuning` do, with ds-autotuning")
 _WANDB = differs("ds_monitor_wandb.monitor", "made by the section wandb")
 _COMET = differs("ds_monitor_comet.monitor", "made by the section comet")
 
