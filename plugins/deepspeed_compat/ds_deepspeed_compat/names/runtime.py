@@ -87,7 +87,7 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.eigenvalue": {"Eigenvalue": missing("eigenvalues are not built")},
     "deepspeed.runtime.progressive_layer_drop": {
-        "ProgressiveLayerDrop": missing("progressive layer dropping is not built"),
+        "ProgressiveLayerDrop": "ds_progressive_layer_drop.schedule",
     },
     "deepspeed.runtime.sparse_tensor": {"SparseTensor": missing("sparse gradients are not built")},
     "deepspeed.runtime.compiler": {"is_compile_supported disable is_compiling": "ds_deepspeed_compat.helpers"},
