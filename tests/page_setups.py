@@ -72,6 +72,16 @@ actor, critic = (ds_core.initialize(model=nn.Linear(4, 1), config=config)[0] for
     "docs/checkpoints.md": ENGINE + CONFIG_FILE + DEEPSPEED_CHECKPOINT,
     "docs/moe.md": TORCH + CONFIG_FILE,
     "docs/larger-than-memory.md": TORCH,
+    "docs/data-sampling.md": TORCH
+    + """
+texts = [{"input_ids": torch.randint(0, 50, (n,))} for n in range(4, 24)]
+curriculum = {"seqlen": {"clustering_type": "single_cluster", "min_difficulty": 8, "max_difficulty": 1024,
+    "schedule_type": "custom"}}
+sampling = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": curriculum}}
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "data_efficiency": {"enabled": True, "data_sampling": sampling}}
+engine, *_ = ds_core.initialize(model=nn.Linear(4, 1), config=config)
+""",
     "docs/long-sequences.md": TORCH
     + """
 import json, pathlib

@@ -21,8 +21,8 @@ DOCS = ROOT / "docs"
 
 START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
 TRAIN = (
-    "training configuration running clusters choosing-a-stage autotuning optimizers pipeline moe autoep checkpoints "
-    "migrate"
+    "training configuration running clusters data-sampling choosing-a-stage autotuning optimizers pipeline moe autoep "
+    "checkpoints migrate"
 )
 WATCH = "monitors reports profiling when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format"

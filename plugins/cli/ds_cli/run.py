@@ -348,5 +348,5 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 # Options may be spelt with underscores too, as in the documents.
 app.command(
     cls=_RunCommand,
-    context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")}
+    context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")},
 )(run)
