@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_autotuning.hiding import secret_paths, shown_config, texts_to_hide
 from ds_autotuning.picture import picture
 from ds_autotuning.why import UNITS, WORDS, Key, keys_of, number, shown, value_of
+from ds_core.config.redaction import scrub
 
 if TYPE_CHECKING:
     from ds_autotuning.config import Autotuning
@@ -36,19 +38,26 @@ def write_results(
 ) -> None:
     """Write ``summary.txt`` and ``index.html``, and of `best` ``ds_config_optimal.json`` and ``cmd_optimal.txt``.
 
-    config: that of `best`, whole. command: that starts the script with it. Each file is whole or not there.
+    config: that of `best`, whole. command: that starts the script with it. Each file is whole or not there. Secrets of
+    the config are in ``ds_config_optimal.json`` alone, which others then may not read; the summary names their keys.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    secrets, kept = texts_to_hide(config), secret_paths(config)
     if best is not None:
-        _write(folder / "ds_config_optimal.json", json.dumps(config, indent=2) + "\n")
-        _write(folder / "cmd_optimal.txt", shlex.join(command) + "\n")
-    _write(folder / "summary.txt", summary(rows, best, section))
-    _write(folder / "index.html", _page(rows, best, config, command, section, profile))
+        _write(folder / "ds_config_optimal.json", json.dumps(config, indent=2) + "\n", 0o600 if kept else 0o666)
+        _write(folder / "cmd_optimal.txt", scrub(shlex.join(command), secrets) + "\n")
+    text = summary(rows, best, section)
+    if best is not None and kept:
+        text += f"\nds_config_optimal.json holds secrets, as the config did: {', '.join(kept)}\n"
+    _write(folder / "summary.txt", scrub(text, secrets))
+    _write(folder / "index.html", scrub(_page(rows, best, shown_config(config), command, section, profile), secrets))
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: int = 0o666) -> None:
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
     os.replace(part, path)
 
 

@@ -113,6 +113,30 @@ def test_the_files(tmp_path: Path) -> None:
     ElementTree.fromstring(svg)
 
 
+SECRETS = {
+    "comet.api_key": "comet9f8e7d6c5b4a",
+    "mine.hf_token": "hf_abcdefgh",
+    "mine.url": "https://me:pass99word@host/x",
+}
+
+
+def test_secrets_are_in_the_config_alone_and_others_may_not_read_it(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "comet": {}, "mine": {"max_tokens": 7}}
+    for key, value in SECRETS.items():
+        section, _, name = key.partition(".")
+        config[section][name] = value
+    told = row(7, 2, 8, None, reason="rank 0: RuntimeError: no login with hf_abcdefgh")
+    command = ["dscore", "run", "train.py", "--token", "hf_abcdefgh"]
+    write_results(tmp_path, [*ROWS, told], ROWS[3], config, command, Autotuning())
+    for name in ("index.html", "summary.txt", "cmd_optimal.txt"):
+        text = (tmp_path / name).read_text()
+        assert not [s for s in ("comet9f8e7d6c5b4a", "hf_abcdefgh", "pass99word") if s in text], name
+    summary_text = (tmp_path / "summary.txt").read_text()
+    assert summary_text.endswith("as the config did: comet.api_key, mine.hf_token, mine.url\n")
+    best = tmp_path / "ds_config_optimal.json"
+    assert json.loads(best.read_text()) == config and best.stat().st_mode & 0o077 == 0
+
+
 def test_a_search_without_a_winner_has_a_page_but_no_config(tmp_path: Path) -> None:
     for rows in ([], ROWS[4:]):
         write_results(tmp_path, rows, None, {}, [], Autotuning(metric="latency"))
