@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
 TRAIN = (
     "training configuration running clusters data-sampling choosing-a-stage autotuning optimizers pipeline moe autoep "
-    "checkpoints migrate"
+    "compression checkpoints migrate"
 )
 WATCH = "monitors reports profiling when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format"

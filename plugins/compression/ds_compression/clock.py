@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -30,12 +30,13 @@ _ATTRIBUTE = "_ds_compression_progress"
 class Progress:
     """What a model was prepared with, and how far it is.
 
-    step: optimizer steps done; None: not known yet. follower: of the hook by which it follows an engine.
+    step: optimizer steps done; None: not known, or buffers were loaded. hooks: those on the model; the first notices
+    loaded states, the second follows an engine.
     """
 
     section: CompressionConfig
     step: int | None = None
-    follower: RemovableHandle | None = None
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
 
 def progress_of(model: nn.Module) -> Progress | None:
@@ -48,16 +49,25 @@ def progress_of(model: nn.Module) -> Progress | None:
 
 def start(model: nn.Module, section: CompressionConfig) -> None:
     """Remember what `model` was prepared with, at step 0."""
-    model.__dict__[_ATTRIBUTE] = Progress(section)
+    progress = model.__dict__[_ATTRIBUTE] = Progress(section)
+    progress.hooks.append(model.register_load_state_dict_post_hook(_loaded))
     set_step(model, 0)
+
+
+def _loaded(model: nn.Module, keys: Any) -> None:
+    """A hook after ``load_state_dict``: masks and ranges may be others."""
+    progress = progress_of(model)
+    if progress is not None:
+        step, progress.step = progress.step, None
+        set_step(model, step or 0)
 
 
 def stop(model: nn.Module) -> None:
     """Forget it."""
     for module in model.modules():
         found: Progress | None = module.__dict__.pop(_ATTRIBUTE, None)
-        if found is not None and found.follower is not None:
-            found.follower.remove()
+        for hook in found.hooks if found is not None else ():
+            hook.remove()
 
 
 def set_step(model: nn.Module, step: int) -> None:

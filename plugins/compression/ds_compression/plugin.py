@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradients import Gradients
 
-__all__ = ["ds_checkpointables", "ds_config", "ds_gradients", "ds_transforms"]
+__all__ = ["ds_checkpoint_loaded", "ds_checkpointables", "ds_config", "ds_gradients", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -42,6 +42,13 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
     from ds_compression.training import after_backward
 
     after_backward(ctx, gradients)
+
+
+def ds_checkpoint_loaded(ctx: Context) -> None:
+    """Masks and ranges have other values now."""
+    from ds_compression.training import loaded
+
+    loaded(ctx)
 
 
 def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:

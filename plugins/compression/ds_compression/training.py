@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradients import Gradients, GradientShard
 
-__all__ = ["after_backward", "kept_state", "prepare"]
+__all__ = ["after_backward", "kept_state", "loaded", "prepare"]
 
 MOMENTUM = 0.9
 """Of the scores of snip_momentum: what is left of them after a step. As in Intel's Neural Compressor."""
@@ -53,12 +53,15 @@ def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Mo
     elif progress.section != section:
         why = "is not what init_compression was given"
         raise ConfigError([Problem("compression_training", why, "give both the same config")], ctx.config.origin)
+    if not section.techniques():
+        return model
     ctx.stash[_SCORES] = _Scores(ctx)
     progress = clock.progress_of(model)
     assert progress is not None
-    if progress.follower is not None:
-        progress.follower.remove()  # of an engine before this one
-    progress.follower = model.register_forward_pre_hook(torch.compiler.disable(_Follow(ctx, progress)))
+    for hook in progress.hooks[1:]:
+        hook.remove()  # of an engine before this one
+    follow = torch.compiler.disable(_Follow(ctx, progress))
+    progress.hooks[1:] = [model.register_forward_pre_hook(follow)]
     return model
 
 
@@ -82,6 +85,13 @@ class _Follow:
         engine = self._ctx.engine_ref()
         if engine is not None and engine.global_steps != self._progress.step:
             clock.set_step(model, engine.global_steps)
+
+
+def loaded(ctx: Context) -> None:
+    """A checkpoint was loaded: look at masks and ranges again."""
+    progress = clock.progress_of(ctx.module) if ctx.module is not None else None
+    if progress is not None:
+        progress.step = None
 
 
 # -- after backward --------------------------------------------------------------------------------------------------

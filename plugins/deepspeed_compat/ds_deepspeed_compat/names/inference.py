@@ -1,4 +1,4 @@
-"""Inference; compression, which is not built yet; tensor and sequence parallelism."""
+"""Inference, compression, tensor and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PRESETS = differs(
     "ds_tensor_parallel.autotp_config", "bloom, llama, qwen2; for others an error: set tensor_parallel.preset_model"
 )
 _FPDT = missing("ds_sequence_parallel: ring attention, tiled layers and activation offload")
-_COMPRESSION = missing("compression is not built")
+_COMPRESSION = differs("ds_compression", "layers keep their classes and names; initialize calls init_compression too")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.inference": {
@@ -83,8 +83,14 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.compile.passes.sp_compile": {
         "prepare_autosp_inputs": differs("ds_sequence_parallel", "ZeRO 0 to 3; pooling and masks too")
     },
-    "deepspeed.compression": {"init_compression redundancy_clean student_initialization": _COMPRESSION},
-    "deepspeed.compression.compress": {"init_compression redundancy_clean student_initialization": _COMPRESSION},
+    "deepspeed.compression": {
+        "init_compression redundancy_clean": _COMPRESSION,
+        "student_initialization": "ds_compression",
+    },
+    "deepspeed.compression.compress": {
+        "init_compression redundancy_clean": _COMPRESSION,
+        "student_initialization": "ds_compression",
+    },
     "deepspeed.linear": {
         "OptimizedLinear LoRAConfig QuantizationConfig Init": missing("quantised linears are not built")
     },
