@@ -61,6 +61,7 @@ def train(
     load: str | None = None,
     save: str | None = None,
     dtype: torch.dtype = torch.float64,
+    inputs: torch.dtype | None = None,
 ) -> Result:
     """Losses of the global batches of steps `first` to `steps`, and the whole weights (fp32 export) at the end."""
     from ds_access import safe_get_full_fp32_param
@@ -75,7 +76,7 @@ def train(
     losses = []
     rank = comm.rank() if comm.is_initialized() else 0
     for step in range(first, steps):
-        parts = batch(step, dtype).chunk(gas * world)
+        parts = batch(step, inputs or dtype).chunk(gas * world)
         total = 0.0
         for micro in range(gas):
             x = parts[micro * world + rank]
