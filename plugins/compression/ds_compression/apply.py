@@ -15,12 +15,11 @@ from ds_compression.config import CompressionConfig, Ratio, SparseGroup
 from ds_compression.layer import UNSET, Compression, InputQuantiser, Mask, WeightQuantiser, compress, compression_of
 from ds_compression.masks import PerRow, parse_pattern
 from ds_compression.matching import chosen, is_transposed, kind_of, refuse, sizes
-from ds_core.compose import compose
-from ds_core.errors import ConfigError, UsageError
+from ds_compression.reading import ROOT, inner, section_of
+from ds_compression.student import copy_layers
+from ds_core.errors import UsageError
 
-__all__ = ["apply_section", "init_compression", "inner", "section_of", "sparse_groups"]
-
-ROOT = "compression_training"
+__all__ = ["apply_section", "init_compression", "sparse_groups"]
 
 
 def init_compression(
@@ -41,8 +40,6 @@ def init_compression(
     section = section_of(deepspeed_config)
     target = inner(model)
     if section.layer_reduction.enabled:
-        from ds_compression.student import copy_layers
-
         if teacher_model is None:
             raise UsageError(
                 f"{ROOT}.layer_reduction is enabled: pass its teacher, init_compression(model, config, teacher)"
@@ -50,21 +47,6 @@ def init_compression(
         copy_layers(target, inner(teacher_model), section.layer_reduction)
     apply_section(target, section)
     return model
-
-
-def section_of(config: Any) -> CompressionConfig:
-    """The section of a config. Raises ConfigError where there is none."""
-    chosen_config = compose(config).config
-    section = chosen_config.section(ROOT)
-    if not isinstance(section, CompressionConfig):
-        raise ConfigError(f"it has no section {ROOT}, or nothing in it is enabled", chosen_config.origin)
-    return section
-
-
-def inner(model: nn.Module) -> nn.Module:
-    """The module in a wrapper (an engine, DDP), or the model itself."""
-    found = getattr(model, "module", None)
-    return found if isinstance(found, nn.Module) else model
 
 
 def apply_section(model: nn.Module, section: CompressionConfig) -> None:

@@ -15,7 +15,7 @@ from ds_run_state.lazy import lazy_weight
 from torch import Tensor, nn
 
 from ds_compression import clock
-from ds_compression.apply import apply_section, inner, section_of
+from ds_compression.apply import apply_section
 from ds_compression.config import CompressionConfig
 from ds_compression.layer import (
     Compression,
@@ -26,6 +26,7 @@ from ds_compression.layer import (
     plain,
 )
 from ds_compression.matching import is_transposed, kind_of, matching, refuse, sizes
+from ds_compression.reading import inner, section_of
 from ds_core.errors import UsageError
 
 __all__ = ["redundancy_clean"]

@@ -9,6 +9,7 @@ from ds_run_state.lazy import lazy_weight
 from torch import nn
 
 from ds_compression.config import LayerReduction
+from ds_compression.reading import inner, section_of
 from ds_core.errors import ConfigError, Problem, UsageError
 
 __all__ = ["copy_layers", "student_initialization"]
@@ -20,8 +21,6 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
     The student's layer i gets the teacher's layer ``teacher_layer[i]``. Not collective. Raises ConfigError where a
     module is missing in either, or their weights have other shapes.
     """
-    from ds_compression.apply import inner, section_of
-
     copy_layers(inner(student_model), inner(teacher_model), section_of(deepspeed_config).layer_reduction)
     return student_model
 
