@@ -41,7 +41,9 @@ class Autotuning(Section):
     min_train_batch_size: int = option(1, "Smallest global batch that may be tried.", gt=0)
     max_train_micro_batch_size_per_gpu: int = option(1024, "Largest micro-batch that may be tried.", gt=0)
     min_train_micro_batch_size_per_gpu: int = option(1, "Smallest micro-batch that may be tried.", gt=0)
-    num_tuning_micro_batch_sizes: int = option(3, "How many micro-batch sizes to try per stage.", gt=0)
+    num_tuning_micro_batch_sizes: int = option(
+        3, "How many micro-batch sizes to try other keys with, of gridsearch and random.", gt=0
+    )
     mp_size: int = option(1, "Ranks that share one model by the script's own model parallelism.", gt=0)
     space: dict[str, tuple[Any, ...]] = option(
         {}, "Key of the config -> its values to try: adds a dimension or replaces one; an empty list removes it."
@@ -76,9 +78,11 @@ class Autotuning(Section):
         return self
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
-        """A run that no tuner started is an ordinary one."""
+        """A run that no tuner started is an ordinary one; and what the chosen tuner does not use."""
         if self.enabled and self.metric_path is None and self.model_info_path is None:
             yield "enabled", "has no effect in a run that is not started by `dscore tune` or `dscore run --autotuning`"
+        if self.tuner_type == "model_based" and isinstance(given, dict) and "num_tuning_micro_batch_sizes" in given:
+            yield "num_tuning_micro_batch_sizes", "has no effect: with tuner_type model_based any size may be tried"
 
     @property
     def measures(self) -> bool:

@@ -131,7 +131,7 @@ class _Session:
             self.base.pop(SECTION, None)
         mapped = section.arg_mappings or {}
         space = space_of(
-            marked(installed_models()),
+            marked(installed_models(self.base)),
             self.base,
             world=world,
             facts=profile.facts,

@@ -138,11 +138,16 @@ def marked(models: Mapping[str, tuple[type[BaseModel], str]]) -> list[Mark]:
     return [m for section, (model, owner) in sorted(models.items()) for m in _marks_in(model, (section,), owner)]
 
 
-def installed_models() -> dict[str, tuple[type[BaseModel], str]]:
-    """The model of every installed section; a broken one offers nothing here, and `dscore doctor` tells of it."""
+def installed_models(base: Mapping[str, Any] = {}) -> dict[str, tuple[type[BaseModel], str]]:
+    """The model and owner of every section that a run with the config `base` may have.
+
+    A plugin that is broken offers nothing here; `dscore doctor` tells of it.
+    """
+    from ds_core.config.build import plugin_settings
+    from ds_core.config.source import ConfigSource
     from ds_core.plugins import Plugins
 
-    plugins, models = Plugins(), {}
+    plugins, models = Plugins(plugin_settings(ConfigSource(dict(base), "config"))), {}
     for name in plugins.sections():
         try:
             models.update(plugins.models([name]))

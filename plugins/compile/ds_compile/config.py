@@ -25,6 +25,12 @@ class CompileConfig(Section):
         "repeated block where several ranks share gradients or weights are sharded, else the whole model.",
         min_length=1,
     )
+    at_start: bool = option(
+        False,
+        "Call engine.compile() when the engine is built, for scripts that do not.",
+        json_schema_extra={"x-ds-tune": [True]},
+    )
+    backend: str = option("inductor", "The backend of torch.compile, for at_start.", min_length=1)
     debug_log: bool = option(False, "Log each graph before and after the passes, on rank 0.")
     # -- debugging of collectives
     sync_before_reduce: bool = option(False, "Wait for the device before each reduction of gradients.")

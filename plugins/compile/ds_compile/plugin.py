@@ -6,7 +6,7 @@ It stands in both groups of entry points: as a backend it serves ``engine.compil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ds_core.comm.interceptor import Interceptor
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.engine import Engine
     from ds_core.errors import Problem
     from ds_core.plugins import Plugins
 
@@ -49,9 +50,15 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``engine.compile`` calls the first."""
+    """``engine.compile`` calls the first; with ``compile.at_start`` it is called now, on every rank."""
     from ds_compile.compile_model import compile_model
+    from ds_compile.config import CompileConfig
     from ds_compile.passes import register_compile_pass
+
+    # Whoever lists the names of methods has no run.
+    section = ctx.config.section("compile") if ctx is not None else None
+    if isinstance(section, CompileConfig) and section.at_start:
+        compile_model(cast("Engine", ctx.engine), section.backend)
 
     return {"compile_model": compile_model, "register_compile_pass": register_compile_pass}
 

@@ -34,7 +34,9 @@ class TestMethods(EngineMethodsConformance):
     names = ("compile_model", "register_compile_pass")
 
 
-def compiled_run(stage: int, ranks: int, config: dict[str, Any], **options: Any) -> tuple[int, int, list[str]]:
+def compiled_run(
+    stage: int, ranks: int, config: dict[str, Any], by_hand: bool = True, **options: Any
+) -> tuple[int, int, list[str]]:
     """Graphs, graph breaks and compiled modules of a run that equals plain torch."""
     from torch._dynamo.utils import counters
 
@@ -43,7 +45,8 @@ def compiled_run(stage: int, ranks: int, config: dict[str, Any], **options: Any)
     rank = comm.rank() if ranks > 1 else 0
     given = model()
     engine = start(given, stage, **config)
-    engine.compile("aot_eager", **options)
+    if by_hand:
+        engine.compile("aot_eager", **options)
     names = [name for name, module in given.named_modules() if module._compiled_call_impl is not None]
     seen: list[nn.Module] = []
     given.get_submodule(names[0]).register_forward_hook(lambda module, args, out: seen.append(module))
@@ -70,6 +73,29 @@ def test_blocks_are_compiled_where_ranks_share(stage: int) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch reads while it traces
 def test_one_process_compiles_the_whole_model() -> None:
     assert compiled_run(0, 1, {}) == (1, 0, [""])
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_config_compiles_without_a_call(by_hand: bool) -> None:
+    """A script that calls engine.compile() all the same compiles anew."""
+    section = {"compile": {"at_start": True, "backend": "aot_eager"}}
+    graphs, breaks, names = compiled_run(0, 1, section, by_hand)
+    assert (graphs, breaks, names) == (1, 0, [""])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_config_compiles_blocks_where_ranks_share(stage: int) -> None:
+    section = {"compile": {"at_start": True, "backend": "aot_eager"}}
+    (_, breaks, names), *_ = run_ranks(2, compiled_run, stage, 2, section, False)
+    assert (breaks, names) == (0, BLOCKS)
+
+
+@pytest.mark.slow
+def test_the_config_and_a_call_at_stage_3() -> None:
+    section = {"compile": {"at_start": True, "backend": "aot_eager"}}
+    (_, breaks, names), *_ = run_ranks(2, compiled_run, 3, 2, section, True)
+    assert (breaks, names) == (0, BLOCKS)
 
 
 def test_modules_of_the_config() -> None:
