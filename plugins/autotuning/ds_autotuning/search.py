@@ -81,9 +81,8 @@ class Search:
         import optuna
 
         self.seen.add(key_of(setting))
-        fits = all(label in self._given[key] for key, label in self.labels(setting).items())
-        if value is not None and fits:
-            params = self.labels(setting)
+        params = self.labels(setting) if setting.keys() == self._labels.keys() else {}
+        if value is not None and params and all(label in self._given[key] for key, label in params.items()):
             self.study.add_trial(
                 optuna.trial.create_trial(params=params, distributions=self.distributions, value=value)
             )

@@ -26,7 +26,7 @@ from ds_autotuning.experiments import Experiments, Limits
 from ds_autotuning.forecast import Room, forecast, largest_micro_batch, make_profile, room_of
 from ds_autotuning.launching import Launch, at
 from ds_autotuning.records import Forecast, Profile, Result, Row, Status
-from ds_autotuning.space import MICRO, STAGE, Setting, Space, changes, installed_models, marked, merged, space_of
+from ds_autotuning.space import MICRO, Setting, Space, changes, installed_models, marked, merged, space_of
 from ds_autotuning.tuner import Tuning, tune
 from ds_core.config import read_config
 from ds_core.errors import ConfigError, DSError, UsageError
@@ -251,7 +251,8 @@ class _Session:
     def _given(self, judge: Judge, space: Space) -> Setting | None:
         """The config as given, where it says its batch and can be run."""
         setting = {d.key: d.values[0] if d.implied else at(self.base, d.key) for d in space.dimensions}
-        setting = {key: value for key, value in setting.items() if value not in (None, "auto") or key == STAGE}
+        own = {d.key for d in space.dimensions if not d.implied}
+        setting = {k: v for k, v in setting.items() if k not in own or v not in (None, "auto")}
         if any(self.base.get(key) == "auto" for key in BATCH):
             return None
         try:

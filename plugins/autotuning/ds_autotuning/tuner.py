@@ -185,7 +185,7 @@ def _together(tuning: Tuning) -> None:
 
 def _is_larger(setting: Setting, failed: Setting) -> bool:
     """Whether it is `failed` with as large a micro-batch or a larger one."""
-    same = all(setting[k] == failed[k] for k in setting if k != MICRO)
+    same = all(k in failed and setting[k] == failed[k] for k in setting if k != MICRO)
     return same and bool(setting[MICRO] >= failed[MICRO])
 
 

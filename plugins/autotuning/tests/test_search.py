@@ -62,6 +62,7 @@ def test_what_was_learnt_elsewhere_is_not_asked_for() -> None:
     known = SMALL.base()
     search.learn(known, 5.0)
     search.learn({**known, MICRO: 64}, 7.0)  # a value that this space does not have
+    search.learn({MICRO: 1}, 7.0)  # a config that says less
     assert known not in all_of(search, lambda _: 1.0)
 
 
