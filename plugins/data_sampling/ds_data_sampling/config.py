@@ -180,7 +180,7 @@ class DynamicBatching(Section):
         "Folder of the analysis that has the samples' lengths; null: they are measured at the start.",
         min_length=1,
     )
-    verbose: bool = option(False, "Log the batches of each epoch: samples, tokens and padding.")
+    verbose: bool = option(False, "Log samples, tokens and padding of each epoch.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -243,6 +243,18 @@ class DataSampling(Section):
     pad_token_id: int = option(
         0, "Token that fills up input_ids, where batches are padded without a collate_fn, and packed rows.", ge=0
     )
+
+    def batch_remarks(self) -> Iterable[tuple[str, str]]:
+        """Keys without effect, for want of another, and means that micro-batches distort."""
+        dynamic, unequal = self.dynamic_batching, self.dynamic_batching.enabled or self.packing.enabled
+        if dynamic.sequence_picking_window and dynamic.sequence_picking_order != "seqlen":
+            yield "dynamic_batching.sequence_picking_window", "has no effect: sequence_picking_order is not seqlen"
+        if self.mixing.samples_per_epoch and not self.mixing.weights:
+            yield "mixing.samples_per_epoch", "has no effect: mixing.weights is not given"
+        if self.pad_token_id and not unequal:
+            yield "pad_token_id", "has no effect: neither dynamic_batching nor packing is enabled"
+        if self.enabled and unequal and self.loss_weights == "none":
+            yield "loss_weights", "is none: losses of unequal micro-batches are averaged with equal weights"
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
@@ -371,6 +383,8 @@ class DataEfficiency(Section):
             yield "data_sampling", "has no effect: its enabled is false"
         if self.enabled and routing.random_ltd.enabled and not routing.enabled:
             yield "data_routing", "has no effect: its enabled is false"
+        for key, why in sampling.batch_remarks():
+            yield f"data_sampling.{key}", why
         for name, metric in (self.curriculum.curriculum_metrics if self.curriculum else {}).items():
             for key, why in metric.schedule_remarks():
                 yield f"data_sampling.curriculum_learning.curriculum_metrics.{name}.{key}", why

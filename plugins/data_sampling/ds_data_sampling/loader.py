@@ -82,7 +82,7 @@ class PlannedLoader:
         self._lengths, self._checked = Lengths(data, files), False
         self._state: Mapping[str, Any] = at_start(0, 0)
         self._fresh = True  # the next iteration goes on at the state; else it is the next epoch
-        self._generator = torch.Generator()
+        self._generator, self._count = torch.Generator(), _Count()
         self._planner = Planner(
             partial(_make_order, ctx, section, data), usable=self._usable(), drop_last=request.drop_last
         )
@@ -100,9 +100,11 @@ class PlannedLoader:
             )
             return
         self._check()
-        begun = None
+        begun, self._count = None, _Count()
         while begun != (begun := state["step"], state["done"]) and (yield from self._batches(state)):
             state = self._state  # gradient accumulation has changed
+        if self._sampling.dynamic_batching.verbose and self._ctx.rank == 0:
+            log.info("epoch %d of the training data: %s", state["epoch"], self._count)
         self._state, self._fresh = at_start(state["epoch"] + 1, self._planner.step), True
 
     def _batches(self, state: Mapping[str, Any]) -> Generator[Any, None, bool]:
@@ -139,6 +141,8 @@ class PlannedLoader:
         self._state, self._fresh = {**step.state, "done": done}, False
         self.samples_seen += sum(len(samples_in(micro)) for micro in step.plan[done - replicas : done])
         dynamic = self._sampling.dynamic_batching
+        if dynamic.verbose and turn == 0:
+            self._count.add([[self._tokens(i) for i in samples_in(micro)] for micro in step.plan])
         if dynamic.enabled:
             samples = sum(len(micro) for micro in step.plan)
             self._ctx.stash[STEP_FACTOR] = scale(dynamic.lr_scaling_method, samples, self._ctx.batch.train)
@@ -298,6 +302,27 @@ class SizedLoader(PlannedLoader):
         gas = self._ctx.batch.gas
         samples, step = len(self._planner), gas * self._request.replicas * self.batch_size
         return (samples // step if self._request.drop_last else -(-samples // step)) * gas
+
+
+class _Count:
+    """Steps, and what they held."""
+
+    def __init__(self) -> None:
+        self.steps = self.micros = self.samples = self.tokens = self.room = 0
+
+    def add(self, step: list[list[int]]) -> None:
+        """A step of micro-batches of samples of these lengths."""
+        self.steps, self.micros = self.steps + 1, self.micros + len(step)
+        self.samples += sum(map(len, step))
+        self.tokens += sum(map(sum, step))
+        self.room += sum(len(micro) * max(micro) for micro in step)
+
+    def __str__(self) -> str:
+        padding = 1 - self.tokens / max(self.room, 1)
+        return (
+            f"{self.steps} steps of {self.micros} micro-batches, {self.samples} samples, {self.tokens} tokens, and "
+            f"{padding:.1%} padding"
+        )
 
 
 class _Share:

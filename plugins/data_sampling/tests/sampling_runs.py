@@ -45,6 +45,13 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": sentence(index), "labels": sentence(index)}
 
 
+class OfOneLength(Sentences):
+    """Samples of 12 tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value.repeat(4)[:12] for name, value in super().__getitem__(index).items()}
+
+
 def config(micros: int, world: int, sampling: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """A run whose steps have `micros` micro-batches of 2 samples over all ranks."""
     return {

@@ -16,7 +16,7 @@ from ds_data_sampling.collate import Packer, Padder
 from ds_data_sampling.lengths import Lengths, tokens_of
 from ds_data_sampling.loss_weights import weigh_losses
 from ds_data_sampling.lr_scaling import check_optimizer
-from sampling_runs import LENGTHS, Bigrams, Sentences, config
+from sampling_runs import LENGTHS, Bigrams, OfOneLength, Sentences, config
 from torch import nn
 
 import ds_core
@@ -279,3 +279,31 @@ def test_other_routes_are_the_cores() -> None:
     engine, *_ = ds_core.initialize(model=Bigrams(), config=config(2, 1, TOKENS), training_data=Sentences())
     assert type(make_loader(engine.ctx, Sentences(), route="eval")).__name__ == "DistributedLoader"
     engine.destroy()
+
+
+def test_epochs_are_logged(caplog: Any) -> None:
+    dynamic = {**TOKENS["dynamic_batching"], "verbose": True}
+    with caplog.at_level(logging.INFO, "ds_data_sampling"):
+        rows = _samples({"dynamic_batching": dynamic})
+    assert f"epoch 0 of the training data: {len(rows) // 2} steps of {len(rows)} micro-batches, " in caplog.text
+    assert f"{sum(rows)} samples, " in caplog.text
+
+
+def test_an_elastic_run(ranks: Any) -> None:
+    """The section elasticity leaves the data to this one; micro-batches of two ranks are of another size."""
+    wanted = _elastic()
+    assert len(set(wanted)) == 4
+    for losses in ranks(2, _elastic):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def _elastic() -> list[float]:
+    settings = config(2, 1, {})
+    del settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
+    settings["elasticity"] = {
+        "enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2, 4, 8], "max_gpus": 2, "version": 0.1
+    }  # fmt: skip
+    engine, *_ = ds_core.initialize(model=Bigrams(), config=settings, training_data=OfOneLength())
+    losses = [float(engine.train_batch()) for _ in range(4)]
+    engine.destroy()
+    return losses

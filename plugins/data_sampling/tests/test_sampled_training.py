@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import pytest
 import torch
-from sampling_runs import LENGTHS, Bigrams, Run, Sentences, by_hand, config, filled, train
+from sampling_runs import LENGTHS, Bigrams, OfOneLength, Run, Sentences, by_hand, config, filled, train
 
 import ds_core
 
@@ -99,13 +99,8 @@ def test_a_run_goes_on_at_another_number_of_ranks(ranks: Any, tmp_path: Path, ki
 
 
 def _leg(settings: dict[str, Any], steps: int, save: str | None, load: str | None, kind: str) -> Run:
-    data: Any = {"samples": _OfOneLength(), "mixed": {"a": Sentences(), "b": Sentences()}}.get(kind)
+    data: Any = {"samples": OfOneLength(), "mixed": {"a": Sentences(), "b": Sentences()}}.get(kind)
     return train(settings, steps, save=save, load=load, data=data)
-
-
-class _OfOneLength(Sentences):
-    def __getitem__(self, index: int) -> Any:
-        return {name: (value.repeat(4))[:12] for name, value in super().__getitem__(index).items()}
 
 
 def test_packed_rows_equal_training_by_hand() -> None:

@@ -57,7 +57,8 @@ def ds_batch(config: RunConfig, dp_world: int) -> Batch | None:
 def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     """The core's loader, over an order of samples whose batches are the same at every number of ranks.
 
-    For the training data, where the user has no sampler; data that cannot be indexed comes as it comes.
+    For the training data, where the user has no sampler, and no other plugin makes loaders; data that cannot be
+    indexed comes as it comes.
     """
     import dataclasses
 
@@ -67,6 +68,7 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     from ds_elasticity.loader import WholeBatches
 
     own = request.sampler is not None or isinstance(request.dataset, IterableDataset)
+    own |= len(ctx.plugins.implementing("ds_loader")) > 1
     if _switched_on(ctx.config) is None or own or request.route != "train" or request.batch_size != ctx.batch.micro:
         return None
     return DistributedLoader(dataclasses.replace(request, sampler=WholeBatches(request, ctx.batch.train)))
