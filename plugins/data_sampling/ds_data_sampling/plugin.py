@@ -79,13 +79,19 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
-    """With ``loss_weights`` the model multiplies its loss by the weight in the batch."""
-    if (sampling := _sampling(ctx)) is None or sampling.loss_weights == "none":
-        return []
+    """With ``loss_weights`` the model multiplies its loss by the weight in the batch; packed rows need no cache."""
+    if (sampling := _sampling(ctx)) is None:
+        return
     from ds_core.entries import Phase, Transform
-    from ds_data_sampling.loss_weights import weigh_losses
 
-    return [Transform(Phase.SUBSTITUTE, weigh_losses)]
+    if sampling.loss_weights != "none":
+        from ds_data_sampling.loss_weights import weigh_losses
+
+        yield Transform(Phase.SUBSTITUTE, weigh_losses)
+    if sampling.packing.enabled:
+        from ds_data_sampling.packed_models import leave_out_cache
+
+        yield Transform(Phase.SUBSTITUTE, leave_out_cache)
 
 
 def ds_step_begin(ctx: Context, step: int) -> None:
