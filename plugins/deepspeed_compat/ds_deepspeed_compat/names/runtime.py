@@ -109,6 +109,12 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
         "MMapIndexedDataset MMapIndexedDatasetBuilder": "ds_data_sampling.deepspeed_rows",
     },
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
+        "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed batch_by_seqlens scale_lr "
+        "dataloader_for_variable_batch_size lr_scheduler_for_variable_batch_size VariableBatchSizeLR": missing(
+            "data_efficiency.data_sampling.dynamic_batching does it; give initialize training_data"
+        ),
+    },
     "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {"RandomLayerTokenDrop": missing(_DATA)},
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
         "convert_to_random_ltd save_without_random_ltd": missing(_DATA),
