@@ -41,7 +41,7 @@ def check_whole(steps: list[Plan], size: int, micros: int, slots: int) -> None:
 
 
 @given(st.integers(1, 90), st.integers(1, 5), st.integers(1, 5), st.booleans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_fixed(size: int, micros: int, samples: int, drop_last: bool) -> None:
     steps = epoch(size, lambda feed, step: fixed(feed, step, micros, samples), drop_last=drop_last)
     assert all(len(micro) == samples for plan in steps for micro in plan)
@@ -52,7 +52,7 @@ def test_fixed(size: int, micros: int, samples: int, drop_last: bool) -> None:
 
 
 @given(lengths_of, st.integers(1, 4), st.integers(1, 3), st.one_of(st.none(), st.integers(3, 5)))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_by_tokens(lengths: list[int], micros: int, fewest: int, most: int | None) -> None:
     budget = TokenBudget(90, fewest, most)
     steps = epoch(len(lengths), lambda feed, step: by_tokens(feed, step, micros, lengths.__getitem__, budget))
@@ -65,7 +65,7 @@ def test_by_tokens(lengths: list[int], micros: int, fewest: int, most: int | Non
 
 
 @given(lengths_of, st.integers(1, 4), st.integers(1, 4), st.booleans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_by_length(lengths: list[int], micros: int, window: int, drop_last: bool) -> None:
     budget = TokenBudget(90)
 
@@ -80,7 +80,7 @@ def test_by_length(lengths: list[int], micros: int, window: int, drop_last: bool
 
 
 @given(lengths_of, st.integers(1, 3), st.integers(1, 3))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_packed(lengths: list[int], micros: int, rows: int) -> None:
     steps = epoch(len(lengths), lambda feed, step: packed(feed, step, micros, rows, 40, lengths.__getitem__))
     assert all(len(micro) == rows and all(micro) for plan in steps for micro in plan)
@@ -108,7 +108,7 @@ def test_rows_and_batches_are_well_filled() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 100), st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_mixed(sizes: list[int], total: int, data: st.DataObject) -> None:
     """The shares of each epoch, evenly spread; no sample of a set comes again before all others have come."""
     weights = [data.draw(st.integers(1, 5)) for _ in sizes]

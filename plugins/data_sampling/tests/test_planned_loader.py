@@ -37,7 +37,7 @@ class TestFixed(LoaderConformance):
 
 
 class TestFixedWithoutTheLast(LoaderConformance):
-    config = {**sampling(num_workers=1), "dataloader_drop_last": True}
+    config = {**sampling(), "dataloader_drop_last": True}
     drops = True
 
     def samples_of(self, batch: Any) -> list[int]:
