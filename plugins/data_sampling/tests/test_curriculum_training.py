@@ -166,8 +166,8 @@ def stages(folder: Path, which: list[int]) -> None:
         compare(folder, {"zero_optimization": {"stage": stage}})
 
 
-def test_one_process_trains_as_plain_torch(folder: Path, ranks: Ranks) -> None:
-    ranks(1, stages, folder, [0])
+def test_one_process_trains_as_plain_torch(folder: Path) -> None:
+    stages(folder, [0])
 
 
 def test_two_ranks_train_as_plain_torch(folder: Path, ranks: Ranks) -> None:
@@ -198,7 +198,8 @@ def go_on(folder: Path) -> tuple[list[float], list[list[int]]]:
 @pytest.mark.parametrize(("first", "second"), [(1, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_it_goes_on_at_another_world_size(folder: Path, ranks: Ranks, first: int, second: int) -> None:
     losses, taken, _ = plainly(folder)
-    begun, done = ranks(first, begin, folder)[0], ranks(second, go_on, folder)[0]
+    begun = begin(folder) if first == 1 else ranks(first, begin, folder)[0]
+    done = go_on(folder) if second == 1 else ranks(second, go_on, folder)[0]
     assert begun[1] + done[1] == [sorted(step) for step in taken]
     assert begun[0] + done[0] == pytest.approx(losses, rel=2e-5)
 
@@ -212,7 +213,7 @@ def bf16(folder: Path) -> tuple[list[float], list[list[int]]]:
 
 @pytest.mark.slow
 def test_bf16(folder: Path, ranks: Ranks) -> None:
-    losses, taken = ranks(1, bf16, folder)[0]
+    losses, taken = bf16(folder)
     for size in (2, 4):
         found, seen = ranks(size, bf16, folder)[0]
         assert seen == taken and found == pytest.approx(losses, rel=3e-2)

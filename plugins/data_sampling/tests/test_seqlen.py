@@ -150,7 +150,7 @@ def bf16() -> list[float]:
 
 @pytest.mark.slow
 def test_bf16_has_the_same_losses_on_any_number_of_ranks(ranks: Ranks) -> None:
-    alone = ranks(1, bf16)[0]
+    alone = bf16()
     assert ranks(2, bf16)[0] == pytest.approx(alone, rel=2e-2)
     assert ranks(4, bf16)[0] == pytest.approx(alone, rel=2e-2)
 
@@ -235,6 +235,7 @@ def test_what_is_cut() -> None:
     assert truncate((ids, ids.float()), 2)[1].shape == (2, 2)
 
 
+@pytest.mark.slow
 def test_models_of_transformers() -> None:
     hf = pytest.importorskip("transformers")
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
