@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
     from ds_core.running import RunningEngine
     from ds_data_sampling.config import Schedule
 
-__all__ = ["Callbacks", "callbacks_of", "set_custom_curriculum_learning_schedule", "set_data_post_process_func"]
+__all__ = [
+    "Callbacks",
+    "callbacks_of",
+    "set_custom_curriculum_learning_schedule",
+    "set_data_post_process_func",
+    "warn_unused",
+]
+
+log = logging.getLogger("ds_data_sampling")
 
 PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -25,12 +34,13 @@ class Callbacks:
 
     schedules: by metric, (step from 1) -> difficulty. post_process: (batch, state) -> batch, where state has
     ``curriculum_step`` (the step of the batch, from 1) and ``current_difficulties`` (by metric). difficulties: those of
-    the last batch.
+    the last batch. loads: whether a loader was made, or its absence was told.
     """
 
     schedules: dict[str, Callable[[int], int]] = field(default_factory=dict)
     post_process: PostProcess | None = None
     difficulties: Mapping[str, int] = field(default_factory=dict)
+    loads: bool = False
 
 
 CALLBACKS: StashKey[Callbacks] = StashKey("functions for the loader of ds-data-sampling")
@@ -42,6 +52,17 @@ def callbacks_of(ctx: Context) -> Callbacks:
     if found is None:
         found = ctx.stash[CALLBACKS] = Callbacks()
     return found
+
+
+def warn_unused(ctx: Context) -> None:
+    """Say once, on rank 0, that data_sampling has no effect, where training has begun without a loader of it."""
+    callbacks = callbacks_of(ctx)
+    if not callbacks.loads and ctx.rank == 0:
+        log.warning(
+            "data_efficiency.data_sampling has no effect: the batches come from a loader of the program's own; give "
+            "initialize training_data, or make a loader by ds_core.data.make_loader(engine.ctx, dataset)"
+        )
+    callbacks.loads = True
 
 
 def set_data_post_process_func(engine: RunningEngine, post_process_func: PostProcess | None) -> None:

@@ -73,8 +73,10 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     """The loader of training data, where the user has no sampler."""
     if _sampling(ctx) is None or request.route != "train" or request.sampler is not None:
         return None
+    from ds_data_sampling.callbacks import callbacks_of
     from ds_data_sampling.loader import make_loader
 
+    callbacks_of(ctx).loads = True
     return make_loader(ctx, request, _section(ctx))
 
 
@@ -95,9 +97,13 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
 
 def ds_step_begin(ctx: Context, step: int) -> None:
-    """With batches by tokens the learning rate of a step follows its number of samples."""
-    sampling = _sampling(ctx)
-    if sampling is None or not sampling.dynamic_batching.enabled:
+    """With batches by tokens the learning rate of a step follows its number of samples; is there a loader at all?"""
+    if (sampling := _sampling(ctx)) is None:
+        return
+    from ds_data_sampling.callbacks import warn_unused
+
+    warn_unused(ctx)
+    if not sampling.dynamic_batching.enabled:
         return
     if sampling.dynamic_batching.lr_scaling_method != "none":
         from ds_data_sampling.lr_scaling import begin_step

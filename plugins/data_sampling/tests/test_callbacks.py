@@ -3,9 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ds_data_sampling.callbacks import callbacks_of
 from ds_testing import EngineMethodsConformance
 
+from ds_core.data import make_loader
 from ds_core.errors import UsageError
 
 METRIC = {"clustering_type": "single_cluster", "min_difficulty": 8, "max_difficulty": 64}
@@ -41,3 +43,17 @@ class TestEngineMethods(EngineMethodsConformance):
             engine.set_custom_curriculum_learning_schedule({"other": grow})
         with pytest.raises(UsageError, match="'line' is fixed_linear"):
             engine.set_custom_curriculum_learning_schedule({"line": grow})
+
+    def test_a_loader_of_the_programs_own_is_told_once(self, engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            engine.step()
+        said = [row.getMessage() for row in caplog.records if "data_sampling has no effect" in row.getMessage()]
+        assert len(said) == 1 and "give initialize training_data" in said[0]
+
+    def test_with_a_loader_nothing_is_told(self, engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+        engine.set_custom_curriculum_learning_schedule({"own": lambda step: 8})
+        for batch in make_loader(engine.ctx, torch.ones(4, 3)):
+            engine.backward(engine(batch).sum())
+            engine.step()
+        assert engine.global_steps == 2 and "has no effect" not in caplog.text
