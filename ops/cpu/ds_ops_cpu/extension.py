@@ -41,7 +41,7 @@ INFERENCE = Extension(
     units=(
         Unit("inference/module.cpp", _OPENMP),
         *_for_each_processor("inference/"),
-        *((Unit("inference/avx512bf16.cpp", (*_AVX512, "-mavx512bf16")),) if _X86 else ()),
+        *((Unit("inference/avx512bf16.cpp", (*_AVX512, "-mavx512bf16", "-mavx512vnni")),) if _X86 else ()),
     ),
     flags=_FLAGS,
     link=("-shared", *_OPENMP),

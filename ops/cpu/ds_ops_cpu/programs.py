@@ -153,6 +153,23 @@ class _Table:
         yield _ATTEND, {"x": i.q, "y": i.k, "v": i.v, "out": i.out, "layer": layer, **sizes, **more}
 
 
+def _memory(program: p.Program) -> Iterable[tuple[int, int]]:
+    """Where the weights of products lie, in bytes."""
+    for instruction in program.instructions:
+        match instruction:
+            case p.Linear():
+                weights: tuple[p.Weight, ...] = (instruction.weight,)
+            case p.Gated():
+                weights = instruction.gate, instruction.up
+            case p.Experts():
+                weights = *instruction.gates, *instruction.ups, *instruction.downs
+            case _:
+                weights = ()
+        for weight in weights:
+            for part in (weight.q, weight.scales) if isinstance(weight, Quantized) else (weight,):
+                yield part.data_ptr(), part.nbytes
+
+
 def _biases(first: Tensor | None, second: Tensor | None) -> dict[str, tuple[int, int]]:
     return {name: _vector(x) for name, x in (("bias", first), ("second", second)) if x is not None}
 
@@ -171,8 +188,8 @@ class _Runnable:
         self._products = torch.float32 if program.dtype == torch.float16 else program.dtype
         self._torch = Interpreter(program, None, self._widened)
         self._arena, self._wide = torch.empty(0), torch.empty(0)
-        self._threads = 0
         self.rebind()
+        native().use_large_pages(list(_memory(program)))
 
     def rebind(self) -> None:
         """See `ds_inference_kit.program.Runnable`."""

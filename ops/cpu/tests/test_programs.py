@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ds_inference_kit.checks import inference_program, make_step, transformer
+from ds_inference_kit import program as p
+from ds_inference_kit.checks import inference_program, make_step, random, transformer
 from ds_inference_kit.step import KVCache
+from ds_inference_kit.weights import dequantize, quantize
 from ds_ops_cpu import programs
 
 SETS = ("avx512bf16", "avx512", "avx2", "generic")
@@ -40,6 +42,46 @@ def test_every_instruction_set(name: str) -> None:
                     raise AssertionError(f"{what}, {threads} threads: {error}") from error
     finally:
         native.use_instruction_set(before)
+
+
+def _product(x: torch.Tensor, weight: p.Weight) -> torch.Tensor:
+    """x @ weight.T by C++, in a program of bf16; what is in fp32 until the end keeps its bits."""
+    rows, out = x.shape[0], weight.shape[0]
+    code = (p.Embed(0, x, p.By.TYPES), p.Linear(0, 1, weight))
+    runs = programs.load(p.Program(code, (x.shape[1], out), 1, torch.bfloat16))
+    types = torch.arange(rows, dtype=torch.int32)
+    return runs(make_step([(torch.arange(rows), 0)], types=types)).float()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_products_in_whole_numbers(bits: int, symmetric: bool) -> None:
+    """On processors that multiply bytes x is rounded to 8 bits, with a scale for each 32; elsewhere at most to bf16."""
+    for inner, group in ((64, 32), (576, 32), (576, 64), (1088, 32), (1024, 512)):
+        weight = quantize(random(33, inner) / inner**0.5, bits=bits, group=group, symmetric=symmetric)
+        for rows in (1, 2, 4, 5, 17, 24):
+            x = random(rows, inner, seed=rows)
+            blocks = x.unflatten(1, (-1, 32))
+            scales = blocks.abs().amax(2, keepdim=True) / 127
+            rounded = ((blocks / scales).round() * scales).flatten(1)
+            whole = "avx512bf16" in programs.native().instruction_sets()
+            expected = (rounded if whole else x).double() @ dequantize(weight, torch.float32).double().t()
+            away = (_product(x, weight).double() - expected).norm() / expected.norm()
+            assert away < 3e-3, f"{inner} in groups of {group}, {rows} rows: {away}"  # the result is bf16
+
+
+def test_rows_of_bf16_of_any_length() -> None:
+    for inner in (1, 15, 64, 66, 190, 576):
+        weight, x = random(9, inner).bfloat16(), random(1, inner, seed=1)
+        expected = x.double() @ weight.double().t()
+        assert (_product(x, weight).double() - expected).norm() < 4e-3 * expected.norm(), inner
+
+
+def test_large_pages_change_nothing() -> None:
+    numbers = torch.arange(3 << 20, dtype=torch.int32)
+    moved = programs.native().use_large_pages([(numbers.data_ptr() + 64, numbers.nbytes - 64), (4096, 1 << 22), (0, 0)])
+    assert moved % (2 << 20) == 0 and moved <= numbers.nbytes + (4 << 20)
+    assert torch.equal(numbers, torch.arange(3 << 20, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("form", ["own", "int4 with lows"])

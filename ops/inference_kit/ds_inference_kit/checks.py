@@ -24,7 +24,7 @@ from ds_inference_kit.weights import Quantized, quantize
 __all__ = ["inference_program", "make_step", "random", "transformer"]
 
 Cases = Iterator[tuple[str, Callable[[], None]]]
-FORMATS = ("own", "fp32", "bf16", "fp16", "columns", "int8", "int4", "int4 with lows")
+FORMATS = ("own", "fp32", "bf16", "fp16", "columns", "int8", "int8 with lows", "int4", "int4 with lows")
 ROWS = (1, 3, 9, 40)
 _NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BOUNDS = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
@@ -158,7 +158,7 @@ def _weight(out: int, inner: int, form: str, seed: int = 0) -> p.Weight:
     values: Tensor = random(out, inner, seed=seed) / inner**0.5
     if form.startswith("int"):
         group = next(g for g in (32, 22, 16, 2) if inner % g == 0)
-        return quantize(values, bits=8 if form == "int8" else 4, group=group, symmetric=form != "int4 with lows")
+        return quantize(values, bits=int(form[3]), group=group, symmetric=not form.endswith("with lows"))
     if form == "columns":
         return values.double().t().contiguous().t()
     return values.to({"own": torch.float64, **{k: _NAMES[v] for k, v in _SHORT.items()}}[form])

@@ -141,7 +141,7 @@ void gated(const Op& op, const Run& run, long unit, Thread& t) {
         y[r] = room + r * op.unit;
         z[r] = row(run, op.out, r) + from;
     }
-    const bool alike = op.a.form == op.b.form && op.a.group == op.b.group && !op.a.lows == !op.b.lows;
+    const bool alike = prepared_alike(op.a, op.b);
     product(alike ? &op : nullptr, run, op.a, from, to, x, n, y, t);
     product(alike ? &op : nullptr, run, op.b, from, to, x, n, z, t);
     for (long r = 0; r < n; r++) gate(op, y[r], z[r], from, z[r], to - from);
@@ -223,6 +223,7 @@ void experts_out(const Op& op, const Run& run, long unit, Thread& t) {
 }
 
 void unit(const Op& op, const Run& run, long number, Thread& t) {
+    if (op.kind != LINEAR && op.kind != GATED) t.prepared = nullptr;
     switch (op.kind) {
         case EMBED: return embed(op, run, number, t);
         case NORMALIZE: return normalize(op, run, number, t);

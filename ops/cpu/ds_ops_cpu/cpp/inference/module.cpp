@@ -23,6 +23,7 @@
 #endif
 
 #include "../instruction_sets.h"
+#include "pages.h"
 #include "table.h"
 #include "team.h"
 
@@ -38,7 +39,7 @@ std::vector<const di::Table*> usable() {
     std::vector<const di::Table*> tables;
 #ifdef DS_X86
     if (ds::runs_avx512()) {
-        if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&di::avx512bf16);
+        if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) tables.push_back(&di::avx512bf16);
         tables.push_back(&di::avx512);
     }
     if (ds::runs_avx2()) tables.push_back(&di::avx2);
@@ -50,7 +51,8 @@ std::vector<const di::Table*> usable() {
 constexpr long WIDEST = 16;           // floats of a vector
 constexpr long UNIT_BYTES = 48 << 10; // of weights
 constexpr long UNITS = 64;            // of large matrices, until they are of 8 UNIT_BYTES
-constexpr long SOON = 16 << 10;       // bytes of weights that are asked for at a barrier
+constexpr long SOON = 192 << 10;      // bytes of weights, at most, that are asked for at a barrier
+constexpr long AT_ONCE = 512;         // of them between two looks
 constexpr long CHUNK = 8;             // rows of one sequence that a unit of attention takes
 constexpr long PART = 2;              // blocks of context, at least, that are a unit of their own
 constexpr long PARTS = 32;            // of a context, at most
@@ -222,14 +224,14 @@ class Program {
         for (int t = 0; t < threads; t++)
             for (int o = first; o < last; o++) taken(t, o).store(0, std::memory_order_relaxed);
         team(threads, [&](int me, int all) {
-            di::Thread thread{rooms_[(size_t)me].data(), nullptr};
+            di::Thread thread{aligned(rooms_[(size_t)me].data()), nullptr};
             bool owed = false;  // the barrier before an op that has nothing to do is left to the next one
             for (int o = first; o < last; o++) {
                 const Op& op = ops_[(size_t)o];
                 const long units = units_[(size_t)o];
                 owed |= op.barrier && o > first;
                 if (!units) continue;
-                if (owed) barrier_.wait(all, [&] { ask_for_weights(o, last, me, all); });
+                if (owed) barrier_.wait(all, next_weights(o, last, me, all));
                 owed = false;
                 for (int t = 0; t < all; t++) {
                     const int whose = (me + t) % all;
@@ -295,12 +297,23 @@ class Program {
     std::atomic<long>& taken(int t, int o) { return taken_[(size_t)t * ops_.size() + (size_t)o]; }
 
     // While others are waited for: the beginning of the thread's share of the next product's weights, from op `o` on.
-    void ask_for_weights(int o, int last, int me, int all) const {
+    struct Soon {
+        const char* at;
+        long size;
+
+        bool operator()(long i) const {
+            if ((i + 1) * AT_ONCE > size) return false;
+            for (long k = i * AT_ONCE; k < (i + 1) * AT_ONCE; k += 64) __builtin_prefetch(at + k, 0, 2);
+            return true;
+        }
+    };
+
+    Soon next_weights(int o, int last, int me, int all) const {
         while (o < last && ops_[(size_t)o].kind != di::LINEAR && ops_[(size_t)o].kind != di::GATED) o++;
-        if (o == last) return;
+        if (o == last || ops_[(size_t)o].a.columns) return {nullptr, 0};
         const Op& op = ops_[(size_t)o];
-        const char* at = op.a.data + units_[(size_t)o] * me / all * op.unit * row_bytes(op.a);
-        for (long i = 0; i < SOON && !op.a.columns; i += 64) __builtin_prefetch(at + i);
+        const long units = units_[(size_t)o], first = units * me / all * op.unit, end = units * (me + 1) / all * op.unit;
+        return {op.a.data + first * row_bytes(op.a), std::min(SOON, (std::min(end, op.a.out) - first) * row_bytes(op.a))};
     }
 
     // Decides whether a barrier is needed before `op`. The cache counts as a register, -2.
@@ -320,7 +333,9 @@ class Program {
         if (op.barrier) {
             written_.clear();
             read_.clear();
+            phase_++;
         }
+        op.phase = phase_;
         written_.insert(writes.begin(), writes.end());
         read_.insert(reads.begin(), reads.end());
     }
@@ -480,10 +495,12 @@ class Program {
             taken_ = std::make_unique<std::atomic<long>[]>((size_t)threads * ops_.size());
         }
         for (auto& room : rooms_)
-            if ((long)room.size() < room_) room.resize((size_t)room_);
+            if ((long)room.size() < room_ + WIDEST) room.resize((size_t)(room_ + WIDEST));
     }
 
   private:
+    static float* aligned(float* room) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room) + 63) / 64 * 64); }
+
     const bool bf16_;
     std::vector<long> widths_;
     const int output_;
@@ -494,6 +511,7 @@ class Program {
     std::deque<std::vector<Weight>> weights_;
     std::deque<std::vector<int>> numbers_;
     std::set<int> written_, read_;
+    long phase_ = 0;
 
     Run run_{};
     std::unique_ptr<std::atomic<long>[]> taken_;
@@ -545,4 +563,5 @@ PYBIND11_MODULE(_ds_ops_cpu_inference, m) {
         .def("narrow", &Program::narrow)
         .def("has_barrier", &Program::has_barrier);
     m.def("widen", &widen);
+    m.def("use_large_pages", &di::use_large_pages, py::call_guard<py::gil_scoped_release>(), py::arg("ranges"));
 }

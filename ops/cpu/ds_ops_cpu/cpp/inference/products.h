@@ -36,6 +36,11 @@ inline F signed_bytes(const char* from) {
 #endif
 }
 
+// W numbers of 8 bits; they have no sign where there are lows.
+inline F eight(const char* from, bool lows) {
+    return lows ? __builtin_convertvector(bytes((const uint8_t*)from), F) : signed_bytes(from);
+}
+
 // The 2 W numbers in W bytes: those in low halves, those in high halves. `lines`: what 0 .. 15 stand for.
 struct Nibbles {
     F lines;
@@ -73,6 +78,21 @@ inline void zip(F even, F odd, F& first, F& second) {
 #endif
 }
 
+// The opposite: those at even and at odd places of 2 W.
+inline void unzip(const float* from, float* even, float* odd) {
+#if defined(DS_AVX512)
+    const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const F first = load(from), second = load(from + W);
+    store(even, _mm512_permutex2var_ps(first, places, second));
+    store(odd, _mm512_permutex2var_ps(first, _mm512_add_epi32(places, _mm512_set1_epi32(1)), second));
+#else
+    for (int i = 0; i < W; i++) {
+        even[i] = from[2 * i];
+        odd[i] = from[2 * i + 1];
+    }
+#endif
+}
+
 inline long size_of(int form) { return form == F32 ? 4 : 2; }
 
 inline const char* line(const Weight& w, long j) {
@@ -103,7 +123,7 @@ inline void unpack(const Weight& w, const char* from, const float* scales, const
                 put(i + W, odd);
             }
         } else {
-            for (const long end = i + w.group; i < end; i += W, from += W) put(i, fma(signed_bytes(from), scale, low));
+            for (const long end = i + w.group; i < end; i += W, from += W) put(i, fma(eight(from, lows), scale, low));
         }
     }
 }
@@ -122,7 +142,7 @@ inline void widen_row(const Weight& w, long j, float* to, float* room) {
     if (lows) widen_as<F16>(lows, w.lows + j * groups, groups);
     if (is_direct(w)) return unpack(w, from, scales, lows, false, [&](long i, F x) { store(to + i, x); });
     for (long i = 0; i < w.in; i++) {
-        const int byte = w.form == INT8 ? from[i] : i & 1 ? (uint8_t)from[i / 2] >> 4 : from[i / 2] & 15;
+        const int byte = w.form == INT8 ? lows ? (uint8_t)from[i] : (int8_t)from[i] : i & 1 ? (uint8_t)from[i / 2] >> 4 : from[i / 2] & 15;
         const int q = w.form == INT4 && !w.lows && byte > 7 ? byte - 16 : byte;
         to[i] = (float)q * scales[i / w.group] + (lows ? lows[i / w.group] : 0);
     }
@@ -130,23 +150,17 @@ inline void widen_row(const Weight& w, long j, float* to, float* room) {
 
 // -- one row --------------------------------------------------------------------------------------------------------
 
-// What `one_row` reads in the place of x: for 4 bits even places of each 2 W before odd ones; then sums of groups.
+// Rows of bf16 are read so many at a time; what is left of a row, in its order.
+constexpr long STEP = 4 * W;
+
+// What `one_row` reads in the place of x: for 4 bits and bf16 even places of each 2 W before odd ones; then sums of groups.
+inline bool rearranges(const Weight& w) { return w.form == INT4 || w.form == BF16 || w.lows; }
+
 inline const float* rearranged(const Weight& w, const float* x, float* to) {
-    const bool four = w.form == INT4;
-    if (!four && !w.lows) return x;
-    for (long i = 0; i < w.in; i += 2 * W) {
-        if (!four) {
-            memcpy(to + i, x + i, (size_t)least(2 * W, w.in - i) * 4);
-            continue;
-        }
-        float even[W], odd[W];
-        for (int k = 0; k < W; k++) {
-            even[k] = x[i + 2 * k];
-            odd[k] = x[i + 2 * k + 1];
-        }
-        memcpy(to + i, even, sizeof even);
-        memcpy(to + i + W, odd, sizeof odd);
-    }
+    if (!rearranges(w)) return x;
+    const long apart = w.form == INT4 ? w.in : w.form == BF16 ? w.in / STEP * STEP : 0;
+    for (long i = 0; i < apart; i += 2 * W) unzip(x + i, to + i, to + i + W);
+    memcpy(to + apart, x + apart, (size_t)(w.in - apart) * 4);
     return to;
 }
 
@@ -158,45 +172,34 @@ inline void sum_groups(const Weight& w, const float* x, float* to) {
     }
 }
 
-// [Note: prefetching] Rows are short, so the processor's own prefetching begins anew all the time. Blocks of J rows follow
-// each other in memory: each step asks for as many bytes as it reads, AHEAD of the block's first row.
-constexpr long AHEAD_ROWS = 6144;
+// [Note: order] One row of weights after the other is the order of memory, which the processor's own prefetching follows.
+// Where there is much to calculate in between, bytes AHEAD are asked for too.
+constexpr long AHEAD = 8192;
 
 inline void prefetch(const char* at, long size) {
     for (long i = 0; i < size; i += 64) __builtin_prefetch(at + i);
 }
 
-struct Ahead {
-    const char* at;
-
-    inline void take(long size) {
-        prefetch(at, size);
-        at += size;
-    }
-};
-
+// Products of a row of weights with x, to be added across lanes. bf16: with x `rearranged`.
 template <int T>
-inline F4 one_plain(const char* const* rows, const float* x, long n) {
-    typedef const typename Of<T>::element* E;
-    const E a = (E)rows[0], b = (E)rows[1], c = (E)rows[2], d = (E)rows[3];
-    F s[J] = {};
-    Ahead ahead{rows[0] + AHEAD_ROWS};
-    each(n, [&](long i, long m) {
-        const F v = part(x + i, m);
-        ahead.take(J * W * (long)sizeof(*a));
-        if (m == W) {
-            s[0] = fma(Of<T>::get(a + i), v, s[0]);
-            s[1] = fma(Of<T>::get(b + i), v, s[1]);
-            s[2] = fma(Of<T>::get(c + i), v, s[2]);
-            s[3] = fma(Of<T>::get(d + i), v, s[3]);
+inline F one_plain(const char* row, const float* x, long n) {
+    const auto from = (const typename Of<T>::element*)row;
+    F s[4] = {};
+    long i = 0;
+    for (; i + STEP <= n; i += STEP) {
+        if constexpr (T == BF16) {
+            F even, odd;
+            for (int k = 0; k < 4; k += 2) {
+                load_pairs(from + i + k * W, even, odd);
+                s[k] = fma(even, load(x + i + k * W), s[k]);
+                s[k + 1] = fma(odd, load(x + i + k * W + W), s[k + 1]);
+            }
         } else {
-            s[0] = fma(get_some<T>(a + i, m), v, s[0]);
-            s[1] = fma(get_some<T>(b + i, m), v, s[1]);
-            s[2] = fma(get_some<T>(c + i, m), v, s[2]);
-            s[3] = fma(get_some<T>(d + i, m), v, s[3]);
+            for (int k = 0; k < 4; k++) s[k] = fma(Of<T>::get(from + i + k * W), load(x + i + k * W), s[k]);
         }
-    });
-    return totals(s[0], s[1], s[2], s[3]);
+    }
+    each(n - i, [&](long k, long m) { s[0] = fma(get_some<T>(from + i + k, m), part(x + i + k, m), s[0]); });
+    return (s[0] + s[1]) + (s[2] + s[3]);
 }
 
 // GROUP: the size of groups, or 0 when it is not known here.
@@ -216,10 +219,11 @@ inline F4 one_quantized(
         }
     }
     const Nibbles nibbles(!w.lows);
-    Ahead ahead{rows[0] + AHEAD_ROWS};
+    const char* soon = rows[0] + AHEAD;
     for (long g = 0; g < groups; g++, x += group) {
         F sums[J] = {};
-        ahead.take(J * group / (FOUR ? 2 : 1));
+        prefetch(soon, J * group / (FOUR ? 2 : 1));
+        soon += J * group / (FOUR ? 2 : 1);
         if (FOUR) {
             for (long i = 0; i < group; i += 2 * W) {
                 const F v = load(x + i), u = load(x + i + W);
@@ -232,7 +236,7 @@ inline F4 one_quantized(
         } else {
             for (long i = 0; i < group; i += W) {
                 const F v = load(x + i);
-                for (int k = 0; k < J; k++) sums[k] = fma(signed_bytes(rows[k] + i), v, sums[k]);
+                for (int k = 0; k < J; k++) sums[k] = fma(eight(rows[k] + i, lows), v, sums[k]);
             }
         }
         for (int k = 0; k < J; k++) {
@@ -250,10 +254,14 @@ inline F4 one_row(const Weight& w, const long* places, const float* x, long from
     if (w.form == INT8 && w.group == 64) return one_quantized<false, 64>(w, places, x, from, scales, lows);
     if (w.form == INT8) return one_quantized<false, 0>(w, places, x, from, scales, lows);
     if (w.form == INT4) return one_quantized<true, 0>(w, places, x, from, scales, lows);
-    const char* rows[J];
-    for (int k = 0; k < J; k++) rows[k] = line(w, places[k]);
-    if (w.form == F32) return one_plain<F32>(rows, x, w.in);
-    return w.form == BF16 ? one_plain<BF16>(rows, x, w.in) : one_plain<F16>(rows, x, w.in);
+    F s[J];
+    for (int k = 0; k < J; k++) {
+        const char* row = line(w, places[k]);
+        s[k] = w.form == F32    ? one_plain<F32>(row, x, w.in)
+               : w.form == BF16 ? one_plain<BF16>(row, x, w.in)
+                                : one_plain<F16>(row, x, w.in);
+    }
+    return totals(s[0], s[1], s[2], s[3]);
 }
 
 // -- several rows ---------------------------------------------------------------------------------------------------
@@ -380,6 +388,8 @@ inline void by_columns(const Weight& w, long from, long to, const float* const* 
     }
 }
 
+#include "integers.h"
+
 // -- all ------------------------------------------------------------------------------------------------------------
 
 // [Note: room] of a product, in floats: x as the kernels want it (of all rows; sums of groups behind it where there is one), the
@@ -397,11 +407,24 @@ inline bool in_bf16(const Run& run, const Weight& w, long count) {
 #endif
 }
 
-// x as the kernels want it, at the beginning of the room. It is made once for an op by each thread (op: null: always).
+inline bool prepared_alike(const Weight& a, const Weight& b) {
+    return a.form == b.form && a.group == b.group && !a.lows == !b.lows && a.columns == b.columns;
+}
+
+// x as the kernels want it, at the beginning of the room. It is made once by each thread for products of one x between two
+// barriers (op: null: always); others that use the room leave `prepared` null.
 inline void prepare(const Op* op, const Run& run, const Weight& w, const float* const* x, long count, Thread& t) {
-    if (op && t.prepared == op) return;
+    const Op* last = t.prepared;
     t.prepared = op;
+    if (op && last && op->x == last->x && op->phase == last->phase && prepared_alike(op->a, last->a)) return;
     if (w.columns) return;
+#if defined(DS_BF16)
+    if (in_integers(run, w)) {
+        const Blocks blocks(w);
+        for (long r = 0; r < count; r++) round_row(w, blocks, x[r], t.room + r * whole(w.in));
+        return;
+    }
+#endif
     const bool four = w.form == INT4 && is_direct(w), narrows = in_bf16(run, w, count);
     if (count == 1 && is_direct(w)) {
         rearranged(w, x[0], t.room);
@@ -427,6 +450,11 @@ inline void product(
     }
     prepare(op, run, w, x, count, t);
     const long wide = whole(w.in), groups = w.group ? w.in / w.group : 0;
+#if defined(DS_BF16)
+    if (in_integers(run, w)) {
+        return in_integers(w, from, to, t.room, count, y, t.room + count * wide);
+    }
+#endif
     float *scales = t.room + count * wide + whole(groups), *lows = nullptr, *rest = scales + whole(2 * (to - from) * groups);
     if (groups && is_direct(w)) {
         const long n = (to - from) * groups;
@@ -434,7 +462,7 @@ inline void product(
         if (w.lows) widen_as<F16>(lows = scales + n, w.lows + from * groups, n);
     }
     if (count == 1 && is_direct(w)) {
-        const float* moved = w.form == INT4 || w.lows ? t.room : x[0];
+        const float* moved = rearranges(w) ? t.room : x[0];
         for (long j = from; j < to; j += J) {
             long places[J];
             for (int k = 0; k < J; k++) places[k] = least(j + k, to - 1);

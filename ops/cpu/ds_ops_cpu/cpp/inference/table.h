@@ -55,6 +55,7 @@ struct Op {
     long experts, first, top_k;       // experts held here, the number of the first
     long unit;                        // outputs of a product per unit
     long number;                      // among the ops
+    long phase;                       // how many barriers come before it
     const Op* queries;                // STORE: the ATTEND that it belongs to
 };
 
@@ -90,7 +91,7 @@ struct Run {
     int* const* finished;  // by number of the op: for each group and key head, parts that are done
 };
 
-// A thread's own memory; prepared: what x was rearranged for.
+// A thread's own memory; prepared: what x was rearranged for, or null.
 struct Thread {
     float* room;
     const Op* prepared;

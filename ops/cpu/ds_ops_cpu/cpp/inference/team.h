@@ -18,7 +18,7 @@ namespace inference {
 
 class Barrier {
   public:
-    // meanwhile(): called before others are waited for.
+    // meanwhile(i): work for the i-th look at whether all are there; false: none is left.
     template <class Fn>
     void wait(int threads, const Fn& meanwhile) {
         if (threads == 1) return;
@@ -29,10 +29,9 @@ class Barrier {
             if (asleep_.load()) wake();
             return;
         }
-        meanwhile();
         for (int i = 0; i < LOOKS; i++) {
             if (turn_.load(std::memory_order_acquire) != turn) return;
-            pause();
+            if (!meanwhile(i)) pause();
         }
         asleep_.fetch_add(1);
         while (turn_.load() == turn) sleep(turn);
