@@ -20,6 +20,8 @@ from ds_inference.generation import Generator
 from ds_inference.quantised import quantise_model
 from ds_inference.requests import SamplingParams
 from ds_inference.run import forward
+from ds_inference_kit.checks import make_step
+from ds_inference_kit.step import BLOCK, KVCache
 from ds_testing import run_ranks
 from torch.nn.functional import cosine_similarity, cross_entropy
 
@@ -133,6 +135,28 @@ def test_smollm2_in_fewer_bits(folder: Path) -> None:
     half = smollm(folder, torch.bfloat16)
     theirs, ours = half(ids).logits.detach().float()[0], perplexity(half)[1]
     assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
+
+
+@needs_smollm2
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.05)])
+def test_smollm2_in_fewer_bits_by_few_rows(folder: Path, bits: int, most: float) -> None:
+    """As above in bf16, in steps of one row and of 16, whose products providers may make in whole numbers."""
+    ids = torch.tensor(smollm2.encode(folder, TEXT))
+    whole = smollm(folder)
+    with torch.inference_mode():
+        exact = cross_entropy(whole(ids[None]).logits[0, :-1], ids[1:]).exp().item()
+    model = smollm(folder, torch.bfloat16)
+    quantise_model(model, bits=bits)
+    lowered = families.lower(model)
+    assert lowered is not None
+    program = lowered.program
+    runs = kernel(PROVIDERS[-1], program.dtype)(program)
+    for size in (1, 16):
+        blocks = torch.arange(-(-len(ids) // BLOCK))[None]
+        cache = KVCache.make(program.layers, blocks.numel(), program.kv_heads, program.head_dim, program.dtype)
+        parts = [runs(make_step([(part, i * size)], blocks), cache) for i, part in enumerate(ids.split(size))]
+        found = cross_entropy(torch.cat(parts).float()[:-1], ids[1:]).exp().item()
+        assert abs(found / exact - 1) < most, f"{size} rows: {found} instead of {exact}"
 
 
 @pytest.mark.skipif(

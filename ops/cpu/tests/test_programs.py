@@ -56,15 +56,15 @@ def _product(x: torch.Tensor, weight: p.Weight) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_products_in_whole_numbers(bits: int, symmetric: bool) -> None:
-    """On processors that multiply bytes x is rounded to 8 bits, with a scale for each 32; elsewhere at most to bf16."""
+    """Of several rows, on processors that multiply bytes, x is rounded to 8 bits with a scale for each 32."""
     for inner, group in ((64, 32), (576, 32), (576, 64), (1088, 32), (1024, 512)):
         weight = quantize(random(33, inner) / inner**0.5, bits=bits, group=group, symmetric=symmetric)
-        for rows in (1, 2, 4, 5, 17, 24):
+        for rows in (1, 3, 5, 17, 24):
             x = random(rows, inner, seed=rows)
             blocks = x.unflatten(1, (-1, 32))
             scales = blocks.abs().amax(2, keepdim=True) / 127
             rounded = ((blocks / scales).round() * scales).flatten(1)
-            whole = "avx512bf16" in programs.native().instruction_sets()
+            whole = rows > 4 and "avx512bf16" in programs.native().instruction_sets()
             expected = (rounded if whole else x).double() @ dequantize(weight, torch.float32).double().t()
             away = (_product(x, weight).double() - expected).norm() / expected.norm()
             assert away < 3e-3, f"{inner} in groups of {group}, {rows} rows: {away}"  # the result is bf16

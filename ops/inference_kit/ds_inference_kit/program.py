@@ -6,8 +6,9 @@ that live as long as a step. There are no shapes of batches in a program: rows o
 other without padding (`step.Step`).
 
 Weights are the parameters themselves, not copies: a provider looks their addresses up when it loads a program and again
-when `Runnable.rebind` is called. What is not said here is arithmetic in the activations' dtype or wider; with weights in 8 or
-4 bits a program of bf16 may round what they are multiplied with to 8 bits, with a scale for at most 32 numbers of a row.
+when `Runnable.rebind` is called. What is not said here is arithmetic in the activations' dtype or wider; but with
+weights in 8 or 4 bits a program of bf16 may round what they are multiplied with to 8 bits, a scale for 32 numbers of a
+row.
 """
 
 from __future__ import annotations

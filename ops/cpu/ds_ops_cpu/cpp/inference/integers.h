@@ -1,7 +1,8 @@
 // Products of weights in 8 and 4 bits with x in 8 bits, in whole numbers: four products and their sum per lane (VNNI).
 //
-// [Note: rounding x] Each X_BLOCK of x is rounded to whole numbers between -127 and 127 of a scale of its own; weights
-// become numbers without sign, q + offset, as the instruction wants. A block's share of a product is then
+// [Note: rounding x] Each X_BLOCK of x is rounded to whole numbers of 8 bits of a scale of its own; few rows, which wait for
+// memory, to 16 bits, which are multiplied as two of 8. Weights become numbers without sign, q + offset, as the instruction
+// wants. A block's share of a product is then
 //     scale of w * scale of x * (sum of (q + offset) * x - offset * sum of x) + low * scale of x * sum of x.
 //
 // [Note: 16 rows of weights] With few rows of x, a vector is 64 weights of one row. With more, a lane is a row of weights,
@@ -11,6 +12,8 @@
 #if defined(DS_BF16)  // such processors have VNNI
 
 constexpr long X_BLOCK = 32;
+// Bytes, into the second-level cache: the first level waits for few lines at a time, fewer than memory takes to answer.
+constexpr long FAR_AHEAD = 16384;
 
 inline bool in_integers(const Run& run, const Weight& w) {
     return run.bf16 && w.group && w.group % X_BLOCK == 0 && W % (w.group / X_BLOCK) == 0 && w.in % (2 * X_BLOCK) == 0;
@@ -40,36 +43,53 @@ struct Blocks {
     static inline F from_f16_of(const uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 };
 
-// A row of x. Per block, with zeros up to a whole vector: its scale; -offset * sum of x; scale * sum of x.
+// Whether so many rows of x are few.
+inline bool are_few(const Weight& w, long count) { return count < (w.form == INT4 ? 4 : 5); }
+
+// Floats from one row of x to the next.
+inline long rounded_size(const Weight& w, long count) { return (are_few(w, count) ? 2 : 1) * whole(w.in); }
+
+// A row of x; of 16 bits, x is 256 * bytes + lower. Per block, with zeros up to a whole vector: its scale; -offset * sum of x; scale * sum of x.
 struct Rounded {
-    int8_t* bytes;
+    int8_t *bytes, *lower;
     float *scales, *offsets, *sums;
 
-    Rounded(const float* room, const Weight& w, const Blocks& blocks)
-        : bytes((int8_t*)room), scales((float*)room + w.in / 4), offsets(scales + blocks.padded()), sums(offsets + blocks.padded()) {}
+    Rounded(const float* room, const Weight& w, const Blocks& blocks, bool few) : bytes((int8_t*)room), lower(few ? bytes + w.in : nullptr) {
+        scales = (float*)(bytes + (few ? 2 : 1) * w.in);
+        offsets = scales + blocks.padded();
+        sums = offsets + blocks.padded();
+    }
 };
 
-// Room: `whole(w.in)` floats. Of 4 bits those at even places of each 64 come first.
-inline void round_row(const Weight& w, const Blocks& blocks, const float* x, float* room) {
-    const Rounded to(room, w, blocks);
-    const float offset = w.form == INT8 ? 128 : w.lows ? 0 : 8;
+// 32 bytes, the lowest of each lane, at `to`; `apart`: those at even places there, those at odd places X_BLOCK on.
+inline void put_bytes(int8_t* to, __m512i low, __m512i high, bool apart) {
+    const __m128i a = _mm512_cvtepi32_epi8(low), c = _mm512_cvtepi32_epi8(high), byte = _mm_set1_epi16(255);
+    const __m128i even = _mm_packus_epi16(_mm_and_si128(a, byte), _mm_and_si128(c, byte));
+    const __m128i odd = _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(c, 8));
+    _mm_storeu_si128((__m128i*)to, apart ? even : a);
+    _mm_storeu_si128((__m128i*)(to + (apart ? X_BLOCK : W)), apart ? odd : c);
+}
+
+// Room: `rounded_size` floats. Of 4 bits those at even places of each 64 come first.
+inline void round_row(const Weight& w, const Blocks& blocks, const float* x, float* room, bool few) {
+    const Rounded to(room, w, blocks, few);
+    const bool four = w.form == INT4;
+    const float offset = w.lows ? 0 : four ? 8 : 128, most = few ? 127 * 256 : 127;
     long b = 0;
     for (; b < blocks.of_row; b++, x += X_BLOCK) {
         const F first = load(x), second = load(x + W);
-        const float scale = largest(larger(larger(first, -first), larger(second, -second))) / 127;
+        const float scale = largest(larger(larger(first, -first), larger(second, -second))) / most;
         const F inverse = set(scale > 0 ? 1 / scale : 0);
-        const __m512i low = _mm512_cvtps_epi32(first * inverse), high = _mm512_cvtps_epi32(second * inverse);
-        const __m128i a = _mm512_cvtepi32_epi8(low), c = _mm512_cvtepi32_epi8(high);
+        __m512i low = _mm512_cvtps_epi32(first * inverse), high = _mm512_cvtps_epi32(second * inverse);
         const float sum = (float)_mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
-        if (w.form == INT8) {
-            _mm_storeu_si128((__m128i*)(to.bytes + b * X_BLOCK), a);
-            _mm_storeu_si128((__m128i*)(to.bytes + b * X_BLOCK + W), c);
-        } else {
-            const __m128i byte = _mm_set1_epi16(255);
-            int8_t* at = to.bytes + b / 2 * 2 * X_BLOCK + b % 2 * W;
-            _mm_storeu_si128((__m128i*)at, _mm_packus_epi16(_mm_and_si128(a, byte), _mm_and_si128(c, byte)));
-            _mm_storeu_si128((__m128i*)(at + X_BLOCK), _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(c, 8)));
+        const long at = four ? b / 2 * 2 * X_BLOCK + b % 2 * W : b * X_BLOCK;
+        if (few) {
+            put_bytes(to.lower + at, low, high, four);  // with a sign; what it takes away the upper bytes are more
+            const __m512i half = _mm512_set1_epi32(128);
+            low = _mm512_srai_epi32(_mm512_add_epi32(low, half), 8);
+            high = _mm512_srai_epi32(_mm512_add_epi32(high, half), 8);
         }
+        put_bytes(to.bytes + at, low, high, four);
         to.scales[b] = scale;
         to.offsets[b] = -offset * sum;
         to.sums[b] = scale * sum;
@@ -87,7 +107,7 @@ inline F one_line(const char* at, const Blocks& blocks, const uint16_t* scales, 
     // Which block of two a lane belongs to.
     const __m512i pair = FOUR ? _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1)
                               : _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    const int8_t* bytes = x.bytes;
+    const int8_t *bytes = x.bytes, *lower = x.lower;
     F sum = {}, more = {};
     for (long block = 0; block < blocks.of_row; block += W) {
         const F scale = blocks.factors(scales, block) * load(x.scales + block);
@@ -95,7 +115,7 @@ inline F one_line(const char* at, const Blocks& blocks, const uint16_t* scales, 
         else more = fma(scale, load(x.offsets + block), more);
         const auto two = [&](int v) __attribute__((always_inline)) {
             __m512i q;
-            if (!FOUR || v % 2 == 0) __builtin_prefetch(at + (FOUR ? 32 : 64) * v + AHEAD);
+            if (!FOUR || v % 2 == 0) __builtin_prefetch(at + (FOUR ? 32 : 64) * v + FAR_AHEAD, 0, 2);
             if (FOUR) {
                 q = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(at + 32 * v)));
                 q = _mm512_and_si512(_mm512_srlv_epi64(q, shifts), half);
@@ -103,7 +123,8 @@ inline F one_line(const char* at, const Blocks& blocks, const uint16_t* scales, 
                 q = _mm512_loadu_si512(at + 64 * v);
             }
             if (!LOWS) q = _mm512_xor_si512(q, flip);
-            const __m512i found = _mm512_dpbusd_epi32(_mm512_setzero_si512(), q, _mm512_loadu_si512(bytes + 64 * v));
+            __m512i found = _mm512_dpbusd_epi32(_mm512_setzero_si512(), q, _mm512_loadu_si512(bytes + 64 * v));
+            found = _mm512_dpbusd_epi32(_mm512_slli_epi32(found, 8), q, _mm512_loadu_si512(lower + 64 * v));
             const F by = _mm512_permutexvar_ps(_mm512_add_epi32(pair, _mm512_set1_epi32(2 * v)), scale);
             sum = fma(_mm512_cvtepi32_ps(found), by, sum);
         };
@@ -112,6 +133,7 @@ inline F one_line(const char* at, const Blocks& blocks, const uint16_t* scales, 
             for (int v = 0; v < (blocks.of_row - block) / 2; v++) two(v);
         at += FOUR ? W * X_BLOCK / 2 : W * X_BLOCK;
         bytes += W * X_BLOCK;
+        lower += W * X_BLOCK;
     }
     return sum + more;
 }
@@ -267,17 +289,17 @@ inline void several_in_integers(
 template <bool FOUR, bool LOWS>
 inline void products_in_integers(
     const Weight& w, const Blocks& blocks, long from, long to, const Rounded* x, long count, float* const* y, float* room) {
-    if (count < (FOUR ? 4 : 5)) few_in_integers<FOUR, LOWS>(w, blocks, from, to, x, count, y);
+    if (are_few(w, count)) few_in_integers<FOUR, LOWS>(w, blocks, from, to, x, count, y);
     else several_in_integers<FOUR, LOWS>(w, blocks, from, to, x, count, y, room);
 }
 
-// y[r][0 .. to - from) = x[r] . rows from .. to of w; rounded: each x[r], `whole(w.in)` floats apart.
+// y[r][0 .. to - from) = x[r] . rows from .. to of w; rounded: each x[r], by `round_row`.
 inline void in_integers(
     const Weight& w, long from, long to, const float* rounded, long count, float* const* y, float* room) {
     const Blocks blocks(w);
     alignas(Rounded) char places[MOST_ROWS * sizeof(Rounded)];
     Rounded* x = (Rounded*)places;
-    for (long r = 0; r < count; r++) x[r] = Rounded(rounded + r * whole(w.in), w, blocks);
+    for (long r = 0; r < count; r++) x[r] = Rounded(rounded + r * rounded_size(w, count), w, blocks, are_few(w, count));
     const bool lows = w.lows;
     const auto fn = w.form == INT8 ? lows ? products_in_integers<false, true> : products_in_integers<false, false>
                                    : lows ? products_in_integers<true, true> : products_in_integers<true, false>;

@@ -174,7 +174,7 @@ inline void sum_groups(const Weight& w, const float* x, float* to) {
 
 // [Note: order] One row of weights after the other is the order of memory, which the processor's own prefetching follows.
 // Where there is much to calculate in between, bytes AHEAD are asked for too.
-constexpr long AHEAD = 8192;
+constexpr long AHEAD = 6144;
 
 inline void prefetch(const char* at, long size) {
     for (long i = 0; i < size; i += 64) __builtin_prefetch(at + i);
@@ -421,7 +421,7 @@ inline void prepare(const Op* op, const Run& run, const Weight& w, const float* 
 #if defined(DS_BF16)
     if (in_integers(run, w)) {
         const Blocks blocks(w);
-        for (long r = 0; r < count; r++) round_row(w, blocks, x[r], t.room + r * whole(w.in));
+        for (long r = 0; r < count; r++) round_row(w, blocks, x[r], t.room + r * rounded_size(w, count), are_few(w, count));
         return;
     }
 #endif
