@@ -173,8 +173,8 @@ inline void sum_groups(const Weight& w, const float* x, float* to) {
 }
 
 // [Note: order] One row of weights after the other is the order of memory, which the processor's own prefetching follows.
-// Where there is much to calculate in between, bytes AHEAD are asked for too.
-constexpr long AHEAD = 6144;
+// What it leaves is asked for AHEAD, in bytes: where that was measured to be faster.
+constexpr long AHEAD = 6144, AHEAD_F32 = 4096;
 
 inline void prefetch(const char* at, long size) {
     for (long i = 0; i < size; i += 64) __builtin_prefetch(at + i);
@@ -195,6 +195,7 @@ inline F one_plain(const char* row, const float* x, long n) {
                 s[k + 1] = fma(odd, load(x + i + k * W + W), s[k + 1]);
             }
         } else {
+            for (long k = 0; T == F32 && k < 4 * STEP; k += 64) __builtin_prefetch(row + 4 * i + k + AHEAD_F32, 0, 2);
             for (int k = 0; k < 4; k++) s[k] = fma(Of<T>::get(from + i + k * W), load(x + i + k * W), s[k]);
         }
     }
