@@ -175,12 +175,12 @@ class WeightQuantization(WeightQuantConfig):
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """Activations, which stay floats."""
+    """Activations, which are not quantised ahead; kernels round them in products as they see fit."""
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """What is given has no effect."""
         if self.enabled and given:
-            yield "", "has no effect: weights are quantised, activations stay floats"
+            yield "", "has no effect: weights are quantised, activations only inside of products"
 
 
 class QKVQuantConfig(Section):
