@@ -65,3 +65,24 @@ def test_blocks_that_are_given_a_cache_that_gathers(stage: int) -> None:
 
     assert GatheredKeys.recompute_safe
     check("bloom", stage, "BloomAttention", {})
+
+
+def sparse(pattern: dict[str, Any], sections: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Losses, weights and logits of a Llama whose attention is sparse."""
+    return m.trained("llama", {"sparse_attention": {"block": 4, **pattern}, **sections}, steps=STEPS, **options)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("padded", 3), pytest.param("packed", 0, marks=pytest.mark.slow)])
+def test_sparse_attention_of_divided_sequences(kind: str, stage: int) -> None:
+    options = {"eps": EPS, "kind": kind}
+    if kind == "packed":  # one process would not look for documents, since it is given a cache
+        pattern: dict[str, Any] = {"mode": "dense"}
+        losses, weights, logits = m.plain("llama", steps=STEPS, **options)
+    else:
+        pattern = {"num_local_blocks": 2}
+        ((losses, weights, logits),) = run_ranks(1, sparse, pattern, {}, options)
+    divided = {"sequence_parallel": {"size": 2}, "zero_optimization": {"stage": stage}}
+    for found in run_ranks(2, sparse, pattern, divided, options):
+        assert max(abs(a - b) for a, b in zip(losses, found[0], strict=True)) < 1e-6
+        assert max(float((found[1][name] - value).abs().max()) for name, value in weights.items()) < 1e-6
+        assert float((logits - found[2]).abs().max()) < 1e-5
