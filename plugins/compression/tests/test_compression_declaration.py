@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,9 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ds_compression import init_compression
-from ds_compression.config import CompressionConfig
-from ds_testing import GradientsConformance, PluginConformance, TransformConformance
-from torch import nn
+from ds_testing import PluginConformance, TransformConformance
 
 from ds_core.compose import compose
 from ds_core.errors import ConfigError, UsageError
@@ -65,17 +62,6 @@ class TestTransform(TransformConformance):
     plugin = "ds_compression.plugin"
     config: ClassVar[Any] = {"compression_training": ROWS}
     same_outputs = False
-
-
-class TestGradients(GradientsConformance):
-    """Not changed by the hook, but by masks: the kit compares ranks, partitioners and loss scales."""
-
-    config: ClassVar[Any] = {
-        "compression_training": on(
-            "sparse_pruning", None, method="snip_momentum", schedule_offset=1, block_pattern="1x1", dense_ratio=0.5
-        )
-    }
-    partitioners: ClassVar[Any] = {"stage 3": {"zero_optimization": {"stage": 3}}}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -151,24 +137,3 @@ def test_scores_that_nobody_trains(clean_ds: None) -> None:
     with pytest.raises(Exception, match="the optimizer has not got up.row_mask_scores"):
         engine.step()
     engine.destroy()
-
-
-def test_tutorial_configs() -> None:
-    folder = Path(__file__).parents[2] / "deepspeed_compat" / "tests" / "configs"
-    for name in ("compression_quantization", "compression_pruning"):
-        composed = compose(json.loads((folder / f"{name}.json").read_text()))
-        assert isinstance(composed.config.section("compression_training"), CompressionConfig)
-
-
-def test_tensor_parallel_is_refused(ranks: Any) -> None:
-    assert all("whole ones" in text for text in ranks(2, refused))
-
-
-def refused() -> str:
-    import ds_core
-
-    settings = config(ROWS, tensor_parallel={"autotp_size": 2, "partition_config": {"use_default_specs": True}})
-    settings["train_batch_size"] = 8
-    with pytest.raises(ConfigError) as caught:
-        ds_core.initialize(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=settings)
-    return str(caught.value)

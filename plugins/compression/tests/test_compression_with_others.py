@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from ds_compression.config import CompressionConfig
+from ds_testing import GradientsConformance
 from torch import Tensor, nn
 
 from ds_core import comm
+from ds_core.compose import compose
+from ds_core.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compressed_runs import BATCH, STEPS, WIDTH, batch, config, loss_of, net, off, train  # noqa: E402
@@ -225,3 +230,46 @@ def test_bert(ranks: Any, stage: int, gas: int) -> None:
     (truth,) = ranks(1, bert_losses, 0, 1)
     for found in ranks(2, bert_losses, stage, gas):
         assert found == pytest.approx(truth, abs=1e-9)
+
+
+# -- the rest of the family -------------------------------------------------------------------------------------------
+
+
+class TestGradients(GradientsConformance):
+    """Not changed by the hook, but by masks: the kit compares ranks, partitioners and loss scales."""
+
+    config: ClassVar[Any] = {
+        "compression_training": {
+            "sparse_pruning": {
+                "shared_parameters": {
+                    "enabled": True,
+                    "method": "snip_momentum",
+                    "schedule_offset": 1,
+                    "block_pattern": "1x1",
+                    "dense_ratio": 0.5,
+                }
+            }
+        }
+    }
+    partitioners: ClassVar[Any] = {"stage 3": {"zero_optimization": {"stage": 3}}}
+
+
+def test_tutorial_configs() -> None:
+    folder = Path(__file__).parents[2] / "deepspeed_compat" / "tests" / "configs"
+    for name in ("compression_quantization", "compression_pruning"):
+        composed = compose(json.loads((folder / f"{name}.json").read_text()))
+        assert isinstance(composed.config.section("compression_training"), CompressionConfig)
+
+
+def test_tensor_parallel_is_refused(ranks: Any) -> None:
+    assert all("whole ones" in text for text in ranks(2, refused))
+
+
+def refused() -> str:
+    import ds_core
+
+    settings = config(ANY, tensor_parallel={"autotp_size": 2, "partition_config": {"use_default_specs": True}})
+    settings["train_batch_size"] = 8
+    with pytest.raises(ConfigError) as caught:
+        ds_core.initialize(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=settings)
+    return str(caught.value)
