@@ -368,7 +368,8 @@ class DeepSpeedInferenceConfig(Section):
             for old, (section, key, _) in MOVED.items():
                 if old in source:
                     yield old, f"is deprecated and was read as '{section}.{key}'; rename it"
-        if "quant" in given and not self.bits:
+        weights = self.quant.weight.layers(self.bits) if self.quant.enabled else {}
+        if "quant" in given and not weights:
             yield "quant", f"has no effect: dtype is {self.dtype}; quantise with int8 or int4"
 
 

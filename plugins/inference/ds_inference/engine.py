@@ -203,7 +203,7 @@ class InferenceEngine(nn.Module):
     def destroy(self) -> None:
         """Let go of all but the module, which answers by itself from now on. Calling it again does nothing.
 
-        Where `zero` keeps the weights elsewhere, nothing answers any more.
+        Where `zero` keeps the weights elsewhere, it is left as the training engine's `destroy` leaves a module.
         """
         if self._made.holder is not None:
             self._made.holder.destroy()

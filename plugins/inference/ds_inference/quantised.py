@@ -29,6 +29,8 @@ __all__ = ["QuantizedExperts", "QuantizedLinear", "Report", "quantise_model"]
 
 logger = logging.getLogger(__name__)
 
+_SKIPPED = "named in skip"
+
 
 class QuantizedLinear(nn.Module):
     """``F.linear`` with a `Quantized` weight, whose parts are buffers: `q`, `scales` and `lows`.
@@ -140,7 +142,7 @@ def quantise_model(
         if mine is None or (repeated and module is not head and not _in_block(name)):
             continue
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            report.left[name] = "named in skip"
+            report.left[name] = _SKIPPED
             continue
         try:
             made = _quantised(module, mine, group, mine == 8 if symmetric is None else symmetric, kernel)
@@ -210,6 +212,6 @@ def _say(report: Report, bits: int) -> None:
         "%d linear layers in %d bits: %.1f MiB were %.1f MiB", report.layers, bits, report.after / mib,
         report.before / mib,
     )  # fmt: skip
-    if report.left:
-        name, why = next(iter(report.left.items()))
-        logger.warning("%d linear layers were not quantised; %s: %s", len(report.left), name, why)
+    if unable := [(name, why) for name, why in report.left.items() if why != _SKIPPED]:
+        name, why = unable[0]
+        logger.warning("%d linear layers were not quantised; %s: %s", len(unable), name, why)

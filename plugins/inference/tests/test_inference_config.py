@@ -154,6 +154,16 @@ def test_old_keys_and_keys_without_effect_are_said_once(caplog: pytest.LogCaptur
         assert said in caplog.text
 
 
+@pytest.mark.parametrize("weight", [{"post_init_quant": {"mlp": {}}}, {"quantized_initialization": {"num_bits": 4}}])
+def test_layers_named_in_quant_are_quantised_whatever_dtype_says(
+    weight: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    reset()
+    with caplog.at_level(logging.WARNING, "ds_inference"):
+        assert make_config(dtype="bf16", quant={"weight": weight}).quant.weight.layers(0)
+    assert not caplog.records
+
+
 def test_is_a_section_that_tools_check() -> None:
     from ds_core.config import load_config
 
