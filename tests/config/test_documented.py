@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,3 +89,39 @@ def test_the_catalogue_is_read_only_when_a_section_has_no_plugin() -> None:
 def test_the_nearest_section_says_whether_it_can_be_had(key: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"did you mean '\w+' \(.*{meant}\)\?"):
         build_config({key: {"enabled": True}}, {})
+
+
+def not_offered() -> dict[str, str]:
+    """Every documented section and key that is not offered, with the reason and what to use."""
+    from ds_core.config import CoreConfig
+    from ds_core.config.section import NOT_OFFERED, marks
+    from ds_core.plugins import Plugins
+
+    found = {name: row["why"] for name, row in documented().items() if "why" in row}
+    sections = sorted(n for n in known("sections") if offered_by("sections", n))
+    models = [("", CoreConfig), *((name, model) for name, (model, _) in Plugins().models(sections).items())]
+    for prefix, model in models:
+        for key in iter_keys(model, prefix):
+            if why := marks(key.field).get(NOT_OFFERED):
+                found[key.path] = str(why)
+    return found
+
+
+def test_every_key_is_offered_or_says_why_not_and_the_table_has_it() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "differences.md").read_text().partition("## Not offered")[2]
+    missing = not_offered()
+    assert {"amp", "nebula", "pipeline.seed_layers", "compile.symmetric_memory"} <= set(missing)
+    for path, why in missing.items():
+        assert not re.search(r"\byet\b|not built|\blater\b|will come", why), f"{path}: {why}"
+        if "is not in this version" not in why:
+            assert f"`{path}`" in table, f"{path} is missing in the last table of docs/differences.md"
+
+
+@pytest.mark.parametrize("section", sorted(documented()))
+def test_no_answer_says_not_built_yet(section: str) -> None:
+    """Of any documented section, switched on without a plugin: who serves it, or why nobody does."""
+    with pytest.raises(ConfigError) as caught:
+        build_config({section: "an odd value"}, {})
+    said = str(caught.value)
+    assert "not built" not in said and "will come" not in said
+    assert "install it with" in said or "is documented but not offered: " in said

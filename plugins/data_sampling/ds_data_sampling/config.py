@@ -315,7 +315,9 @@ class RandomLTD(Section):
     )
     model_mask_name: str | None = option(None, "Argument of a layer's forward that is the attention mask; null: none.")
     model_type: Literal["decoder", "encoder"] | None = option(
-        None, "decoder: kept tokens stay in order and the mask is cut; encoder: the mask is gathered."
+        None,
+        "Kind of model.",
+        without_effect="kept tokens stay in order, and masks are cut to them, in both kinds",
     )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = option(
         None, "Order of the dimensions of hidden states."
@@ -327,7 +329,7 @@ class RandomLTD(Section):
     def _check(self) -> Self:
         if not self.enabled:
             return self
-        needed = ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_type", "hidden_state_order")
+        needed = ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "hidden_state_order")
         for key in (*needed, "random_ltd_schedule"):
             if getattr(self, key) is None:
                 raise ValueError(f"{key} must be given when random_ltd is enabled")

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.data import Loader, LoaderRequest
     from ds_core.entries import Chart, CommandEntry, Transform
+    from ds_core.errors import Problem
     from ds_data_sampling.config import DataEfficiency, DataSampling
 
 __all__ = [
+    "ds_check",
     "ds_charts",
     "ds_commands",
     "ds_config",
@@ -29,6 +31,24 @@ def ds_config() -> type[DataEfficiency]:
     from ds_data_sampling.config import DataEfficiency
 
     return DataEfficiency
+
+
+def ds_check(config: RunConfig) -> Iterable[Problem]:
+    """Layers that drop tokens must see whole sequences, and all of them."""
+    from ds_core.errors import Problem
+    from ds_data_sampling.config import DataEfficiency
+
+    section = config.section("data_efficiency")
+    if not isinstance(section, DataEfficiency) or section.random_ltd is None:
+        return []
+    path, problems = "data_efficiency.data_routing.random_ltd.enabled", []
+    if config.section("pipeline") is not None:
+        why = "does not go with pipelines: a stage does not know which layers it has"
+        problems.append(Problem(path, why, "switch it off, or train without a PipelineModule"))
+    if config.section("sequence_parallel_size") is not None:
+        why = "does not go with sequence parallelism: a rank does not have the tokens that layers choose among"
+        problems.append(Problem(path, why, "switch one of them off"))
+    return problems
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:
@@ -81,19 +101,26 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
-    """With ``loss_weights`` the model multiplies its loss by the weight in the batch; packed rows need no cache."""
-    if (sampling := _sampling(ctx)) is None:
-        return
+    """Weights of losses; packed rows, which need no cache; layers that drop tokens."""
     from ds_core.entries import Phase, Transform
 
-    if sampling.loss_weights != "none":
+    sampling, section = _sampling(ctx), _section(ctx)
+    if sampling is not None and sampling.loss_weights != "none":
         from ds_data_sampling.loss_weights import weigh_losses
 
         yield Transform(Phase.SUBSTITUTE, weigh_losses)
-    if sampling.packing.enabled:
+    if sampling is not None and sampling.packing.enabled:
         from ds_data_sampling.packed_models import leave_out_cache
 
         yield Transform(Phase.SUBSTITUTE, leave_out_cache)
+    if (routing := section.random_ltd) is not None:
+
+        def drop(model):  # type: ignore[no-untyped-def]
+            from ds_data_sampling.random_ltd import drop_tokens
+
+            return drop_tokens(model, ctx, routing, section.seed)
+
+        yield Transform(Phase.COMPILE, drop)  # outermost, so that recomputation is inside
 
 
 def ds_step_begin(ctx: Context, step: int) -> None:

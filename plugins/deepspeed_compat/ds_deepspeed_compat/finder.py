@@ -160,4 +160,4 @@ def _load(path: str, name: str, target: str) -> Any:
 def _missing(path: str, name: str, instead: str) -> type:
     from ds_deepspeed_compat.missing import stand_in
 
-    return stand_in(path, name, f"{path}.{name} is not served by ds_core yet: {instead}")
+    return stand_in(path, name, f"{path}.{name} is not offered by ds_core: {instead}")

@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 
 from ds_core.errors import DSError
 
-__all__ = ["NotBuiltError", "stand_in"]
+__all__ = ["NotOfferedError", "stand_in"]
 
 
-class NotBuiltError(DSError, NotImplementedError):
+class NotOfferedError(DSError, NotImplementedError):
     """A documented name of DeepSpeed that ds_core does not serve was used."""
 
 
@@ -19,12 +19,12 @@ class _StandIn(type):
     why: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotBuiltError(cls.why)
+        raise NotOfferedError(cls.why)
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):  # what inspect and copy look for
             raise AttributeError(name)
-        raise NotBuiltError(cls.why)
+        raise NotOfferedError(cls.why)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return False
@@ -34,5 +34,5 @@ class _StandIn(type):
 
 
 def stand_in(path: str, name: str, why: str) -> type:
-    """A class that raises NotBuiltError with `why` when it is called or asked for an attribute."""
+    """A class that raises NotOfferedError with `why` when it is called or asked for an attribute."""
     return _StandIn(name, (), {"__module__": path, "__doc__": why, "why": why})

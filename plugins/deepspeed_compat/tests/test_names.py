@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from ds_deepspeed_compat import install
 from ds_deepspeed_compat.finder import FINDER
-from ds_deepspeed_compat.missing import NotBuiltError
+from ds_deepspeed_compat.missing import NotOfferedError
 from ds_deepspeed_compat.names import State, modules, names_of
 
 
@@ -58,7 +58,7 @@ def test_a_name_that_is_not_built_says_so_when_it_is_used(deepspeed: object) -> 
     from deepspeed.module_inject import DSPolicy  # type: ignore[import-not-found]
 
     with pytest.raises(
-        NotBuiltError, match=r"deepspeed\.replace_transformer_layer is not served by ds_core yet: init_inf"
+        NotOfferedError, match=r"deepspeed\.replace_transformer_layer is not offered by ds_core: init_inf"
     ):
         deepspeed.replace_transformer_layer(None, model=None)  # type: ignore[attr-defined]
     with pytest.raises(NotImplementedError, match="DSPolicy"):
@@ -68,7 +68,7 @@ def test_a_name_that_is_not_built_says_so_when_it_is_used(deepspeed: object) -> 
     class Derived(DSPolicy):  # type: ignore[misc]
         pass
 
-    with pytest.raises(NotBuiltError):
+    with pytest.raises(NotOfferedError):
         Derived()
 
 
@@ -85,7 +85,7 @@ def test_a_package_that_is_not_installed_is_named_when_it_is_used(monkeypatch: p
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
     from deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]
 
-    with pytest.raises(NotBuiltError, match=r"served by ds-pipeline, which is not installed: .*pip install"):
+    with pytest.raises(NotOfferedError, match=r"served by ds-pipeline, which is not installed: .*pip install"):
         PipelineModule([])
 
 

@@ -14,7 +14,7 @@ class State(str, Enum):
 
     WORKS = "works"
     DIFFERS = "works differently"
-    MISSING = "not yet"
+    MISSING = "not offered"
 
 
 @dataclass(frozen=True)
@@ -40,5 +40,5 @@ def differs(target: str, how: str) -> Name:
 
 
 def missing(instead: str) -> Name:
-    """A documented name that is not built. instead: what to use, or which work will bring it."""
+    """A documented name that is not offered. instead: what to use."""
     return Name(State.MISSING, "", instead)

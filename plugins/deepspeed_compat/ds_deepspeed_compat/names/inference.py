@@ -92,7 +92,7 @@ NAMES: Mapping[str, Rows] = {
         "student_initialization": "ds_compression",
     },
     "deepspeed.linear": {
-        "OptimizedLinear LoRAConfig QuantizationConfig Init": missing("quantised linears are not built")
+        "OptimizedLinear LoRAConfig QuantizationConfig Init": missing("use weight_quantization, and peft for LoRA")
     },
     "deepspeed.model_implementations": {"DeepSpeedTransformerInference": _INJECTION},
 }

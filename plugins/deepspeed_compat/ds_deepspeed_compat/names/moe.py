@@ -25,5 +25,9 @@ NAMES: Mapping[str, Rows] = {
         ),
         "split_params_grads_into_shared_and_expert_params": missing("p.grad of the parameters of each kind"),
     },
-    "deepspeed.moe.mappings": {"gather_tokens drop_tokens": missing("ds_moe.MoE with tensor parallelism is not built")},
+    "deepspeed.moe.mappings": {
+        "gather_tokens drop_tokens": missing(
+            "ds_moe.MoE is not divided over tensor-parallel ranks"
+        )
+    },
 }

@@ -8,7 +8,7 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _BUILDER = differs("ds_deepspeed_compat.op_builder", "`dscore ops build` builds; load() gives the optimizer's kernel")
 _SPARSE = missing("the section sparse_attention serves models of transformers, SparseSelfAttention others")
-_GDS = missing("GPUDirect storage is not built; `AsyncIOBuilder` reads into host memory")
+_GDS = missing("files are read into host memory; use `AsyncIOBuilder`")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.ops": {
@@ -34,7 +34,7 @@ NAMES: Mapping[str, Rows] = {
         "SparseAttnBuilder": missing("ds_sparse_attention needs no operation of its own"),
         "QuantizerBuilder TransformerBuilder InferenceBuilder StochasticTransformerBuilder RandomLTDBuilder "
         "EvoformerAttnBuilder FPQuantizerBuilder UtilsBuilder CCLCommBuilder ShareMemCommBuilder": missing(
-            "this operation is not built"
+            "kernels are those of `dscore ops list`; none is built by name"
         ),
     },
     "deepspeed.ops.aio": {"AsyncIOBuilder": "ds_nvme.handle"},
@@ -44,7 +44,11 @@ NAMES: Mapping[str, Rows] = {
         "BigBirdSparsityConfig BSLongformerSparsityConfig": "ds_sparse_attention.deepspeed_names",
         "BertSparseSelfAttention SparseAttentionUtils LocalSlidingWindowSparsityConfig MatMul Softmax": _SPARSE,
     },
-    "deepspeed.ops.random_ltd": {"GatherTokens ScatterTokens": missing("data efficiency is not built")},
-    "deepspeed.ops.fp_quantizer": {"FP_Quantize Quantizer": missing("quantised linears are not built")},
-    "deepspeed.ops.deepspeed4science": {"DS4Sci_EvoformerAttention": missing("this kernel is not built")},
+    "deepspeed.ops.random_ltd": {
+        "GatherTokens ScatterTokens": missing("tokens are gathered by torch; use convert_to_random_ltd")
+    },
+    "deepspeed.ops.fp_quantizer": {"FP_Quantize Quantizer": missing("use section weight_quantization")},
+    "deepspeed.ops.deepspeed4science": {
+        "DS4Sci_EvoformerAttention": missing("use torch's scaled_dot_product_attention with a bias")
+    },
 }

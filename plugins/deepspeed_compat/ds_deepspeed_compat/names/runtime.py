@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _CONFIG = "checked as a run's config is; setting an attribute changes no run"
-_DATA = "data efficiency is not built; give initialize a dataset or a loader of your own"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.engine": {
@@ -85,11 +84,13 @@ NAMES: Mapping[str, Rows] = {
         "partition_uniform partition_balanced": "ds_deepspeed_compat.helpers",
         "CheckOverflow PartitionedTensor": missing("the engine agrees on overflow by itself"),
     },
-    "deepspeed.runtime.eigenvalue": {"Eigenvalue": missing("eigenvalues are not built")},
+    "deepspeed.runtime.eigenvalue": {
+        "Eigenvalue": missing("they only set how fast weights lose bits; use quantization_period")
+    },
     "deepspeed.runtime.progressive_layer_drop": {
         "ProgressiveLayerDrop": "ds_progressive_layer_drop.schedule",
     },
-    "deepspeed.runtime.sparse_tensor": {"SparseTensor": missing("sparse gradients are not built")},
+    "deepspeed.runtime.sparse_tensor": {"SparseTensor": missing("gradients of embeddings are dense")},
     "deepspeed.runtime.compiler": {"is_compile_supported disable is_compiling": "ds_deepspeed_compat.helpers"},
     "deepspeed.runtime.constants": {
         "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE": "ds_deepspeed_compat.constants",
@@ -115,11 +116,13 @@ NAMES: Mapping[str, Rows] = {
             "data_efficiency.data_sampling.dynamic_batching does it; give initialize training_data"
         ),
     },
-    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {"RandomLayerTokenDrop": missing(_DATA)},
+    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {
+        "RandomLayerTokenDrop": missing("no layer is wrapped; use convert_to_random_ltd"),
+    },
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
-        "convert_to_random_ltd save_without_random_ltd": missing(_DATA),
+        "convert_to_random_ltd save_without_random_ltd": "ds_data_sampling.random_ltd",
     },
     "deepspeed.runtime.domino.transformer": {
-        "DominoTransformer DominoTransformerLayer": missing("Domino is not built"),
+        "DominoTransformer DominoTransformerLayer": missing("use section tensor_parallel, on any model"),
     },
 }
