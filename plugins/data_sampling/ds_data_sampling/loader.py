@@ -100,9 +100,9 @@ class PlannedLoader:
             )
             return
         self._check()
-        begun, self._count = None, _Count()
-        while begun != (begun := state["step"], state["done"]) and (yield from self._batches(state)):
-            state = self._state  # gradient accumulation has changed
+        self._count = _Count()
+        while (yield from self._batches(state)):
+            state = self._state
         if self._sampling.dynamic_batching.verbose and self._ctx.rank == 0:
             log.info("epoch %d of the training data: %s", state["epoch"], self._count)
         self._state, self._fresh = at_start(state["epoch"] + 1, self._planner.step), True

@@ -291,6 +291,7 @@ def test_epochs_are_logged(caplog: Any) -> None:
 
 def test_an_elastic_run(ranks: Any) -> None:
     """The section elasticity leaves the data to this one; micro-batches of two ranks are of another size."""
+    pytest.importorskip("ds_elasticity")
     wanted = _elastic()
     assert len(set(wanted)) == 4
     for losses in ranks(2, _elastic):

@@ -75,12 +75,13 @@ def _micros(steps: int) -> list[list[list[int]]]:
 
 
 def test_the_learning_rate_follows_in_a_pipeline(ranks: Any) -> None:
+    pytest.importorskip("ds_pipeline")
     for losses in ranks(3, staged, 3):
         assert losses == pytest.approx(by_hand(), rel=1e-5)
 
 
 def test_loss_weights_are_refused_in_a_pipeline() -> None:
-    from ds_pipeline import PipelineModule
+    PipelineModule = pytest.importorskip("ds_pipeline").PipelineModule
 
     model = PipelineModule(layers(), num_stages=1, loss_fn=loss_fn)
     engine, *_ = ds_core.initialize(
@@ -114,6 +115,7 @@ def small(family: str) -> Any:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_packed_rows_are_samples_of_their_own(family: str) -> None:
     """Logits and losses of packed rows are those of each sample alone."""
+    pytest.importorskip("transformers")
     model = leave_out_cache(small(family).eval())
     rows = [[0, 1, 4], [2, 3]]
     batch = Packer(40)([[Sentences()[i] for i in row] for row in rows])
@@ -142,6 +144,8 @@ def tuned(settings: dict[str, Any]) -> Run:
 @pytest.mark.parametrize("kind", ["packing", "packing with sequence parallel", "tokens"])
 def test_transformers_on_two_ranks(ranks: Any, kind: str) -> None:
     """An unchanged Llama: losses of one process, with the mean over all tokens that are predicted."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("ds_sequence_parallel" if kind.endswith("parallel") else "ds_zero")
     packing = {"packing": {"enabled": True, "row_tokens": 32}}
     sampling = {**(DYNAMIC if kind == "tokens" else packing), "loss_weights": "targets"}
     wanted, _ = tuned(config(4, 1, sampling))
