@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ds_core.compose import Composition
     from ds_core.mesh import Mesh
 
-__all__ = ["Room", "forecast", "largest_micro_batch", "make_profile", "recomputes", "refit", "room_of", "states_of"]
+__all__ = ["Room", "forecast", "largest_micro_batch", "make_profile", "recomputes", "room_of", "states_of"]
 
 GIB = 2**30
 HIDDEN = "***"
@@ -186,15 +186,6 @@ def largest_micro_batch(profile: Profile, chosen: Composition, world: int, room:
     if left < 0 or (not on_host and now.host > room.host):
         return 0
     return most if each <= 0 or left >= most * each else math.floor(left / each)
-
-
-def refit(profile: Profile, seen: Iterable[tuple[Forecast, int, float]]) -> Profile:
-    """The profile with its line fitted again through what trials took: (forecast, micro-batch, measured peak)."""
-    rows = [(micro, peak - told.states) for told, micro, peak in seen]
-    if len({micro for micro, _ in rows}) < 2:
-        return profile
-    fixed, slope = fit_line(rows)
-    return dataclasses.replace(profile, fixed_bytes=fixed, activation_bytes_per_sample=slope)
 
 
 # -- from profile runs -----------------------------------------------------------------------------------------------

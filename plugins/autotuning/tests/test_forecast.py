@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_autotuning.forecast import Room, forecast, largest_micro_batch, make_profile, refit, room_of, states_of
+from ds_autotuning.forecast import Room, forecast, largest_micro_batch, make_profile, room_of, states_of
 from ds_autotuning.looking import describe
 from ds_autotuning.profile import build, fit_line, joined
 from ds_autotuning.records import Profile, Result, Status
@@ -150,15 +150,6 @@ def test_a_line_through_measurements() -> None:
     assert fit_line([(1, 10.0), (2, 13.0)]) == (7.0, 3.0)
     assert fit_line([(1, 10.0), (2, 8.0)]) == (9.0, 0.0)  # memory does not shrink with the batch
     assert fit_line([(4, 10.0)]) == (10.0, 0.0) and fit_line([]) == (0.0, 0.0)
-
-
-def test_finished_trials_correct_the_line() -> None:
-    made = profile()
-    told = forecast(made, compose(BASE), 2)
-    seen = [(told, micro, told.states + 7.0 * MIB + micro * MIB) for micro in (1, 4, 16)]
-    again = refit(made, seen)
-    assert (again.fixed_bytes, again.activation_bytes_per_sample) == (pytest.approx(7 * MIB), pytest.approx(MIB))
-    assert refit(made, seen[:1]) is made
 
 
 def test_profile_runs_become_one_profile(tmp_path: Path) -> None:
