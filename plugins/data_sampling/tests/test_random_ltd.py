@@ -6,6 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import ds_activation_checkpointing  # noqa: F401  - these need them installed
+import ds_checkpoint  # noqa: F401
+import ds_pipeline  # noqa: F401
+import ds_zero  # noqa: F401
 import pytest
 import torch
 from ds_data_sampling.random_ltd import convert_to_random_ltd, kept_length, kept_places, save_without_random_ltd
