@@ -11,8 +11,8 @@ from ds_autotuning.why import better, keys_of, number, value_of
 
 __all__ = ["Mark", "Picture", "Tick", "picture"]
 
-WIDTH, HEIGHT = 860.0, 320.0
-LEFT, RIGHT, TOP, BOTTOM = 70.0, 16.0, 16.0, 44.0
+WIDTH, HEIGHT = 860.0, 340.0
+LEFT, RIGHT, TOP, BOTTOM = 70.0, 16.0, 16.0, 64.0
 
 
 @dataclass(frozen=True, slots=True)
