@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from ds_core.errors import UsageError
+from ds_data_sampling.order import Planned
 
 __all__ = ["Mixed", "concatenated", "shares"]
 
@@ -46,7 +47,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return found
 
 
-class Mixed:
+class Mixed(Planned):
     """An order over data sets that lie one after the other, of `sizes` samples each.
 
     An epoch has `total` samples: of each data set its share, evenly spread. Each data set is walked through in a
@@ -55,49 +56,24 @@ class Mixed:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], total: int, seed: int) -> None:
-        self._sizes, self._seed, self._total = list(sizes), seed, total
+        super().__init__(total, seed)
+        self._sizes = list(sizes)
         self._shares = shares(total, weights)
         self._offsets = np.cumsum([0, *sizes])
-        self.start(0)
 
-    def __len__(self) -> int:
-        return self._total
-
-    def start(self, epoch: int) -> None:
-        """Begin `epoch` at its first sample."""
-        self._epoch, self._taken = epoch, 0
-        self._indices: npt.NDArray[np.int64] | None = None
-
-    def take(self, count: int, step: int) -> list[int]:
-        """The next `count` indices; `step` does not matter."""
-        if self._indices is None:
-            self._indices = self._epoch_indices()
-        found: list[int] = self._indices[self._taken : self._taken + count].tolist()
-        self._taken += len(found)
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the samples taken in it."""
-        return {"epoch": self._epoch, "taken": self._taken}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from `state`."""
-        self.start(int(state["epoch"]))
-        self._taken = int(state["taken"])
-
-    def _epoch_indices(self) -> npt.NDArray[np.int64]:
+    def indices(self, epoch: int) -> npt.NDArray[np.int64]:
         """The k-th of n samples of a set comes at the place (k + r) / n of the epoch, with a random r."""
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        places, indices = [], []
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        places, found = [], []
         for part, share in enumerate(self._shares):
             jitter = torch.rand(share, generator=generator, dtype=torch.float64).numpy()
             places.append((np.arange(share) + jitter) / max(share, 1))
-            indices.append(self._part_indices(part, share))
-        return np.concatenate(indices)[np.argsort(np.concatenate(places), kind="stable")]
+            found.append(self._part_indices(part, share, epoch))
+        return np.concatenate(found)[np.argsort(np.concatenate(places), kind="stable")]
 
-    def _part_indices(self, part: int, share: int) -> npt.NDArray[np.int64]:
-        """The samples of one set in this epoch."""
-        size, first = self._sizes[part], self._epoch * share
+    def _part_indices(self, part: int, share: int, epoch: int) -> npt.NDArray[np.int64]:
+        """The samples of one set in an epoch."""
+        size, first = self._sizes[part], epoch * share
         passes = range(first // size, -(-(first + share) // size))
         if not passes:
             return np.zeros(0, np.int64)

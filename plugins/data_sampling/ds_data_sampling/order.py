@@ -6,6 +6,7 @@ for at a time; so its position, saved by one job, is good for a job of any size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from ds_data_sampling.config import DataEfficiency
 
-__all__ = ["Order", "Shuffled", "make_order"]
+__all__ = ["Order", "Planned", "Shuffled", "make_order"]
 
 
 class Order(Protocol):
@@ -44,28 +45,30 @@ class Order(Protocol):
         ...
 
 
-class Shuffled:
-    """Every sample once per epoch, in the order that the core's own loader has for (seed, epoch).
+class Planned(ABC):
+    """An order whose epochs are planned as a whole: `size` samples each, by `indices`."""
 
-    shuffle: False takes samples as they lie.
-    """
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+        self.start(0)
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
-        self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._epoch = self._taken = 0
-        self._indices: torch.Tensor | None = None  # made at the first use: some ranks never take a sample
+    @abstractmethod
+    def indices(self, epoch: int) -> Any:
+        """The indices of an epoch, in order: a tensor or an array of int64."""
 
     def __len__(self) -> int:
         return self._size
 
     def start(self, epoch: int) -> None:
         """Begin `epoch` at its first sample."""
-        self._epoch, self._taken, self._indices = epoch, 0, None
+        self._epoch = epoch
+        self._taken = 0
+        self._indices: Any = None  # made at the first use: some ranks never take a sample
 
     def take(self, count: int, step: int) -> list[int]:
-        """The next `count` indices of the epoch's permutation; `step` does not matter."""
+        """The next `count` indices of the epoch; `step` does not matter."""
         if self._indices is None:
-            self._indices = self._permutation()
+            self._indices = self.indices(self._epoch)
         found: list[int] = self._indices[self._taken : self._taken + count].tolist()
         self._taken += len(found)
         return found
@@ -79,10 +82,22 @@ class Shuffled:
         self.start(int(state["epoch"]))
         self._taken = int(state["taken"])
 
-    def _permutation(self) -> torch.Tensor:
+
+class Shuffled(Planned):
+    """Every sample once per epoch, in the order that the core's own loader has for (seed, epoch).
+
+    shuffle: False takes samples as they lie.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+        super().__init__(size, seed)
+        self._shuffle = shuffle
+
+    def indices(self, epoch: int) -> torch.Tensor:
+        """A permutation, or none."""
         if not self._shuffle:
             return torch.arange(self._size)
-        return torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed + self._epoch))
+        return torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed + epoch))
 
 
 def make_order(
