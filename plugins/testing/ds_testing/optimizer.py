@@ -42,12 +42,16 @@ class OptimizerConformance:
         assert found, f"{self.plugin} offers no optimizer of {self.names or 'any name'}"
         return found
 
+    def prepare(self, name: str, params: Iterable[Tensor]) -> None:
+        """Mark parameters, where the optimizer `name` reads more of them than values and gradients."""
+
     def make(self, name: str, params: Iterable[Tensor]) -> Optimizer:
         """The optimizer `name` of one group of `params`, as the core makes it."""
         entry, given = self.entries()[name], dict(self.params.get(name, {}))
         if entry.params is not None:
             given = resolve(entry.params).model_validate(given).model_dump()
         groups: Any = [{"params": list(params)}]
+        self.prepare(name, groups[0]["params"])
         if entry.groups is not None:
             groups = resolve(entry.groups)(
                 groups, {p: f"weight{i}" for i, p in enumerate(groups[0]["params"])}, **given
@@ -160,6 +164,7 @@ class OptimizerConformance:
         """The config names it; one process, fp32; the same losses."""
         for name in self.entries():
             engine_model, model = _model(), _model()
+            self.prepare(name, engine_model.parameters())
             config = {
                 "train_micro_batch_size_per_gpu": 5,
                 "optimizer": {"type": name, "params": dict(self.params.get(name, {}))},
