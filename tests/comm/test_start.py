@@ -140,6 +140,7 @@ def test_two_processes_with_torchs_store_alone() -> None:
     assert [output(p) for p in [start_python(TWICE, **env) for env in envs]] == ["0 3.0", "1 3.0"]
 
 
+@pytest.mark.slow
 def test_torchs_store_alone_says_where_it_looked() -> None:
     """A port that is taken, and nobody at the port."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -65,6 +65,7 @@ def test_everything_of_acme_works_together(acme: Path, tmp_path: Path) -> None:
     assert [value for name, value, _ in events if name == "Train/Samples/lr"][0] == 0.25
 
 
+@pytest.mark.slow
 def test_its_section_has_effect_key_by_key(acme: Path, tmp_path: Path) -> None:
     settings = config(tmp_path, every=2, freeze_biases=True)
     del settings["acme"]["events"]

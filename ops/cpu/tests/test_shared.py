@@ -312,6 +312,7 @@ def guarded(name: str, *args: Any) -> Any:
     return getattr(core_checks("test_guard", ROOT / "plugins" / "comms_guard" / "tests"), name)(*args)
 
 
+@pytest.mark.slow
 def test_the_guard_sees_these_collectives_too() -> None:
     for off, on in zip(
         run_ranks(2, guarded, "everything", False), run_ranks(2, guarded, "everything", True), strict=True
@@ -491,6 +492,7 @@ def test_training_is_that_over_gloo_bit_for_bit(size: int, dtype: str) -> None:
         assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(size, train, stage, "composed", dtype)
 
 
+@pytest.mark.slow
 def test_training_over_two_hosts_is_that_over_one() -> None:
     for stage in (1, 2, 3):
         ways = [run_ranks(4, train, stage, provider, "fp32") for provider in ("spread", "composed")]

@@ -143,6 +143,7 @@ def test_one_that_is_interrupted_for_its_time_is_no_crash(tmp_path: Path, experi
     assert result.status is Status.TIMEOUT
 
 
+@pytest.mark.slow
 def test_a_result_that_was_written_before_the_time_was_over_counts(tmp_path: Path, experiments: Open) -> None:
     text = DONE + "; sys.stdout.flush(); import time; time.sleep(600)"
     result = experiments(tmp_path, seconds=3).run("001_a", program(text, tmp_path, "001_a"), {})

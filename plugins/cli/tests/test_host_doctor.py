@@ -75,6 +75,7 @@ def test_hosts_that_differ_a_slow_link_and_a_host_that_is_down(lab_reach: tuple[
     assert all(rate < 4e7 for ends, rate in rates.items() if "c" in ends)
 
 
+@pytest.mark.slow
 def test_a_link_that_nothing_passes(lab_reach: tuple[Lab, Any]) -> None:
     """The hosts answer, but one cannot reach another: the link is named, and the others are measured."""
     lab, reach = lab_reach

@@ -363,6 +363,7 @@ def test_auto_is_one_process_per_accelerator(script: Any, capfd: Any, monkeypatc
     assert capfd.readouterr().out.split() == ["3", "3", "3"]
 
 
+@pytest.mark.slow
 def test_lines_stay_whole_and_tags_name_the_rank(script: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     file = script("for i in range(50):\n    print('rank', RANK, 'line', i)")

@@ -136,6 +136,7 @@ def until(folder: Path, process: subprocess.Popen[str], *names: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_strangers_at_the_ports_of_a_run_on_one_machine(tmp_path: Path, strangers: Strangers) -> None:
     run = start(tmp_path, "--nproc", "2")
     try:

@@ -115,6 +115,7 @@ print("own", own, "done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_the_exit_code_and_the_same_command_goes_on(tmp_path: Path) -> None:
     from ds_testing.processes import clean_environment
 

@@ -80,6 +80,7 @@ def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[s
     [(1, [(1, 0)]), (2, [(2, 0), (2, 3), (1, 1)]), pytest.param(4, [(4, 2), (2, 3)], marks=pytest.mark.slow)],
     ids=["1", "2", "4"],
 )
+@pytest.mark.slow
 def test_blocks_found_by_patterns_train_as_in_plain_torch(world: int, runs: list[tuple[int, int]]) -> None:
     names = list(CASES) if world < 4 else ["stacked", "listed", "listed, one by one"]
     for rank, found in enumerate(run_ranks(world, compare, world, names, runs)):

@@ -73,6 +73,7 @@ def test_memory_that_is_still_read_is_not_written() -> None:
     assert copies.back(second).tolist() == [0.0] * 8
 
 
+@pytest.mark.slow
 def test_sizes_that_change_hold_no_more_than_was_ever_used() -> None:
     copies = Copies(LateDevice())
     for size in (100, 7, 300, 20, 5, 1000, 450):

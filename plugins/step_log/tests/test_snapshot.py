@@ -55,6 +55,7 @@ def test_the_chosen_step_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("clean_ds")
+@pytest.mark.slow
 def test_what_the_program_keeps_is_other_memory(tmp_path: Path) -> None:
     engine = started(tmp_path)
     before = held_by_kind(engine)["device"]
