@@ -50,8 +50,8 @@ def ask(host: Host, name: str, *, wait: float = 30.0, count: int = 1, status: in
 
 
 def sleepers(host: Host) -> list[Process]:
-    """The processes of ``sleep``, once there is one."""
-    while not (found := [process for process in host.processes() if process.words[:1] == ("sleep",)]):
+    """The processes of ``sleep``, once there is one that sleeps: on a busy machine it is a while on its way there."""
+    while not (found := [p for p in host.processes() if p.words[:1] == ("sleep",) and p.state == "S"]):
         time.sleep(0.01)
     return found
 
