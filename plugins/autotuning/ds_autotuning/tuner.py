@@ -20,11 +20,12 @@ from ds_autotuning.candidates import Candidate
 from ds_autotuning.records import Result, Row, Status
 from ds_autotuning.search import Search
 from ds_autotuning.space import MICRO, STAGE, Dimension, Setting, Space, key_of
+from ds_autotuning.why import best_of, value_of
 
 if TYPE_CHECKING:
     from ds_autotuning.config import Autotuning
 
-__all__ = ["Tuning", "better", "name_of", "score", "tune"]
+__all__ = ["Tuning", "name_of", "score", "tune"]
 
 GAIN = 1.05
 """A larger micro-batch must be faster by this, or growth stops."""
@@ -66,8 +67,7 @@ class Tuning:
         row = Row(number, name, setting, result, candidate.forecast)
         self._known[key_of(setting)] = row
         self.rows.append(row)
-        if better(row, self.best, self.section.metric):
-            self.best = row
+        self.best = best_of([row] if self.best is None else [self.best, row], self.section.metric)
         self.say(row)
         return row
 
@@ -92,18 +92,12 @@ def tune(tuning: Tuning) -> None:
                 )
 
 
-def score(result: Result, metric: str) -> float | None:
+def score(row: Row, metric: str) -> float | None:
     """The larger the better; None where nothing was measured."""
-    value = result.metric(metric)
-    if result.status is not Status.DONE or value is None or value <= 0:
+    value = value_of(row, metric)
+    if value is None or value <= 0:
         return None
     return 1 / value if metric == "latency" else value
-
-
-def better(row: Row, than: Row | None, metric: str) -> bool:
-    """Whether `row` was measured, and is better."""
-    new, old = score(row.result, metric), None if than is None else score(than.result, metric)
-    return new is not None and (old is None or new > old)
 
 
 def name_of(setting: Setting, space: Space) -> str:
@@ -137,7 +131,7 @@ def _grow(tuning: Tuning, space: Space) -> list[int]:
         if tuning.spent and key_of({**base, MICRO: size}) not in tuning._known:
             break
         row = tuning.trial({**base, MICRO: size})
-        value = score(row.result, tuning.section.metric)
+        value = score(row, tuning.section.metric)
         if value is None:
             if row.result.status is Status.INVALID:
                 continue
@@ -205,8 +199,8 @@ def _until_it_stops(tuning: Tuning, search: Search, heard: Callable[[Row], None]
 
 def _worth(tuning: Tuning, row: Row) -> float | None:
     """What a search learns of a trial: one that died was bad, one that was not run says nothing."""
-    value = score(row.result, tuning.section.metric)
+    value = score(row, tuning.section.metric)
     if value is not None or not row.number:
         return value
-    seen = [v for r in tuning.rows if (v := score(r.result, tuning.section.metric)) is not None]
+    seen = [v for r in tuning.rows if (v := score(r, tuning.section.metric)) is not None]
     return 0.7 * min(seen) if seen else None
