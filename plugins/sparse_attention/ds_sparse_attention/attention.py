@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,11 @@ from ds_sparse_attention.layouts import make_layout
 
 __all__ = ["SparseAttention", "SparseSelfAttention"]
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 KEPT = 16
-"""Patterns that are kept, of the lengths that came last."""
+"""Layouts and patterns that are kept, of the lengths that came last: every layer of a step asks for the same."""
 
 
 class SparseAttention:
@@ -24,20 +29,23 @@ class SparseAttention:
 
     def __init__(self, config: SparseAttentionConfig, first_head: int = 0, heads: int | None = None) -> None:
         self.config, self._first, self._heads = config, first_head, heads
+        self._layouts: dict[tuple[int, int], Tensor] = {}
         self._patterns: dict[tuple[int, int, torch.device], Pattern] = {}
 
     def pattern(self, heads: int, tokens: int, device: torch.device) -> Pattern:
         """The pattern of sequences of `tokens` tokens; the last block may be shorter."""
         rows = -(-tokens // self.config.block)
-        if (found := self._patterns.get((heads, rows, device))) is None:
-            while len(self._patterns) >= KEPT:
-                del self._patterns[next(iter(self._patterns))]
-            layout = self.layout(heads, rows)
-            found = self._patterns[heads, rows, device] = make_pattern(layout, self.config.block, device)
-        return found
+        make = partial(self._make_pattern, heads, rows, device)
+        return _kept(self._patterns, (heads, rows, device), make)
 
     def layout(self, heads: int, rows: int) -> Tensor:
-        """`make_layout`, of the heads that this rank has."""
+        """`make_layout`, of the heads that this rank has; not to be changed, since it is kept."""
+        return _kept(self._layouts, (heads, rows), partial(self._make_layout, heads, rows))
+
+    def _make_pattern(self, heads: int, rows: int, device: torch.device) -> Pattern:
+        return make_pattern(self.layout(heads, rows), self.config.block, device)
+
+    def _make_layout(self, heads: int, rows: int) -> Tensor:
         whole = make_layout(self.config, self._heads or heads, rows)
         return whole if len(whole) == 1 else whole[self._first : self._first + heads]
 
@@ -91,6 +99,15 @@ class SparseAttention:
         if allowed is not None:
             mask = mask & allowed(torch.arange(batch, device=device)[:, None, None], q[:, None], k)[:, None]
         return mask
+
+
+def _kept(cache: dict[K, V], key: K, make: Callable[[], V]) -> V:
+    """What `cache` has for `key`, made where it is not there; the oldest goes where there are too many."""
+    if key not in cache:
+        while len(cache) >= KEPT:
+            del cache[next(iter(cache))]
+        cache[key] = make()
+    return cache[key]
 
 
 class SparseSelfAttention(nn.Module):
