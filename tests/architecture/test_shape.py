@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,8 +17,19 @@ PACKAGES = [
     CORE,
     *sorted(d for kind in ("plugins", "ops", "monitors") for d in ROOT.glob(f"{kind}/*/ds_*") if d.is_dir()),
 ]
-LINES, CODE, LONGEST = 9_845, 6_320, 500
-"""Budgets: lines and lines of code of the core, lines of one file. They may only shrink."""
+TOKENS = 61_900
+"""The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs lines."""
+LONGEST = 500
+"""Lines of one file."""
+
+FREE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def code_lines(text: str) -> int:
@@ -35,6 +48,20 @@ def measured() -> tuple[int, int]:
     return sum(len(t.splitlines()) for t in texts), sum(map(code_lines, texts))
 
 
+def code_tokens(text: str) -> int:
+    """Tokens of code: no comments, docstrings, line ends or indents."""
+    docstrings: set[tuple[int, int]] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.add((node.lineno, node.col_offset))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(1 for token in tokens if token.type not in FREE and token.start not in docstrings)
+
+
+def test_tokens_of_code_are_counted() -> None:
+    assert code_tokens('"""Doc\n\nstring."""\n\n# comment\nx = 1\n\n\ndef f():\n    """Doc."""\n    return x\n') == 10
+
+
 def test_lines_of_code_are_counted() -> None:
     assert (
         code_lines('"""Doc\n\nstring."""\n\n# comment\nx = """a\nb"""\n\n\ndef f():\n    """Doc."""\n    return x\n')
@@ -43,8 +70,8 @@ def test_lines_of_code_are_counted() -> None:
 
 
 def test_the_core_keeps_to_its_budget() -> None:
-    lines, code = measured()
-    assert lines < LINES and code < CODE, f"{lines} lines, {code} of code: give the new part a package of its own"
+    tokens = sum(code_tokens(f.read_text()) for f in CORE.rglob("*.py"))
+    assert tokens < TOKENS, f"{tokens} tokens of code: give the new part a package of its own"
 
 
 def test_the_readme_quotes_the_measured_size() -> None:
