@@ -99,7 +99,6 @@ def _shaped_like(param: nn.Parameter, flat: Tensor) -> Tensor:
 
 def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
     """The buckets of those of `params` that have replicas, in about the order in which backward finishes them."""
-    before, after = averaging_factors(ctx)
     place = {p: i for i, p in enumerate(params)}
 
     def kind(param: nn.Parameter) -> tuple[tuple[str, ...], torch.dtype, torch.device]:
@@ -108,6 +107,7 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
     def bucket(run: list[nn.Parameter]) -> Bucket:
         axes, dtype, _ = kind(run[0])
         about = f"gradients of {ctx.params[run[0]].name!r} to {ctx.params[run[-1]].name!r}"
+        before, after = averaging_factors(ctx, ctx.mesh.size(*axes))
         return Bucket(run, dtype, ctx.mesh.group(*axes), before, after, about)
 
     shared = [p for p in params if ctx.params[p].replicas]
@@ -115,12 +115,12 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
     return [bucket(run) for run in sorted(runs, key=lambda run: -place[run[-1]])]
 
 
-def averaging_factors(ctx: Context) -> tuple[float, float]:
-    """What gradients are multiplied by before and after they are summed over ranks; the product is 1 / size of dp."""
-    core, world = ctx.config.core, ctx.mesh.size("dp")
+def averaging_factors(ctx: Context, ranks: int) -> tuple[float, float]:
+    """What gradients are multiplied by before and after they are summed over ranks; the product is 1 / `ranks`."""
+    core = ctx.config.core
     if core.prescale_gradients:
-        return 1.0 / world, 1.0
-    return 1.0 / core.gradient_predivide_factor, core.gradient_predivide_factor / world
+        return 1.0 / ranks, 1.0
+    return 1.0 / core.gradient_predivide_factor, core.gradient_predivide_factor / ranks
 
 
 def wire_dtype(param: nn.Parameter, ctx: Context) -> torch.dtype:

@@ -3,7 +3,9 @@
 [Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. While `sync` is on, a gradient that
 is ready goes into its bucket, and a full bucket is reduced while backward goes on; `finish` waits. Buckets are
 reduced in one fixed order on all ranks. A second backward at the same boundary needs no special case: what is
-already averaged is the same on all ranks, so averaging it again together with the new local part changes nothing.
+already averaged is the same on a parameter's replicas, so averaging it over them again together with the new local
+part changes nothing. That holds for an average over the replicas only. Where those are fewer than dp has ranks, the
+step multiplies by what is left of the average over dp (`Slot.weight`).
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ class Slot:
     """A parameter of the optimizer's groups: what the optimizer updates for it, and where its gradient accumulates.
 
     master: the parameter itself when no other dtype is wanted. total: the accumulator when gradients accumulate in
-    another dtype than the parameter's, else None (then ``param.grad`` accumulates).
+    another dtype than the parameter's, else None (then ``param.grad`` accumulates). weight: replicas / ranks of dp, by
+    which the average over replicas becomes the one over dp.
     """
 
     param: nn.Parameter
     info: ParamInfo
     master: nn.Parameter
+    weight: float
     total: Tensor | None = None
 
     @property
@@ -55,7 +59,6 @@ class Replicated(Partitioner):
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.slots: dict[nn.Parameter, Slot] = {}
-        self._dp = ctx.mesh.size("dp")
         self._shares = False  # some parameter has replicas
         self._buckets: list[Bucket] | None = None  # None: to be made before the next reduction
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -99,7 +102,8 @@ class Replicated(Partitioner):
         dtype, master = self.ctx.precision.master, param
         if dtype is not None and param.is_floating_point() and param.dtype != dtype:
             master = nn.Parameter(param.detach().to(dtype, copy=True), requires_grad=param.requires_grad)
-        return Slot(param, self.ctx.params[param], master)
+        info, mesh = self.ctx.params[param], self.ctx.mesh
+        return Slot(param, info, master, mesh.size(*info.replicas) / mesh.size("dp"))
 
     def _accumulates(self, param: nn.Parameter) -> bool:
         """Whether gradients of `param` accumulate in another dtype than its own."""
@@ -195,9 +199,9 @@ class Replicated(Partitioner):
                     grad = slot.param.grad = grad.to(slot.param.dtype)
                 elif grad.is_sparse:  # of nn.Embedding(sparse=True); what follows is for dense ones
                     grad = slot.param.grad = grad.to_dense()
-                if self._dp > 1 and not slot.info.replicas:
-                    # Nothing to reduce, but the average is over all of dp. Not before the step: a later backward adds.
-                    grad = self.weighted(slot.master, grad, 1.0 / self._dp)
+                if slot.weight != 1.0:
+                    # The average is over all of dp. Not before the step: a later backward adds.
+                    grad = self._weighted(slot.master, grad, slot.weight)
                 if slot.info.counted:
                     by_axes.setdefault(slot.info.held, []).append(grad)
             self.given.append(grad)
@@ -212,7 +216,7 @@ class Replicated(Partitioner):
                 shape, info = tuple(slot.param.shape), slot.info
                 yield GradientShard(info.name, grad, shape, 0, grad.numel(), info.held, info.held, info.counted)
 
-    def weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
+    def _weighted(self, master: Tensor, grad: Tensor, weight: float) -> Tensor:
         """The gradient times `weight`: a new tensor where 16 bits would round the product."""
         return grad.mul_(weight) if grad.dtype == master.dtype else grad.to(master.dtype).mul_(weight)
 

@@ -57,12 +57,8 @@ class ReplicatedShard(ParamShard):
 
     @property
     def _factor(self) -> float:
-        """What the step will still multiply what this rank holds by.
-
-        Reduction sums over ranks and divides by all of dp. What is averaged already is the same on all of them.
-        """
-        reduced = self._owner.grad_state is GradState.REDUCED and not self._lone
-        return 1.0 if reduced else len(self.ranks) / self._owner.ctx.mesh.size("dp")
+        """What the step will still multiply what this rank holds by, once that is the average over replicas."""
+        return self._slot.weight
 
     def _held(self) -> Tensor | None:
         grad = self._slot.gradient

@@ -50,6 +50,8 @@ WAYS = [
     pytest.param("direct", 4, marks=pytest.mark.slow),
 ]
 """Who drives training, and on how many ranks."""
+TWICE = [("ep2", 2), ("ep2", 4), pytest.param("tp2-ep2", 4, marks=pytest.mark.slow)]
+"""Products of axes, and on how many ranks, that are trained with two backwards before each step."""
 
 
 class PartitionerConformance:
@@ -76,7 +78,18 @@ class PartitionerConformance:
     def test_products_of_axes(self, name: str, clip: float) -> None:
         """On 4 ranks, parameters that differ over pp, ep and tp train as in one process that holds them all."""
         answers = run_ranks(
-            4, _train_axes, PRODUCTS[name], clip, dict(self.config), list(self.load), timeout=self.timeout
+            4, _train_axes, PRODUCTS[name], clip, 1, dict(self.config), list(self.load), timeout=self.timeout
+        )
+        _check(answers, 1e-12)
+
+    @pytest.mark.parametrize(("name", "world"), TWICE)
+    def test_two_backwards_before_a_step(self, name: str, world: int) -> None:
+        """What a first backward left behind, reduced by then, counts as much as what a second one adds.
+
+        On 4 ranks along ep 2 a parameter has two replicas where dp has four ranks: its average is over all four.
+        """
+        answers = run_ranks(
+            world, _train_axes, PRODUCTS[name], 0.05, 2, dict(self.config), list(self.load), timeout=self.timeout
         )
         _check(answers, 1e-12)
 
@@ -234,8 +247,13 @@ def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]
 # -- products of axes --------------------------------------------------------------------------------------------
 
 
-def _train_axes(axes: dict[str, int], clip: float, extra: dict[str, Any], load: list[str]) -> dict[str, float]:
-    """Each rank trains the sum of small heads, each held on some axes; the truth holds every head of every rank."""
+def _train_axes(
+    axes: dict[str, int], clip: float, backwards: int, extra: dict[str, Any], load: list[str]
+) -> dict[str, float]:
+    """Each rank trains the sum of small heads, each held on some axes; the truth holds every head of every rank.
+
+    backwards: how many there are before each step, each of other data.
+    """
     import torch
 
     import ds_core
@@ -259,15 +277,18 @@ def _train_axes(axes: dict[str, int], clip: float, extra: dict[str, Any], load: 
     optimizer = torch.optim.AdamW([p for h in heads.values() for p in h.parameters()], lr=0.02, weight_decay=0.1)
     worst_norm = 0.0
     for step in range(3):
-        x = _axes_data(step, mine["dp"])
-        engine.backward(sum(model[n](x).square().mean() for n in names))
+        for turn in range(backwards):
+            x = _axes_data(step, mine["dp"], turn)
+            engine.backward(sum(model[n](x).square().mean() for n in names))
         engine.step()
         seen = set()
         for c in coords:
             for n in names:
                 if (n, _key(n, c), c["dp"]) not in seen:  # ranks that differ otherwise would count it twice
                     seen.add((n, _key(n, c), c["dp"]))
-                    (heads[n, _key(n, c)](_axes_data(step, c["dp"])).square().mean() / dp).backward()
+                    for turn in range(backwards):
+                        x = _axes_data(step, c["dp"], turn)
+                        (heads[n, _key(n, c)](x).square().mean() / dp).backward()
         parameters = [p for h in heads.values() for p in h.parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip or 1e9)
         ours = engine.get_global_grad_norm()
@@ -313,10 +334,11 @@ def _head(name: str, coord: dict[str, int]) -> Any:
         return torch.nn.Linear(5, 3)
 
 
-def _axes_data(step: int, dp_index: int) -> Any:
+def _axes_data(step: int, dp_index: int, turn: int) -> Any:
     import torch
 
-    return torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + dp_index))
+    generator = torch.Generator().manual_seed(1000 * turn + 100 * step + dp_index)
+    return torch.randn(2, 5, dtype=torch.float64, generator=generator)
 
 
 def _overflow(extra: dict[str, Any], load: list[str]) -> dict[str, Any]:

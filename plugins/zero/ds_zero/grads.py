@@ -114,7 +114,7 @@ class Reducer(GradientSource):
         self._in_flight: deque[_Reduction] = deque()
         self._wire_dtypes: dict[FlatBucket, torch.dtype] = {}
         self._state = GradState.LOCAL
-        self._before, self._after = averaging_factors(self.ctx)
+        self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
         self._keeps = self.section.stage == 1
         self._pool = _Pool(None if self._keeps else 2 * IN_FLIGHT)
         self._shown = self.ctx.plugins.implementing("ds_gradients")

@@ -82,12 +82,10 @@ class OptimizerReduced(Replicated):
         if self.averages or world == 1:
             return groups
         by_layout: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
-        for place, (info, master) in enumerate(self._masters()):
-            if (grad := self.given[place]) is None:
+        for grad, (info, _) in zip(self.given, self._masters(), strict=True):
+            if grad is None:
                 continue
             replicas = len(self.ctx.mesh.ranks(*info.replicas))
-            if 1 < replicas < world:  # the mean over fewer ranks than dp has, as its average would have counted it
-                grad = self.given[place] = self.weighted(master, grad, replicas / world)
             by_layout.setdefault(((*info.held, *info.replicas), replicas), []).append(grad)
         return [GradGroup(axes, grads, 1.0 / n) for (axes, n), grads in by_layout.items()] or [GradGroup((), [])]
 
