@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_core.errors import UsageError
 
@@ -60,8 +60,11 @@ class Window:
 
     gas: accumulation steps of this window. micros: micro-batches that `step` has ended. seen, micro: the origins, as
     bits, of the gradients of the window and of the running micro-batch. scaled: whether the running micro-batch's loss
-    went through ``engine.scale``. backwards: how many there were, as far as hooks on gradients saw them.
+    went through ``engine.scale``. backwards: how many there were, as far as hooks on gradients saw them. data: the
+    position of the engine's loader when the window began.
     """
+
+    data: Any = None
 
     def __init__(self, gas: int) -> None:
         self.restart(gas)
@@ -152,6 +155,7 @@ class Accumulation:
         self._next_batch: Batch | None = None  # set in the middle of a window, for the next one
         self._reduction = Reduction.AT_BOUNDARY
         self._window = hooks.window
+        self._window.data = batches.position()
         self.update()
 
     @property
@@ -236,6 +240,7 @@ class Accumulation:
             self._ctx.batch, self._next_batch = batch, None
             self._hooks.install()
         self._window.restart(self._ctx.batch.gas)
+        self._window.data = self._batches.position()
         self._hooks.forget()
         self.update()
 

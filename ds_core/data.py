@@ -36,7 +36,10 @@ class Loader(Protocol):
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The position: JSON and tensors, equal on all ranks (one is saved), also of use at another world size."""
+        """The position: JSON and tensors, equal on all ranks (one is saved), also of use at another world size.
+
+        Asked after every update, where the next window begins, so it is cheap; what was given stays as it is.
+        """
         ...
 
     def load_state_dict(self, state: Any) -> None:

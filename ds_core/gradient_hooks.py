@@ -92,6 +92,12 @@ class GradientHooks:
         others = (h for h in STATE.present() if h is not None and h is not self and h.engine() is not None)
         return ctx.batch.gas > 1 or ctx.precision.scaler is not None or counted or any(others)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are gradients, or micro-batches, that no update has used yet."""
+        # Where no hook is needed, a plain ``loss.backward()`` is seen by its gradients alone.
+        return self.window.open or any(p.grad is not None for p in self._ctx.trained)
+
     # -- backwards -------------------------------------------------------------------------------------------
 
     def run(self, backward: Callable[[], object], factor: float, phase: Phase | None = None) -> None:

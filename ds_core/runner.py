@@ -118,6 +118,10 @@ class Batches:
         before, self._seen = self._seen, self.loader.samples_seen
         return self._seen - before or usual  # other batches than the loader's were used, or another rank reads it
 
+    def position(self) -> Any:
+        """The state of the engine's own loader; None without one."""
+        return self.loader.state_dict() if self.loader is not None else None
+
     def restart(self) -> None:
         """Iterate over the engine's own loader again, from the position that its state gives."""
         self._own = None

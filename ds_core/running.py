@@ -5,6 +5,7 @@ The engine itself, in `ds_core.engine`, is what trains.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from ds_core.telemetry import MonitorMaster, Telemetry
 
 __all__ = ["RunningEngine"]
+
+log = logging.getLogger("ds_core.engine")
+
+UNFINISHED = (
+    "this checkpoint is saved in the middle of an accumulation window, whose gradients are not in it. A run that "
+    "resumes from it begins the window again: the engine's own loader goes back to its first micro-batch, an iterator "
+    "of your own has to; to save between windows, save when is_gradient_accumulation_boundary() was true before step()"
+)
 
 
 class RunningEngine(ABC):
@@ -157,6 +166,8 @@ class RunningEngine(ABC):
         from ds_core.checkpointer import SaveOptions
 
         self._announce_saved()
+        if self.partitioner.gradient_hooks.unfinished and self.ctx.rank == 0:
+            log.warning(UNFINISHED)
         name = f"global_step{self.global_steps}" if tag is None else tag
         options, checkpointer = SaveOptions(name, client_state, save_latest, exclude_frozen_parameters), self._find()
         checkpointer.save(self, save_dir, options)

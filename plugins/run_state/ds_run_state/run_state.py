@@ -117,16 +117,16 @@ class RunState:
     def common(self) -> dict[str, Any]:
         """Equal on all ranks: counters, loss scaler, hyperparameters, schedule, data position."""
         engine = self._engine
-        loader = engine.training_dataloader
+        hooks, loader = engine.partitioner.gradient_hooks, engine.training_dataloader
         return {
             **{counter: getattr(engine, counter) for counter in COUNTERS},
-            # A checkpoint holds no half-summed gradients, so a window that is not complete will run again.
-            "micro_steps": engine.micro_steps - engine.partitioner.gradient_hooks.window.micros,
+            # A checkpoint holds no half-summed gradients, so a window that is not complete will run again, on its data.
+            "micro_steps": engine.micro_steps - hooks.window.micros,
             "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
             "optimizer_groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.param_groups()],
             "optimizer_params": self._optimizer_params(),
             "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-            "data": loader.state_dict() if loader is not None else None,
+            "data": hooks.window.data if hooks.unfinished or loader is None else loader.state_dict(),
         }
 
     def _optimizer_params(self) -> list[list[str]]:
