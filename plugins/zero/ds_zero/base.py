@@ -178,6 +178,11 @@ class ZeroPartitioner(WeightOwner):
         return self._module
 
     @property
+    def trainable(self) -> bool:
+        """Whether any parameter of the module requires a gradient now."""
+        return any(p.requires_grad for p in self.module.parameters())
+
+    @property
     def reducer(self) -> GradientSource:
         """Who takes gradients; there once a module is attached."""
         assert self._reducer is not None
@@ -187,10 +192,11 @@ class ZeroPartitioner(WeightOwner):
 
     def begin(self, changed: bool) -> None:
         """See `Partitioner.begin`."""
-        if not self.updated:
+        if not self.updated and self.trainable:
             raise UsageError(
                 f"backward under zero_optimization stage {self.section.stage} needs an optimizer, which would be given "
-                "the reduced gradients; name one in the config or pass optimizer= to initialize"
+                "the reduced gradients; name one in the config or pass optimizer= to initialize, or freeze the model "
+                "with requires_grad_(False) to pass through it only"
             )
         self.offloaded.require("backward", BACKWARD)
         self.updates.begin()

@@ -46,6 +46,7 @@ __all__ = [
     "set_status",
     "shard_param",
     "sharded_param_of",
+    "mark_in_place",
     "prepare_module",
     "untracked",
     "unshard_module",
@@ -59,7 +60,10 @@ _ATTRIBUTES = (
     *("ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_secondary_tensor", "ds_status", "ds_persist"),
     "ds_active_sub_modules",
 )
-"""The documented attributes of a partitioned parameter."""
+"""The documented attributes of a parameter of stage 3."""
+
+_IN_PLACE = "_ds_in_place"
+"""The attribute of a frozen parameter that rests where it was, so that several engines may have it."""
 
 STORED = 1 << 16
 """The least bytes of a shard that a store keeps; smaller ones stay in memory."""
@@ -298,9 +302,14 @@ def _replace_meta(param: nn.Parameter, data: Tensor) -> None:
     torch.utils.swap_tensors(param, new)
 
 
+def mark_in_place(param: nn.Parameter) -> None:
+    """`param` is described as one of stage 3, and no partitioner has moved its weight."""
+    setattr(param, _IN_PLACE, True)
+
+
 def remove_attributes(param: nn.Parameter) -> None:
     """Remove what was set on `param`; its data stays as it is."""
-    for name in (_MARK, *_ATTRIBUTES):
+    for name in (_MARK, _IN_PLACE, *_ATTRIBUTES):
         if hasattr(param, name):
             delattr(param, name)
 
@@ -349,7 +358,7 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
     for param, info in ctx.params.items():
         sharded = sharded_param_of(param)
         if sharded is None:
-            if hasattr(param, "ds_id"):
+            if hasattr(param, "ds_id") and not hasattr(param, _IN_PLACE):
                 raise UsageError(
                     f"parameter {info.name!r} is partitioned by another engine; call that engine's destroy() first, or "
                     "initialize the complete model once"

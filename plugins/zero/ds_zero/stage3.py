@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ds_core.errors import DSError, UsageError
 from ds_core.precision import WIRE_DTYPES
+from ds_core.process import STATE
 from ds_zero.base import ZeroPartitioner
 from ds_zero.external import externals
 from ds_zero.flat import FlatBucket, make_buckets
@@ -27,8 +28,7 @@ from ds_zero.hierarchy import AddedFar, second_copy, sharding_axes, two_steps, w
 from ds_zero.leaves import leaf_flag, mark_leaf
 from ds_zero.placement import StatePlacement, Transfers
 from ds_zero.quantised import can_quantise, quantised_gather, quantised_reduce
-from ds_zero.records import Piece
-from ds_zero.sharded_param import remove_attributes
+from ds_zero.sharded_param import mark_in_place, remove_attributes
 from ds_zero.state_offload import BACKWARD
 from ds_zero.status import ZeroParamStatus
 from ds_zero.units import Gatherer, gatherers, members, persistent
@@ -146,10 +146,26 @@ class Stage3(ZeroPartitioner):
         for part in module.modules():
             for param in externals(part):
                 self.hooks.add_external(part, param)
+        self._describe_all(module)
+        return out
+
+    def _describe_all(self, module: nn.Module) -> None:
+        """Set the documented attributes of every parameter, also of those that no optimizer updates and no rank cuts.
+
+        Programs look for them at stage 3 without asking how a parameter is kept.
+        """
         for bucket in self.buckets:
             for piece in bucket.pieces:
-                _describe(piece.param, bucket, piece)
-        return out
+                _describe(piece.param, piece.name, torch.Size(piece.shape), bucket.parts[piece.index])
+                if not bucket.sharded:
+                    _describe_unsharded(piece.param)
+        for param in module.parameters():
+            if param not in self.bucket_of:
+                axes = sharding_axes(self.ctx.mesh, self.ctx.params[param].replicas)
+                part = _part(param, self.ctx.mesh.index(*axes), self.ctx.mesh.size(*axes))
+                _describe(param, self.ctx.params[param].name, param.shape, part)
+                _describe_unsharded(param)
+                mark_in_place(param)
 
     def wire_of(self, unit: BucketUnit) -> WeightWire | None:
         """How the weights of `unit` are gathered now for running modules; None: exactly, as the config says."""
@@ -360,8 +376,11 @@ class Stage3(ZeroPartitioner):
         for part in self.module.modules():
             if part in self._leaves:
                 mark_leaf(part, False)
-        for param in self.pieces:
-            remove_attributes(param)
+        elsewhere = [e.module for e in STATE.engines if isinstance(e.partitioner, Stage3) and e.partitioner is not self]
+        described = {p for module in elsewhere for p in module.parameters()}  # two engines may share a frozen one
+        for param in self.module.parameters():
+            if param in self.pieces or param not in described:
+                remove_attributes(param)
         for group in self._groups.values():
             torch.distributed.destroy_process_group(group)
         self._groups.clear()
@@ -372,16 +391,26 @@ class Stage3(ZeroPartitioner):
             self._reduce_4.close()
 
 
-def _describe(param: Any, bucket: FlatBucket, piece: Piece) -> None:
-    """Set the documented attributes of a parameter of stage 3."""
-    param.ds_id = bucket.names[piece.index]
-    param.ds_shape = torch.Size(piece.shape)
-    param.ds_numel = param.ds_shape.numel()
-    param.ds_tensor = bucket.parts[piece.index]
-    param.ds_persist = not bucket.sharded
+def _describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
+    """Set the documented attributes of a parameter of stage 3. part: what this rank has of it, or would have."""
+    param.ds_id = name
+    param.ds_tensor = part
+    param.ds_shape = shape
+    param.ds_numel = shape.numel()
+    param.ds_persist = False
     param.ds_active_sub_modules = set()  # for code that clears it; modules that need the weight are in its unit
-    if not bucket.sharded:
-        param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _describe_unsharded(param: Any) -> None:
+    """Of one that always has its weight; the unit of any other sets its status."""
+    param.ds_persist = True
+    param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _part(param: nn.Parameter, index: int, ranks: int) -> Tensor:
+    """The elements of a replicated parameter that rank `index` would have: a view of it, where it is contiguous."""
+    flat, each = param.data.reshape(-1), -(-param.numel() // ranks)
+    return flat[index * each : (index + 1) * each]
 
 
 def _own_groups(mesh: Mesh, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:

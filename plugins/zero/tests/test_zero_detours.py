@@ -254,6 +254,51 @@ def check_status() -> None:
     assert off(model, plain()) < 1e-12
 
 
+class Tuned(nn.Module):
+    """A frozen base, of which one weight is cut, and what is trained beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.extra = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(self.base(x))
+
+
+def check_attributes() -> None:
+    """Of every parameter at stage 3: frozen, whole by its size, on one rank, without an optimizer."""
+    import ds_core
+    from ds_core import comm
+
+    ranks = world()[1]
+    names = ["ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", "ds_active_sub_modules"]
+    model = Tuned()
+    zero = {"stage": 3, "param_persistence_threshold": D + 1}
+    frozen = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    teacher = ds_core.initialize(model=model.base, config=frozen)[0] if ranks == 1 else None
+    engine = start(model, **zero)
+    shapes = {n: p.shape for n, p in Tuned().named_parameters()}
+    for name, param in model.named_parameters():
+        assert [n for n in names if not hasattr(param, n)] == [], name
+        assert (param.ds_shape, param.ds_numel) == (shapes[name], shapes[name].numel())
+        whole = param.ds_numel <= D or ranks == 1
+        assert param.ds_persist is whole and (param.ds_status.name == "AVAILABLE") is whole
+        parts = torch.tensor(param.ds_tensor.numel())
+        if ranks > 1:
+            comm.all_reduce(parts)
+        assert parts == param.ds_numel, name
+    if teacher is not None:  # both have the frozen base, and the one that is left describes it
+        teacher.destroy()
+        assert model.base.weight.ds_status.name == "AVAILABLE"
+    engine.destroy()
+    assert not [n for n in names for p in model.parameters() if hasattr(p, n)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_parameter_has_its_attributes(ranks: int) -> None:
+    run_ranks(ranks, check_attributes)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_status_of_parameters_and_init_in_double_precision(ranks: int) -> None:
     run_ranks(ranks, check_status)

@@ -1,4 +1,4 @@
-"""`initialize` without an optimizer: weights rest as they are, for inference; a backward is an error."""
+"""`initialize` without an optimizer: weights rest as they are; gradients pass through, and none is kept."""
 
 from __future__ import annotations
 
@@ -52,3 +52,41 @@ def infer() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_rest_as_they_are(world: int) -> None:
     run_ranks(world, infer)
+
+
+def check_passing_through(stage: int) -> None:
+    """A frozen critic of its own engine: its inputs get plain torch's gradient, and so does a trained generator."""
+    import ds_core
+    from ds_core import comm
+
+    zero = {"stage": stage, "param_persistence_threshold": 0}
+    frozen = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    critic = ds_core.initialize(model=build().double().requires_grad_(False), config=frozen)[0]
+    inputs = torch.randn(2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(comm.rank()))
+    ours, theirs = (inputs.clone().requires_grad_() for _ in range(2))
+    critic(ours).square().mean().backward()
+    plain = build().double()
+    plain(theirs).square().mean().backward()
+    assert torch.equal(ours.grad, theirs.grad)
+    ours.grad = None
+    critic.backward(critic(ours).square().mean())
+    assert torch.equal(ours.grad, theirs.grad)
+
+    trained = {**frozen, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    generator = ds_core.initialize(model=build().double(), config=trained)[0]
+    generator.backward(critic(generator(inputs)).square().mean())
+    generator.step()
+    generator.destroy()
+    critic.destroy()
+    truth = build().double()
+    for rank in range(comm.world_size()):
+        part = torch.randn(2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(rank))
+        (plain(truth(part)).square().mean() / comm.world_size()).backward()
+    for mine, wanted in zip(generator.module.parameters(), truth.parameters(), strict=True):
+        assert torch.allclose(mine, wanted - wanted.grad, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_pass_through_a_frozen_model(stage: int, world: int) -> None:
+    run_ranks(world, check_passing_through, stage)
