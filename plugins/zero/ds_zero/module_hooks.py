@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
+import logging
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,17 +17,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_core import comm
 from ds_core.errors import UsageError
-from ds_core.process import STATE
-from ds_zero.absent_weight import absent
+from ds_core.process import STATE, log_once
 from ds_zero.gather_on_access import GatherOnAccess, gathering_on_access
 from ds_zero.gathered_parameters import GatheredParameters
-from ds_zero.sharded_param import unshard_module
-from ds_zero.weights import handle_of
+from ds_zero.sharded_param import unshard_module, untracked
+from ds_zero.weights import WeightHandle, handle_of
 
 __all__ = ["hooks_removed", "install_hooks", "materialize", "remove_hooks"]
 
+log = logging.getLogger("ds_zero")
+
 _HANDLES = "_ds_handles"
+_ABSENT = (
+    "state_dict(): partitioned weights are empty tensors in it (the first is %r), because their values are spread over "
+    "ranks. For whole weights use engine.save_checkpoint or engine.save_16bit_model, or call state_dict() on every "
+    "rank inside ds_zero.GatheredParameters(module), which takes the memory of the unsharded model"
+)
+_NOT_LOADED = (
+    "load_state_dict(): the state dict has an empty placeholder for a partitioned weight (the first is %r), as "
+    "state_dict() gives it at stage 3; such weights stay as they are"
+)
 
 
 def install_hooks(module: nn.Module, *, apply: bool, engine: bool) -> None:
@@ -39,7 +52,7 @@ def install_hooks(module: nn.Module, *, apply: bool, engine: bool) -> None:
     elif _HANDLES in module.__dict__:
         return
     handles = [
-        module.register_state_dict_post_hook(_mark_absent),
+        module.register_state_dict_post_hook(_put_placeholders),
         module.register_load_state_dict_pre_hook(_load),
     ]
     if not engine:
@@ -110,14 +123,16 @@ def hooks_removed(module: nn.Module) -> Iterator[None]:
             install_hooks(submodule, apply=apply, engine=True)
 
 
-def _mark_absent(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put an AbsentWeight in the place of each empty tensor that the module's sharded weights have given."""
+def _put_placeholders(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put an empty tensor in the place of each of the module's sharded weights, whether or not it is gathered now."""
     if gathering_on_access():
         return
     for name, param in module._parameters.items():
         handle, key = handle_of(param), prefix + name
-        if handle is not None and handle.is_sharded and state_dict.get(key) is not param:  # it is, with keep_vars
-            state_dict[key] = absent(key, handle.shape, handle.param.dtype)
+        if handle is None or not handle.sharded_at_rest or handle.held or state_dict.get(key) is param:
+            continue  # it is, with keep_vars
+        state_dict[key] = torch.empty(0, dtype=handle.param.dtype, device=handle.device)
+        log_once(log, logging.WARNING, _ABSENT, key)
 
 
 def _load(
@@ -130,7 +145,11 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load the module's own weights; in `state_dict` they are replaced by the parameters, so torch copies nothing."""
+    """Load the module's own weights; in `state_dict` they are replaced by the parameters, so torch copies nothing.
+
+    Nothing is asked of other ranks about a weight that is not in `state_dict`: loaders that have one file of several
+    at a time call this on the first rank only.
+    """
     for name, param in module._parameters.items():
         handle, key = handle_of(param), prefix + name
         value = state_dict.get(key)
@@ -138,14 +157,44 @@ def _load(
             continue
         if not handle.sharded_at_rest and not local_metadata.get("assign_to_params_buffers"):
             continue  # replicated: torch's own copy does it
-        if value.shape != handle.shape:
+        found = _agreed(handle, _judge(handle, value))
+        if found is _Given.MISFIT:
             errors.append(
                 f"size mismatch for {key}: its shape is {tuple(handle.shape)} in the model and {tuple(value.shape)} in "
-                "the state dict"
+                "the state dict of this rank; each rank gives its whole weight, or a placeholder"
             )
+        elif found is _Given.WHOLE:
+            fits = value.shape == handle.shape
+            handle.assign(value.detach() if fits else torch.empty(handle.shape, dtype=handle.param.dtype))
         else:
-            handle.assign(value.detach())
+            log_once(log, logging.WARNING, _NOT_LOADED, key)
         state_dict[key] = param
+
+
+class _Given(enum.IntEnum):
+    """What the state dict has for a sharded weight. MISFIT: of another shape; it counts most."""
+
+    PLACEHOLDER = 0
+    WHOLE = 1
+    MISFIT = 2
+
+
+def _judge(handle: WeightHandle, value: torch.Tensor) -> _Given:
+    """What `value` is on this rank."""
+    if value.shape == handle.shape:
+        return _Given.WHOLE
+    return _Given.PLACEHOLDER if value.shape == (0,) else _Given.MISFIT
+
+
+@untracked
+def _agreed(handle: WeightHandle, given: _Given) -> _Given:
+    """MISFIT where any rank has one, so that all refuse; else what the first rank has, whose values count."""
+    if len(handle.ranks) == 1:
+        return given
+    counts = given if given is _Given.MISFIT or comm.rank() == handle.ranks[0] else _Given.PLACEHOLDER
+    vote = torch.tensor(int(counts), device=handle.device)
+    comm.all_reduce(vote, op=torch.distributed.ReduceOp.MAX, group=handle.group)
+    return _Given(int(vote))
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:

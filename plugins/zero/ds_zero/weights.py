@@ -95,6 +95,11 @@ class WeightHandle(ABC):
 
     @property
     @abstractmethod
+    def held(self) -> bool:
+        """Whether a caller keeps the weight unsharded now, as `GatheredParameters` does."""
+
+    @property
+    @abstractmethod
     def shape(self) -> torch.Size:
         """Shape of the unsharded weight."""
 
@@ -185,6 +190,10 @@ class _InitWeight(WeightHandle):
         return not self._sharded.users
 
     @property
+    def held(self) -> bool:
+        return bool(self._sharded.users)
+
+    @property
     def shape(self) -> torch.Size:
         return self._sharded.shape
 
@@ -264,6 +273,10 @@ class _EngineWeight(WeightHandle):
     @property
     def is_sharded(self) -> bool:
         return self._unit is not None and not self._unit.is_unsharded
+
+    @property
+    def held(self) -> bool:
+        return self._unit is not None and bool(self._unit.uses.callers)
 
     @property
     def shape(self) -> torch.Size:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import logging
 import subprocess
 import sys
@@ -585,10 +584,7 @@ def test_a_model_without_an_engine_says_so() -> None:
     with pytest.raises(UsageError, match=r"Linear: its weights were partitioned by ds_zero.Init; give the model to"):
         model(torch.ones(2, D))
     weight = model.state_dict()["0.weight"]
-    assert (weight.shape, weight.dtype) == ((D, D), torch.float32)
-    for use in (torch.sum, torch.clone, copy.deepcopy, lambda values: torch.save(values, io.BytesIO())):
-        with pytest.raises(UsageError, match=r"state_dict\(\): parameter '0.weight' is partitioned"):
-            use(weight)
+    assert (weight.shape, weight.dtype) == ((0,), torch.float32)
     with ds_zero.GatheredParameters(model):
         assert model.state_dict()["0.weight"].shape == (D, D)
         assert model(torch.ones(2, D)).shape == (2, D)
