@@ -46,6 +46,7 @@ class GradientHooks:
         self.origin = Origin.NONE
         self._entered = False  # in a backward that the engine did not start, and after which `leave` will be called
         self._handles: list[Any] = []
+        self._installed = False  # also where all parameters are frozen, so that there is none to hook
         self._trainable: list[bool] = []
         self._changed = True
         self.joint: JointBackwards | None = None
@@ -71,7 +72,8 @@ class GradientHooks:
         trained = self._ctx.trained
         before, self._trainable = self._trainable, [p.requires_grad for p in trained]
         self._changed |= self._trainable != before
-        if self.partitioner.takes_gradients or self._origin_matters():
+        self._installed = self.partitioner.takes_gradients or self._origin_matters()
+        if self._installed:
             self._handles = [
                 p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained if p.requires_grad
             ]
@@ -81,6 +83,7 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._installed = False
 
     def _origin_matters(self) -> bool:
         """Whether it must be known which gradients came from another backward than the engine's own.
@@ -161,7 +164,7 @@ class GradientHooks:
 
     def begin(self) -> None:
         """Tell the partitioner that a backward begins."""
-        if self._handles and self._trainable != [p.requires_grad for p in self._ctx.trained]:
+        if self._installed and self._trainable != [p.requires_grad for p in self._ctx.trained]:
             self.install()
         if self.joint is not None and self.joint.group is not None:
             self.partitioner.may_wait = self.origin is Origin.ENGINE

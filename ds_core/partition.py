@@ -102,8 +102,15 @@ class Partitioner(ABC):
         """
 
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made in other ways."""
-        torch.autograd.backward([param], [grad])
+        """Accumulate `grad`, of the whole shape of `param`, as a backward would: for gradients made in other ways.
+
+        No hooks on `param` run: what `grad` was made of has been through them.
+        """
+        self.begin(changed=False)
+        # Not in place: one of the two may be sparse, and the old one a view of a bucket.
+        param.grad = grad if param.grad is None else grad + param.grad
+        if self.takes_gradients:
+            self.on_gradient(param)
 
     @abstractmethod
     def finish(self) -> None:

@@ -132,3 +132,23 @@ def test_a_backward_that_failed_does_not_hide_the_next() -> None:
     assert hooks.origin is Origin.NONE
     engine.backward(engine(torch.ones(1, D)))
     assert hooks.window.seen == Origin.ENGINE
+
+
+def _thaws_all() -> float:
+    """How far two ranks are from the average, where every parameter was frozen at the start."""
+    from ds_core import comm
+
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1, bias=False).double().requires_grad_(False)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "optimizer": {"type": "SGD"}}
+    engine, *_ = ds_core.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    net.requires_grad_(True)
+    engine.backward(engine(torch.eye(3, dtype=torch.float64)[comm.rank()]).sum())
+    grad = net.weight.grad
+    assert grad is not None
+    engine.destroy()
+    return (grad - torch.tensor([[0.5, 0.5, 0.0]])).abs().max().item()
+
+
+def test_where_all_was_frozen_what_is_unfrozen_is_reduced() -> None:
+    assert run_ranks(2, _thaws_all) == [0.0, 0.0]

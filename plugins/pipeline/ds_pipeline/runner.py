@@ -125,7 +125,6 @@ class PipelineRunner(Runner):
         partitioner = engine.partitioner
         partitioner.sync = False
         partitioner.hold = partitioner.partitions_gradients and self.section.reduce == "batch"
-        self.ties.begin()
         self._execute(batches, return_logits=False)
         loss = self._shared_loss()
         assert loss is not None
@@ -158,6 +157,8 @@ class PipelineRunner(Runner):
         self._loaded = dict.fromkeys(range(self.chunks), 0)
         self._micros, headers, signature = self._pull(batches)
         self._failed = True  # until all is done; see `_pull`
+        if self._train:
+            self.ties.begin()
         self.transport.begin(incoming, train=self._train, headers=headers, most=most)
         for what in commands:
             self._handler(what)(what)
@@ -206,13 +207,16 @@ class PipelineRunner(Runner):
         mixed = self.module.dynamic_shape or any(x != shapes[0] for x in shapes)
         known = self.module.shapes_known and self._signatures.get(self._train) == (shapes[0] if shapes else None)
         work = BatchRequest(self._count, self._train, self._with_loss)
-        word = agree(self.ctx, work, [short, mixed, not known and self.stage == 0, trouble is not None])
+        thawed = self._train and self.ties.changed
+        word = agree(self.ctx, work, [short, mixed, not known and self.stage == 0, trouble is not None, thawed])
         if trouble is not None:
             raise trouble
         if word[3]:
             raise UsageError("lost this batch: a peer failed while it read its micro-batches; see its error")
         if word[0]:
             raise StopIteration
+        if word[4]:
+            self.ties.agree()
         headers = "each" if word[1] else "first" if word[2] else "none"
         return micros, headers, None if word[1] or not shapes else shapes[0]
 
