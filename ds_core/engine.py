@@ -170,8 +170,11 @@ class Engine(RunningEngine):
         self._hooks.run(lambda: root.backward(retain_graph=retain_graph), self.loss_factor(), self._phase)
 
     def run_backward(self, backward: Callable[[], object]) -> None:
-        """For runners: run `backward`, whose losses are multiplied by `loss_factor`; then reduce what is due."""
-        self._hooks.run(backward, self.loss_factor(), self._phase)
+        """For runners: run `backward`, whose losses are multiplied by `loss_factor`; then reduce what is due.
+
+        Ranks may call it at different times, and differently often.
+        """
+        self._hooks.run(backward, self.loss_factor(), self._phase, alike=False)
 
     # -- accumulation ----------------------------------------------------------------------------------------
 
@@ -281,6 +284,7 @@ class Engine(RunningEngine):
         gas = self.ctx.batch.gas
         try:
             loss = self.runner.train(self, iter(batches), gas)
+            self._hooks.finish_joint()  # of backwards that ranks ran at different times
         except BaseException:  # whatever stopped it, the next batch starts afresh
             self._drop_window()
             raise

@@ -103,11 +103,14 @@ class GradientHooks:
 
     # -- backwards -------------------------------------------------------------------------------------------
 
-    def run(self, backward: Callable[[], object], factor: float, phase: Phase | None = None) -> None:
+    def run(
+        self, backward: Callable[[], object], factor: float, phase: Phase | None = None, *, alike: bool = True
+    ) -> None:
         """Run `backward`, of a loss that this engine has scaled, and complete the reductions that are due.
 
         factor: what the engine multiplies losses by; other engines whose parameters the loss comes through receive it.
-        phase: times the phases "backward", "backward_inner" and "backward_allreduce".
+        phase: times the phases "backward", "backward_inner" and "backward_allreduce". alike: all ranks run it now;
+        otherwise they call `finish_joint` later, together.
         """
         outer, self.origin = self.origin, Origin.ENGINE
         joint, outer_driver = self.joint, None
@@ -117,21 +120,26 @@ class GradientHooks:
             if phase is None:
                 self.begin()
                 backward()
-                self._finish()
+                self._finish(alike)
                 return
             with phase("backward"):
                 self.begin()
                 with phase("backward_inner"):
                     backward()
                 with phase("backward_allreduce"):
-                    self._finish()
+                    self._finish(alike)
         finally:
             self.origin = outer
             if joint is not None:
                 joint.driver = outer_driver
 
-    def _finish(self) -> None:
+    def _finish(self, alike: bool) -> None:
         self.partitioner.finish()
+        if alike:
+            self.finish_joint()
+
+    def finish_joint(self) -> None:
+        """Finish the reductions of other engines that this one's backwards came to. Collective where there are any."""
         if self.joint is not None:
             self.joint.finish(self)
 

@@ -4,6 +4,10 @@
 not. So each engine but the first has process groups of its own, and after a backward ranks agree which engines took
 part on any of them, and finish the reductions of those: first the one whose `backward` it was, then the others in the
 order in which they were made. With one engine none of this happens.
+
+[Note: backwards of a runner] The stages of a pipeline run backwards at different times, and each waits for messages of
+others in between: agreeing after each of them would wait for ever. So what a runner runs by `run_backward` is agreed on
+once, when the batch is over.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class JointBackwards:
     """The backward that runs while there are several engines, each of which has this as `GradientHooks.joint`.
 
     driver: the engine whose ``backward`` runs, with what it multiplies losses by; None in a plain ``loss.backward()``.
-    group: along dp, for agreeing on engines after each backward; None where that is not needed.
+    group: of all ranks, for agreeing on engines after each backward; None in one process.
     """
 
     def __init__(self) -> None:
@@ -48,8 +52,9 @@ class JointBackwards:
         """One more engine was made. Collective."""
         if self._first != STATE.first:
             self.group, self._first = None, STATE.first
-        if self.group is None and ctx.mesh.size("dp") > 1:
-            self.group, self._device = ctx.mesh.own_group("dp"), ctx.accelerator.current_device()
+        if self.group is None and ctx.world_size > 1:
+            # Of all ranks, not along dp: that of a pipeline has fewer ranks than that of an engine beside it.
+            self.group, self._device = ctx.mesh.own_group(*ctx.mesh.names), ctx.accelerator.current_device()
         for hooks in filter(None, STATE.present()):
             hooks.joint = self
             if hooks.engine() is not None:
