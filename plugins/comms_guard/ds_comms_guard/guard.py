@@ -155,7 +155,7 @@ def guard_of_job(section: CommsGuard, packages: Iterable[str] = ()) -> HangGuard
     connect = partial(_connect, dist.distributed_c10d._get_default_store(), f"ds_comms_guard/{made}")
     board = Board(connect, world.rank(), world.size())
     calls = Ledger(get_accelerator()) if section.enabled else Counts(get_accelerator())
-    watcher = Watcher(calls, board, section.seconds, section.enabled, tops, weakref.ref(world))
+    watcher = Watcher(calls, board, section.seconds, section.enabled, tops, world)
     if isinstance(calls, Ledger):
         return HangGuard(world, calls, watcher)
     _watchers[world] = watcher

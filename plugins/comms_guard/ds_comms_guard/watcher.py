@@ -9,8 +9,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Collection
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, runtime_checkable
+
+from torch.distributed import ProcessGroup
 
 from ds_comms_guard.board import Board, Question
 from ds_comms_guard.counts import Counts
@@ -40,8 +44,8 @@ class TellsActivity(Protocol):
 class Watcher:
     """Runs until `stop`, or until the process group is gone.
 
-    alive: whether the process group is there. proves: whether the job ends when positions prove that it cannot go on.
-    packages: top-level names of modules whose lines are not shown as the user's.
+    world: the process group. proves: whether the job ends when positions prove that it cannot go on. packages:
+    top-level names of modules whose lines are not shown as the user's.
 
     The store is looked at when this rank has waited for half of `patience`, or has made no collective for a quarter of
     it, and else after every half.
@@ -54,11 +58,11 @@ class Watcher:
         patience: float,
         proves: bool,
         packages: Collection[str],
-        alive: Callable[[], Any],
+        world: ProcessGroup,
     ) -> None:
         self._calls, self.board, self.patience, self._proves = calls, board, patience, proves
         self._rank = board.rank
-        self._alive, self._packages = alive, frozenset(packages)
+        self._packages = frozenset(packages)
         self._tick = min(5.0, patience / 10)
         self._waits = Waits(calls, patience / 4, self._packages)
         self._judge = Judge(board, patience, self._tick, proves)
@@ -66,7 +70,10 @@ class Watcher:
         self._introduced = self._waited = self._lost = False
         self._beat, self._question = 0, Question()  # the last one that was seen
         self._alone_due = patience * (1 if self._rank == 1 else 2)  # one is enough, if it can
-        self._stop = threading.Event()
+        # A queue, since a garbage collection may end the process group in any thread, in the middle of anything: the
+        # lock of an Event might be held there. A watcher that outlived the group would keep its store open.
+        self._ends: SimpleQueue[Any] = SimpleQueue()
+        self._world = weakref.ref(world, self._ends.put)
         self._thread = threading.Thread(target=self._watch, name="ds_comms_guard watcher", daemon=True)
         self._thread.start()
         atexit.register(self._leave)
@@ -74,7 +81,7 @@ class Watcher:
     def stop(self) -> None:
         """Stop watching."""
         atexit.unregister(self._leave)
-        self._stop.set()
+        self._ends.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
@@ -97,7 +104,7 @@ class Watcher:
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._stop.wait(self._tick if self._introduced or self._lost else 0.0) and self._alive() is not None:
+        while not self._ended(self._tick if self._introduced or self._lost else 0.0):
             wait, now = self._overdue(self.patience / 2), time.monotonic()
             moves = wait is None and not self._waited and not self._waits.still()
             if self._lost:
@@ -105,6 +112,15 @@ class Watcher:
             elif not self._introduced or not moves or now - looked >= self.patience / 2:
                 looked = now
                 self._talk(wait)
+        atexit.unregister(self._leave)  # it holds this watcher, and so the store
+
+    def _ended(self, seconds: float) -> bool:
+        """Whether watching has ended within `seconds`."""
+        try:
+            self._ends.get(timeout=seconds)
+        except Empty:
+            return False
+        return True
 
     def _talk(self, wait: Wait | None) -> None:
         """Converse. If the store's process is stopped, that blocks, so another thread looks at this rank's waits."""
@@ -149,7 +165,7 @@ class Watcher:
         """Tell of this rank's wait while the store does not answer."""
         if answered.wait(self.patience / 4):
             return
-        while not answered.wait(self._tick) and not self._stop.is_set():
+        while not answered.wait(self._tick) and self._ends.empty():
             self._tell_alone(self._overdue(self.patience), "does not answer")
 
     def _tell_alone(self, wait: Wait | None, why: str) -> None:
