@@ -22,6 +22,7 @@ from ds_core.accelerator import get_accelerator
 from ds_core.comm.start import add_interceptors_of
 from ds_core.compose import Composition, compose
 from ds_core.config import check_rules
+from ds_core.config.source import ConfigSource, read_config
 from ds_core.context import Context
 from ds_core.engine import Engine
 from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
@@ -73,13 +74,14 @@ def initialize(
     function ``groups -> Optimizer``; overrides the config's. model_parameters: parameters or group dicts; default the
     model's trainable ones. training_data: a dataset; gives the dataloader. lr_scheduler: an object with ``step`` and
     state, or a function ``optimizer -> scheduler``. mpu: an external model-parallel unit. config: dict, file path or
-    base64 text (config_params is its old name). mesh_param: (data, sequence) sizes. Collective: every rank calls it.
+    base64 text (config_params is its old name). mesh_param: (data, sequence) sizes; the second stands for the key
+    sequence_parallel_size. Collective: every rank calls it.
 
     Raises ConfigError (all problems at once), PluginError, RankMismatchError or UsageError.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
-    chosen = compose(config_source(args, config, config_params), model)
+    chosen = compose(_with_mesh(config_source(args, config, config_params), mesh_param), model)
     _check_arguments(args, optimizer, chosen)
     core = chosen.config.core
     if core.log_level:
@@ -182,6 +184,17 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     if named:
         raise ConfigError(f"{' and '.join(named)} are both given; give one")
     raise ConfigError("no config was given; pass config=<dict or path>, or --deepspeed_config PATH on the command line")
+
+
+def _with_mesh(source: Any, mesh_param: tuple[int, int] | None) -> Any:
+    """The config, in which the sequence size of `mesh_param` stands where it says none."""
+    if mesh_param is None:
+        return source
+    if len(mesh_param) != 2 or any(type(size) is not int or size < 1 for size in mesh_param):
+        raise UsageError(f"mesh_param is (data, sequence), two sizes of at least 1, not {mesh_param!r}")
+    found, size = read_config(source), mesh_param[1]
+    more = {} if size == 1 else {"sequence_parallel_size": size}
+    return ConfigSource({**more, **found.raw}, found.origin)
 
 
 def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:

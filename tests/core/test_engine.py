@@ -549,7 +549,9 @@ def test_initialize_errors_say_what_is_missing(monkeypatch):
         )
     with pytest.raises(ConfigError, match="data parallel size 3"):
         start({"data_parallel_size": 3})
-    with pytest.raises(ConfigError, match="sequence parallel size 2, but this run has 1"):
+    with pytest.raises(ConfigError, match="data parallel size 2, but this run has 1"):
+        start(mesh_param=(2, 1))
+    with pytest.raises(ConfigError, match="sequence_parallel_size|sp"):  # which mesh_param stands for
         start(mesh_param=(1, 2))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match=r"args.local_rank is 1"):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from ds_core.context import Context
+
+log = logging.getLogger("ds_sequence_parallel")
 
 __all__ = ["make_pass", "prepare_autosp_inputs"]
 
@@ -68,6 +71,10 @@ def prepare_autosp_inputs(
 
 def make_pass(ctx: Context) -> Any:
     """The pass ``autosp``; None where sequences are not divided."""
+    if not ctx.mesh.has("sp"):  # no section asks for the axis
+        if ctx.rank == 0:
+            log.warning("compile.passes: autosp has no effect without sequence_parallel_size, which is 1 if not given")
+        return None
     if ctx.mesh.size("sp") == 1:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,13 @@ def divided(kind: str, stage: int, ranks: int) -> tuple[int, int]:
     config = AUTOSP | {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
-        "sequence_parallel_size": ranks,
+        **({"sequence_parallel_size": ranks} if stage else {}),
         "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
         "zero_optimization": {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})},
     }
-    engine, *_ = ds_core.initialize(model=make(kind), config=config)
+    # Two ways to say the size: the key, and mesh_param alone.
+    engine, *_ = ds_core.initialize(model=make(kind), config=config, mesh_param=None if stage else (1, ranks))
+    assert engine.ctx.mesh.size("sp") == ranks
     engine.compile("aot_eager")
     losses = []
     for step in range(STEPS):
@@ -133,6 +136,31 @@ _slow = pytest.mark.slow
 def test_it_trains_as_one_process(kind: str, stage: int, ranks: int) -> None:
     for graphs, breaks in run_ranks(ranks, divided, kind, stage, ranks):
         assert (graphs, breaks) == (1, 0)
+
+
+def undivided() -> None:
+    """Without a size each rank has whole sequences of its own, as with DeepSpeed; the log says that nothing is cut."""
+    import ds_core
+    from ds_core import comm
+
+    torch._dynamo.reset()
+    said: list[str] = []
+    watch = logging.Handler()
+    watch.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_sequence_parallel").addHandler(watch)
+    config = AUTOSP | {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
+    engine, *_ = ds_core.initialize(model=make("own"), config=config)
+    engine.compile("aot_eager")
+    inputs = given("own", comm.rank())
+    prepare_autosp_inputs(inputs["input_ids"], inputs["labels"])
+    assert torch.allclose(engine(**inputs), make("own")(**inputs), rtol=0, atol=1e-12)
+    assert len(said) == (comm.rank() == 0)
+    assert all("autosp has no effect without sequence_parallel_size" in text for text in said)
+    engine.destroy()
+
+
+def test_without_a_size_nothing_is_divided() -> None:
+    run_ranks(2, undivided)
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

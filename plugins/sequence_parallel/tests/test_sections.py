@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from ds_core.compose import compose
-from ds_core.errors import ConfigError
+from ds_core.errors import ConfigError, UsageError
 from ds_core.mesh import plan_mesh
 
 
@@ -36,6 +37,15 @@ def test_either_key_gives_the_axis(more: dict[str, Any]) -> None:
 
 
 def test_sizes_that_disagree_are_an_error() -> None:
+    import ds_core
+
+    for given in ({"sequence_parallel": {"size": 4}}, {"sequence_parallel_size": 4}):
+        config = {"train_micro_batch_size_per_gpu": 1, **given}
+        with pytest.raises(ConfigError, match=r"sequence_parallel_size is 2|divide"):
+            ds_core.initialize(model=nn.Linear(1, 1), config=config, mesh_param=(1, 2))
+    for wrong in ((1,), (1, 0), (1, 2.0), (1, 2, 3)):
+        with pytest.raises(UsageError, match="mesh_param is \\(data, sequence\\), two sizes"):
+            ds_core.initialize(model=nn.Linear(1, 1), config={"train_batch_size": 1}, mesh_param=wrong)
     with pytest.raises(ConfigError, match=r"sequence_parallel.size.*sequence_parallel_size is 4"):
         composed(sequence_parallel={"size": 2}, sequence_parallel_size=4)
 
