@@ -86,10 +86,11 @@ def is_class(hint: Any, *kinds: type) -> bool:
 
 
 class Clash(NamedTuple):
-    """Stands in for the value of a key whose old and new spelling are both set."""
+    """Stands in for the value of a key of which two spellings are set. kind: what `old` is of `new`."""
 
     old: str
     new: str
+    kind: str = "the old name"
 
 
 class Section(BaseModel):
@@ -129,13 +130,17 @@ class Section(BaseModel):
             for name in taken:
                 del moved[name]
             moved[new] = Clash(old, taken[0]) if taken else value
+        for name, field in cls.model_fields.items():
+            if field.alias not in (None, name) and {name, field.alias} <= moved.keys():
+                rest = {key: value for key, value in moved.items() if key != field.alias}
+                moved = rest | {name: Clash(str(field.alias), name, "another spelling")}
         return moved
 
     @field_validator("*", mode="wrap")
     @classmethod
     def _prepare(cls, value: Any, handler: Any, info: ValidationInfo) -> Any:
         if isinstance(value, Clash):
-            raise PydanticCustomError("ds_clash", "{old} is the old name of {new}, and both are set", value._asdict())
+            raise PydanticCustomError("ds_clash", "{old} is {kind} of {new}, and both are set", value._asdict())
         field = cls.model_fields[str(info.field_name)]
         fitted = fit(field.annotation, value)
         result = handler(fitted)

@@ -74,7 +74,7 @@ def _problem(
         return Problem(where, f"is required and missing; it must be {describe(place.hint)}")
     if kind == "ds_clash":
         new = join(section, ctx["new"])
-        return Problem(join(section, ctx["old"]), f"is the old name of {new}, and both are set", f"keep {new} only")
+        return Problem(join(section, ctx["old"]), f"is {ctx['kind']} of {new}, and both are set", f"keep {new} only")
     if kind == "ds_not_offered":
         return Problem(where, f"{shown} is documented but not offered ({ctx['why']})", "leave the key out")
     if kind in _OWN_WORDS:

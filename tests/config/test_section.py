@@ -194,6 +194,16 @@ def test_both_spellings_are_refused(both: dict[str, int]) -> None:
             build_config({"thing": both}, {"thing": (Thing, "ds-thing 1")})
 
 
+def test_a_key_and_its_alias_are_refused() -> None:
+    class Named(Section):
+        size: int = option(1, "How large.", alias="stage3_size")
+
+    assert build_config({"thing": {"stage3_size": 2}}, {"thing": (Named, "ds-thing 1")}).section("thing").size == 2
+    said = r"thing.stage3_size: is another spelling of thing.size, and both are set; keep thing.size only"
+    with pytest.raises(ConfigError, match=said):
+        build_config({"thing": {"size": 2, "stage3_size": 2}}, {"thing": (Named, "ds-thing 1")})
+
+
 class Vault(Section):
     login: str | None = option(None, "A log-in.", secret=True)
     typed: SecretStr | None = option(None, "Typed.")

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from ds_core.config import Section, option
+from ds_core.config.section import Clash
 
 __all__ = [
     "ActivationQuantConfig",
@@ -282,7 +283,7 @@ class DeepSpeedInferenceConfig(Section):
                 continue  # an error that the section tells
             if key in inner and inner[key] is not value and inner[key] != value:
                 raise PydanticCustomError(
-                    "ds_clash", "{old} is the old name of {new}, and both are set", {"old": old, "new": f"{name}.{key}"}
+                    "ds_clash", "{old} is {kind} of {new}, and both are set", Clash(old, f"{name}.{key}")._asdict()
                 )
             moved[name] = {**inner, key: value}
         return moved
@@ -369,7 +370,10 @@ class DeepSpeedInferenceConfig(Section):
                 if old in source:
                     yield old, f"is deprecated and was read as '{section}.{key}'; rename it"
         weights = self.quant.weight.layers(self.bits) if self.quant.enabled else {}
-        if "quant" in given and not weights:
+        if self.dtype in ("int8", "int4") and not weights:
+            off = "quant.weight.enabled" if self.quant.enabled else "quant.enabled"
+            yield "dtype", f"{self.dtype} quantises nothing, because {off} is false; weights are {self.floats}"
+        elif "quant" in given and not weights:
             yield "quant", f"has no effect: dtype is {self.dtype}; quantise with int8 or int4"
 
 

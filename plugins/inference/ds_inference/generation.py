@@ -40,6 +40,7 @@ class Generator:
         vocab: int | None = None, eos: Iterable[int] = (), device: torch.device | str = "cpu", max_rows: int = 512,
         max_sequences: int = 64, max_waiting: int | None = None, decode: Decode | None = None,
         seeds: Callable[[], int] = _drawn_seed, cache: KVCache | None = None,
+        most_key: str = "max_out_tokens of init_inference",
     ) -> None:  # fmt: skip
         for name, value in (("max_rows", max_rows), ("max_sequences", max_sequences)):
             if value < 1:
@@ -51,6 +52,7 @@ class Generator:
         with torch.inference_mode(False):
             self.cache = KVCache.make(*shape, program.dtype, device) if cache is None else cache
         self.max_positions = blocks * BLOCK + 1 if max_positions is None else max_positions
+        self._most_key = most_key
         self.vocab, self.eos, self.decode = vocab, frozenset(eos), decode
         self.max_waiting, self.max_sequences = max_waiting, min(max_sequences, max_rows)
         self.prompt_tokens = self.new_tokens = 0
@@ -235,7 +237,7 @@ class Generator:
         if have + new > self.max_positions or new < 1:
             raise UsageError(
                 f"a prompt of {have} tokens and max_new_tokens={params.max_new_tokens} are more than "
-                f"{self.max_positions} positions (the model's, or max_out_tokens of init_inference): shorten one"
+                f"{self.max_positions} positions (the model's, or {self._most_key}): shorten one"
             )
         if plans.most_blocks(have, new, rows) > self.blocks:
             raise UsageError(

@@ -204,7 +204,7 @@ def _generator(engine: RunningEngine, state: _State, model: _Model, rows: int) -
     return Generator(
         model.runnable, program=program, max_positions=positions, cache_tokens=blocks * BLOCK, vocab=model.vocab,
         eos=model.eos, device=device, max_rows=max(512, rows), max_sequences=max(64, rows), cache=cache,
-        seeds=functools.partial(parallel.one_seed, engine.ctx),
+        seeds=functools.partial(parallel.one_seed, engine.ctx), most_key="hybrid_engine.max_out_tokens",
     )  # fmt: skip
 
 

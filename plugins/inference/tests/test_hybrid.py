@@ -244,7 +244,7 @@ def test_a_module_of_ones_own() -> None:
     told = metrics(engine.ctx)
     assert told["Train/Generation/new_tokens"] == 28 and told["Train/Generation/tokens_per_second"] > 0
     assert metrics(engine.ctx) == {}
-    with pytest.raises(UsageError, match=r"more than 12 positions .*max_out_tokens"):
+    with pytest.raises(UsageError, match=r"more than 12 positions .*or hybrid_engine.max_out_tokens"):
         engine.generate(text, max_new_tokens=20)
     with pytest.raises(UsageError, match=r"no keyword 'top_kk'.*top_k"):
         engine.generate(text, top_kk=3)

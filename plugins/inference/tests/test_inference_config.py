@@ -154,6 +154,16 @@ def test_old_keys_and_keys_without_effect_are_said_once(caplog: pytest.LogCaptur
         assert said in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("quant", "key"), [({"enabled": False}, "quant.enabled"), ({"weight": {"enabled": False}}, "quant.weight.enabled")]
+)
+def test_int8_that_is_switched_off_is_said(quant: dict[str, Any], key: str, caplog: pytest.LogCaptureFixture) -> None:
+    reset()
+    with caplog.at_level(logging.WARNING, "ds_inference"):
+        make_config({"dtype": "int8", "quant": quant})
+    assert f"dtype: int8 quantises nothing, because {key} is false; weights are bfloat16" in caplog.text
+
+
 @pytest.mark.parametrize("weight", [{"post_init_quant": {"mlp": {}}}, {"quantized_initialization": {"num_bits": 4}}])
 def test_layers_named_in_quant_are_quantised_whatever_dtype_says(
     weight: dict[str, Any], caplog: pytest.LogCaptureFixture
