@@ -41,6 +41,7 @@ class Plan:
 
     rules: by name of a module or a parameter. divisions: of those that are cut. attentions: by name, the heads of
     attention modules that are divided. whole: linear layers that no rule is for, or that cannot be divided, and why.
+    unmatched: the numbers of `layer_specs` whose patterns match no parameter here.
     """
 
     rules: dict[str, Rule]
@@ -48,6 +49,7 @@ class Plan:
     attentions: dict[str, Heads]
     whole: dict[str, str]
     source: str
+    unmatched: list[int] = dataclasses.field(default_factory=list)
 
 
 class Planner:
@@ -107,11 +109,7 @@ class Planner:
             sums = spec.partition_type == "skip"
             target = owner if divisible or (sums and param.dim() < 3) else name
             self.plan.rules.setdefault(target, self._rule(spec, found[0], layer, param))
-        for number, spec in enumerate(specs):
-            if number not in used:
-                key = f"partition_config.layer_specs.{number}.patterns"
-                some = ", ".join(list(self.parameters)[:3])
-                raise self._error(key, f"{spec.patterns} match no parameter", f"names are such as {some}")
+        self.plan.unmatched = [number for number in range(len(specs)) if number not in used]
 
     def _rule(self, spec: LayerSpec, number: int, layer: nn.Module, param: nn.Parameter) -> Rule:
         source = f"layer_specs[{number}]"

@@ -81,7 +81,8 @@ def _divide(model: nn.Module, ctx: Context) -> nn.Module:
     families = _Families(model, _overlaps(section, ctx))
     hand_written = list(_bind_hand_written(model, section, place, cuts, families))
     stages = ctx.mesh.group("pp") if ctx.mesh.has("pp") else ALONE  # some may have no layers to divide
-    if not any(comm.all_gather_json(bool(plan.divisions or hand_written), group=stages)):
+    told = comm.all_gather_json([bool(plan.divisions or hand_written), plan.unmatched], group=stages)
+    if not any(divides for divides, _ in told):
         raise ConfigError(
             [
                 Problem(
@@ -105,7 +106,19 @@ def _divide(model: nn.Module, ctx: Context) -> nn.Module:
     compare_inputs(model, ctx.accelerator, place)
     if ctx.rank == 0:
         _tell(plan, len(hand_written), place.size)
+        _tell_unmatched(section, set.intersection(*(set(unmatched) for _, unmatched in told)))
     return model
+
+
+def _tell_unmatched(section: TensorParallelConfig, unmatched: set[int]) -> None:
+    """Warn of specs that match nothing on any stage: one list may serve several models, and a slip looks the same."""
+    specs = section.partition_config.layer_specs if section.partition_config is not None else []
+    for number in sorted(unmatched):
+        log.warning(
+            "tensor_parallel.partition_config.layer_specs.%d.patterns: %s match no parameter of the model",
+            number,
+            specs[number].patterns,
+        )
 
 
 def _overlaps(section: TensorParallelConfig, ctx: Context) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -100,6 +101,36 @@ def test_rules_divide_a_model_of_ones_own() -> None:
         assert max(off.values()) < 1e-12, off
 
 
+OTHERS: list[dict[str, Any]] = [{"patterns": ["decoder"]}, {"patterns": [r"gate$"], "partition_type": "skip"}]
+
+
+def for_several_models() -> list[str]:
+    """One list of specs may serve several models; one of which nothing is for this model divides nothing."""
+    import ds_core
+    from ds_core import comm
+
+    said: list[str] = []
+    watch = logging.Handler(logging.WARNING)
+    watch.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_tensor_parallel").addHandler(watch)
+    section = config([*SPECS, *OTHERS])
+    engine, *_ = ds_core.initialize(
+        model=own(), config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": section}
+    )
+    assert abs(engine(ids(0)).item() - own()(ids(0)).item()) < 1e-12
+    engine.destroy()
+    with pytest.raises(ConfigError, match="no layer of Own can be divided"):
+        ds_core.initialize(model=own(), config={"train_micro_batch_size_per_gpu": 2, "tensor_parallel": config(OTHERS)})
+    return said if comm.rank() == 0 else []
+
+
+def test_rules_for_other_models_are_passed_over_and_named() -> None:
+    said = run_ranks(2, for_several_models)[0]
+    assert len(said) == 2
+    assert "layer_specs.6.patterns: ['decoder'] match no parameter" in said[0]
+    assert "layer_specs.7.patterns: ['gate$'] match no parameter" in said[1]
+
+
 def sharded_before() -> str:
     import ds_core
     from ds_core.errors import UsageError
@@ -123,10 +154,6 @@ def plan(model: nn.Module, section: dict[str, Any], ranks: int = 2) -> Any:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing matches": (
-        config([{"patterns": ["decoder"]}]),
-        r"layer_specs.0.patterns: .* match no parameter; names are",
-    ),
     "not all": (
         config([SPECS[0]], strict_mode=True),
         r"strict_mode: linear layers without a rule: answer, gated, .*; add layer_specs",
