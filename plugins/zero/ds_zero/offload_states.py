@@ -61,13 +61,15 @@ def reload_states(engine: Engine, non_blocking: bool = False) -> None:
 
 
 def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | str) -> set[torch.device]:
-    """The devices on which the group `state` is now; empty when there is none of it. model: engine, or its module.
+    """The devices on which the group `state` is now; empty when there is none of it.
+
+    model: an engine, also one that stands around another (that of `deepspeed.initialize`), or its module.
 
     Raises ValueError for an unknown group, UsageError when no live engine under ZeRO has this model.
     """
     kind = OffloadStateTypeEnum(state)
-    engines = reversed(STATE.engines)
-    engine = next((e for e in engines if e is model or e.module is model), None)
+    module = model if any(e.module is model for e in STATE.engines) else getattr(model, "module", None)
+    engine = next((e for e in reversed(STATE.engines) if e.module is module), None)
     partitioner: Any = engine.partitioner if engine is not None else None
     if engine is None or not hasattr(partitioner, "offloaded"):
         raise UsageError("get_state_devices: no live engine under ZeRO has this model; give the engine itself")

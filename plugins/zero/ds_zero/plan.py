@@ -24,7 +24,7 @@ from ds_zero.plan_disk import Resting, rest_on_disk
 from ds_zero.plan_kinds import Kinds, join
 from ds_zero.quantised import GRADIENT_BITS, WEIGHT_BITS, Message, can_quantise
 from ds_zero.simulate import SimulatedBucket, SimulatedUnit, Wires, gather_passes, reduction
-from ds_zero.units import Gatherer, gatherers, members, persistent
+from ds_zero.units import Gatherer, find_leaves, gatherers, members, persistent
 from ds_zero.zenflow.plan import held
 
 __all__ = ["Advice", "Kinds", "Need", "Offload", "PlannedRun", "lay_out", "plan", "predict", "recommend"]
@@ -115,7 +115,7 @@ def lay_out(module: nn.Module, section: ZeroConfig, world: int, weights_on_host:
         return Laid(buckets, [p for p in everything if not p.requires_grad], [], [])
     small = persistent(everything, section)
     partitioned = {p for p in everything if p not in small}
-    modules = gatherers(module, partitioned, section)
+    modules = gatherers(module, partitioned, section, find_leaves(module, section.leaf_module))
     replicated = [p for p in trained if p not in partitioned]
     buckets = list(_simulated(replicated, section.bucket_elements(world), world, replicated=True, trained=True))
     units: list[SimulatedUnit] = []

@@ -31,7 +31,7 @@ from ds_zero.quantised import can_quantise, quantised_gather, quantised_reduce
 from ds_zero.sharded_param import mark_in_place, remove_attributes
 from ds_zero.state_offload import BACKWARD
 from ds_zero.status import ZeroParamStatus
-from ds_zero.units import Gatherer, gatherers, members, persistent
+from ds_zero.units import Gatherer, find_leaves, gatherers, members, persistent
 from ds_zero.wires import AllGather, gradient_wire, weight_wire
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ class Stage3(ZeroPartitioner):
         shared_out = [p for p, size in sizes.items() if offloads or size > 1]
         small = persistent(shared_out, self.section)
         sharded = {p for p in shared_out if p not in small}
-        self._gatherers = gatherers(module, sharded, self.section)
-        for gatherer in self._gatherers:
-            if gatherer.leaf and leaf_flag(gatherer.module) is None:
-                self._leaves.add(gatherer.module)
-                mark_leaf(gatherer.module, True)
+        leaves = find_leaves(module, self.section.leaf_module)
+        self._gatherers = gatherers(module, sharded, self.section, leaves)
+        self._leaves = {m for m in (*leaves, *(g.module for g in self._gatherers if g.leaf)) if leaf_flag(m) is None}
+        for leaf in self._leaves:  # of the config, also where no weight of theirs is sharded
+            mark_leaf(leaf, True)
         elements = {
             p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas) for p in shared_out if p in sharded
         }

@@ -42,9 +42,10 @@ def persistent(params: Sequence[nn.Parameter], section: ZeroConfig) -> set[nn.Pa
     return chosen
 
 
-def gatherers(root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConfig) -> list[Gatherer]:
+def gatherers(
+    root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConfig, leaves: set[nn.Module]
+) -> list[Gatherer]:
     """The modules to hook, in the order of the tree; none below a leaf, none without partitioned parameters."""
-    leaves = find_leaves(root, section.leaf_module)
     return list(_walk("", root, partitioned, leaves, section.module_granularity_threshold, set()))
 
 

@@ -75,6 +75,20 @@ def test_mistakes(call: Any, kind: type[Exception], message: str) -> None:
         call(Net())
 
 
+def check_config_leaves() -> None:
+    net = Net()
+    engine = start(net, classes=["Special"], names=["other"])
+    assert ds_zero.get_z3_leaf_modules(net) == [net.moe, net.other]
+    assert ds_zero.z3_leaf_parameter(net.moe.parts[0].weight) and not ds_zero.z3_leaf_parameter(net.inp.weight)
+    engine.destroy()
+    assert ds_zero.get_z3_leaf_modules(net) == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_leaves_of_the_config_are_told(world: int) -> None:
+    run_ranks(world, check_config_leaves)
+
+
 def start(model: nn.Module, **leaf: Any) -> Any:
     import ds_core
 
