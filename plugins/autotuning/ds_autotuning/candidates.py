@@ -122,14 +122,14 @@ def replicas(config: Mapping[str, Any], world: int, mp_size: int) -> tuple[Compo
 def micro_batches(section: Autotuning, base: Mapping[str, Any], dp: int, most: int, own: Any = ()) -> list[int]:
     """Sizes worth a trial, ascending: powers of two from the least; with a given global batch, what divides it.
 
-    most: none is larger. own: the user's sizes, instead.
+    most: none is larger. own: the user's sizes, instead; the bounds hold for them too.
     """
     low, high = section.min_train_micro_batch_size_per_gpu, section.max_train_micro_batch_size_per_gpu
     high = min(high, most)
     if section.max_train_batch_size is not None:
         high = min(high, section.max_train_batch_size // dp)
     if own:
-        return sorted(int(size) for size in own if int(size) <= most)
+        return sorted(int(size) for size in own if low <= int(size) <= most)
     train = _number(base.get(TRAIN))
     if train is not None and section.max_train_batch_size is None and section.min_train_batch_size == 1:
         share = train // dp

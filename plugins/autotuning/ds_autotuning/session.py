@@ -249,7 +249,7 @@ class _Session:
         return documented
 
     def _given(self, judge: Judge, space: Space) -> Setting | None:
-        """The config as given, where it says its batch and can be run."""
+        """The config as given, where it says its batch, can be run, and is within the bounds of what may be tried."""
         setting = {d.key: d.values[0] if d.implied else at(self.base, d.key) for d in space.dimensions}
         own = {d.key for d in space.dimensions if not d.implied}
         setting = {k: v for k, v in setting.items() if k not in own or v not in (None, "auto")}
@@ -260,7 +260,9 @@ class _Session:
             batch = checked({**merged(self.base, setting, space)}).batch(dp)
         except ConfigError:
             return None
-        return {**setting, MICRO: batch.micro}
+        low = self.section.min_train_micro_batch_size_per_gpu
+        high = self.section.max_train_micro_batch_size_per_gpu
+        return {**setting, MICRO: batch.micro} if low <= batch.micro <= high else None
 
 
 def _flat(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:

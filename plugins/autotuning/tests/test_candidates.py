@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ds_autotuning.candidates import Judge, documented_bytes, micro_batches, without_output
 from ds_autotuning.config import Autotuning
 from ds_autotuning.records import Forecast, Status
-from ds_autotuning.space import MICRO, STAGE, installed_models, marked, space_of
+from ds_autotuning.session import _Session
+from ds_autotuning.space import MICRO, STAGE, Space, installed_models, marked, space_of
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
@@ -108,6 +110,16 @@ def test_micro_batches_worth_a_trial(
 
 def test_the_users_sizes_replace_ours() -> None:
     assert micro_batches(Autotuning(), {}, 2, 10, own=(7, 3, 99)) == [3, 7]
+    assert micro_batches(Autotuning(min_train_micro_batch_size_per_gpu=4), {}, 2, 10, own=(7, 3, 99)) == [7]
+
+
+@pytest.mark.parametrize(("least", "most", "tried"), [(1, 1024, True), (3, 4, True), (4, 1024, False), (1, 2, False)])
+def test_the_config_as_given_is_a_trial_within_the_bounds(least: int, most: int, tried: bool) -> None:
+    base = {**ADAM, "train_micro_batch_size_per_gpu": 3}
+    keys = {"min_train_micro_batch_size_per_gpu": least, "max_train_micro_batch_size_per_gpu": most}
+    session: Any = SimpleNamespace(section=Autotuning(**keys), base=base)
+    found = _Session._given(session, judge(base, **keys), Space(()))
+    assert found == ({MICRO: 3} if tried else None)
 
 
 def test_trials_do_not_write_where_runs_do() -> None:
