@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -92,6 +92,20 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
         return self.core.forward(*inputs, **kwargs)
+
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+    ) -> Tensor:
+        """As ds_core's engine does, with arguments in the order of DeepSpeed's release."""
+        return self.core.backward(
+            loss, allreduce_gradients, release_loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas
+        )
 
     @functools.wraps(Engine.load_checkpoint)
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:

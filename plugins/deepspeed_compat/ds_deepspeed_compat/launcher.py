@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ds_cli.hosts.hostfile import filter_hosts, read_hostfile
 
@@ -38,7 +39,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="deepspeed", description="Run a script on all accelerators; see `dscore run`."
     )
-    add = parser.add_argument
+    flags: list[argparse.Action] = []
+
+    def add(*names: str, **how: Any) -> None:
+        flags.append(parser.add_argument(*names, **how))
+
     add("-H", "--hostfile", default=DLTS_HOSTFILE, help="lines `name slots=K`; without the file: this machine")
     add("-i", "--include", default="", metavar="HOST[:SLOT,SLOT]@HOST", help="the only hosts and slots to use")
     add("-e", "--exclude", default="", metavar="HOST[:SLOT,SLOT]@HOST", help="hosts and slots not to use")
@@ -67,11 +72,30 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--venv_script", default=None, metavar="FILE", help="source FILE first")
     add("--log_level", default="warning", help="how much the launcher says")
     add("-q", "--quiet", action="store_true", help="as --log_level error")
-    add("user_script", metavar="SCRIPT", help="the script to run")
-    add("user_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    found = parser.parse_args(args)
+    parser.add_argument("user_script", metavar="SCRIPT", help="the script to run")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    given = list(sys.argv[1:] if args is None else args)
+    own = _script_at(given, flags) + 1
+    found = parser.parse_args(given[:own])
+    found.user_args += given[own:]
     _refuse(parser, found)
     return found
+
+
+def _script_at(given: Sequence[str], flags: Sequence[argparse.Action]) -> int:
+    """The index of the first word that is neither one of `flags` nor its value: the script.
+
+    What follows is not shown to argparse, which would take the script's options for the beginnings of ours.
+    """
+    at = 0
+    while at < len(given) and given[at].startswith("-"):
+        name, joined, _ = given[at].partition("=")
+        fitting = [flag for flag in flags if name in flag.option_strings]
+        if not fitting and name.startswith("--"):
+            fitting = [flag for flag in flags if any(option.startswith(name) for option in flag.option_strings)]
+        takes_next = len(fitting) == 1 and fitting[0].nargs != 0 and not joined
+        at += 2 if takes_next else 1
+    return at
 
 
 def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -56,6 +56,29 @@ def test_the_engine_is_a_module_with_one_child() -> None:
         engine(torch.ones(4, 4))
 
 
+def test_backward_takes_its_arguments_in_the_order_of_the_release() -> None:
+    engine = start()
+    loss = engine(torch.ones(4, 4)).square().mean()
+    engine.backward(loss, True)
+    engine.backward(loss, False, False)  # the graph is still there
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    engine.backward(engine(torch.ones(4, 4)).square().mean(), allreduce_gradients=True, release_loss=True)
+    engine.destroy()
+
+
+def test_functions_that_take_an_engine_take_this_one() -> None:
+    from ds_zero import empty_partition_cache, get_state_devices, unwrap_model_for_generation
+
+    engine = start(zero_optimization={"stage": 3})
+    for one in (engine, engine.core, engine.module):
+        assert get_state_devices(one, "lp_params") == {torch.device("cpu")}
+    empty_partition_cache(engine)
+    with unwrap_model_for_generation(engine) as module:
+        module(torch.ones(4, 4))
+    engine.destroy()
+
+
 def test_it_trains_as_ds_cores_engine_does() -> None:
     def train(make: Any) -> list[float]:
         config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}}

@@ -55,6 +55,14 @@ def test_flags(given: str, expected: str) -> None:
     assert found[-4:] == ["train.py", "--deepspeed", "-x", "1"]
 
 
+def test_options_of_the_script_are_the_scripts() -> None:
+    for own in (["--b", "4"], ["--num", "2", "--hostfile", "x"], ["-q", "--help"], ["--", "x"]):
+        found = parse_args(["--num_g", "2", "train.py", *own])
+        assert (found.num_gpus, found.user_script, found.user_args) == (2, "train.py", own)
+    with pytest.raises(SystemExit):
+        parse_args(["--b", "4", "train.py"])
+
+
 def test_hostfiles_and_filters_by_their_documented_names(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\nh0 slots=4\n\nh1 slots=2  # small\n")

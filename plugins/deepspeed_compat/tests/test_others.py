@@ -18,6 +18,7 @@ from ds_deepspeed_compat.report import cli_main
 from ds_deepspeed_compat.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 
 import ds_core
+from ds_core.errors import UsageError
 
 on_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="the answers are a CPU's")
 
@@ -183,3 +184,23 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "deepspeed" in shown.partition("\n\n")[2]
     cli_main(["--hide_operator_status"])
     assert "cpu_adam" not in capsys.readouterr().out
+
+
+def test_monitors_are_made_of_their_sections_alone(tmp_path: Path) -> None:
+    from ds_deepspeed_compat.monitors import MonitorMaster
+    from ds_deepspeed_compat.section_defaults import get_monitor_config
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    master = MonitorMaster(get_monitor_config({"train_batch_size": 4, "csv_monitor": section}))
+    assert master.enabled
+    assert master.csv_monitor is not None
+    assert master.tb_monitor is master.wandb_monitor is master.comet_monitor is None
+    master.write_events([("Train/loss", 0.5, 8)])
+    master.close()
+    (file,) = (tmp_path / "job").rglob("*.csv")
+    assert "8,0.5" in file.read_text()
+    off = MonitorMaster(get_monitor_config({}))
+    off.write_events([("Train/loss", 0.5, 8)])
+    assert not off.enabled
+    with pytest.raises(UsageError, match=r"MonitorMaster takes the sections of monitors"):
+        MonitorMaster([])

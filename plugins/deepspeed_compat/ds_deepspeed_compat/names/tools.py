@@ -31,7 +31,7 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": "ds_deepspeed_compat.section_defaults"},
     "deepspeed.monitor.monitor": {
-        "MonitorMaster": differs("ds_core.telemetry", "engine.monitor is one; made from the run's sections"),
+        "MonitorMaster": "ds_deepspeed_compat.monitors",
         "Monitor": "ds_core.telemetry",
         "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
         "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
