@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from ds_run_state.opening import parse_json, read_small, read_start
 from ds_run_state.slices import Box
 
 from ds_checkpoint.boxes import form_grid
-from ds_checkpoint.opening import parse_json, read_small, read_start
 from ds_core.errors import CheckpointError
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "SavedState",
     "check_coverage",
     "check_folder",
+    "check_name",
     "check_tag",
     "checksum",
     "local_file",
@@ -98,6 +99,13 @@ def check_folder(folder: object, name: str) -> Path:
     if not path:
         raise CheckpointError(f"{name} is empty; name a directory")
     return Path(path)
+
+
+def check_name(name: str) -> str:
+    """`name` itself; CheckpointError unless it stays below any folder, as exports make a file of each state."""
+    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise CheckpointError(f"{name!r:.200} is the path of a file, and no name of a state or weight")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +339,9 @@ def _box(chunk: _Fields) -> Box | None:
 
 
 def check_coverage(states: Iterable[SavedState]) -> None:
-    """CheckpointError unless the chunks of each state cover it once, in order, without gap or overlap."""
+    """CheckpointError for a name that is a path, and unless the chunks of each state cover it once, in order."""
     for state in states:
+        check_name(state.name)
         if not state.chunks:
             raise CheckpointError(f"state {state.name!r} has {state.numel} elements, 0 are stored")
         boxes = []

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import xxhash
+from ds_run_state.opening import open_plain, parse_json
 from torch import Tensor
 
 from ds_checkpoint.boxes import Move
 from ds_checkpoint.format import DAMAGED, Mark
-from ds_checkpoint.opening import open_plain, parse_json
 from ds_core.errors import CheckpointError
 
 __all__ = ["DTYPES", "Item", "TensorFile", "as_bytes", "carry", "check_tensor", "dtype_name", "write_tensors"]

@@ -1,6 +1,6 @@
 """The files of a checkpoint folder that DeepSpeed wrote, and reading one of them without running code in it.
 
-Its files are pickles, so they are read by torch's weights-only loader: tensors and plain values come out, and the few
+Its files are pickles, so they are read by `ds_run_state.torch_files`: tensors and plain values come out, and the few
 classes of DeepSpeed's that may occur are stood in for by `Data`, which does nothing. Any other class is an error that
 names it. Tensors are looked at in place: the files are mapped, not read.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from ds_checkpoint.files import read_latest
 from ds_checkpoint.format import check_tag
-from ds_checkpoint.opening import open_plain, read_small
+from ds_run_state.opening import read_small
+from ds_run_state.torch_files import read_torch_file
 
 from ds_core.errors import CheckpointError
 
@@ -139,13 +139,7 @@ def _refuse_missing(folder: Path, rows: Grid) -> None:
 
 def load(path: Path, *, kind: type | tuple[type, ...] = dict) -> Any:
     """What is in a file of `torch.save`; CheckpointError unless it is a `kind` and can be read without running code."""
-    os.close(open_plain(path)[0])  # a FIFO would be waited for
-    try:
-        with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # the loader raises what it comes upon: pickle, zip and runtime errors
-        why = str(error).split("\n\n")[0].splitlines()
-        raise CheckpointError(f"{path} cannot be read without running code in it: {' '.join(why[:2])}") from error
+    found = read_torch_file(path, stand_ins=_STAND_INS)
     if not isinstance(found, kind):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not what DeepSpeed writes there")
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 from pathlib import Path
@@ -13,11 +12,12 @@ import torch
 from ds_checkpoint import files
 from ds_checkpoint.format import check_tag
 from ds_checkpoint.lock import FolderLock
-from ds_checkpoint.opening import open_plain, read_small, read_start
 from ds_checkpoint.tensorfile import check_tensor
 from ds_checkpoint.values import encode
 from ds_checkpoint.writing import Prepared, SaveJob, commit, publish, write
+from ds_run_state.opening import open_plain, parse_json, read_small, read_start
 from ds_run_state.states import StateTensor
+from ds_run_state.torch_files import read_torch_file
 from torch import Tensor
 
 import ds_core
@@ -138,7 +138,7 @@ def _of_index(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if os.path.lexists(index):
         try:
-            names = sorted(set(json.loads(read_small(index, 1 << 27))["weight_map"].values()))
+            names = sorted(set(parse_json(read_small(index, 1 << 27), 1 << 23)["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
         if bad := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
@@ -179,11 +179,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
             f"{path} is neither a safetensors file nor one that torch.save wrote; give such a file, a folder with "
             f"model.safetensors or {_INDEX}, or a folder of DeepSpeed's"
         )
-    try:
-        found = torch.load(path, map_location="cpu", mmap=begin == b"PK", weights_only=True)
-    except Exception as error:  # as for DeepSpeed's files
-        why = " ".join(str(error).split("\n\n")[0].splitlines()[:2])
-        raise CheckpointError(f"{path} cannot be read without running code in it: {why}") from error
+    found = read_torch_file(path)
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
         raise CheckpointError(f"{path} is not a state dict of tensors; save model.state_dict() alone")
     return dict(found)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from ds_checkpoint_deepspeed import export_universal, import_checkpoint
 from ds_cli.app import make_app
 from ds_testing import PluginConformance
 from typer.testing import CliRunner
@@ -47,4 +50,35 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
     ):
         done = dscore(tmp_path / name, tmp_path / "to")
         assert done.exit_code == 1 and word in done.output and "running code" not in done.output
+    assert not (tmp_path / "to").exists()
+
+
+HERE = Path(__file__).parent / "deepspeed"
+
+
+def flip(path: Path) -> str:
+    """Change one bit in the middle of a file's largest record; the record's name."""
+    with zipfile.ZipFile(path) as archive:
+        record = max(archive.infolist(), key=lambda info: info.file_size * ("/data/" in info.filename))
+        data = path.read_bytes()
+        place = data.index(archive.read(record)) + record.file_size // 2
+    path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    return record.filename
+
+
+def test_a_flipped_bit_in_any_file_of_torch_is_found(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.randn(100)}, tmp_path / "w.pt")
+    shutil.copytree(HERE / "fp32-2", tmp_path / "folder")
+    import_checkpoint(HERE / "fp32-2", tmp_path / "ours")
+    export_universal(tmp_path / "ours", tmp_path / "universal" / "t")
+    states = next((tmp_path / "folder").rglob("*optim_states.pt"))
+    for source, file in (
+        (tmp_path / "w.pt", tmp_path / "w.pt"),
+        (states.parent, states),
+        (tmp_path / "universal" / "t", next((tmp_path / "universal").rglob("exp_avg.pt"))),
+    ):
+        record = flip(file)
+        done = dscore(source, tmp_path / "to")
+        said = " ".join(done.output.split())
+        assert done.exit_code == 1 and file.name in said and f"record {record!r} is not as it was written" in said
     assert not (tmp_path / "to").exists()

@@ -8,15 +8,15 @@ ds-checkpoint's.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+from ds_run_state.opening import parse_json, read_small
 from ds_run_state.slices import Slice
+from ds_run_state.torch_files import read_torch_file
 from torch import Tensor
 
 from ds_core.entries import resolve
@@ -30,6 +30,8 @@ PARTS = "ds_inference.parts"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _LISTS = ("ds_inference_config.json", "checkpoints.json")
+_MAX_JSON = 1 << 27
+_MAX_VALUES = 1 << 23
 
 
 class Source(Protocol):
@@ -95,7 +97,7 @@ def _folder(path: Path, stack: contextlib.ExitStack) -> Source:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(read_small(path, _MAX_JSON, links=True), _MAX_VALUES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
@@ -109,6 +111,8 @@ def _indexed(path: Path) -> list[Path]:
     files = _json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{path} has no weight_map of file names")
+    if bad := [name for name in files.values() if os.path.isabs(name)]:
+        raise CheckpointError(f"{path} names {bad[0]!r}: files lie next to their index")
     return [_below(path.parent, name, str(path)) for name in dict.fromkeys(files.values())]
 
 
@@ -179,16 +183,10 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> TensorFile | _Pickled
 
 
 class _Pickled:
-    """A file of `torch.save`, of which torch's loader takes tensors only; it is mapped, not read."""
+    """A file of `torch.save`, of which tensors only are taken; it is mapped, not read."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # torch raises whatever the damaged file leads it to
-            raise CheckpointError(
-                f"{path} is not read: {type(error).__name__}; only files of tensors are, and nothing is ever "
-                "unpickled. Convert it to safetensors"
-            ) from error
+        found = read_torch_file(path, links=True)  # a hub's cache has links to its files
         if isinstance(found, dict) and isinstance(found.get("module"), dict):
             found = found["module"]
         if not isinstance(found, dict):

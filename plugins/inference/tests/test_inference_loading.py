@@ -115,9 +115,22 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     trace = tmp_path / "trace"
     monkeypatch.setenv("DS_TEST_TRACE", str(trace))
     torch.save({"a": Runs()}, tmp_path / "bad.bin")
-    with pytest.raises(CheckpointError, match="nothing is ever unpickled"), open_weights(str(tmp_path / "bad.bin")):
+    with pytest.raises(CheckpointError, match="without running code in it"), open_weights(str(tmp_path / "bad.bin")):
         pass
     assert not trace.exists()
+
+
+def test_a_damaged_file_of_torch(tmp_path: Path) -> None:
+    weight = torch.randn(1000)
+    torch.save({"a": weight}, tmp_path / "pytorch_model.bin")
+    data = bytearray((tmp_path / "pytorch_model.bin").read_bytes())
+    data[data.index(weight.numpy().tobytes()) + 2000] ^= 1
+    (tmp_path / "pytorch_model.bin").write_bytes(data)
+    with pytest.raises(CheckpointError, match="data/0' is not as it was written"), open_weights(str(tmp_path)):
+        pass
+    os.mkfifo(tmp_path / "list.json")
+    with pytest.raises(CheckpointError, match="not a regular file"), open_weights(str(tmp_path / "list.json")):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -130,6 +143,7 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ({"model.safetensors.index.json": '{"weight_map": 3}'}, "has no weight_map"),
         ({"model.safetensors.index.json": '{"weight_map": {"a": "gone.safetensors"}}'}, "no file .*gone"),
         ({"model.safetensors.index.json": '{"weight_map": {"a": "../up.safetensors"}}'}, "leads out"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "/up.safetensors"}}'}, "next to their index"),
         ({"checkpoints.json": "{}"}, "the key 'checkpoints'"),
         ({"checkpoints.json": '{"type": "Megatron", "checkpoints": ["a", "b"]}'}, "are not merged"),
         ({"checkpoints.json": '{"tp_size": 2, "checkpoints": {"tp": ["a"]}}'}, "DeepSpeed cut for ranks"),

@@ -1,4 +1,4 @@
-"""Opening files from untrusted sources: never through a link, never anything but a regular file (torch-free).
+"""Opening files from untrusted sources: through no link unasked, never anything but a regular file (torch-free).
 
 What counts is what was opened: its kind and size are asked of the descriptor, so they cannot change in between. A
 FIFO does not block, and a file above its size limit is not read.
@@ -18,10 +18,14 @@ from ds_core.errors import CheckpointError
 __all__ = ["open_plain", "parse_json", "read_small", "read_start"]
 
 
-def open_plain(path: Path) -> tuple[int, int]:
-    """(a descriptor for reading, the size in bytes); FileNotFoundError when there is none, else CheckpointError."""
+def open_plain(path: Path, *, links: bool = False) -> tuple[int, int]:
+    """(a descriptor for reading, the size in bytes); FileNotFoundError when there is none, else CheckpointError.
+
+    links: whether `path` may be one, as the files of a hub's cache are.
+    """
+    follow = 0 if links else os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | follow | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -34,9 +38,9 @@ def open_plain(path: Path) -> tuple[int, int]:
     raise CheckpointError(f"{path} cannot be read: it is not a regular file")
 
 
-def read_small(path: Path, most: int) -> bytes:
-    """A file's bytes; CheckpointError when it has more than `most`."""
-    descriptor, size = open_plain(path)
+def read_small(path: Path, most: int, *, links: bool = False) -> bytes:
+    """A file's bytes; CheckpointError when it has more than `most`. links: see `open_plain`."""
+    descriptor, size = open_plain(path, links=links)
     with open(descriptor, "rb") as file:
         if size > most:
             raise CheckpointError(f"{path} has {size} bytes, where {most} are the most that such a file can have")
