@@ -17,6 +17,8 @@ from ds_core.errors import CheckpointError
 
 __all__ = ["Model", "read_model"]
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -54,7 +56,7 @@ class Model:
     def low(self) -> torch.dtype | None:
         """Of the weights of a 16-bit run."""
         kinds = {self.saved.source.dtype(f"module/{self.place[n][0]}") for n in self.trained}
-        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(next(iter(kinds), ""))
+        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kinds.pop() if len(kinds) == 1 else "")
 
     def _state(self, kind: str, name: str) -> Tensor:
         state, row = self.place[name]
@@ -118,6 +120,9 @@ def read_model(saved: Saved) -> Model:
     # A parameter was trained if the optimizer has states of it, or if it is named in its groups.
     named = [[n for n in names if n in ours] for names in run.get("optimizer_params") or []]
     trained = {name for _, _, name in states} | {n for names in named for n in names}
+    if not trained and saved.manifest.optimizer is None:  # weights alone: which are buffers is not known
+        frozen_here = set(saved.manifest.frozen)
+        trained = {n for n in ours if saved.source.dtype(f"module/{n}") in _FLOATS} - frozen_here
     rest = [n for n in ours if n in trained and n not in {n for names in named for n in names}]
     named = named or [[]]
     named[0] += rest

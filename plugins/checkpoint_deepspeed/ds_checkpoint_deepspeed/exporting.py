@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from ds_checkpoint import files
-from ds_checkpoint.format import check_tag
+from ds_checkpoint.format import check_name, check_tag
 from torch import Tensor
 
 from ds_checkpoint_deepspeed.exported_model import Model, read_model
@@ -69,15 +69,16 @@ def export_universal(source: str | Path, output_folder: str | Path, *, tag: str 
     with open_any(source, tag) as saved:
         model = read_model(saved)
         folder = _new_folder(output.parent, check_tag(output.name))
+        homes = _homes(folder / "zero", model)
         for name in model.trained:
             step = model.step(name)
             if step is not None:
-                save(step, _made(folder / "zero" / name / "step.pt"))
-            save({"param": model.fp32(name), "cat_dim": 0}, _made(folder / "zero" / name / "fp32.pt"))
+                save(step, homes[name] / "step.pt")
+            save({"param": model.fp32(name), "cat_dim": 0}, homes[name] / "fp32.pt")
             for key in model.moments:
-                save({"param": model.moment(key, name), "cat_dim": 0}, folder / "zero" / name / f"{key}.pt")
+                save({"param": model.moment(key, name), "cat_dim": 0}, homes[name] / f"{key}.pt")
         for name in model.frozen:
-            save({"param": model.fp32(name)}, _made(folder / "zero" / name / "fp32.pt"))
+            save({"param": model.fp32(name)}, homes[name] / "fp32.pt")
         step = next((s for n in model.trained if (s := model.step(n)) is not None), torch.tensor(0.0))
         groups = [{**group, "params": [i]} for i, group in enumerate(model.groups)]
         common = {
@@ -107,9 +108,21 @@ def _new_folder(root: str | Path, tag: str) -> Path:
     return folder
 
 
-def _made(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+def _homes(root: Path, model: Model) -> dict[str, Path]:
+    """A new folder for each parameter below `root`; CheckpointError, before any is made, for a name that leads out."""
+    names = [*model.trained, *model.frozen]
+    for word in (*names, *model.moments):
+        check_name(word)
+    if bad := [key for key in model.moments if "/" in key or key in ("fp32", "step")]:
+        raise CheckpointError(f"{model.saved.path}: the form has no file for the optimizer's state {bad[0]!r}")
+    root.mkdir()
+    homes = {name: root / name for name in names}
+    try:
+        for home in homes.values():
+            home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointError(f"no folder can be made for a parameter: {error}") from error
+    return homes
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -167,3 +167,39 @@ def test_files_name_no_class_but_those_that_deepspeed_writes(tmp_path: Path) -> 
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.utils.tensor_fragment.fragment_address",
     }
+
+
+@pytest.mark.parametrize("name", ["../../../out", "/{root}/out", "a/../../out", "a//b"])
+def test_a_name_that_leads_out_of_the_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint whose checksums are right, and of DeepSpeed's own files."""
+    name = name.format(root=tmp_path)
+    torch.save({name: torch.ones(2)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="is the path of a file, and no name"):
+        import_checkpoint(tmp_path / "w.pt", tmp_path / "a")
+    with monkeypatch.context() as context:  # as a program of a stranger's would write it
+        context.setattr("ds_checkpoint.format.check_name", lambda name: name)
+        import_checkpoint(tmp_path / "w.pt", tmp_path / "a")
+    runner = CliRunner()
+    words = (["verify", "a"], ["export-deepspeed", "a", "to/deep/down", "--universal"], ["export", "a", "to2"])
+    for asked in words:
+        done = runner.invoke(make_app(), ["checkpoint", *(w.replace("a", f"{tmp_path}/a", w == "a") for w in asked)])
+        assert done.exit_code == 1 and "path of a file" in done.output, done.output
+    assert not list(tmp_path.rglob("*out*")) and not list(tmp_path.rglob("fp32.pt"))
+
+    folder = tmp_path / "theirs" / "t"
+    folder.mkdir(parents=True)
+    torch.save({"module": {name: torch.ones(2)}, "param_shapes": None}, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="is the path of a file"):
+        export_universal(folder, tmp_path / "to" / "t")
+    assert not list(tmp_path.rglob("*out*"))
+
+
+def test_weights_alone_are_exported(tmp_path: Path) -> None:
+    weights = {"a.weight": torch.randn(3, 2), "count": torch.tensor(3)}
+    torch.save(weights, tmp_path / "w.pt")
+    import_checkpoint(tmp_path / "w.pt", tmp_path / "a")
+    export_universal(tmp_path / "a", tmp_path / "u" / "t")
+    export_deepspeed(tmp_path / "a", tmp_path / "z", stage=2, world_size=2)
+    for folder in ("u", "z"):
+        import_checkpoint(tmp_path / folder, tmp_path / f"back-{folder}", tag="t")
+        assert same(tmp_path / "a", tmp_path / f"back-{folder}") == []
