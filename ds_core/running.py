@@ -204,7 +204,7 @@ class RunningEngine(ABC):
     ) -> tuple[str | None, Any]:
         """Read a checkpoint, saved at any world size; returns (path, client_state). Every rank calls it.
 
-        Without a tag and without a file ``latest``: (None, None) and a warning, or (None, {}) with missing_ok.
+        Without a tag and without any checkpoint: (None, None) and a warning, or (None, {}) with missing_ok.
         fallback: when it is damaged, take the newest that is not. The rest: `ds_core.checkpointer.LoadOptions`.
         """
         from ds_core.checkpointer import LoadOptions

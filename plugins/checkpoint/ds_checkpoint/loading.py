@@ -35,12 +35,13 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load ``folder/tag`` into `run`, at any world size; returns (path, client_state). Collective.
 
-    Without a tag, and without a file ``latest`` in `folder`, nothing is loaded: the answer is (None, None), with a
-    warning, or (None, {}) with `missing_ok`. With `module_only` the client state is {}. verify: compare all files with
-    their checksums first. node_local: each host has a folder of its own.
+    Without a tag, and without a checkpoint in `folder`, nothing is loaded: the answer is (None, None), with a warning,
+    or (None, {}) with `missing_ok`. With `module_only` the client state is {}. verify: compare all files with their
+    checksums first. node_local: each host has a folder of its own.
 
     Raises CheckpointError on every rank, naming the file and the fix, before anything in `run` was changed, when the
-    checkpoint is missing, damaged, of another format, or of another model.
+    checkpoint is missing, damaged, of another format, or of another model; and where checkpoints are there, but neither
+    a tag nor ``latest``.
     """
     action = f"cannot load a checkpoint from {folder!s:.200}"
     root, _ = on_every_rank(action, lambda: check_folder(folder, "load_dir"))
@@ -75,9 +76,13 @@ def _candidates(root: Path, options: LoadOptions) -> list[str]:
             if options.fallback and others:
                 log.warning("%s does not exist; taking %s", root / LATEST, others[0])
                 return others
-            there = f"there are {', '.join(others[:10])}; give one as tag=" if others else "and there is no checkpoint"
+            if others:  # a run that starts afresh beside them would look as if it had resumed
+                raise CheckpointError(
+                    f"{root / LATEST} does not exist, and no tag was given; there are {', '.join(others[:10])}: give "
+                    "one as tag=, or load with fallback=True, which takes the newest"
+                )
             level = logging.INFO if options.missing_ok else logging.WARNING
-            log.log(level, "nothing was loaded: %s does not exist, and no tag was given; %s", root / LATEST, there)
+            log.log(level, "nothing was loaded: there is no checkpoint in %s", root)
             return []
         first = files.find(root, wanted).name
     except CheckpointError as error:

@@ -251,20 +251,22 @@ def save_without_latest(folder: str) -> Any:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_checkpoint").addHandler(handler)
-    expected = engine.load_checkpoint(folder, missing_ok=True)
-    assert messages == []
-    found = engine.load_checkpoint(folder), engine.load_checkpoint(folder + "/nowhere")
+    for missing_ok in (False, True):
+        with pytest.raises(CheckpointError, match=r"latest does not exist.*there are x: give one as tag="):
+            engine.load_checkpoint(folder, missing_ok=missing_ok)
+    nowhere = folder + "/nowhere"
+    found = engine.load_checkpoint(nowhere, missing_ok=True), engine.load_checkpoint(nowhere)
     logging.getLogger("ds_checkpoint").removeHandler(handler)
     assert engine.module.weight.eq(1).all()
-    return expected, *found, messages
+    assert engine.load_checkpoint(folder, fallback=True)[0] == f"{folder}/x"
+    return *found, messages
 
 
 def test_without_latest(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2, save_without_latest, str(tmp_path))
-    assert first[:3] == second[:3] == ((None, {}), (None, None), (None, None))
-    assert len(first[3]) == 2 and second[3] == []  # rank 0 tells
-    assert "latest does not exist, and no tag was given; there are x; give one as tag=" in first[3][0]
-    assert "nowhere/latest does not exist" in first[3][1] and "there is no checkpoint" in first[3][1]
+    assert first[:2] == second[:2] == ((None, {}), (None, None))
+    assert second[2] == [] and len(first[2]) == 1  # rank 0 tells
+    assert "there is no checkpoint in" in first[2][0]
     assert ranks(2, load, str(tmp_path), "x") == [["x", 1.0]] * 2
 
 

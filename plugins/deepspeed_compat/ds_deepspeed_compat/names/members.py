@@ -31,7 +31,7 @@ MEMBERS: Mapping[str, Rows] = {
         "zero_contiguous_gradients zero_reduce_scatter zero_prefetch_bucket_size zero_param_persistence_threshold "
         "zero_max_live_parameters zero_max_reuse_distance zero_gather_16bit_weights_on_model_save": _WORKS,
         "offload_states reload_states": differs("ds_zero", "engines of stage 3 have them"),
-        "load_checkpoint": differs("ds_core", "loads at any layout; without `latest` (None, None) and a warning"),
+        "load_checkpoint": differs("ds_core", "loads at any layout; `latest` missing beside checkpoints is an error"),
         "backward": differs("ds_core", "allreduce_gradients=False is an error among several ranks"),
         "coalesce_grad_reduction": differs("ds_core", "works at every stage and precision"),
         "set_train_batch_size set_train_micro_batch_size": differs(
