@@ -36,7 +36,7 @@ _ABSENT = (
     "rank inside ds_zero.GatheredParameters(module), which takes the memory of the unsharded model"
 )
 _NOT_LOADED = (
-    "load_state_dict(): the state dict has an empty placeholder for a partitioned weight (the first is %r), as "
+    "load_state_dict(): the state dict has a tensor without values for a partitioned weight (the first is %r), as "
     "state_dict() gives it at stage 3; such weights stay as they are"
 )
 
@@ -164,15 +164,19 @@ def _load(
                 "the state dict of this rank; each rank gives its whole weight, or a placeholder"
             )
         elif found is _Given.WHOLE:
-            fits = value.shape == handle.shape
-            handle.assign(value.detach() if fits else torch.empty(handle.shape, dtype=handle.param.dtype))
+            # On other ranks than the first it is only the place of the first one's values.
+            here = _judge(handle, value) is _Given.WHOLE
+            handle.assign(value.detach() if here else torch.empty(handle.shape, dtype=handle.param.dtype))
         else:
             log_once(log, logging.WARNING, _NOT_LOADED, key)
         state_dict[key] = param
 
 
 class _Given(enum.IntEnum):
-    """What the state dict has for a sharded weight. MISFIT: of another shape; it counts most."""
+    """What the state dict has for a sharded weight.
+
+    PLACEHOLDER: no values, an empty tensor or one on the meta device. MISFIT: of another shape; it counts most.
+    """
 
     PLACEHOLDER = 0
     WHOLE = 1
@@ -182,7 +186,7 @@ class _Given(enum.IntEnum):
 def _judge(handle: WeightHandle, value: torch.Tensor) -> _Given:
     """What `value` is on this rank."""
     if value.shape == handle.shape:
-        return _Given.WHOLE
+        return _Given.PLACEHOLDER if value.is_meta else _Given.WHOLE
     return _Given.PLACEHOLDER if value.shape == (0,) else _Given.MISFIT
 
 

@@ -306,8 +306,10 @@ def check_placeholders(engine: Any, names: list[str], said: list[str]) -> None:
         Net().load_state_dict(loaded)
     with pytest.raises(RuntimeError, match=r"size mismatch for a.weight.*of this rank"):
         module.load_state_dict({**loaded, "a.weight": torch.ones(2, 2)} if rank else loaded)
-    module.load_state_dict(loaded if rank else {**loaded, "a.weight": torch.ones(D, D)})
-    assert bool((weights(engine)["a.weight"] == 1).all())
+    for given in (loaded["a.weight"], torch.empty(D, D, device="meta")):  # on ranks without the file
+        step(engine)
+        module.load_state_dict({**loaded, "a.weight": given if rank else torch.ones(D, D)})
+        assert bool((weights(engine)["a.weight"] == 1).all())
 
 
 def check_state_dicts(stage: int, folder: str, section: dict[str, Any]) -> None:
@@ -377,6 +379,11 @@ def check_state_dicts(stage: int, folder: str, section: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_state_dicts_and_custom_loading(stage: int, section: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(2, check_state_dicts, stage, str(tmp_path), section)
+
+
+@pytest.mark.slow
+def test_state_dicts_on_four_ranks(tmp_path: Path) -> None:
+    run_ranks(4, check_state_dicts, 3, str(tmp_path), {})
 
 
 def check_apply() -> None:
