@@ -16,49 +16,96 @@ from ds_core.precision import make_precision
 from ds_core.telemetry import Monitor
 from ds_core.telemetry import MonitorMaster as Monitors
 
-__all__ = ["MonitorMaster"]
-
-_SECTIONS = {
-    "tensorboard": "tb_monitor",
-    "wandb": "wandb_monitor",
-    "csv_monitor": "csv_monitor",
-    "comet": "comet_monitor",
-}
-"""The section of each of DeepSpeed's monitors, and the attribute of `MonitorMaster` that has it."""
+__all__ = ["CometMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
 
 
-class MonitorMaster(Monitors):
-    """Gives events to the monitors that `monitor_config` switches on; only rank 0 makes them.
+class _OfSection(Monitors):
+    """The monitor of one section; only rank 0 makes it. It is closed at the end of the program, or by `close`.
 
-    monitor_config: a `DeepSpeedMonitorConfig`, as `get_monitor_config` gives it. They are closed at the end of the
-    program, or by `close`.
+    config: the section, as `get_monitor_config` gives it.
     """
 
-    tb_monitor: Monitor | None = None
-    wandb_monitor: Monitor | None = None
-    csv_monitor: Monitor | None = None
-    comet_monitor: Monitor | None = None
+    section = ""
 
-    def __init__(self, monitor_config: Any) -> None:
-        if absent := [name for name in _SECTIONS if not hasattr(monitor_config, name)]:
-            raise UsageError(
-                f"MonitorMaster takes the sections of monitors (get_monitor_config(config)), and {monitor_config!r} "
-                f"has no {absent[0]}"
-            )
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        sections = {name: getattr(monitor_config, name) for name in _SECTIONS}
-        self._asked = [name for name, section in sections.items() if section.enabled]
+        if not hasattr(config, "model_dump") or not hasattr(config, "enabled"):
+            raise UsageError(
+                f"{type(self).__name__} takes the section {self.section!r}, as get_monitor_config(config) gives it, "
+                f"not {config!r}"
+            )
+        self._asked = bool(config.enabled)
         if self._asked and comm.rank() == 0:
-            made = _monitors({name: sections[name].model_dump(exclude_unset=True) for name in self._asked})
-            self.monitors.extend(made)
-            for monitor in made:
-                setattr(self, _SECTIONS[monitor.name], monitor)
+            self.monitors.extend(_monitors({self.section: config.model_dump(exclude_unset=True)}))
         weakref.finalize(self, _close, self.monitors)
 
     @property
     def enabled(self) -> bool:
-        """Whether a monitor is switched on, on every rank."""
-        return bool(self._asked)
+        """Whether the section is switched on; the same on every rank."""
+        return self._asked
+
+
+class TensorBoardMonitor(_OfSection):
+    """That of the section ``tensorboard``."""
+
+    section = "tensorboard"
+
+
+class WandbMonitor(_OfSection):
+    """That of the section ``wandb``."""
+
+    section = "wandb"
+
+
+class csvMonitor(_OfSection):
+    """That of the section ``csv_monitor``."""
+
+    section = "csv_monitor"
+
+
+class CometMonitor(_OfSection):
+    """That of the section ``comet``."""
+
+    section = "comet"
+
+
+_KINDS: dict[str, type[_OfSection]] = {
+    "tb_monitor": TensorBoardMonitor,
+    "wandb_monitor": WandbMonitor,
+    "csv_monitor": csvMonitor,
+    "comet_monitor": CometMonitor,
+}
+"""DeepSpeed's attributes of a `MonitorMaster`."""
+
+
+class MonitorMaster(Monitors):
+    """Gives events to the monitors that `monitor_config` switches on.
+
+    monitor_config: the sections, as `get_monitor_config` gives them. Attributes of monitors that are off are None.
+    """
+
+    tb_monitor: TensorBoardMonitor | None = None
+    wandb_monitor: WandbMonitor | None = None
+    csv_monitor: csvMonitor | None = None
+    comet_monitor: CometMonitor | None = None
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__()
+        for attribute, kind in _KINDS.items():
+            if not hasattr(monitor_config, kind.section):
+                raise UsageError(
+                    "MonitorMaster takes the sections of monitors, as get_monitor_config(config) gives them, and "
+                    f"{monitor_config!r} has no {kind.section}"
+                )
+            section = getattr(monitor_config, kind.section)
+            if section.enabled:
+                setattr(self, attribute, made := kind(section))
+                self.monitors.extend(made.monitors)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether one of them is on; the same on every rank."""
+        return any(getattr(self, attribute) is not None for attribute in _KINDS)
 
 
 def _monitors(sections: dict[str, Any]) -> list[Monitor]:

@@ -187,20 +187,27 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_monitors_are_made_of_their_sections_alone(tmp_path: Path) -> None:
-    from ds_deepspeed_compat.monitors import MonitorMaster
+    from ds_deepspeed_compat.monitors import MonitorMaster, csvMonitor
     from ds_deepspeed_compat.section_defaults import get_monitor_config
 
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     master = MonitorMaster(get_monitor_config({"train_batch_size": 4, "csv_monitor": section}))
     assert master.enabled
     assert master.csv_monitor is not None
+    assert master.csv_monitor.enabled
     assert master.tb_monitor is master.wandb_monitor is master.comet_monitor is None
     master.write_events([("Train/loss", 0.5, 8)])
     master.close()
     (file,) = (tmp_path / "job").rglob("*.csv")
     assert "8,0.5" in file.read_text()
+    alone = csvMonitor(get_monitor_config({"csv_monitor": {**section, "job_name": "alone"}}).csv_monitor)
+    alone.write_events([("Train/loss", 0.25, 4)])
+    alone.close()
+    assert any("4,0.25" in file.read_text() for file in (tmp_path / "alone").rglob("*.csv"))
     off = MonitorMaster(get_monitor_config({}))
     off.write_events([("Train/loss", 0.5, 8)])
     assert not off.enabled
     with pytest.raises(UsageError, match=r"MonitorMaster takes the sections of monitors"):
         MonitorMaster([])
+    with pytest.raises(UsageError, match=r"csvMonitor takes the section 'csv_monitor'"):
+        csvMonitor(tmp_path)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ds_deepspeed_compat.names.entry import Rows, differs, missing
+from ds_deepspeed_compat.names.entry import Rows, missing
 
 _AUTOTUNING = missing("no class tunes: `dscore tune` and `dscore run --autotuning` do, with ds-autotuning")
-_WANDB = differs("ds_monitor_wandb.monitor", "made by the section wandb")
-_COMET = differs("ds_monitor_comet.monitor", "made by the section comet")
+_MONITORS = "ds_deepspeed_compat.monitors"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.launcher.runner": {
@@ -31,25 +30,17 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": "ds_deepspeed_compat.section_defaults"},
     "deepspeed.monitor.monitor": {
-        "MonitorMaster": "ds_deepspeed_compat.monitors",
+        "MonitorMaster TensorBoardMonitor csvMonitor WandbMonitor CometMonitor": _MONITORS,
         "Monitor": "ds_core.telemetry",
-        "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
-        "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
-        "WandbMonitor": _WANDB,
-        "CometMonitor": _COMET,
     },
     "deepspeed.monitor.config": {
         "TensorBoardConfig WandbConfig CometConfig CSVConfig": "ds_deepspeed_compat.config_models",
         "DeepSpeedMonitorConfig get_monitor_config": "ds_deepspeed_compat.section_defaults",
     },
-    "deepspeed.monitor.tensorboard": {
-        "TensorBoardMonitor": differs("ds_monitor_tensorboard.monitor", "made by the section tensorboard"),
-    },
-    "deepspeed.monitor.csv_monitor": {
-        "csvMonitor": differs("ds_monitor_csv.monitor:CSVMonitor", "made by the section csv_monitor"),
-    },
-    "deepspeed.monitor.wandb": {"WandbMonitor": _WANDB},
-    "deepspeed.monitor.comet": {"CometMonitor": _COMET},
+    "deepspeed.monitor.tensorboard": {"TensorBoardMonitor": _MONITORS},
+    "deepspeed.monitor.csv_monitor": {"csvMonitor": _MONITORS},
+    "deepspeed.monitor.wandb": {"WandbMonitor": _MONITORS},
+    "deepspeed.monitor.comet": {"CometMonitor": _MONITORS},
     "deepspeed.elasticity": {
         "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config": "ds_elasticity",
         "DSElasticAgent": missing("`dscore run --nnodes MIN:MAX` is the agent of an elastic run"),
