@@ -40,7 +40,7 @@ class AsyncIO(Section):
         None, "Who brings requests to the kernel; null: the first of these that works here."
     )
     checksum: bool | None = option(
-        None, "Compare checksums of what is read with what was written; null: with engines in C++."
+        None, "Compare checksums of what is read with what was written; null: yes."
     )
 
     @field_validator("block_size")

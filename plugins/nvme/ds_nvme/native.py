@@ -11,8 +11,8 @@ from typing import Any
 from ds_kernel_kit.build import Extension, Unit, load, why_not
 
 from ds_core.errors import KernelError
-from ds_nvme.engines import Engine, Settings, Transfer, ended
-from ds_nvme.files import DiskError, Opened, disk_error
+from ds_nvme.engines import Engine, Settings, Transfer, changed, ended
+from ds_nvme.files import Opened, disk_error
 
 __all__ = ["EXTENSION", "KINDS", "NativeEngine", "available", "swapping"]
 
@@ -71,8 +71,6 @@ def _swap_extension(torch: Any) -> Extension:
 class NativeEngine(Engine):
     """An engine in C++. Raises RuntimeError with the reason where the kernel has none of this kind."""
 
-    checks = True
-
     def __init__(self, kind: str, settings: Settings) -> None:
         super().__init__(settings)
         self.name = kind
@@ -114,11 +112,7 @@ class _NativeTransfer(Transfer):
         if failure == "ended":
             raise ended(self.file.path, self.write, at)
         if failure == "changed":
-            raise DiskError(
-                f"{self.file.path} has other contents at {at} than were written: the disk has changed them, or another "
-                "program has; the run cannot go on from there: load a checkpoint, and look at `dmesg`",
-                self.file.path,
-            )
+            raise changed(self.file.path, at)
 
     def sums(self) -> bytes:
         """See `Transfer`."""

@@ -85,9 +85,7 @@ class NvmeStore(StateStore):
         aio = _section(ctx)
         self.folder = RunFolder(options["nvme_path"], getattr(ctx, "rank", 0))
         self._engine = choose(self.folder.path, settings(aio), aio.engine)
-        self._checks = self._engine.checks if aio.checksum is None else aio.checksum
-        if self._checks and not self._engine.checks:
-            raise UsageError(f"aio.checksum: the engine {self._engine.name!r} makes none; set it to false, or null")
+        self._checks = aio.checksum is not False
         self._pool = Pool(self._accelerator.pin if self.pinned else lambda host: host, swapping())
         self._rests: dict[int, _Rest] = {}
         self._writing: deque[_Rest] = deque()
