@@ -1,10 +1,14 @@
 """Files that hold tensors: opening them for direct I/O, their errors, and the folder of a run (torch-free).
 
-[Note: folders and locks] Each process has a folder of its own below ``nvme_path/ds_nvme``, with a file ``lock`` that it
-holds locked. The operating system gives the lock up when the process ends, however it ends. So a folder whose lock can
-be taken is a leftover of a run that was killed, and whoever comes next removes it; a folder whose lock is held belongs
-to a run that is alive, in this job or another one. Folders are made and looked through under the lock of
-``nvme_path/ds_nvme``, so that nobody sees one that has no lock yet.
+[Note: folders and locks] Each process has a folder of its own below ``nvme_path/ds_nvme-UID``, with
+a file ``lock`` that it holds locked. The operating system gives the lock up when the process ends,
+however it ends. So a folder whose lock can be taken is a leftover of a run that was killed, and
+whoever comes next removes it; a folder whose lock is held belongs to a run that is alive, in this
+job or another one. Folders are made and looked through under the lock of ``nvme_path/ds_nvme-UID``,
+so that nobody sees one that has no lock yet.
+
+nvme_path may be shared with strangers. So the root is this user's or refused, nothing is reached
+through a link, and only folders with the name that a run on this host gives its own are looked at.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
-import shutil
 import socket
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +34,10 @@ log = logging.getLogger("ds_nvme")
 
 ALIGNMENT = 4096
 """Offsets, lengths and addresses of direct I/O are multiples of it."""
+
+LOCK_LIMIT = 60.0
+"""Seconds after which a lock that is held for an instant by design is an error."""
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space, or set nvme_path to a folder on a larger disk",
@@ -91,15 +101,26 @@ def open_file(path: str | Path, *, write: bool, direct: bool = True, create: boo
     """Open `path`; without direct I/O where the file system has none."""
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     o_direct: int = getattr(os, "O_DIRECT", 0) if direct else 0
+    doing = "create" if create else "open"
     try:
-        return Opened(str(path), os.open(path, flags | o_direct, 0o600), bool(o_direct))
+        return Opened(str(path), _open_storage(path, flags | o_direct), bool(o_direct))
     except OSError as error:
         if not (o_direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
-            raise disk_error("create" if create else "open", path, error.errno or 0) from error
+            raise disk_error(doing, path, error.errno or 0) from error
     try:
-        return Opened(str(path), os.open(path, flags, 0o600), False)
+        return Opened(str(path), _open_storage(path, flags), False)
     except OSError as error:
-        raise disk_error("create" if create else "open", path, error.errno or 0) from error
+        raise disk_error(doing, path, error.errno or 0) from error
+
+
+def _open_storage(path: str | Path, flags: int) -> int:
+    """A descriptor of a file or device. A FIFO would be waited for, so it is refused."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DiskError(f"{path} is a FIFO, which has taken a file's place", str(path))
+    os.set_blocking(descriptor, True)  # io_uring would give up what it cannot do at once
+    return descriptor
 
 
 class RunFolder:
@@ -109,56 +130,73 @@ class RunFolder:
     """
 
     def __init__(self, root: str | Path, rank: int = 0) -> None:
-        self.root = Path(root).expanduser().absolute() / "ds_nvme"
+        self.root = Path(root).expanduser().absolute() / f"ds_nvme-{os.geteuid()}"
+        host = socket.gethostname()
+        # A leftover is known by its whole name: what another program made here is never removed.
+        self._ours = re.compile(rf"rank\d+-{re.escape(host)}-\d+-[0-9a-f]{{8}}", re.ASCII)
+        self.path = self.root / f"rank{rank}-{host}-{os.getpid()}-{secrets.token_hex(4)}"
         self.swept: list[Path] = []
-        dead: list[tuple[Path, int]] = []
-        name = f"rank{rank}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        dead: list[tuple[str, int]] = []
+        self._lock = -1
         try:
             for left in reversed(range(10)):
                 try:
-                    dead = self._make(name)
+                    dead = self._make()
                     break
                 except FileNotFoundError:  # the last run has just removed `root` behind itself
                     if not left:
                         raise
         except OSError as error:
-            raise disk_error("use nvme_path:", error.filename or self.root, error.errno or 0) from error
-        for folder, lock in dead:
-            shutil.rmtree(folder, ignore_errors=True)
-            self.swept.append(folder)
-            if lock >= 0:
-                os.close(lock)
+            place = error.filename if os.path.isabs(error.filename or "") else self.root
+            raise disk_error("use nvme_path:", place, error.errno or 0) from error
+        for name, lock in dead:
+            self._remove(name)
+            self.swept.append(self.root / name)
+            os.close(lock)
         if self.swept:
             names = ", ".join(f.name for f in self.swept)
             log.info("removed what runs that were killed have left in %s: %s", self.root, names)
 
-    def _make(self, name: str) -> list[tuple[Path, int]]:
-        """Make and lock the folder; the leftovers beside it."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with _locked_folder(self.root):
-            self.path = self.root / name
-            self.path.mkdir(mode=0o700)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _make(self) -> list[tuple[str, int]]:
+        """Make and lock the folder; the leftovers beside it, and descriptors that hold their locks."""
+        with contextlib.suppress(FileExistsError):
+            self.root.mkdir(mode=0o700, parents=True)
+        with _own_folder(self.root) as root:
+            _take_lock(root, self.root)
+            os.mkdir(self.path.name, 0o700, dir_fd=root)
+            with _below(root, self.path.name) as folder:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._lock = os.open("lock", flags, 0o600, dir_fd=folder)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return list(self._leftovers())
+            return list(self._leftovers(root))
 
-    def _leftovers(self) -> Iterator[tuple[Path, int]]:
-        """Folders whose owner is gone, and the descriptors that hold their locks."""
-        for folder in self.root.iterdir():
-            if folder == self.path or not folder.is_dir():
+    def _leftovers(self, root: int) -> Iterator[tuple[str, int]]:
+        """Folders whose owner is gone, and the descriptors that hold their locks; `root` is locked."""
+        for name in sorted(os.listdir(root)):
+            if name == self.path.name or not self._ours.fullmatch(name):
                 continue
             try:
-                lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+                with _below(root, name) as folder:
+                    if os.fstat(folder).st_uid != os.geteuid():
+                        continue
+                    lock = os.open("lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
             except FileNotFoundError:
-                yield folder, -1  # its owner ended between making the folder and the lock
+                with contextlib.suppress(OSError):  # its owner ended before it made the lock, or any file
+                    os.rmdir(name, dir_fd=root)
+                    self.swept.append(self.root / name)
                 continue
             except OSError:
-                continue  # another user's
+                continue  # a link, or no folder
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield folder, lock
+                yield name, lock
             except OSError:
                 os.close(lock)
+
+    def _remove(self, name: str) -> None:
+        """Remove a folder of ours, by way of a descriptor: `root` may have been exchanged for a link meanwhile."""
+        with contextlib.suppress(OSError, DiskError), _own_folder(self.root) as root:
+            _remove_tree(root, name)
 
     def free(self) -> int:
         """Free bytes of the file system."""
@@ -169,17 +207,87 @@ class RunFolder:
         """Remove the folder. May be called again."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._remove(self.path.name)
             os.close(lock)
             with contextlib.suppress(OSError):
                 self.root.rmdir()  # the last run's
 
 
 @contextlib.contextmanager
-def _locked_folder(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+def _below(folder: int, name: str) -> Iterator[int]:
+    """A descriptor of a folder in another one; OSError where it is a link or no folder."""
+    descriptor = os.open(name, _FOLDER, dir_fd=folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _own_folder(path: Path) -> Iterator[int]:
+    """A descriptor of a folder of this user's; DiskError for a link or another's."""
+    try:
+        descriptor = os.open(path, _FOLDER)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise DiskError(
+            f"nvme_path: {path} is a link; remove it, or set nvme_path to another folder", str(path)
+        ) from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise DiskError(
+                f"nvme_path: {path} belongs to user {found.st_uid}; set nvme_path to another folder", str(path)
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove_tree(folder: int, name: str) -> None:
+    """Remove `name` in a folder with all that is in it; links are removed, and never followed."""
+    with _below(folder, name) as below:
+        for entry in os.listdir(below):
+            try:
+                os.unlink(entry, dir_fd=below)
+            except (IsADirectoryError, PermissionError):  # which of both depends on the system
+                _remove_tree(below, entry)
+    os.rmdir(name, dir_fd=folder)
+
+
+def _take_lock(descriptor: int, path: Path) -> None:
+    """Lock an open folder, which takes other runs an instant; DiskError that names who has held it for LOCK_LIMIT."""
+    begin = time.monotonic()
+    told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - begin
+        if waited > LOCK_LIMIT:
+            raise DiskError(
+                f"nvme_path: {path} has been locked for {waited:.0f} s by {_holder(descriptor)}; end that process, or "
+                "set nvme_path to another folder",
+                str(path),
+            )
+        if waited > LOCK_LIMIT / 6 and not told:
+            told = True
+            log.warning("waiting for the lock of %s, which is held by %s", path, _holder(descriptor))
+        time.sleep(0.02)
+
+
+def _holder(descriptor: int) -> str:
+    """The process that has an open file locked, as far as the system tells."""
+    found = os.fstat(descriptor)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # "1: FLOCK ADVISORY WRITE 4711 00:1f:1234 0 EOF"; waiting ones have "->"
+            if len(words) > 5 and words[1] == "FLOCK" and words[5] == place:
+                name = ""
+                with contextlib.suppress(OSError):
+                    name = f" ({Path('/proc', words[4], 'comm').read_text().strip()})"
+                return f"process {words[4]}{name}"
+    return "another process"

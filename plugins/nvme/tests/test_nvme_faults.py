@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,12 +133,119 @@ def test_leftovers_of_a_killed_run_are_removed_and_another_job_is_left_alone(tmp
         other.send_signal(signal.SIGKILL)
     second = RunFolder(tmp_path)
     assert second.swept == [theirs] and not theirs.exists() and first.path.exists()
-    (tmp_path / "ds_nvme" / "rank0-begun").mkdir()  # killed before it had a lock
+    begun = first.root / f"rank0-{socket.gethostname()}-1-0123abcd"
+    begun.mkdir()  # killed before it had a lock
     third = RunFolder(tmp_path)
-    assert [f.name for f in third.swept] == ["rank0-begun"]
+    assert third.swept == [begun] and not begun.exists()
     for folder in (first, second, third):
         folder.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_that_is_not_ours_is_removed(tmp_path: Path) -> None:
+    """Folders with other names, of other hosts, with files but no lock, and what links lead to."""
+    root = tmp_path / f"ds_nvme-{os.geteuid()}"
+    host = socket.gethostname()
+    kept = [
+        tmp_path / "ds_nvme" / "src",  # a clone of this plugin
+        root / "src",
+        root / "rank0-begun",
+        root / "rank0-another-1-0123abcd",
+        root / f"rank0-{host}-1-0123abcd",
+        root / f"rank0-{host}-1-0123abcd-more",
+        tmp_path / "home" / "rank0-x",
+    ]
+    for folder in kept:
+        folder.mkdir(parents=True)
+        (folder / "mine").touch()
+    (root / f"rank1-{host}-1-0123abcd").symlink_to(tmp_path / "home" / "rank0-x")
+    linked = root / f"rank2-{host}-1-0123abcd"
+    linked.mkdir()  # its lock is a link, and it holds one
+    (linked / "lock").symlink_to(kept[0] / "mine")
+    made = RunFolder(tmp_path)
+    (made.path / "link").symlink_to(kept[0])
+    (made.path / "folder").mkdir()
+    (made.path / "folder" / "file").touch()
+    made.close()
+    assert not made.swept and not made.path.exists() and linked.is_dir()
+    assert all((folder / "mine").exists() for folder in kept)
+
+
+def test_a_root_that_is_a_link_or_another_users_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "home" / "sub").mkdir(parents=True)
+    root = tmp_path / f"ds_nvme-{os.geteuid()}"
+    root.symlink_to(tmp_path / "home")
+    with pytest.raises(DiskError, match=f"{root} is a link; remove it"):
+        RunFolder(tmp_path)
+    assert [p.name for p in (tmp_path / "home").iterdir()] == ["sub"]
+    if os.geteuid() == 0:
+        root.unlink()
+        root.mkdir()
+        os.chown(root, 4711, 4711)
+        with pytest.raises(DiskError, match=f"{root} belongs to user 4711"):
+            RunFolder(tmp_path)
+
+
+def test_users_share_a_disk(tmp_path: Path) -> None:
+    """As each has a root; another process of nobody's, where this one may make one."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to be two users")
+    first = RunFolder(tmp_path)
+    os.chmod(tmp_path, 0o1777)
+    for parent in tmp_path.parents:
+        if parent.name.startswith("pytest-"):
+            os.chmod(parent, 0o755)
+    if (child := os.fork()) == 0:
+        try:
+            os.setuid(65534)
+            RunFolder(tmp_path).close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    first.close()
+
+
+def test_who_holds_the_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_nvme.files.LOCK_LIMIT", 0.2)
+    root = tmp_path / f"ds_nvme-{os.geteuid()}"
+    root.mkdir(0o700)
+    held = os.open(root, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(DiskError, match=rf"{root} has been locked for \d+ s by process {os.getpid()} \("):
+        RunFolder(tmp_path)
+    os.close(held)
+    RunFolder(tmp_path).close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "zero", "swap", "cut", "fifo"])
+def test_without_a_compiler_damage_is_seen_too(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path, aio={"engine": "python threads", "block_size": 8192})
+    tensors = [store.copy_in(torch.arange(10_000.0) + n) for n in range(2)]
+    store.evict(tensors)
+    store.flush()
+    file, other = sorted(store.folder.path.glob("*.bin"))
+    store.fetch(tensors)
+    store.wait(tensors)
+    store.evict(tensors, changed=False)
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[20_000] ^= 1
+        file.write_bytes(data)
+    elif damage == "zero":
+        file.write_bytes(bytes(len(data)))
+    elif damage == "swap":
+        file.write_bytes(other.read_bytes())
+    elif damage == "cut":
+        os.truncate(file, 8192)
+    else:
+        file.unlink()
+        os.mkfifo(file)
+    told = {"cut": "the file ends there", "fifo": "is a FIFO"}
+    with pytest.raises(DiskError, match=rf"{file}.*{told.get(damage, 'has other contents at')}"):
+        store.fetch([tensors[0]])
+        store.wait([tensors[0]])
+    store.close()
 
 
 def test_folders_and_tensors_that_cannot_be_used(tmp_path: Path, store: NvmeStore) -> None:
@@ -153,11 +262,6 @@ def test_folders_and_tensors_that_cannot_be_used(tmp_path: Path, store: NvmeStor
         with pytest.raises(UsageError, match="cannot be freed"):
             store.evict([shared])
         assert shared.tolist() == [0] * 100
-
-
-def test_an_engine_that_was_asked_for_and_does_not_work_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"aio.checksum: the engine 'python threads' makes none"):
-        open_store(tmp_path, aio={"engine": "python threads", "checksum": True})
 
 
 def test_what_stays_in_memory_is_never_written(tmp_path: Path) -> None:
