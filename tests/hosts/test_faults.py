@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from ds_testing.hosts import Host, Lab, Process
+from ds_testing.processes import disposed
 from sites import ENDLESS, Site, left
 
 pytestmark = pytest.mark.hosts
@@ -29,7 +30,8 @@ def own(lab: Callable[..., Lab], tmp_path: Path) -> Site:
 
 def train(site: Site, *words: str) -> subprocess.Popen[str]:
     """An endless run on a and b, once it has made some steps."""
-    process = site.start("ab", *words)
+    with disposed(ignored=False):  # Ctrl-C is sent
+        process = site.start("ab", *words)
     assert process.stdout
     seen = []
     for line in process.stdout:

@@ -48,6 +48,8 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """Set what was asked for and become the command."""
     size, parent, *command = sys.argv[1:]
+    # The tuner ends a trial by SIGINT, also where it ignores that itself: in the background of a script.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(int(parent))
     if int(size):
         limit_memory(int(size))

@@ -19,6 +19,7 @@ from ds_autotuning.experiments import Experiments, Limits, why_it_failed
 from ds_autotuning.launching import Launch
 from ds_autotuning.processes import MARK, end_all, run_limited
 from ds_autotuning.records import Result, Status, read_json, write_json
+from ds_testing.processes import disposed
 
 from ds_core.errors import UsageError
 
@@ -209,14 +210,15 @@ def test_when_the_tuner_is_killed_its_trial_ends_and_the_next_tuner_clears_what_
 
 @linux
 def test_a_launcher_hears_that_its_tuner_was_killed(tmp_path: Path) -> None:
-    """The process that a trial starts with is interrupted when its parent dies."""
+    """The process that a trial starts with is interrupted when its parent dies, also in a shell's background."""
     text = (
         "import sys, pathlib\nfrom ds_autotuning.processes import run_limited\n"
         "sleeper = 'import os, sys, time; open(sys.argv[1], \"w\").write(str(os.getpid())); time.sleep(600)'\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "run_limited([sys.executable, '-c', sleeper, str(folder / 'pid')], folder, {}, 600)"
     )
-    tuner = subprocess.Popen([sys.executable, "-c", text, str(tmp_path)])
+    with disposed(ignored=True):
+        tuner = subprocess.Popen([sys.executable, "-c", text, str(tmp_path)])
     deadline = time.monotonic() + 60
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -27,13 +27,21 @@ from ds_cli import watcher
 from ds_cli.show import say_error
 from ds_cli.watcher import kill_session, members, starts
 
-__all__ = ["Ending", "Guard", "PREEMPTED", "STOPS", "Started", "Stopped"]
+__all__ = ["Ending", "Guard", "PREEMPTED", "STOPS", "Started", "Stopped", "heeded"]
 
 PREEMPTED = 75
 """Exit code of ranks that saved a checkpoint because one of them was told to stop: EX_TEMPFAIL of sysexits.h."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DEAF_SECONDS = 3.0  # how long the main thread may take to hear a signal
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """Of `STOPS` those that were not ignored when this process was started, or are not now.
+
+    ``nohup`` ignores a hang-up, and a shell lets the background jobs of a script ignore Ctrl-C.
+    """
+    return tuple(number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 class Stopped(BaseException):
@@ -89,10 +97,11 @@ class Guard:
         )
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        for number in (*STOPS, signal.SIGCHLD):
-            self._handlers[number] = signal.signal(
-                number, self._child_ended if number == signal.SIGCHLD else _raise_stopped
-            )
+        self._handlers = {number: signal.getsignal(number) for number in (*STOPS, signal.SIGCHLD)}
+        self.heeded = heeded()
+        for number in self.heeded:
+            signal.signal(number, _raise_stopped)
+        signal.signal(signal.SIGCHLD, self._child_ended)
         # torch puts its own handlers over ours; the wakeup pipe hears every signal, however it is handled.
         self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="dscore-guard", daemon=True)
@@ -103,7 +112,8 @@ class Guard:
         self._left.set()
         signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # a library's, which Python cannot put back
+                signal.signal(number, handler)
         os.close(self._write)  # the thread reads the end of the pipe and returns
         self._thread.join()
         os.close(self._read)

@@ -242,8 +242,11 @@ def _launch_config(request: LaunchRequest, nproc: int, logs: LogsSpecs, watch: W
 
     options: dict[str, Any] = _rendezvous(request)
     options["rdzv_configs"]["watch"] = watch
-    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:  # newer torch
+    newer = {field.name for field in dataclasses.fields(LaunchConfig)}  # what torch's launcher can be told
+    if "shutdown_timeout" in newer:
         options["shutdown_timeout"] = math.ceil(max(request.grace, request.notice)) + 5
+    if "signals_to_handle" in newer:  # it would take those that are ignored, too
+        options["signals_to_handle"] = ",".join(number.name for number in watch.guard.heeded)
     return LaunchConfig(
         min_nodes=request.min_nodes,
         max_nodes=request.max_nodes,

@@ -36,6 +36,7 @@ def wait_for(*names):
 leave("rank", os.getpid())
 """
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+IN_BACKGROUND = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 STUBBORN = f"""
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN)
@@ -79,20 +80,21 @@ def wait_until(what: Any, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def command(tmp_path: Path, *words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+def command(tmp_path: Path, *words: str, cwd: Path | None = None, background: bool = False) -> subprocess.Popen[str]:
     """``dscore run`` in a process of its own, as the console script would start it."""
     entry = tmp_path / "entry"
     entry.mkdir(exist_ok=True)
     (entry / "dscore").write_text("from ds_cli import main\nmain()\n")
-    return subprocess.Popen(
-        [sys.executable, str(entry / "dscore"), "run", *words],
-        cwd=cwd or tmp_path,
-        env=processes.clean_environment(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with processes.disposed(ignored=background, signals=IN_BACKGROUND):
+        return subprocess.Popen(
+            [sys.executable, str(entry / "dscore"), "run", *words],
+            cwd=cwd or tmp_path,
+            env=processes.clean_environment(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
 
 # -- how it fails --------------------------------------------------------------------------------------------------
@@ -214,6 +216,25 @@ def test_a_stopped_launcher_ends_everything(script: Any, tmp_path: Path, number:
     assert running.returncode == code
     assert err == f"dscore: stopped by {signal.Signals(number).name}; all processes were ended\n"
     wait_until(lambda: all(map(is_gone, pids(tmp_path).values())))
+
+
+LASTS = """
+leave("ready", 1)
+wait_for("over")
+"""
+
+
+def test_signals_that_were_ignored_at_the_start_stay_so(script: Any, tmp_path: Path) -> None:
+    """``nohup dscore run ... &`` outlives its terminal; SIGTERM ends it as ever."""
+    running = command(tmp_path, "--nproc", "2", script(LASTS), background=True)
+    wait_until(lambda: {"ready0", "ready1"} <= set(pids(tmp_path)))
+    for number in IN_BACKGROUND:
+        running.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.communicate(timeout=0.5)
+    (tmp_path / "over.pid").write_text("1")
+    _, err = running.communicate(timeout=300)
+    assert (running.returncode, err) == (0, "")
 
 
 SAVES = """

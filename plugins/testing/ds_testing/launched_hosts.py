@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ds_testing.hosts import Host, Lab, Process, unavailable
-from ds_testing.processes import clean_environment
+from ds_testing.processes import clean_environment, disposed
 
 __all__ = ["HostsConformance", "Launched", "SshHostsConformance"]
 
@@ -66,7 +66,8 @@ class Launched:
         (folder / "script.py").write_text(SCRIPT)
         (folder / ".deepspeed_env").write_text(f"LAB_SECRET={SECRET}\n")
         words = [*self.words, str(folder / "script.py"), str(folder), what, *arguments]
-        return self.lab.head.popen(words, cwd=folder, env=self.environment), folder
+        with disposed(ignored=False):
+            return self.lab.head.popen(words, cwd=folder, env=self.environment), folder
 
     def left(self, folder: Path) -> list[tuple[Host, Process]]:
         """What still runs on the hosts of a run: agents and ranks."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
-__all__ = ["clean_environment", "free_port", "full_at", "output", "run", "start"]
+__all__ = ["clean_environment", "disposed", "free_port", "full_at", "output", "run", "start"]
 
 LAUNCHERS = ("MASTER_", "TORCHELASTIC", "OMPI_", "SLURM_", "PMI")
 
@@ -67,6 +69,24 @@ def output(process: subprocess.Popen[str], timeout: float = 300.0) -> str:
     text, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, text
     return text.strip()
+
+
+@contextmanager
+def disposed(*, ignored: bool, signals: Sequence[signal.Signals] = (signal.SIGINT,)) -> Iterator[None]:
+    """Processes that are started inside ignore `signals`, as in a shell's background, or have their default.
+
+    In the main thread. Tests that send Ctrl-C want the default: who runs the tests may be in the background.
+    """
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt  # a new program has the default where its parent has a handler
+
+    before = {number: signal.signal(number, signal.SIG_IGN if ignored else handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def free_port() -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ds_cli.failure import SAVED
-from ds_cli.guard import PREEMPTED, STOPS
+from ds_cli.guard import PREEMPTED, heeded
 from ds_cli.show import CommandError, say_error
 
 if TYPE_CHECKING:
@@ -358,7 +358,7 @@ class _Loop:
             self.stopped = self.stopped or number
             self.deadline = min(self.deadline, 0.0) if not self.asked else self.deadline
 
-        before = {number: signal.signal(number, stop) for number in STOPS}
+        before = {number: signal.signal(number, stop) for number in heeded()}
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(settings.grace + settings.patience) + 1,
         )  # fmt: skip
         super().__init__(config)
+        # uvicorn hears them all; those that a shell lets background jobs ignore are for others.
+        self._ignored = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is signal.SIG_IGN]
 
     def serve_until_stopped(self) -> bool:
         """Serve until a signal, or until `should_exit` is set; whether all ended well."""
@@ -120,6 +123,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came; the second one ends at once."""
+        if sig in self._ignored:
+            return
         self.force_exit = self.should_exit
         self.should_exit = True
 
