@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
+from ds_core.errors import UsageError
 from ds_inference import sampling
 from ds_inference.requests import SamplingParams
 from ds_inference.scheduler import Sequence
@@ -50,7 +51,7 @@ class Choice:
         for i, value in enumerate(scores.gather(1, ids[:, None])[:, 0].tolist()):
             if not math.isfinite(value):
                 what = "there is no token that may be chosen" if value == -math.inf else f"the highest is {value}"
-                errors.setdefault(i, ValueError(f"scores of the next token: {what}"))
+                errors.setdefault(i, UsageError(f"scores of the next token: {what}"))
         for places, index, filters in self._drawn:
             mine = scores if len(places) == len(self.sequences) else scores[index]
             ids[index] = sampling.draw(mine, filters, [self._number(i, errors) for i in places])

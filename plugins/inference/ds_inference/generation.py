@@ -16,6 +16,7 @@ from ds_inference.beams import Beams
 from ds_inference.blocks import Blocks
 from ds_inference.choosing import Choice
 from ds_inference.requests import Finish, Handle, Output, Request, Result, SamplingParams
+from ds_inference.sampling import Filters
 from ds_inference.stopping import Decode, StopStrings
 
 __all__ = ["Generator"]
@@ -109,6 +110,8 @@ class Generator:
             raise UsageError(f"{self.waiting} requests wait already (max_waiting={self.max_waiting}); try again later")
         params, prompt = request.params, list(request.prompt)
         new = self._new_tokens(prompt, params)
+        # What cannot be a tensor is an error here, of this request; in a step it would be one of all that run.
+        Filters.of([params])
         handle = Handle(request, [] if params.num_beams > 1 else [Result() for _ in range(params.num_return_sequences)])
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         seed = self._seeds() if params.seed is None else params.seed
@@ -212,7 +215,7 @@ class Generator:
         """As `submit`, but a refused request has ended with an error."""
         try:
             return self.submit(request)
-        except UsageError as error:
+        except Exception as error:
             handle = Handle(request, [], done=True, error=error)
             self._ended.append(Output(handle, None, finished=Finish.ERROR, done=True))
             return handle

@@ -21,6 +21,10 @@ _ROWS = 8
 """Rows that are drawn from at a time where nothing is filtered."""
 _PART = 32
 """Scores of a row that are looked at together."""
+_COLDEST = 1e-6
+"""Lower temperatures count as this one: it draws the most probable token, and scores divided by it are still finite."""
+_MOST = 2**31 - 1
+"""The largest `top_k` that is told apart: no vocabulary has as many tokens."""
 
 
 def processed(row: Tensor, params: SamplingParams, tokens: Sequence[int], prompt: int, stops: Iterable[int]) -> Tensor:
@@ -75,9 +79,10 @@ class Filters:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
-        ks = [p.top_k and max(p.top_k, keep) for p in params]
+        ks = [p.top_k and min(max(p.top_k, keep), _MOST) for p in params]
+        temperatures = [max(p.temperature, _COLDEST) if p.temperature else 1.0 for p in params]
         return Filters(
-            column([p.temperature or 1.0 for p in params]), column([*ks], torch.int64),
+            column(temperatures), column([*ks], torch.int64),
             column([2.0 if p.top_p == 1 else p.top_p for p in params], torch.float64),
             column([p.min_p for p in params], torch.float64), max(ks), keep, not all(ks),
             not any(p.top_k or p.top_p < 1 or p.min_p for p in params),
@@ -162,9 +167,9 @@ def shown(row: Tensor, params: SamplingParams, keep: int = 1) -> Tensor:
         return row.clone()
     filters = Filters.of([params], row.device, keep)
     if filters.plain:
-        return row / params.temperature
+        return row / max(params.temperature, _COLDEST)
     weights, ids, _ = filtered(row[None], filters, row.shape[0])
-    row = row / params.temperature
+    row = row / max(params.temperature, _COLDEST)
     inside = torch.zeros_like(row, dtype=torch.bool)
     inside[ids[0][weights[0] > 0]] = True
     return row.masked_fill(~inside, -torch.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -158,3 +159,35 @@ def test_a_model_without_a_template_gets_a_plain_one(tmp_path: Path) -> None:
     assert tokens.decode(asked) == "system: Be brief.\nuser: é\nassistant:"
     assert [tokens.piece(t) for t in tokens.encode("b é")] == ["b", " ", "\ufffd", "\ufffd"]
     assert tokens.piece(257) == "</s>" and tokens.decode([257]) == ""
+
+
+def test_a_folder_whose_weights_are_missing_torn_or_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    from ds_cli.show import CommandError
+    from ds_inference.serve.model import Choices, open_model
+    from safetensors.torch import load_file, save_file
+
+    make(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    save_file({name: t for name, t in whole.items() if "layers.1." not in name}, file, {"format": "pt"})
+    with pytest.raises(CommandError, match=r"9 of its weights are not there, .*: model\.layers\.1\.input_layernorm"):
+        open_model(tmp_path, None, Choices())
+    save_file(whole | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
+    with pytest.raises(CommandError, match=r"model\.norm\.weight"):
+        open_model(tmp_path, None, Choices())
+    file.write_bytes(file.read_bytes()[:-1_000])
+    with pytest.raises(CommandError, match="cannot be loaded by transformers: SafetensorError"):
+        open_model(tmp_path, None, Choices())
+
+
+def test_a_folder_with_code_of_its_own_is_refused_without_advice_that_nobody_can_follow(tmp_path: Path) -> None:
+    from ds_cli.show import CommandError
+    from ds_inference.serve.model import Choices, open_model
+
+    make(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('run')")
+    with pytest.raises(CommandError, match="needs code of its own, which `dscore serve` does not run"):
+        open_model(tmp_path, None, Choices())

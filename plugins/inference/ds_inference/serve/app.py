@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,15 +16,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ds_inference.serve.asking import Answering, Limits, Message, Receive, Scope, Send
-from ds_inference.serve.errors import Refusal
+from ds_inference.serve.errors import Refusal, told
 from ds_inference.serve.metrics import Metrics
 from ds_inference.serve.model import Served
 from ds_inference.serve.protocol import ChatRequest, CompletionRequest
 from ds_inference.serve.worker import Gone, Worker
 
-__all__ = ["Gate", "make_app"]
+__all__ = ["HEAD", "Gate", "make_app"]
 
 log = logging.getLogger("ds_inference.serve")
+
+HEAD = 16 * 1024
+"""Bytes of a request's first line and headers."""
 
 
 def make_app(
@@ -130,9 +132,7 @@ class Gate:
             status = 499
             self._metrics.cancelled.inc()
         except Exception as error:
-            # Without the message: an exception may repeat what a request said.
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s while answering:\n%s", type(error).__name__, frames)
+            log.error("while answering: %s", told(error))
         finally:
             path = scope["path"] if scope["path"] in PATHS else "other"
             self._metrics.requests.labels(path, status).inc()
@@ -145,6 +145,8 @@ class Gate:
         if self._hosts is not None and _name(headers.get(b"host", b"")) not in self._hosts:
             # A web page whose name was made to mean this machine calls it by that name.
             return Refusal(403, "this server answers only to the names of this machine; others need a token")
+        if _size(scope) > HEAD:
+            return Refusal(431, f"the head of a request may have {HEAD} bytes at most")
         if scope["path"] == "/health":
             return None
         if self.stopping:
@@ -154,6 +156,12 @@ class Gate:
             if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
                 return Refusal(401, "a right token is needed: Authorization: Bearer ...", "invalid_api_key")
         return None
+
+
+def _size(scope: Scope) -> int:
+    """Bytes of a request's head, about; the connection itself ends one that is not complete at this size."""
+    fields = sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"])
+    return fields + len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
 
 
 def _name(host: bytes) -> bytes:

@@ -222,6 +222,11 @@ class Answering(Generic[T]):
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         except Refusal as error:
             await _event(send, error.body())
+        except Gone:
+            raise
+        except Exception:
+            await _event(send, Refusal(500, "this answer failed; see the server's log").body())
+            raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _grown(
@@ -274,3 +279,5 @@ async def _send_json(send: Send, value: Any) -> None:
 async def _event(send: Send, value: Any) -> None:
     if value is not None:
         await send({"type": "http.response.body", "body": b"data: " + _dump(value) + b"\n\n", "more_body": True})
+        # A client that left is noticed between two events: else each write to its closed connection is a warning.
+        await asyncio.sleep(0)

@@ -1,10 +1,16 @@
-"""Connections with patience: a request that does not come, or an answer that is not read, ends its connection."""
+"""Connections with patience: a request that does not come, or an answer that is not read, ends its connection.
+
+[Note: half closed] A client that has left and one that only sends nothing more look alike: both said "no more". What is
+written to the first comes back as an error. So until its answer begins such a connection is written to from time to
+time: "100 Continue", which clients pass over.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["protocol"]
@@ -16,6 +22,10 @@ _FULL = (
 )
 
 
+_AGAIN = 0.5
+"""Seconds between two looks at whether the client of a half-closed connection is there."""
+
+
 def protocol(most: int, patience: float) -> type[H11Protocol]:
     """uvicorn's protocol for `most` connections at a time, of which each may be stuck for `patience` seconds."""
 
@@ -25,6 +35,7 @@ def protocol(most: int, patience: float) -> type[H11Protocol]:
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
             self._timer: asyncio.TimerHandle | None = None
+            self._half_closed = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -39,6 +50,32 @@ def protocol(most: int, patience: float) -> type[H11Protocol]:
                 self._wait()  # for the rest of a head; the body has a limit of its own
             elif not self.flow.write_paused:
                 self._go_on()
+
+        def eof_received(self) -> bool:  # type: ignore[override]
+            """Whether the connection stays open: where a whole request waits for its answer. [Note: half closed]"""
+            cycle = self.cycle
+            waits = cycle is not None and not cycle.response_complete and not cycle.more_body
+            # Clients of HTTP/1.0 do not know what is written to see whether they are there.
+            if not waits or self.scope["http_version"] == "1.0":
+                return False
+            if not self._half_closed:
+                self._half_closed = True
+                self._look()
+            return True
+
+        def _look(self) -> None:
+            """Write to a client that may have left; its system then ends the connection."""
+            if self.transport.is_closing():
+                return
+            if not self.cycle.response_started:
+                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+            self.loop.call_later(_AGAIN, self._look)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            # Requests that came before the end are answered; none can come after it.
+            if self._half_closed and self.cycle.response_complete:
+                self.transport.close()
 
         def pause_writing(self) -> None:
             super().pause_writing()

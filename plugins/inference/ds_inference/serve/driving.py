@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_core.errors import DSError
 from ds_inference.requests import Output, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,9 +37,11 @@ def cancel(number: int) -> Command:
 
 
 class Driver:
-    """Drives `generator`, in one thread. refused: called with number and reason where a request can never be served."""
+    """Drives `generator`, in one thread. refused: called with number and error where a request is not taken."""
 
-    def __init__(self, generator: Generator, refused: Callable[[int, str], None] = lambda number, why: None) -> None:
+    def __init__(
+        self, generator: Generator, refused: Callable[[int, Exception], None] = lambda number, error: None
+    ) -> None:
         self.generator, self._refused = generator, refused
         self._handles: dict[int, Handle] = {}
         self._numbers: dict[int, int] = {}  # by identity of the handle
@@ -76,8 +77,8 @@ class Driver:
     def _submit(self, number: int, prompt: list[int], said: dict[str, Any]) -> None:
         try:
             handle = self.generator.submit(Request(prompt, SamplingParams(**said)))
-        except DSError as error:
-            self._refused(number, str(error))
+        except Exception as error:  # whatever it is, it is this request's alone
+            self._refused(number, error)
             return
         self._handles[number] = handle
         self._numbers[id(handle)] = number

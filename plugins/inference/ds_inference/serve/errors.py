@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Refusal"]
+from ds_core.errors import DSError
+
+__all__ = ["Refusal", "told"]
 
 _KINDS = {401: "authentication_error", 429: "requests", 500: "server_error", 503: "server_error", 504: "server_error"}
 
@@ -32,3 +35,10 @@ class Refusal(Exception):
         """Headers besides those of every answer."""
         found = [] if self.retry_after is None else [(b"retry-after", str(self.retry_after).encode())]
         return [*found, (b"www-authenticate", b"Bearer")] if self.status == 401 else found
+
+
+def told(error: BaseException) -> str:
+    """`error` for the log: what of ds_core's says, of another its kind and place, as it may repeat a request."""
+    if isinstance(error, DSError):
+        return str(error)
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}"

@@ -149,9 +149,29 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **only)
         if choices.checkpoint is None:
-            return AutoModelForCausalLM.from_pretrained(place, use_safetensors=True, dtype="auto", **only), tokenizer
+            # Shapes that differ are let through here, so that they can be named.
+            seen = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                place, use_safetensors=True, dtype="auto", **seen, **only
+            )
+            model, found = loaded
+            _all_there(path, found)
+            return model, tokenizer
         config = AutoConfig.from_pretrained(place, **only)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config), tokenizer  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise CommandError(f"{path} cannot be loaded by transformers: {error}") from error
+    except CommandError:
+        raise
+    except Exception as error:  # a folder may hold anything, and each format has errors of its own
+        if "trust_remote_code" in str(error):  # which transformers advises, and nobody can set here
+            raise CommandError(f"{path} needs code of its own, which `dscore serve` does not run") from None
+        raise CommandError(f"{path} cannot be loaded by transformers: {type(error).__name__}: {error}") from error
+
+
+def _all_there(path: Path, found: dict[str, Any]) -> None:
+    """Refuse a model some of whose weights are not in its files: transformers fills them with random numbers."""
+    for kind, what in (("missing_keys", "are not there"), ("mismatched_keys", "have another shape")):
+        names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found.get(kind) or ())
+        if names:
+            some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+            raise CommandError(f"{path}: {len(names)} of its weights {what}, so they would be random: {some}")

@@ -13,7 +13,7 @@ __all__ = ["Asked", "ChatRequest", "CompletionRequest", "Message", "read"]
 MOST_CHOICES = 64
 """Answers to one request: prompts times `n`."""
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 Stops = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -40,7 +40,7 @@ class Asked(_Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops | Annotated[list[Stops], Field(max_length=16)] | None = None
     stream: bool | None = None
@@ -69,7 +69,7 @@ class CompletionRequest(Asked):
     """Of /v1/completions."""
 
     prompt: str | Annotated[Tokens, Field(min_length=1)] | Annotated[list[str] | list[Tokens], Field(min_length=1)]
-    best_of: int | None = None
+    best_of: Count | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     suffix: str | None = None

@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 from ds_cli.show import CommandError
 
-from ds_inference.serve.app import make_app
+from ds_inference.serve.app import HEAD, make_app
 from ds_inference.serve.asking import Limits
 from ds_inference.serve.connections import protocol
 from ds_inference.serve.errors import Refusal
@@ -92,6 +92,7 @@ class Server(uvicorn.Server):
             self._gate,
             http=protocol(settings.max_connections, settings.patience),
             ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            h11_max_incomplete_event_size=HEAD,
             timeout_graceful_shutdown=int(settings.grace + settings.patience) + 1,
         )  # fmt: skip
         super().__init__(config)

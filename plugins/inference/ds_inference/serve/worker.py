@@ -13,13 +13,13 @@ import logging
 import math
 import queue
 import threading
-import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ds_core.errors import DSError
 from ds_inference.requests import Finish, Output, SamplingParams
 from ds_inference.serve.driving import STOP, Command, Driver, Link, cancel, submit
-from ds_inference.serve.errors import Refusal
+from ds_inference.serve.errors import Refusal, told
 
 if TYPE_CHECKING:
     from ds_inference.generation import Generator
@@ -127,15 +127,22 @@ class Worker:
             if output.finished is not None:
                 del self._tickets[number]
             if output.finished in (Finish.ERROR, Finish.CANCELLED):
+                if output.handle.error is not None:
+                    log.error("an answer failed: %s", told(output.handle.error))
                 ticket.fail(Refusal(500, "this answer failed; see the server's log"))
             else:
                 ticket.events.put_nowait((index, output))
 
-    def _refused(self, number: int, text: str) -> None:
+    def _refused(self, number: int, error: Exception) -> None:
         ticket, _ = self._tickets.pop(number, (None, 0))
         self.waiting.pop(number, None)
+        if isinstance(error, DSError):
+            refusal = Refusal(400, str(error))
+        else:
+            log.error("a request was not taken: %s", told(error))
+            refusal = Refusal(500, "this request was not taken; see the server's log")
         if ticket is not None:
-            ticket.fail(Refusal(400, text))
+            ticket.fail(refusal)
 
     def _broken(self) -> None:
         self.healthy = False
@@ -145,15 +152,13 @@ class Worker:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        driver = Driver(self.generator, lambda number, why: self._call(self._refused, number, why))
+        driver = Driver(self.generator, lambda number, error: self._call(self._refused, number, error))
         try:
             while driver.obey(self._link(self._asked())):
                 if outputs := driver.step():
                     self._call(self._deliver, outputs)
-        except Exception as error:
-            # Without the message: an exception may repeat what a request said.
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            log.error("the generator failed: %s\n%s", type(error).__name__, frames)
+        except BaseException as error:  # SystemExit too: without this thread nobody would be answered
+            log.error("the generator failed: %s", told(error))
             self._call(self._broken)
 
     def _asked(self) -> list[Command]:
