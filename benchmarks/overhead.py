@@ -1,12 +1,15 @@
 """Engine overhead: CPU time per step of ds_core (and DeepSpeed, when installed) over a bare torch loop.
 
 One process, one thread; every contestant does the same: zero gradients, forward, backward, clip, fused AdamW step.
-Contestants run interleaved in blocks, and the median block counts, so that a noisy machine hits all alike.
+Contestants run interleaved in blocks, and the median block counts, so that a noisy machine hits all alike. Each
+stage runs without ``steps_per_print`` (0), and with it as users set it.
 
-    python benchmarks/overhead.py [--layers 2 32] [--width 16] [--stages 0 1 2 3] [--deepspeed PYTHON]
+    python benchmarks/overhead.py [--layers 2 32] [--width 16] [--stages 0 1 2 3] [--prints 0 10 1000]
+                                  [--deepspeed PYTHON]
 
-``--stages`` names the ZeRO stages to measure. ``--deepspeed PYTHON`` names an interpreter that has deepspeed; it is
-timed in processes of its own, with its own bare loop beside it, because it patches torch.
+``--stages`` names the ZeRO stages to measure, ``--prints`` the values of ``steps_per_print``. ``--deepspeed PYTHON``
+names an interpreter that has deepspeed; it is timed in processes of its own, with its own bare loop beside it, because
+it patches torch.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -49,8 +53,10 @@ def bare(layers: int, width: int) -> Step:
     return step
 
 
-def config(stage: int) -> dict[str, object]:
+def config(stage: int, prints: int = 0) -> dict[str, object]:
+    """prints: ``steps_per_print``; 0: the key is not there."""
     return {
+        **({"steps_per_print": prints} if prints else {}),
         "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": CLIP,
@@ -58,11 +64,12 @@ def config(stage: int) -> dict[str, object]:
     }
 
 
-def ours(layers: int, width: int, stage: int) -> Step:
+def ours(layers: int, width: int, stage: int, prints: int) -> Step:
     import ds_core
 
     model, x = build(layers, width)
-    engine, *_ = ds_core.initialize(model=model, config=config(stage))
+    engine, *_ = ds_core.initialize(model=model, config=config(stage, prints))
+    logging.getLogger("ds_core").handlers.clear()  # lines are made as in a run, and shown to nobody
 
     def step() -> None:
         loss = engine(x).square().mean()
@@ -125,6 +132,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 32])
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--stages", type=int, nargs="+", default=[0], choices=range(4))
+    parser.add_argument("--prints", type=int, nargs="+", default=[0, 10, 1000])
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed installed")
     parser.add_argument("--child", nargs=3, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -135,14 +143,18 @@ def main() -> None:
         return
     print(f"torch {torch.__version__}, python {sys.version.split()[0]}, width {arguments.width}, batch {BATCH}")
     for layers in arguments.layers:
-        own = {f"ds_core stage {stage}": ours(layers, arguments.width, stage) for stage in arguments.stages}
+        own = {
+            f"ds_core stage {stage}, prints {prints}": ours(layers, arguments.width, stage, prints)
+            for stage in arguments.stages
+            for prints in arguments.prints
+        }
         times = measure({"bare torch": bare(layers, arguments.width), **own})
         rows = {name: (us, us / times["bare torch"]) for name, us in times.items()}
         for stage in arguments.stages if arguments.deepspeed else ():
             other = run_deepspeed(arguments.deepspeed, layers, arguments.width, stage)
             rows[f"deepspeed stage {stage}"] = (other["deepspeed"], other["deepspeed"] / other["bare torch"])
         for name, (us, ratio) in rows.items():
-            print(f"{layers:3d} layers  {name:17s} {us:8.1f} us/step  {ratio:5.2f}x bare torch")
+            print(f"{layers:3d} layers  {name:28s} {us:8.1f} us/step  {ratio:5.2f}x bare torch")
 
 
 if __name__ == "__main__":

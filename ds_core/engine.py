@@ -71,9 +71,7 @@ class Engine(RunningEngine):
         self._window = self._hooks.window
         self._accumulation = Accumulation(ctx, partitioner, self._hooks, self._batches)
         self._weight_update = WeightUpdate(self)
-        # What every forward and backward would otherwise ask again.
-        self._plain_forward = ctx.precision.plain_forward and not telemetry.follows_phases
-        self._phase = telemetry.phase if telemetry.follows_phases else None
+        self._follow_phases()
         self.serial = self._hooks.serial
         watch_zero_grad(self.optimizer, self.module)
 
@@ -97,6 +95,12 @@ class Engine(RunningEngine):
                 f"ds_engine_methods: plugin {given[name].plugin} gives {name!r}, which the engine has itself"
             )
         return {name: answer.value for name, answer in given.items()}
+
+    def _follow_phases(self) -> None:
+        """Keep what every forward and backward of a step would otherwise ask again: whether phases are observed."""
+        followed = self.telemetry.follows_phases
+        self._plain_forward = self.ctx.precision.plain_forward and not followed
+        self._phase = self.telemetry.phase if followed else None
 
     # -- forward and backward --------------------------------------------------------------------------------
 
@@ -241,6 +245,8 @@ class Engine(RunningEngine):
         self.global_steps += 1
         self.global_samples += self._accumulation.samples()
         request = self.telemetry.step_end(self)
+        if self.telemetry.follows_phases is not (self._phase is not None):
+            self._follow_phases()
         self._accumulation.begin_window()
         return request
 
@@ -353,6 +359,8 @@ class Engine(RunningEngine):
         """See `RunningEngine`."""
         self._drop_window()
         self._batches.restart()
+        self.telemetry.turn(self.global_steps + 1)  # the counter may be a checkpoint's
+        self._follow_phases()
 
     def _drop_window(self) -> None:
         self.partitioner.zero_grad()

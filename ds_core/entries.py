@@ -406,6 +406,14 @@ def numbers(value: Any) -> Any:
     return found
 
 
+def periods(value: Any) -> Any:
+    """A mapping of names to whole numbers from 0 on."""
+    for name, number in (found := named(("__index__",))(value)).items():
+        if isinstance(number, bool) or number < 0:
+            raise WrongAnswer(f"{name!r} must be a whole number from 0 on, not {_shown(number)}")
+    return found
+
+
 def _fits(element: Any, item: Item) -> bool:
     if isinstance(item, tuple):
         return all(hasattr(element, name) for name in item)

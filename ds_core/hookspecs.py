@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from ds_core.entries import gives, many, model_class, named, nothing, numbers, one_or_none
+from ds_core.entries import gives, many, model_class, named, nothing, numbers, one_or_none, periods
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -224,6 +224,17 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
     a gradient is its tensor times ``gradients.factor``. Ranks that have the same shard must change it alike, so random
     numbers come from a generator that is seeded by step and parameter. Collectives are allowed: all ranks are here.
     An exception ends training.
+    """
+
+
+@gives(periods)
+def ds_listens(ctx: Context) -> Mapping[str, int]:  # type: ignore[empty-body]
+    """Hook: at which steps this plugin's observers are called: hook -> n, for every n-th step; 0: never; else 1.
+
+    For `ds_step_begin`, `ds_metrics`, `ds_step_end`, `ds_phase_begin` and `ds_phase_end`. With n they are called in the
+    steps whose number, counted from 1, is a multiple of n: phases also in the micro-batches of that step. Asked on
+    every rank when the engine is built, and once more when its first step is over. Ranks answer alike for `ds_metrics`.
+    An observer that does not listen costs nothing, so one that acts now and then says so here.
     """
 
 

@@ -441,21 +441,29 @@ class _Implementation:
             return self(arguments)
 
 
-@dataclass(frozen=True, slots=True)
 class Observer:
     """One plugin's observer; a failure in it is one warning, and then silence."""
 
-    call: _Implementation
-    report: Report
+    __slots__ = ("_arguments", "_check", "_function", "_hook", "_report", "plugin")
+
+    def __init__(self, call: _Implementation, report: Report) -> None:
+        self.plugin = call.plugin
+        self._hook = call.hook
+        self._report = report
+        # Looked up once: it is called several times a step.
+        self._check = HOOKS[call.hook].ds_answer
+        self._function = call.impl.function
+        self._arguments = call.impl.argnames
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """What the plugin answers; None when it has failed, now or before."""
-        if self.report.state is PluginState.SWITCHED_OFF:
+        if self._report.state is PluginState.SWITCHED_OFF:
             return None
         try:
-            return self.call(arguments)
+            return self._check(self._function(*[arguments[name] for name in self._arguments]))
         except BaseException as error:
-            why = blame(self.call.plugin, f"failed in {self.call.hook}", error)
-            self.report.state, self.report.why = PluginState.SWITCHED_OFF, str(why)
+            why = blame(self.plugin, f"failed in {self._hook}", error)
+            self._report.state = PluginState.SWITCHED_OFF
+            self._report.why = str(why)
             log.warning("%s; the plugin is switched off and training goes on", why)
             return None

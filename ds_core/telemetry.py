@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor
 from ds_core import comm
 from ds_core.discovery import OBSERVERS
 from ds_core.entries import Event, Request
-from ds_core.errors import UsageError
+from ds_core.errors import PluginError, UsageError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ds_core.context import Context
+    from ds_core.plugins import Observer
     from ds_core.running import RunningEngine
 
 __all__ = ["Monitor", "MonitorMaster", "Telemetry"]
@@ -30,6 +31,8 @@ log = logging.getLogger("ds_core.engine")
 _NOTHING, LATE = contextlib.nullcontext(), "late"
 EVENTS = {name: f"Train/Samples/{name}" for name in ("lr", "loss_scale", "grad_norm", "skipped_steps")}
 EVENTS["loss"] = "Train/Samples/train_loss"
+PERIODIC = ("ds_step_begin", "ds_metrics", "ds_step_end", "ds_phase_begin", "ds_phase_end")
+"""The observers for which `ds_listens` may say that they need not be called in every step."""
 
 
 @runtime_checkable
@@ -104,48 +107,118 @@ class Metrics(UserDict[str, Any]):
         return float(self.data[name])
 
 
+class _Phase:
+    """Tells observers that a phase begins and ends, also by an exception."""
+
+    __slots__ = ("_inputs", "_name", "_telemetry")
+
+    def __init__(self, telemetry: Telemetry, name: str, inputs: Any) -> None:
+        self._telemetry = telemetry
+        self._name = name
+        self._inputs = inputs
+
+    def __enter__(self) -> None:
+        self._telemetry.notify("ds_phase_begin", phase=self._name, inputs=self._inputs)
+
+    def __exit__(self, *_: object) -> None:
+        self._telemetry.notify("ds_phase_end", phase=self._name)
+
+
 class Telemetry:
-    """Feeds the observers and monitors of one engine. collects: whether `ds_metrics` is called, on all ranks alike."""
+    """Feeds the observers and monitors of one engine.
+
+    Who listens in which step is decided once (`ds_listens`), and from step to step only looked up: an observer that
+    does not listen costs nothing.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         given = [m for a in ctx.plugins.ask("ds_monitors", ctx=ctx) for m in a.value] if ctx.rank == 0 else []
         self.monitor = MonitorMaster(given)
-        self._observers = {hook: rows for hook in OBSERVERS if (rows := ctx.plugins.observers(hook))}
-        self.follows_phases = self.observes("ds_phase_begin", "ds_phase_end")
-        self.collects = None if self.observes("ds_metrics") else False
+        # Every observer, by hook, with the number of steps from one call to the next.
+        self._observers: dict[str, list[tuple[int, Observer]]] = {}
+        # Those of them that are called in the step that runs now.
+        self._now: dict[str, list[Observer]] = {}
+        # Periods of more than one step, and those of them that end with the step that runs now.
+        self._periods: tuple[int, ...] = ()
+        self._due: tuple[int, ...] | None = None
+        # Periods at which anybody on any rank reads what a step was like; None until ranks have told each other.
+        self._read_at: frozenset[int] | None = None
+        # Whether phases are observed in this step; whether observers read it; whether `ds_metrics` is called after it,
+        # on all ranks alike (None: not known before the end of the first step).
+        self.follows_phases = False
+        self._is_read = False
+        self.collects: bool | None = False
         self._losses: list[Tensor] = []
+        self._decide(1)
         self._restore = _watch_uncaught(self) if self.observes("ds_exception") else None
 
     # -- observers -------------------------------------------------------------------------------------------
 
+    def _decide(self, step: int) -> None:
+        """Ask who listens to what, and at which steps."""
+        ctx = self.ctx
+        said = {a.plugin.module: a.value for a in ctx.plugins.ask("ds_listens", ctx=ctx)}
+        for module, periods in said.items():
+            if unknown := periods.keys() - set(PERIODIC):
+                names = ", ".join(PERIODIC)
+                raise PluginError(f"ds_listens of {module} names {', '.join(sorted(unknown))}; it may name {names}")
+        self._observers = {}
+        for hook in OBSERVERS:
+            rows = [(said.get(o.plugin.module, {}).get(hook, 1), o) for o in ctx.plugins.observers(hook)]
+            if listening := [row for row in rows if row[0] > 0]:
+                self._observers[hook] = listening
+        self._periods = tuple(sorted({every for rows in self._observers.values() for every, _ in rows} - {1}))
+        self._due = None
+        self.collects = None if "ds_metrics" in self._observers else False
+        self.turn(step)
+
+    def turn(self, step: int) -> None:
+        """Optimizer step `step`, counted from 1, comes next, with the micro-batches before it: who listens then?"""
+        due = tuple(every for every in self._periods if step % every == 0)
+        if due != self._due:
+            self._due = due
+            listening = {hook: [o for every, o in rows if every in (1, *due)] for hook, rows in self._observers.items()}
+            self._now = {hook: rows for hook, rows in listening.items() if rows}
+            self.follows_phases = "ds_phase_begin" in self._now or "ds_phase_end" in self._now
+            self._is_read = "ds_step_end" in self._now or "ds_request" in self._now
+        if self._read_at is not None:
+            self.collects = "ds_metrics" in self._now and any(step % every == 0 for every in self._read_at)
+
     def observes(self, *hooks: str) -> bool:
-        """Whether any plugin implements any of the observer hooks."""
+        """Whether any plugin implements any of the observer hooks, and listens in some steps."""
         return any(hook in self._observers for hook in hooks)
 
     def notify(self, hook: str, **arguments: Any) -> list[Any]:
-        """Call the observers of `hook`; returns what they answered. One that fails is switched off."""
-        rows = self._observers.get(hook, ())
-        return [observer({"ctx": self.ctx, **arguments}) for observer in rows]
+        """Call the observers of `hook` that listen now; returns what they answered. One that fails is switched off."""
+        rows = self._now.get(hook)
+        if rows is None:
+            return []
+        arguments["ctx"] = self.ctx
+        return [observer(arguments) for observer in rows]
 
     def phase(self, name: str, inputs: Any = None) -> contextlib.AbstractContextManager[None]:
         """To run a phase of a step in, as `ds_phase_begin` describes it. It is observed where a plugin wants it."""
-        return self._followed(name, inputs) if self.follows_phases else _NOTHING
-
-    @contextlib.contextmanager
-    def _followed(self, name: str, inputs: Any) -> Iterator[None]:
-        self.notify("ds_phase_begin", phase=name, inputs=inputs)
-        try:
-            yield
-        finally:
-            self.notify("ds_phase_end", phase=name)
+        return _Phase(self, name, inputs) if self.follows_phases else _NOTHING
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     @property
     def has_readers(self) -> bool:
-        """Whether anybody on this rank reads what a step was like."""
-        return self.monitor.enabled or self.observes("ds_step_end", "ds_request")
+        """Whether anybody on this rank reads what the step that runs now is like."""
+        return self._is_read or self.monitor.enabled
+
+    def _tell_readers(self, step: int) -> None:
+        """Ranks tell each other at which steps anybody reads, so that `ds_metrics` is called on all or none.
+
+        At the end of the first step, when plugins have seen what the model is given and say again how they listen.
+        """
+        self._decide(step)
+        rows = [*self._observers.get("ds_step_end", ()), *self._observers.get("ds_request", ())]
+        mine = {every for every, _ in rows} | ({1} if self.monitor.enabled else set())
+        told = comm.all_gather_json(sorted(mine)) if "ds_metrics" in self._observers else [sorted(mine)]
+        self._read_at = frozenset(every for periods in told for every in periods)
+        self.turn(step)
 
     def loss(self, loss: Tensor) -> None:
         """Record what one backward was run on; a micro-batch may have several."""
@@ -162,7 +235,7 @@ class Telemetry:
 
     def step_begin(self, step: int) -> None:
         """An optimizer step is about to happen."""
-        if self._observers:
+        if "ds_step_begin" in self._now:
             self.notify("ds_step_begin", step=step)
 
     def step_end(self, engine: RunningEngine) -> Request | None:
@@ -171,8 +244,8 @@ class Telemetry:
         Collective where a plugin implements `ds_request` or `ds_metrics`.
         """
         step, request = engine.global_steps - 1, None
-        if self.collects is None:
-            self.collects = any(comm.all_gather_json(self.has_readers))
+        if self._read_at is None and self._observers:
+            self._tell_readers(engine.global_steps)
         given = self.notify("ds_metrics", step=step) if self.collects else ()
         if self.has_readers:
             metrics = Metrics({n: v for answer in given for n, v in (answer or {}).items()} | self._metrics(engine))
@@ -181,10 +254,11 @@ class Telemetry:
                 names = EVENTS if engine.scaler is not None else {**EVENTS, "loss_scale": ""}
                 events = {names.get(name, name): value for name, value in metrics.data.items()}
                 self.monitor.write_events((n, v, engine.global_samples) for n, v in events.items() if "/" in n)
-            if self.observes("ds_request"):
+            if "ds_request" in self._now:
                 answers = self.notify("ds_request", step=step, metrics=metrics)
                 request = _agreed([r for r in answers if r is not None], self.ctx)
         self._losses.clear()
+        self.turn(engine.global_steps + 1)
         return request
 
     def _metrics(self, engine: RunningEngine) -> dict[str, float | Tensor]:

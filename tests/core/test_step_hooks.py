@@ -94,6 +94,53 @@ def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -
     assert told["eval_end"] == {"loss": loss.item()}
 
 
+SPARSE = """
+def ds_listens(ctx):
+    return {"ds_phase_begin": 3, "ds_phase_end": 0, "ds_step_end": 2, "ds_metrics": 4}
+
+def ds_phase_begin(phase): SEEN.append((phase, None))
+def ds_phase_end(phase): SEEN.append((phase, "ends"))
+def ds_step_end(step, metrics): SEEN.append(("step_end", step + 1, sorted(metrics)))
+def ds_metrics(step): SEEN.append(("metrics", step + 1)); return {"Train/own": 1.0}
+"""
+
+
+def test_an_observer_is_called_in_the_steps_that_it_named(start: Start, tmp_path: Path) -> None:
+    engine = start(SPARSE, gradient_accumulation_steps=2)
+    (seen,) = engine.seen
+
+    def called(updates: int) -> list[Any]:
+        seen.clear()
+        for _ in range(2 * updates):
+            one_step(engine)
+        return [row[0] if row[0] != "step_end" else (row[1], "Train/own" in row[2]) for row in seen]
+
+    phases = ["forward", "backward", "backward_inner", "backward_allreduce"]
+    assert called(1) == []
+    # Step 2 is read, 3 has its phases in both micro-batches, 4 is read and measured, 6 is both.
+    assert called(3) == [(2, False), *phases, *phases, "step", "metrics", (4, True)]
+    assert called(2) == [*phases, *phases, "step", (6, False)]
+    engine.save_checkpoint(str(tmp_path / "at 6"))
+    assert called(1) == []
+    # After a load the steps are the checkpoint's: 7 comes again, then 8.
+    engine.load_checkpoint(str(tmp_path / "at 6"))
+    assert called(2) == ["metrics", (8, True)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({"ds_eval_end": 2}, "ds_listens of hooked_.* names ds_eval_end; it may name ds_step_begin"),
+        ({"ds_step_end": -1}, "'ds_step_end' must be a whole number from 0 on"),
+        ({"ds_step_end": True}, "'ds_step_end' must be a whole number from 0 on"),
+        ({"ds_step_end": 1.5}, "mapping of names to"),
+    ],
+)
+def test_a_wrong_period_is_an_error_when_the_engine_is_built(start: Start, answer: object, why: str) -> None:
+    with pytest.raises(PluginError, match=why):
+        start(f"def ds_listens(ctx): return {answer!r}\ndef ds_step_end(step): pass")
+
+
 def test_an_exception_on_its_way_out_is_observed_once(start: Start) -> None:
     engine = start(WATCHER)
     (seen,) = engine.seen

@@ -22,6 +22,7 @@ class Recorder(Section):
     """The section ``flight_recorder``."""
 
     events: int = Field(20, ge=1, description="How many events to remember.")
+    every: int = Field(1, ge=1, description="Steps from one whose phases are remembered to the next.")
 
 
 def ds_config() -> type[Recorder]:
@@ -33,6 +34,12 @@ def _add(ctx: Context, event: str) -> None:
     if EVENTS not in ctx.stash:
         ctx.stash[EVENTS] = deque(maxlen=ctx.config.section("flight_recorder").events)  # type: ignore[union-attr]
     ctx.stash[EVENTS].append(event)
+
+
+def ds_listens(ctx: Context) -> Mapping[str, int]:
+    """In other steps the phases cost nothing."""
+    every = ctx.config.section("flight_recorder").every  # type: ignore[union-attr]
+    return {"ds_phase_begin": every, "ds_phase_end": every}
 
 
 def ds_phase_begin(ctx: Context, phase: str) -> None:

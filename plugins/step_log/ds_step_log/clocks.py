@@ -36,17 +36,26 @@ class Later:
 
 @dataclass(slots=True)
 class StepTimes:
-    """The marks of one optimizer step. spans: (phase, begin, end); pauses: (begin, end), of evaluations.
+    """The marks of one optimizer step, or of several that were not looked at one by one.
 
-    samples, tokens: of all ranks; tokens is None when it is not known.
+    spans: (phase, begin, end); pauses: (begin, end), of evaluations. samples, tokens: of all ranks and steps; tokens is
+    None when it is not known.
     """
 
     began: Any
     ended: Any = None
     spans: list[tuple[str, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    paused: float = 0.0  # milliseconds of pauses that are no longer in the list
+    steps: int = 1
     samples: int = 0
     tokens: int | None = None
+
+    def fold_pauses(self) -> None:
+        """Add up the pauses that the device has finished: there may be many between two steps that are read."""
+        while self.pauses and self.pauses[0][1].query():
+            begin, end = self.pauses.pop(0)
+            self.paused += begin.elapsed_time(end)
 
     @property
     def is_over(self) -> bool:
@@ -54,9 +63,9 @@ class StepTimes:
         return bool(self.ended.query())
 
     def milliseconds(self) -> float:
-        """From the end of the step before to the end of this one, without evaluations."""
+        """From the end of the step before to the end of the last of these, without evaluations."""
         self.ended.synchronize()
-        paused = sum(begin.elapsed_time(end) for begin, end in self.pauses)
+        paused = self.paused + sum(begin.elapsed_time(end) for begin, end in self.pauses)
         return max(float(self.began.elapsed_time(self.ended) - paused), 1e-6)
 
     def phases(self) -> dict[str, float]:
@@ -64,9 +73,13 @@ class StepTimes:
         return {name: self.phase(name) for name in PHASES}
 
     def phase(self, name: str) -> float:
-        """Milliseconds of one phase, added up over micro-batches."""
+        """Milliseconds of one phase, added up over micro-batches and steps."""
         self.ended.synchronize()
         return float(sum(begin.elapsed_time(end) for phase, begin, end in self.spans if phase == name))
+
+    def mean_of_phase(self, name: str) -> float:
+        """Milliseconds of one phase in one step."""
+        return self.phase(name) / self.steps
 
 
 class StepClock:
@@ -102,11 +115,15 @@ class StepClock:
         if self._paused is not None:
             self._step.pauses.append((self._paused, self._mark()))
             self._paused = None
+            self._step.fold_pauses()
 
-    def end_step(self, samples: int, tokens: int | None) -> StepTimes:
-        """The step that ends here; the next begins."""
+    def end_step(self, steps: int, samples: int, tokens: int | None) -> StepTimes:
+        """The steps that end here; the next begins."""
         done, self._paused = self._step, None
-        done.ended, done.samples, done.tokens = self._mark(), samples, tokens
+        done.ended = self._mark()
+        done.steps = steps
+        done.samples = samples
+        done.tokens = tokens
         self._step = StepTimes(done.ended)
         return done
 
@@ -130,7 +147,7 @@ class Totals:
             self._fold(self._pending.popleft())
 
     def _fold(self, step: StepTimes) -> None:
-        self.steps += 1
+        self.steps += step.steps
         self.milliseconds += step.milliseconds()
         self.samples += step.samples
         self.tokens += step.tokens or 0

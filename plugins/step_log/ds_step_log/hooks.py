@@ -26,12 +26,18 @@ class Hooks(NamedTuple):
     """The hooks of one key, in the order in which declaration modules name them."""
 
     ds_monitors: Callable[..., Iterable[Monitor]]
+    ds_listens: Callable[..., Mapping[str, int]]
     ds_phase_begin: Callable[..., None]
     ds_phase_end: Callable[..., None]
     ds_eval_begin: Callable[..., None]
     ds_eval_end: Callable[..., None]
     ds_metrics: Callable[..., Mapping[str, SupportsFloat]]
     ds_step_end: Callable[..., None]
+    ds_checkpoint_loaded: Callable[..., None]
+
+
+NEVER = dict.fromkeys(("ds_phase_begin", "ds_phase_end", "ds_metrics", "ds_step_end"), 0)
+"""How a key listens for which another acts."""
 
 
 def hooks(key: str) -> Hooks:
@@ -55,13 +61,17 @@ def hooks(key: str) -> Hooks:
             show_log()
         return ()
 
+    def ds_listens(ctx: Context) -> Mapping[str, int]:
+        log = acting(ctx)
+        return NEVER if log is None else log.listens()
+
+    # What is called in a step is called for the key that acts alone: the others do not listen.
+
     def ds_phase_begin(ctx: Context, phase: str, inputs: Any) -> None:
-        if (log := acting(ctx)) is not None:
-            log.phase_begin(phase, inputs)
+        ctx.stash[LOG].phase_begin(phase, inputs)
 
     def ds_phase_end(ctx: Context, phase: str) -> None:
-        if (log := acting(ctx)) is not None:
-            log.phase_end(phase)
+        ctx.stash[LOG].phase_end(phase)
 
     def ds_eval_begin(ctx: Context) -> None:
         if (log := acting(ctx)) is not None:
@@ -72,14 +82,26 @@ def hooks(key: str) -> Hooks:
             log.eval_end()
 
     def ds_metrics(ctx: Context) -> Mapping[str, SupportsFloat]:
-        log = acting(ctx)
-        return {} if log is None else log.metrics(ctx.engine)
+        return ctx.stash[LOG].metrics(ctx.engine)
 
     def ds_step_end(ctx: Context, metrics: Mapping[str, float]) -> None:
-        if (log := acting(ctx)) is not None:
-            log.step_end(ctx.engine, metrics)
+        ctx.stash[LOG].step_end(ctx.engine, metrics)
 
-    return Hooks(ds_monitors, ds_phase_begin, ds_phase_end, ds_eval_begin, ds_eval_end, ds_metrics, ds_step_end)
+    def ds_checkpoint_loaded(ctx: Context) -> None:
+        if (log := acting(ctx)) is not None:
+            log.checkpoint_loaded(ctx.engine)
+
+    return Hooks(
+        ds_monitors,
+        ds_listens,
+        ds_phase_begin,
+        ds_phase_end,
+        ds_eval_begin,
+        ds_eval_end,
+        ds_metrics,
+        ds_step_end,
+        ds_checkpoint_loaded,
+    )
 
 
 def dump(ctx: Context) -> None:

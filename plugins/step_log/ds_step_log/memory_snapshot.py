@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from ds_core.context import Context
 
 __all__ = [
+    "ds_checkpoint_loaded",
     "ds_close",
     "ds_config",
     "ds_eval_begin",
     "ds_eval_end",
     "ds_exception",
+    "ds_listens",
     "ds_metrics",
     "ds_monitors",
     "ds_phase_begin",
@@ -33,9 +35,17 @@ def ds_config() -> type[BaseModel]:
     return MemorySnapshot
 
 
-ds_monitors, ds_phase_begin, ds_phase_end, ds_eval_begin, ds_eval_end, ds_metrics, ds_step_end = hooks(
-    "memory_snapshot"
-)
+(
+    ds_monitors,
+    ds_listens,
+    ds_phase_begin,
+    ds_phase_end,
+    ds_eval_begin,
+    ds_eval_end,
+    ds_metrics,
+    ds_step_end,
+    ds_checkpoint_loaded,
+) = hooks("memory_snapshot")
 
 
 def ds_step_begin(ctx: Context) -> None:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ds_step_log.clocks import PHASES, Later, StepClock, StepTimes, Totals
 from ds_step_log.config import MemorySnapshot, Timers
@@ -46,7 +46,9 @@ class StepLog:
         self._clock = StepClock(new_event, phases=self._timed)
         self._totals = Totals()
         self._tokens: int | None = None
-        self._samples, self._step = 0, -1
+        # The counters of the engine when a step was taken last.
+        self._step = 0
+        self._samples = 0
         self._last: StepTimes | None = None
         self._used: dict[str, Used] = {}
         # Breakdowns are asked for to be read, so they are printed even when no period is given.
@@ -54,8 +56,11 @@ class StepLog:
         self._every = period or (BREAKDOWN_EVERY if measured else 0)
         self._print_first = measured and not period
         self._counts_tokens = self._throughput.enabled and self._throughput.tokens_per_sample is None
+        self._asked = False  # how it listens, once before
         self._training = True
-        self._watched: PhaseMemory | Literal[False] | None = None  # in this step; None: not decided yet
+        # What looks at memory in the step that runs, and for which step that was decided.
+        self._watched: PhaseMemory | None = None
+        self._decided = -1
         self._looked = -math.inf
         self._allocated = self._peak = 0
 
@@ -68,6 +73,18 @@ class StepLog:
         """Whether anything will be printed."""
         return bool(self._every)
 
+    def listens(self) -> dict[str, int]:
+        """See `ds_listens`: every step for what is summed up over all, else only those that are printed."""
+        if self._asked and self._tokens is None:  # the first step is over, and the model is given no tokens
+            self._counts_tokens = False
+        self._asked = True
+        printed = 1 if self._print_first or self.snapshot is not None else self._every
+        watched = printed if self._memory is not None else 0
+        ends = 1 if self._timed else watched
+        # Tokens are counted where a forward begins.
+        begins = 1 if self._counts_tokens else ends
+        return {"ds_phase_begin": begins, "ds_phase_end": ends, "ds_step_end": printed}
+
     # -- events of a step ------------------------------------------------------------------------------------
 
     def phase_begin(self, phase: str, inputs: Any) -> None:
@@ -79,16 +96,20 @@ class StepLog:
         if self._counts_tokens and inputs is not None:
             count = count_tokens(inputs)
             self._tokens = self._tokens if count is None else (self._tokens or 0) + count
-        self._clock.begin(phase)
-        if self._watched is None:
-            self._watched = (self._is_read(self._ctx.engine.global_steps + 1) and self._memory) or False
-        if self._watched:
-            self._watched.begin()
+        if self._timed:
+            self._clock.begin(phase)
+        if self._memory is not None:
+            step = self._ctx.engine.global_steps + 1
+            if step != self._decided:
+                self._decided = step
+                self._watched = self._memory if self._is_read(step) else None
+            if self._watched is not None:
+                self._watched.begin()
 
     def phase_end(self, phase: str) -> None:
         """See `ds_phase_end`."""
         if self._training:
-            if self._watched:
+            if self._watched is not None:
                 self._watched.end(phase)
             self._clock.end(phase)
         elif phase == "forward":
@@ -103,18 +124,22 @@ class StepLog:
         self._clock.resume()
 
     def metrics(self, engine: RunningEngine) -> dict[str, SupportsFloat]:
-        """The step that is over, for monitors. Times are read when they are asked for."""
+        """The step that is over, for monitors: where not every step is read, the mean of those since the last one.
+
+        Times are read when they are asked for.
+        """
         self._end_step(engine)
-        step, found = self._last, dict[str, SupportsFloat]()
+        step = self._last
+        found: dict[str, SupportsFloat] = {}
         if step is None:
             return found
         if self._throughput.enabled:
-            found["step_time_ms"] = Later(step.milliseconds)
+            found["step_time_ms"] = Later(lambda: step.milliseconds() / step.steps)
             found["samples_per_second"] = Later(lambda: step.samples * 1e3 / step.milliseconds())
             if (tokens := step.tokens) is not None:
                 found["tokens_per_second"] = Later(lambda: tokens * 1e3 / step.milliseconds())
         if self._timed:
-            found |= {f"elapsed_time_ms_{phase}": Later(partial(step.phase, phase)) for phase in PHASES}
+            found |= {f"elapsed_time_ms_{phase}": Later(partial(step.mean_of_phase, phase)) for phase in PHASES}
         self._look_at_memory()
         found |= {"memory_allocated_gib": self._allocated / GIB, "memory_peak_gib": self._peak / GIB}
         return {f"Train/Samples/{name}": value for name, value in found.items()}
@@ -137,21 +162,27 @@ class StepLog:
         if self._ctx.rank == 0 and self._is_due(engine.global_steps):
             self._print(engine, metrics)
 
+    def checkpoint_loaded(self, engine: RunningEngine) -> None:
+        """The counters are the checkpoint's now: what lies between is no step of this process."""
+        self._step = engine.global_steps
+        self._samples = engine.global_samples
+
     def _end_step(self, engine: RunningEngine) -> None:
-        """Take the step that is over, once."""
-        if self._step == engine.global_steps:
+        """Take the steps that are over since this was called last: one, or a period of those that nobody read."""
+        steps = engine.global_steps - self._step
+        if steps == 0:
             return
-        self._step, before, self._samples = engine.global_steps, self._samples, engine.global_samples
-        samples = self._samples - before
-        if samples < 0 or samples > engine.train_batch_size():  # a checkpoint was loaded in between
+        samples = engine.global_samples - self._samples
+        if steps < 0 or samples < 0:  # the program has set the counters
+            steps = 1
             samples = engine.train_batch_size()
-        self._last = self._clock.end_step(samples, self._all_tokens(samples))
+        self.checkpoint_loaded(engine)
+        self._last = self._clock.end_step(steps, samples, self._all_tokens(samples))
         self._tokens = None
         if self.prints and self._ctx.rank == 0:
             self._totals.add(self._last)
-        if self._watched:
+        if self._watched is not None:
             self._used = self._watched.end_step()
-        self._watched = None
 
     def _is_read(self, step: int) -> bool:
         """Whether anybody will read the memory of this step; it is not looked at in others."""

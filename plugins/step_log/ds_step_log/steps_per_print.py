@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 __all__ = [
+    "ds_checkpoint_loaded",
     "ds_config",
     "ds_eval_begin",
     "ds_eval_end",
+    "ds_listens",
     "ds_metrics",
     "ds_monitors",
     "ds_phase_begin",
@@ -28,6 +30,14 @@ def ds_config() -> type[BaseModel]:
     return StepsPerPrint
 
 
-ds_monitors, ds_phase_begin, ds_phase_end, ds_eval_begin, ds_eval_end, ds_metrics, ds_step_end = hooks(
-    "steps_per_print"
-)
+(
+    ds_monitors,
+    ds_listens,
+    ds_phase_begin,
+    ds_phase_end,
+    ds_eval_begin,
+    ds_eval_end,
+    ds_metrics,
+    ds_step_end,
+    ds_checkpoint_loaded,
+) = hooks("steps_per_print")

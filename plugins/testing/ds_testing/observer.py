@@ -73,6 +73,11 @@ class ObserverConformance:
                     f"{name} is not among {sorted(set(names))} in each step"
                 )
 
+    def test_ranks_are_asked_for_metrics_alike(self) -> None:
+        """`ds_listens` says the same of `ds_metrics` on every rank: there may be collectives in it."""
+        said = [answer["listens"] for answer in self._run(2, self.config, self.load)]
+        assert said[0] == said[1], f"ds_listens differs on two ranks: ds_metrics every {said[0]} and {said[1]} steps"
+
     def test_an_exception_that_ends_training_reaches_it(self) -> None:
         """The exception goes on, and no observer has failed."""
         (answer,) = self._run(1, self.config, self.load, error=True)
@@ -172,7 +177,16 @@ def _train(steps: int, extra: dict[str, Any], load: list[str], error: bool) -> d
             raise _EndOfTraining
     reports = engine.ctx.plugins.reports()
     failed = [r.why for r in reports if r.state is PluginState.SWITCHED_OFF]
-    return {"seen": seen, "eval": evaluated, "stop": stop, "failed": failed, "told": recorder.told}
+    answers = engine.ctx.plugins.ask("ds_listens", ctx=engine.ctx)
+    listens = [answer.value.get("ds_metrics", 1) for answer in answers]
+    return {
+        "seen": seen,
+        "eval": evaluated,
+        "stop": stop,
+        "failed": failed,
+        "told": recorder.told,
+        "listens": listens,
+    }
 
 
 def _model() -> nn.Module:

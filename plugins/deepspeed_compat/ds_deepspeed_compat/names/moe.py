@@ -26,8 +26,6 @@ NAMES: Mapping[str, Rows] = {
         "split_params_grads_into_shared_and_expert_params": missing("p.grad of the parameters of each kind"),
     },
     "deepspeed.moe.mappings": {
-        "gather_tokens drop_tokens": missing(
-            "ds_moe.MoE is not divided over tensor-parallel ranks"
-        )
+        "gather_tokens drop_tokens": missing("ds_moe.MoE is not divided over tensor-parallel ranks")
     },
 }
