@@ -17,7 +17,7 @@ PACKAGES = [
     CORE,
     *sorted(d for kind in ("plugins", "ops", "monitors") for d in ROOT.glob(f"{kind}/*/ds_*") if d.is_dir()),
 ]
-TOKENS = 61_900
+TOKENS = 63_500
 """The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs lines."""
 LONGEST = 500
 """Lines of one file."""
@@ -78,7 +78,7 @@ def test_the_readme_quotes_the_measured_size() -> None:
     said = re.search(r"([\d,]+) lines\s+\(([\d,]+)\s+of\s+code\)", (ROOT / "README.md").read_text())
     assert said is not None, "README.md says how large the core is: 'N lines (N of code)'"
     for quoted, now in zip(said.groups(), measured(), strict=True):
-        assert abs(int(quoted.replace(",", "")) - now) <= 100, f"README.md says {quoted}, and it is {now:,}"
+        assert abs(int(quoted.replace(",", "")) - now) <= 250, f"README.md says {quoted}, and it is {now:,}"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
