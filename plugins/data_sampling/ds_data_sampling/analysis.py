@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Subset
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_data_sampling.index import Array
+from ds_data_sampling.index import Array, read_array
 from ds_data_sampling.metrics import RARITY, VOCABULARY, Measure, Rarity, named
 
 __all__ = ["analyze", "combine", "measure", "measures_of", "rarity_in"]
@@ -72,7 +72,7 @@ def rarity_in(folder: str | Path) -> Measure:
             f"vocabularyrarity needs how often each token occurs in the data set, and {file} is missing; measure and "
             "combine the metric vocabulary first"
         )
-    return Measure(RARITY.name, Rarity(np.load(file, allow_pickle=False)))
+    return Measure(RARITY.name, Rarity(np.array(read_array(file))))
 
 
 def measure(
@@ -127,7 +127,7 @@ def _combine(folder: Path, each: Measure, size: int, workers: int) -> dict[str, 
     for worker, file in enumerate(files):
         if not file.is_file():
             raise UsageError(f"worker {worker} of {workers} has not measured {each.name}: {file} is missing")
-    parts: list[Array] = [np.load(file, allow_pickle=False) for file in files]
+    parts: list[Array] = [read_array(file) for file in files]
     facts: dict[str, Any] = {"format": FORMAT, "metric": each.name, "kind": each.kind, "samples": size}
     base = folder / each.name
     if each.kind == "sum":

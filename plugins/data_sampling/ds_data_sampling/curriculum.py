@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ds_core.errors import UsageError
-from ds_data_sampling.index import Array, MetricIndex, read_index
+from ds_data_sampling.index import Array, MetricIndex, read_array, read_index
 from ds_data_sampling.schedules import difficulty_at
 
 if TYPE_CHECKING:
@@ -199,11 +199,18 @@ def _kept(samples: Array, folder: str | None) -> Array:
     if folder is None or not len(samples):
         return samples
     file = Path(folder, f"cluster-{hashlib.blake2b(samples.tobytes(), digest_size=12).hexdigest()}.npy")
-    if not file.is_file():
+    if not _holds(file, samples):
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"{file.stem}.{os.getpid()}.part")  # every rank writes, and the last one stays
         with part.open("wb") as stream:
             np.save(stream, samples, allow_pickle=False)
         part.replace(file)
-    found: Array = np.load(file, mmap_mode="r", allow_pickle=False)
-    return found
+    return read_array(file)
+
+
+def _holds(file: Path, samples: Array) -> bool:
+    """Whether a file is there and has not been damaged since it was written."""
+    try:
+        return file.is_file() and np.array_equal(read_array(file), samples)
+    except UsageError:
+        return False

@@ -21,6 +21,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")  # version, element type, rows, documents
+CHUNK = 1 << 22  # numbers that are checked at once
 TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "u2", 7: "u4", 8: "u8"}
 
 
@@ -50,8 +51,8 @@ class MetricIndex:
 def read_index(samples: str, metric: str | None, size: int | None = None) -> MetricIndex:
     """The index in the files `samples` and `metric` for a data set of `size` samples (None: of any).
 
-    metric: None where only percentiles are asked for. Raises UsageError for files that are missing, damaged, or of
-    another data set.
+    metric: None where only percentiles are asked for. Both files are read once, to check them. Raises UsageError for
+    files that are missing, damaged, or of another data set.
     """
     if not _is_rows(samples):
         found = MetricIndex(read_array(samples), read_array(metric) if metric else None)
@@ -67,7 +68,44 @@ def read_index(samples: str, metric: str | None, size: int | None = None) -> Met
         found = MetricIndex(indices, values, ends)
     if size is not None and len(found.samples) != size:
         raise UsageError(f"{samples} is of a data set of {len(found.samples)} samples; the training data has {size}")
+    _check_samples(samples, found.samples)
+    if found.values is not None:
+        _check_values(str(metric), found.values)
     return found
+
+
+def _check_samples(path: str, samples: Array) -> None:
+    """UsageError unless each number of a sample occurs once: another one is drawn twice, or is none."""
+    count = len(samples)
+    if samples.dtype.kind not in "iu":
+        raise UsageError(f"{path} has {samples.dtype}, and the numbers of samples are whole")
+    seen = np.zeros(count, bool)
+    for begin in range(0, count, CHUNK):
+        part = samples[begin : begin + CHUNK]
+        bad = (part < 0) | (part >= count)
+        if bad.any():
+            found = part[bad][0]
+            raise UsageError(f"{path} names sample {found}; its {count} samples are 0 to {count - 1}")
+        seen[part] = True
+    if not seen.all():  # as many numbers as samples: one is missing where another is there twice
+        missing = int(np.flatnonzero(~seen)[0])
+        raise UsageError(f"{path} lacks sample {missing}, and names another one twice")
+
+
+def _check_values(path: str, values: Array) -> None:
+    """UsageError unless values are finite and never fall, as they are searched by halves."""
+    for begin in range(0, len(values), CHUNK):
+        part = values[begin : begin + CHUNK + 1]  # and the next part's first one
+        if part.dtype.kind == "f" and not np.isfinite(part).all():
+            at = begin + int(np.flatnonzero(~np.isfinite(part))[0])
+            raise UsageError(f"{path} has the value {values[at]} at {at}, which is no measure")
+        falls = part[1:] < part[:-1]
+        if falls.any():
+            at = begin + int(np.flatnonzero(falls)[0])
+            raise UsageError(
+                f"{path} is not in order: {values[at]} at {at} comes before {values[at + 1]}; "
+                "`dscore curriculum analyze` writes it in order"
+            )
 
 
 def read_array(path: str | Path) -> Array:
@@ -76,10 +114,10 @@ def read_array(path: str | Path) -> Array:
     if not found.is_file():
         found = found.with_name(f"{found.name}.npy")
     try:
-        array: Array = np.load(found, mmap_mode="r", allow_pickle=False)
+        array: Array = np.lib.format.open_memmap(found, mode="r")  # an array, and no zip file of them
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such file; `dscore curriculum analyze` writes it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, OverflowError) as error:
         raise UsageError(f"{path} is no array that numpy can read: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UsageError(
@@ -109,6 +147,9 @@ def read_rows(path: str) -> tuple[Array, Array]:
         raise UsageError(f"{table} ends in the middle of {rows} rows")
     dtype = np.dtype(TYPES[kind])
     sizes: Array = np.memmap(table, "<i4", "r", offset=start, shape=(rows,)) if rows else np.empty(0, "<i4")
+    if rows and int(sizes.min()) < 0:
+        row = int(np.argmax(sizes < 0))
+        raise UsageError(f"{table}: row {row} has {int(sizes[row])} elements; the file is damaged")
     total = int(sizes.sum(dtype=np.int64))
     if data.stat().st_size != total * dtype.itemsize:
         raise UsageError(f"{data} has {data.stat().st_size} bytes; {table.name} says {total * dtype.itemsize}")

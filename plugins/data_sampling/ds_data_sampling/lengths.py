@@ -62,6 +62,8 @@ class Lengths:
             raise UsageError(
                 f"{whence} has lengths of shape {tuple(found.shape)}, and the dataset {len(self._dataset)} samples"
             )
+        if len(found) and not (found.min() >= 0 and np.isfinite(found.max())):  # NaN is never >= 0
+            raise UsageError(f"{whence} has a length of {found.min()}, and of {found.max()}; they are counts of tokens")
         return found
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ds_data_sampling.index import read_index, read_rows
+from ds_data_sampling.index import read_array, read_index, read_rows
 
 from ds_core.errors import UsageError
 
@@ -57,12 +58,15 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     said("has 3 samples and .* has 2 values", str(tmp_path / "three.npy"), str(tmp_path / "two.npy"))
     said("3 samples; the training data has 4", str(tmp_path / "three.npy"), size=4)
 
-    rows = write_rows(tmp_path / "rows", [[1, 2], [3]])
+    rows = write_rows(tmp_path / "rows", [[1, 2], [0]])
     said("has 2 rows and .* has 1 values", rows, write_rows(tmp_path / "one", [[1]]))
     table, data = tmp_path / "rows.idx", tmp_path / "rows.bin"
     whole = table.read_bytes()
     data.write_bytes(data.read_bytes()[:-1])
     said("has 5 bytes; rows.idx says 6", rows)
+    table.write_bytes(whole.replace(struct.pack("<2i", 2, 1), struct.pack("<2i", 4, -1)))
+    data.write_bytes(bytes(6))
+    said("row 1 has -1 elements", rows)
     table.write_bytes(whole[:50])
     said("ends in the middle of 2 rows", rows)
     table.write_bytes(whole.replace(b"\x01", b"\x02", 1))
@@ -72,3 +76,39 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     data.unlink()
     with pytest.raises(UsageError, match=r"rows\.bin: there is no such file"):
         read_rows(rows)
+
+
+@pytest.mark.parametrize(
+    ("samples", "values", "match"),
+    [
+        ([0, 2, 1_000_000_000], [1, 2, 3], "samples.npy names sample 1000000000; its 3 samples are 0 to 2"),
+        ([0, -7, 2], [1, 2, 3], "samples.npy names sample -7"),
+        ([0, 2, 2], [1, 2, 3], "samples.npy lacks sample 1, and names another one twice"),
+        ([0.0, 1.5, 2.0], [1, 2, 3], "samples.npy has float64"),
+        ([0, 1, 2], [3, 1, 2], "values.npy is not in order: 3 at 0 comes before 1"),
+        ([0, 1, 2], [1.0, 2.0, float("nan")], "values.npy has the value nan at 2"),
+        ([0, 1, 2], [1.0, 2.0, float("inf")], "values.npy has the value inf at 2"),
+    ],
+)
+def test_numbers_that_cannot_be_an_index(
+    tmp_path: Path, samples: list[int], values: list[int], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "samples.npy", np.array(samples))
+    np.save(tmp_path / "values.npy", np.array(values))
+    for chunk in (1, 1 << 22):
+        monkeypatch.setattr("ds_data_sampling.index.CHUNK", chunk)
+        with pytest.raises(UsageError, match=match):
+            read_index(str(tmp_path / "samples.npy"), str(tmp_path / "values.npy"), 3)
+
+
+def test_files_that_are_no_array(tmp_path: Path) -> None:
+    (tmp_path / "empty.npy").touch()
+    np.savez(tmp_path / "zip.npz", np.arange(3))
+    (tmp_path / "zip.npz").rename(tmp_path / "zip.npy")
+    os.mkfifo(tmp_path / "fifo.npy")
+    np.save(tmp_path / "cut.npy", np.arange(3))
+    os.truncate(tmp_path / "cut.npy", 140)
+    said = {"empty": "can read", "zip": "can read", "cut": "can read", "fifo": "there is no such file"}
+    for name, match in said.items():
+        with pytest.raises(UsageError, match=rf"{name}\.npy.*{match}"):
+            read_array(tmp_path / f"{name}.npy")
