@@ -162,6 +162,10 @@ def build(extension: Extension, *, again: bool = False) -> Path:
     with _locked(target.with_suffix(".lock"), extension.name):
         if not again and (found := _cached(extension)) is not None:
             return found  # somebody else has built it meanwhile
+        if target.is_dir() and not target.is_symlink():  # a file or link is replaced
+            raise KernelError(
+                f"{extension.name}: {target} is a folder, where the library that is built is to be; remove it"
+            )
         for left in target.parent.glob(f"{target.stem}.tmp.*"):  # by a build that was killed
             shutil.rmtree(left, ignore_errors=True)
         room = Path(tempfile.mkdtemp(prefix=f"{target.stem}.tmp.", dir=target.parent))

@@ -58,8 +58,9 @@ def open_own(path: Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | _HERE, 0o600)
     except OSError:
-        if path.is_symlink():
-            raise KernelError(f"{path} is a link; remove it") from None
+        if path.is_symlink() or path.is_dir():
+            kind = "link" if path.is_symlink() else "folder"
+            raise KernelError(f"{path} is a {kind} where a file is to be; remove it") from None
         raise
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:

@@ -163,6 +163,15 @@ def test_a_library_that_cannot_be_trusted_is_built_anew(
     assert target.is_file() and not target.is_symlink() and target.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("suffix", [".so", ".lock"])
+def test_a_folder_in_a_files_place_is_named(tiny: Extension, cache: Path, suffix: str) -> None:
+    taken = build._target(tiny).with_suffix(suffix)
+    (taken / "mine").mkdir(parents=True)
+    with pytest.raises(KernelError, match=rf"{taken} is a folder.*remove it"):
+        build.load(tiny)
+    assert [p.name for p in taken.iterdir()] == ["mine"]
+
+
 def test_a_library_that_never_loads_is_a_kernel_error(tiny: Extension) -> None:
     (tiny.folder / "tiny.cpp").write_text("int f() { return 1; }\n")
     with pytest.raises(KernelError, match="ds-tiny: .* cannot be loaded: .*PyInit__tiny"):
