@@ -56,10 +56,14 @@ def open_weights(given: str | Mapping[str, Any], root: str = "") -> Iterator[Sou
     Raises CheckpointError, which names the file and the fix.
     """
     with contextlib.ExitStack() as stack:
-        if isinstance(given, Mapping):
-            yield _listed(given, Path(root or "."), "the dict given as checkpoint", stack)
-        else:
-            yield _opened(Path(root, given), stack)
+        try:
+            if isinstance(given, Mapping):
+                source = _listed(given, Path(root or "."), "the dict given as checkpoint", stack)
+            else:
+                source = _opened(Path(root, given), stack)
+        except RecursionError:
+            raise CheckpointError(f"{str(given)[:200]}: its lists of files name each other") from None
+        yield source
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> Source:
@@ -129,10 +133,10 @@ def _listed(data: Mapping[str, Any], folder: Path, origin: str, stack: contextli
     """DeepSpeed's JSON: type, checkpoints (a list, or lists by kind), version, base_dir, tp_size."""
     if data.get("type") == PARTS:
         return _Parts(data, folder, origin, stack)
-    root = Path(folder, str(data.get("base_dir") or ""))
+    root = _below(folder, data.get("base_dir") or ".", origin)
     listed = data.get("checkpoints")
     if isinstance(listed, Mapping):
-        if listed.get("tp") and max(int(data.get("tp_size", 1)), int(data.get("mp_size", 1))) > 1:
+        if listed.get("tp") and (data.get("tp_size", 1), data.get("mp_size", 1)) != (1, 1):
             raise CheckpointError(
                 f"{origin}: weights that DeepSpeed cut for ranks are not read, as it does not say where it cut; give "
                 "the model's own checkpoint"
@@ -218,11 +222,16 @@ class _Parts:
             self._parts = {
                 name: [_stored(self._shapes[name], p) for p in e["parts"]] for name, e in data["weights"].items()
             }
-            held = {name: self._shapes[name] for name, parts in self._parts.items() if not parts}
+            # Before room is made for a weight: the shape in the list may be of any size.
+            held = [n for n, parts in self._parts.items() if _kept(parts) < math.prod(self._shapes[n])]
+            for name, parts in self._parts.items():
+                for file, stored in parts:
+                    if file not in range(len(self._files)) or self._files[file].shape(name) != stored.size:
+                        raise ValueError(f"no file has the part {stored.ranges} of {name}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{origin} is damaged: {type(error).__name__} {error}") from error
         if held:
-            raise CheckpointError(f"{origin} is damaged: nobody has {next(iter(held))}")
+            raise CheckpointError(f"{origin} is damaged: nobody has {held[0]}, or all of it")
 
     def names(self) -> Sequence[str]:
         return list(self._parts)
@@ -246,6 +255,10 @@ class _Parts:
         if whole is None or filled < math.prod(self._shapes[name]):
             raise CheckpointError(f"{self.where} is damaged: a part of {name} is nowhere")
         return whole if piece is None else piece.take(whole)
+
+
+def _kept(parts: Sequence[tuple[int, Slice]]) -> int:
+    return sum(math.prod(stored.size) for _, stored in parts)
 
 
 def _stored(shape: tuple[int, ...], part: Mapping[str, Any]) -> tuple[int, Slice]:

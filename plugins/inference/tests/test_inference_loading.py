@@ -147,7 +147,15 @@ def test_a_damaged_file_of_torch(tmp_path: Path) -> None:
         ({"checkpoints.json": "{}"}, "the key 'checkpoints'"),
         ({"checkpoints.json": '{"type": "Megatron", "checkpoints": ["a", "b"]}'}, "are not merged"),
         ({"checkpoints.json": '{"tp_size": 2, "checkpoints": {"tp": ["a"]}}'}, "DeepSpeed cut for ranks"),
+        ({"checkpoints.json": '{"checkpoints": "."}'}, "name each other"),
+        ({"checkpoints.json": '{"base_dir": "../up", "checkpoints": ["a"]}'}, "leads out"),
+        ({"checkpoints.json": '{"checkpoints": [' + "[" * 10**5 + "]" * 10**5 + "]}"}, "too deep"),
         ({"checkpoints.json": '{"type": "ds_inference.parts"}'}, "damaged"),
+        (
+            {"checkpoints.json": '{"type": "ds_inference.parts", "checkpoints": [], "weights": {"a": '
+             '{"shape": [1099511627776], "parts": [{"file": -1, "ranges": [[[0, 1099511627776]]]}]}}}'},
+            "damaged",
+        ),
         (
             {"checkpoints.json": '{"type": "ds_inference.parts", "checkpoints": [], "weights": {"a": '
              '{"shape": [2], "parts": [{"file": 0, "ranges": [[[0, 9]]]}]}}}'},
