@@ -132,7 +132,7 @@ def _put_placeholders(module: nn.Module, state_dict: dict[str, Any], prefix: str
         if handle is None or not handle.sharded_at_rest or handle.held or state_dict.get(key) is param:
             continue  # it is, with keep_vars
         state_dict[key] = torch.empty(0, dtype=handle.param.dtype, device=handle.device)
-        log_once(log, logging.WARNING, _ABSENT, key)
+        _warn_once(handle, _ABSENT, key)
 
 
 def _load(
@@ -168,8 +168,14 @@ def _load(
             here = _judge(handle, value) is _Given.WHOLE
             handle.assign(value.detach() if here else torch.empty(handle.shape, dtype=handle.param.dtype))
         else:
-            log_once(log, logging.WARNING, _NOT_LOADED, key)
+            _warn_once(handle, _NOT_LOADED, key)
         state_dict[key] = param
+
+
+def _warn_once(handle: WeightHandle, message: str, key: str) -> None:
+    """On the first of the ranks that share the weight: the others would only say the same."""
+    if comm.rank() == handle.ranks[0]:
+        log_once(log, logging.WARNING, message, key)
 
 
 class _Given(enum.IntEnum):

@@ -301,7 +301,7 @@ def check_placeholders(engine: Any, names: list[str], said: list[str]) -> None:
     module.load_state_dict(loaded)
     after = weights(engine)
     assert all(torch.equal(after[n], before[n]) for n in before)
-    assert [text.partition(":")[0] for text in said] == ["state_dict()", "load_state_dict()"], said
+    assert [text.partition(":")[0] for text in said] == ([] if rank else ["state_dict()", "load_state_dict()"])
     with pytest.raises(RuntimeError, match="size mismatch for a.weight"):
         Net().load_state_dict(loaded)
     with pytest.raises(RuntimeError, match=r"size mismatch for a.weight.*of this rank"):
