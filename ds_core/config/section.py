@@ -27,6 +27,8 @@ OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
 NOT_OFFERED = "x-ds-not-offered"
 WITHOUT_EFFECT = "x-ds-without-effect"
+WHOLE = 2**63
+"""Whole numbers of a config are less: tensors, stores and kernels hold no more."""
 
 
 def option(
@@ -146,6 +148,9 @@ class Section(BaseModel):
         result = handler(fitted)
         if not _exactly(field.annotation, fitted):
             raise PydanticCustomError("ds_literal_type", "not one of the choices")
+        items = result if isinstance(result, (list, tuple)) else (result,)
+        if any(type(item) is int and not -WHOLE <= item < WHOLE for item in items):
+            raise PydanticCustomError("ds_too_large", "must be a whole number below 2**63, of 64 bits")
         mark = marks(field)
         if NOT_OFFERED in mark and not _same(result, field.get_default()):
             raise PydanticCustomError("ds_not_offered", "{why}", {"why": mark[NOT_OFFERED]})

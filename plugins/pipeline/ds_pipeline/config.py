@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -15,7 +15,7 @@ __all__ = ["PipelineConfig"]
 class PipelineConfig(Section):
     """Pipeline parallelism. A `ds_pipeline.PipelineModule` adds the section, with its stages."""
 
-    stages: int | Literal["auto"] = option(
+    stages: Annotated[int, Field(ge=1)] | Literal["auto"] = option(
         "auto",
         "Pipeline stages. A number must agree with the PipelineModule.",
         json_schema_extra={"x-ds-tune": {"values": "divides_world", "needs": ["pipeline", "mapped"]}},

@@ -11,4 +11,4 @@ class TestDeclaration(PluginConformance):
     entry_point = "ds_pipeline.plugin"
     section = "pipeline"
     good_config: ClassVar[Any] = {}
-    bad_configs: ClassVar[Any] = [{"stagess": 2}, {"stages": "many"}]
+    bad_configs: ClassVar[Any] = [{"stagess": 2}, {"stages": "many"}, {"stages": -1}, {"stages": 0}]

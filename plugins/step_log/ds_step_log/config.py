@@ -22,7 +22,7 @@ __all__ = [
 _STRICT = ConfigDict(strict=True, frozen=True)
 
 
-class StepsPerPrint(RootModel[Annotated[int, Field(gt=0)] | None]):
+class StepsPerPrint(RootModel[Annotated[int, Field(gt=0, lt=2**63)] | None]):
     """Print progress every so many updates; null: never."""
 
     model_config = _STRICT

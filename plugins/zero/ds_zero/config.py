@@ -79,8 +79,8 @@ class OffloadParam(_Place):
     """Where the parameters of stage 3 are kept between uses."""
 
     nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
-    buffer_count: int = option(5, "NVMe: buffers in the pool.", ge=0)
-    buffer_size: int = option(100_000_000, "NVMe: elements per buffer.", ge=0)
+    buffer_count: int = option(5, "NVMe: buffers in the pool.", ge=1)
+    buffer_size: int = option(100_000_000, "NVMe: elements per buffer.", ge=1)
     max_in_cpu: int = option(1_000_000_000, "NVMe: elements that stay in memory.", ge=0)
 
 
@@ -91,7 +91,7 @@ class OffloadOptimizer(_Place):
         1.0, "Stage 3: the share of elements that is offloaded; the others stay on the device.", ge=0, le=1
     )
     nvme_path: str | None = option(None, 'Folder on the NVMe device, for device "nvme".', min_length=1)
-    buffer_count: int = option(4, "NVMe: buffers in the pool.", ge=0)
+    buffer_count: int = option(4, "NVMe: buffers in the pool.", ge=1)
     pipeline_read: bool = option(False, "NVMe: read the next tile while this one is computed.")
     pipeline_write: bool = option(False, "NVMe: write the last tile while this one is computed.")
     fast_init: bool = option(False, "NVMe: faster initialisation.")
@@ -305,7 +305,7 @@ class ZeroConfig(Section):
     leaf_module: LeafModules = option(LeafModules(), "Modules that are gathered as one unit.")
     # -- hierarchies of ranks, see ds_zero.hierarchy
     zero_hpz_partition_size: int = option(
-        1, "hpZ: data-parallel ranks per block that keeps a second copy of gathered weights; 0 and 1: off.", ge=0
+        1, "hpZ: data-parallel ranks per block that keeps a second copy of gathered weights; 1: off.", ge=1
     )
     mics_shard_size: int = option(-1, "MiCS: data-parallel ranks over which states are partitioned; -1: all.", ge=-1)
     mics_hierarchical_params_gather: bool = option(

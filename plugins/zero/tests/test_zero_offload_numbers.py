@@ -235,7 +235,7 @@ def alone() -> tuple[float, bool]:
         (3, "disk", "float16", 1, 2, {"offload_param": FEW, "ratio": 0.5}),
         (3, "cpu", "bfloat16", 1, 2, {"offload_param": FEW}),
         (3, "none", "bfloat16", 4, 2, {"offload_param": FEW, "use_all_reduce_for_fetch_params": True}),
-        (3, "none", "float32", 1, 2, {"offload_param": {**FEW, "buffer_count": 0}}),
+        (3, "none", "float32", 1, 2, {"offload_param": {**FEW, "buffer_count": 1}}),
     ],
 )
 def test_states_on_disk_change_no_bit(
