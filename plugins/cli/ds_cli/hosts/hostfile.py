@@ -12,12 +12,38 @@ __all__ = ["DEFAULT", "Host", "filter_hosts", "read_hostfile"]
 DEFAULT = "/job/hostfile"
 
 
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""Of a host or a user. Underscores are in no DNS name, but in those of containers."""
+
+
+def _is_address(text: str) -> bool:
+    """Whether it is an IPv6 address, perhaps with a zone (``fe80::1%eth0``); one of IPv4 is a word."""
+    import ipaddress  # few hosts need it
+
+    address, percent, zone = text.partition("%")
+    if percent and not _WORD.fullmatch(zone):
+        return False
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """A machine of a run. slots: the accelerators to use there, one process each; None: as many as there are."""
 
     name: str
     slots: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a name that ssh, pdsh, an MPI or a shell would read as anything but one host."""
+        user, at, host = self.name.rpartition("@")
+        if not (_WORD.fullmatch(host) or _is_address(host)):
+            raise ValueError(f"{host!r} in {self.name!r} is no host: letters, digits, dots and hyphens, or an address")
+        if at and not _WORD.fullmatch(user):
+            raise ValueError(f"{user!r} in {self.name!r} is no user's name: letters, digits, dots and hyphens")
 
     @property
     def address(self) -> str:
@@ -39,9 +65,13 @@ def read_hostfile(path: str) -> dict[str, int] | None:
             if not line:
                 continue
             where = f"{path}, line {number}"
-            found = re.fullmatch(r"([^\s-]\S*)\s+slots=([0-9]+)", line)  # ssh would take "-x" for an option
+            found = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", line)
             if found is None:
                 raise ValueError(f"{where}: {line!r} is not `name slots=K`")
+            try:
+                Host(found[1])
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
             if found[1] in hosts:
                 raise ValueError(f"{where}: host {found[1]!r} is there twice; one line each, with all of its slots")
             if not 0 < int(found[2]) < 10_000:
@@ -73,7 +103,10 @@ def _named(hosts: Mapping[str, list[int]], text: str) -> dict[str, list[int]]:
     """What a filter names."""
     named: dict[str, list[int]] = {}
     for part in filter(None, text.split("@")):
-        host, colon, slots = part.partition(":")
+        # An address has colons of its own; a host as it stands goes before one with slots.
+        host, colon, slots = (part, "", "") if part in hosts else part.rpartition(":")
+        if not colon:
+            host = part
         if host not in hosts:
             raise ValueError(f"host {host!r} in {text!r} is not known; hosts: {', '.join(hosts)}")
         wanted = hosts[host]
