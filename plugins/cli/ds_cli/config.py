@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ds_cli.config_code import Imports, read_to_look_at
 from ds_cli.show import other_output_to_stderr, say_error, show_json
 
 if TYPE_CHECKING:
@@ -37,13 +38,14 @@ def check(
     auto: Annotated[
         bool, typer.Option("--auto/--no-auto", help='Accept "auto", which a front-end such as the Trainer fills in.')
     ] = True,
+    imports: Imports = False,
 ) -> None:
     """Check a config as training would, before any process starts; prints every problem."""
     from ds_core.compose import compose
     from ds_core.errors import ConfigError
 
     try:
-        chosen = compose(file, fill_later=auto)
+        chosen = compose(read_to_look_at(file, imports), fill_later=auto)
         open_batch = not _BATCH.isdisjoint(chosen.config.autos)
         batch = _batch(chosen, world) if world is not None and not open_batch else None
     except ConfigError as error:

@@ -235,6 +235,20 @@ def test_config_check(tmp_path: Path) -> None:
     file.write_text('{"kernels": {"squared_norm": "warp"}}')
     done = dscore("config", "check", str(file))
     assert (done.exit_code, "no provider 'warp'" in done.output) == (1, True)
+    (tmp_path / "made_to_run.py").write_text(
+        f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\ndef ds_close():\n    pass\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        for load in ('["made_to_run"]', '{"load": ["own=made_to_run"]}'):
+            file.write_text(f'{{"plugins": {load}}}')
+            done = dscore("config", "check", str(file))
+            assert done.exit_code != 0 and "give --import" in done.output and "made_to_run" in done.output
+        assert not (tmp_path / "ran").exists()
+        file.write_text('{"train_batch_size": 1, "plugins": ["made_to_run"]}')
+        assert dscore("config", "check", "--import", str(file)).exit_code == 0 and (tmp_path / "ran").exists()
+    finally:
+        sys.path.remove(str(tmp_path))
     for path in (tmp_path, tmp_path / "none.json"):
         done = dscore("config", "check", str(path))
         assert (done.exit_code, done.output.count("\n")) == (1, 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from ds_cli.config_code import Imports, read_to_look_at
 
 __all__ = ["app"]
 
@@ -25,13 +26,14 @@ def draw(
     config: Annotated[Path, typer.Argument(help="The config of a run.")],
     steps: Annotated[int | None, typer.Option(min=1, help="How many steps. Default: to the end.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
+    imports: Imports = False,
 ) -> None:
     """Show which difficulty each step has, and how many samples are easy enough for it."""
     from ds_core.config import load_config
     from ds_core.errors import UsageError
     from ds_data_sampling.drawing import as_svg, as_text, curves_of, schedules_of
 
-    _, chosen = load_config(config, fill_later=True)
+    _, chosen = load_config(read_to_look_at(config, imports), fill_later=True)
     schedules = schedules_of(chosen)
     if not schedules:
         raise UsageError(f"{config} has no curriculum, or none that is enabled")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from ds_cli.config_code import Imports, read_to_look_at
 from pydantic import BaseModel
 
 from ds_core.compose import Composition, compose
@@ -46,6 +47,7 @@ class Migration:
 def migrate(
     file: Annotated[Path, typer.Argument(help="The config, as DeepSpeed reads it.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the new config here (JSON).")] = None,
+    imports: Imports = False,
 ) -> None:
     """Say what becomes of each key of a DeepSpeed config, and write the config as ds_core wants it.
 
@@ -53,8 +55,9 @@ def migrate(
     """
     if output is not None and output.exists():
         raise DSError(f"{output} exists; name a new file")
-    found = migrated(file)
-    kept = [key for key in read_config(file).raw if key in found.config]
+    source = read_to_look_at(file, imports)
+    found = migrated(source)
+    kept = [key for key in source.raw if key in found.config]
     typer.echo(f"stays: {', '.join(kept) or 'nothing'}")
     _say("has another name now, and was renamed", [str(p) for p in found.renamed])
     _say("has no effect, and was left out", [str(p) for p in found.idle])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from ds_cli.config_code import Imports, read_to_look_at
 
 from ds_core.errors import UsageError
 
@@ -60,11 +61,11 @@ def plan(
     against: Annotated[
         Path | None, typer.Option(help="Compare with a run: the folder of its section memory_snapshot.")
     ] = None,
+    imports: Imports = False,
 ) -> None:
     """Predict memory and communication of each rank under every stage and offload, and recommend one."""
     from ds_cli.show import say_error
 
-    from ds_core.config import read_config
     from ds_core.precision import cast_module, make_precision
     from ds_zero import plan as planning
     from ds_zero.config import ZeroConfig
@@ -72,7 +73,7 @@ def plan(
     from ds_zero.plan_model import divide_matrices, parse_amount
 
     module = _model(params, largest_layer, model)
-    given = dict(read_config(config).raw) if config is not None else {"bf16": {"enabled": True}}
+    given = dict(read_to_look_at(config, imports).raw) if config is not None else {"bf16": {"enabled": True}}
     chosen = _config(given, dtype, gas)
     section = chosen.config.section("zero_optimization")
     assert isinstance(section, ZeroConfig)
