@@ -106,7 +106,7 @@ def make_temporary(root: Path, tag: str, name: str = "") -> Path:
 def clean(root: Path) -> None:
     """Remove what crashed saves left below `root`, and rename a checkpoint that was moved aside back."""
     for path in root.iterdir():
-        if path.name.startswith(_ASIDE) and (path / MANIFEST).is_file():
+        if _is_aside(path):
             final = root / path.name.removeprefix(_ASIDE)
             if final.exists():
                 discard(path)
@@ -114,6 +114,14 @@ def clean(root: Path) -> None:
                 os.replace(path, final)
         elif _DEBRIS.fullmatch(path.name):
             discard(path)
+
+
+def _is_aside(path: Path) -> bool:
+    """Whether a save has moved it aside: any other name behind the prefix could lead elsewhere, or be ``latest``."""
+    with contextlib.suppress(CheckpointError):
+        tag = path.name.removeprefix(_ASIDE)
+        return tag != path.name and check_tag(tag) == tag and not path.is_symlink() and is_checkpoint(path)
+    return False
 
 
 def discard(path: Path) -> None:

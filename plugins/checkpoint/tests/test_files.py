@@ -486,3 +486,11 @@ def test_clones_have_storage_of_their_own_size() -> None:
     assert isinstance(copy["a"][1], tuple) and copy["a"][1][1] == "x" and copy["b"] == 1
     copy["a"][0] += 1
     assert flat.sum() == 0
+
+
+@pytest.mark.parametrize("name", [".old-latest", ".old-..", ".old-a b", ".old-t"])
+def test_only_what_a_save_moved_aside_is_put_back(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "manifest.json").write_text("{}" if name == ".old-t" else '{\n "format": "ds_core.checkpoint",')
+    files.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -17,20 +17,35 @@ from torch import Tensor
 from ds_checkpoint_deepspeed.folder import Files, list_files, load, module_of
 from ds_checkpoint_deepspeed.foreign import Foreign, Part, client_of, optimizer_of, run_of
 from ds_checkpoint_deepspeed.pipeline_layers import stages_without_zero, with_layers
+from ds_checkpoint_deepspeed.renaming import in_our_names
 from ds_checkpoint_deepspeed.stage0 import read_stage0
 from ds_checkpoint_deepspeed.tensor_parallel import join
 from ds_checkpoint_deepspeed.universal import read_universal
 from ds_checkpoint_deepspeed.zero import expert_place, read_stage3, read_stages_1_2
-from ds_core.errors import CheckpointError
+from ds_core.errors import CheckpointError, DSError
 
 __all__ = ["read_deepspeed"]
 
 
-def read_deepspeed(folder: Path) -> Foreign:
+def read_deepspeed(folder: Path, *, our_names: bool = False) -> Foreign:
     """All that can be taken over of the checkpoint in `folder`; CheckpointError naming the file when it cannot be read.
+
+    our_names: DeepSpeed's weights get the names that ds_core's modules have, else they keep DeepSpeed's.
 
     Of any ZeRO stage and world size, of pipelines, tensor-parallel runs and mixtures of experts; regular or universal.
     """
+    try:
+        return in_our_names(_read(folder)) if our_names else _read(folder)
+    except DSError:
+        raise
+    # What is in the files is a stranger's: any value may be of another kind than DeepSpeed writes.
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} holds other values than DeepSpeed writes ({type(error).__name__}: {error}); copy it again"
+        ) from error
+
+
+def _read(folder: Path) -> Foreign:
     files = list_files(folder)
     first = load(next(iter(files.models.values())))
     if files.universal:

@@ -51,7 +51,7 @@ def import_checkpoint(source: str | Path, output_dir: str | Path, tag: str | Non
     """
     path = Path(source)
     folder = find_deepspeed(path, None)
-    found = in_our_names(read_deepspeed(folder) if folder is not None else _weights(path))
+    found = in_our_names(_weights(path)) if folder is None else read_deepspeed(folder, our_names=True)
     tag = check_tag(tag if tag is not None else found.tag)
     for piece in (*found.pieces, *(p for pieces in found.cut for p in pieces)):
         check_tensor(piece.tensor, f"{path}: {piece.name!r}")

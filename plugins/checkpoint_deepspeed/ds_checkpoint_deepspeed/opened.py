@@ -21,7 +21,6 @@ from torch import Tensor
 from ds_checkpoint_deepspeed.deepspeed import read_deepspeed
 from ds_checkpoint_deepspeed.folder import find_deepspeed
 from ds_checkpoint_deepspeed.foreign import Foreign
-from ds_checkpoint_deepspeed.renaming import in_our_names
 
 __all__ = ["open_any", "run_values"]
 
@@ -37,8 +36,7 @@ def open_any(path: str | Path, tag: str | None = None, *, our_names: bool = Fals
         with open_saved(path, tag) as saved:
             yield saved
         return
-    found = read_deepspeed(folder)
-    yield _as_saved(folder, in_our_names(found) if our_names else found)
+    yield _as_saved(folder, read_deepspeed(folder, our_names=our_names))
 
 
 def run_values(saved: Saved) -> tuple[dict[str, Any], dict[str, Any]]:

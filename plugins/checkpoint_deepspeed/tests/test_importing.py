@@ -13,9 +13,12 @@ import safetensors.torch
 import torch
 from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_checkpoint_deepspeed import export_universal, import_checkpoint
+from ds_checkpoint_deepspeed import folder as folder_of
 from ds_cli.app import make_app
 from ds_testing import PluginConformance
 from typer.testing import CliRunner
+
+from ds_core.errors import CheckpointError
 
 
 class TestDeclaration(PluginConformance):
@@ -82,3 +85,31 @@ def test_a_flipped_bit_in_any_file_of_torch_is_found(tmp_path: Path) -> None:
         said = " ".join(done.output.split())
         assert done.exit_code == 1 and file.name in said and f"record {record!r} is not as it was written" in said
     assert not (tmp_path / "to").exists()
+
+
+def plain(value: Any) -> Any:
+    """Without instances of DeepSpeed's classes."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if not isinstance(item, folder_of.Data)}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+def test_values_of_another_kind_in_deepspeeds_files(tmp_path: Path) -> None:
+    """Each value of a file replaced by a number: an import as before, or an error that names the folder or file."""
+    shutil.copytree(HERE / "fp32-3", tmp_path / "of")
+    refused = 0
+    for file in sorted((tmp_path / "of").rglob("zero_pp_rank_0*_states.pt")):
+        whole = plain(folder_of.load(HERE / "fp32-3" / file.relative_to(tmp_path / "of")))
+        inner = whole.get("optimizer_state_dict", whole)
+        torch.save(whole, file)
+        import_checkpoint(file.parent, tmp_path / "to")
+        for key in list(inner):
+            inner[key], kept = 3, inner[key]
+            torch.save(whole, file)
+            inner[key] = kept
+            try:
+                import_checkpoint(file.parent, tmp_path / "to")
+            except CheckpointError as error:
+                refused += str(file.parent) in str(error)
+        torch.save(whole, file)
+    assert refused > 5

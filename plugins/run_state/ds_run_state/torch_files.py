@@ -28,6 +28,8 @@ __all__ = ["read_torch_file"]
 DAMAGED = "the file is damaged; copy or save it again"
 _BLOCK = 1 << 20
 _MAX_PICKLE = 1 << 26  # it holds names and numbers: a hundred bytes for each tensor
+_MAX_OBJECTS = 1 << 22
+_MAKES = tuple(bytes([code]) for code in b"]})(R\x85\x86\x87\x8f")  # lists, dicts, tuples, sets, calls
 _MAX_VALUES = 1 << 24
 _MAX_REPEATS = 64  # tied weights: so many times the file's size may its tensors have together
 _LOCAL_HEADER = 30
@@ -81,9 +83,7 @@ def read_torch_file(path: Path, *, stand_ins: Sequence[StandIn] = (), links: boo
     try:
         with torch.serialization.safe_globals(list(stand_ins)):
             found = torch.load(path, map_location=place, mmap=zipped, weights_only=True)
-    except (
-        Exception
-    ) as error:  # the loader raises what it comes upon: pickle, zip and runtime errors
+    except Exception as error:  # the loader raises what it comes upon
         raise CheckpointError(f"{path} {_reason(error)}") from error
     if zipped:
         _check_storages(path, storages, records)
@@ -115,15 +115,14 @@ def _checked_records(path: Path, file: BinaryIO) -> list[_Record]:
     with archive:
         for info in archive.infolist():
             what = f"{path}: record {info.filename!r}"
-            if info.filename in names:
+            name = info.filename.lower()  # torch finds a record whatever the case of its name
+            if name in names:
                 raise CheckpointError(f"{what} is there twice; {DAMAGED}")
-            names.add(info.filename)
+            names.add(name)
             _check_record(archive, info, what)
-            kind = info.filename.partition("/")[2]
-            if kind == "data.pkl" and info.file_size > _MAX_PICKLE:
-                raise CheckpointError(
-                    f"{what} has {info.file_size} bytes, where {_MAX_PICKLE} are the most"
-                )
+            kind = name.partition("/")[2]
+            if kind == "data.pkl":
+                _check_pickle(archive, info, what)
             if kind.startswith("data/") and info.file_size:
                 found.append(_Record(_begin(file, info), info.file_size, info.filename))
     return sorted(found)
@@ -141,6 +140,16 @@ def _check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str) ->
                 pass
     except _ZIP_ERRORS as error:
         raise CheckpointError(f"{what} is not as it was written ({error}); {DAMAGED}") from error
+
+
+def _check_pickle(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str) -> None:
+    """A list of one byte takes sixty once it is made, so what makes one is counted before."""
+    if info.file_size > _MAX_PICKLE:
+        raise CheckpointError(f"{what} has {info.file_size} bytes; {_MAX_PICKLE} are the most")
+    text = archive.read(info)
+    count = sum(text.count(makes) for makes in _MAKES)
+    if count > _MAX_OBJECTS:
+        raise CheckpointError(f"{what} makes about {count} objects; {_MAX_OBJECTS} are the most")
 
 
 def _begin(file: BinaryIO, info: zipfile.ZipInfo) -> int:

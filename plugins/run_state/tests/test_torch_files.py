@@ -139,6 +139,11 @@ def test_a_pickle_that_inflates(tmp_path: Path) -> None:
         archive.writestr("x/data.pkl", b"\x80\x02" + b"0" * (1 << 26))
     with pytest.raises(CheckpointError, match=r"x\.pt: record 'x/data\.pkl' is compressed"):
         read_torch_file(tmp_path / "x.pt")
+    for pickled, word in ((b"]" * (1 << 23), "makes about 8388608 objects"), (b"0" * (1 << 26), "are the most")):
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+            archive.writestr("x/DATA.pkl", b"\x80\x02" + pickled)
+        with pytest.raises(CheckpointError, match=rf"x\.pt: record 'x/DATA\.pkl' .*{word}"):
+            read_torch_file(tmp_path / "x.pt")
 
 
 class Hostile:
