@@ -7,6 +7,7 @@ names, in the optimizer's order -> the files of a ZeRO stage for so many ranks, 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,9 @@ def _homes(root: Path, model: Model) -> dict[str, Path]:
         check_name(word)
     if bad := [key for key in model.moments if "/" in key or key in ("fp32", "step")]:
         raise CheckpointError(f"{model.saved.path}: the form has no file for the optimizer's state {bad[0]!r}")
+    # A folder of a name's own must not be where a file of another's goes.
+    if bad := [n for n in names if n == "optimizer_state.pt" or re.search(r"/.*\.pt(/|$)", n)]:
+        raise CheckpointError(f"{model.saved.path}: the form has no folder for the parameter {bad[0]!r}")
     root.mkdir()
     homes = {name: root / name for name in names}
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,27 +120,48 @@ def _checked_records(path: Path, file: BinaryIO) -> list[_Record]:
             if name in names:
                 raise CheckpointError(f"{what} is there twice; {DAMAGED}")
             names.add(name)
-            _check_record(archive, info, what)
+            begin = _check_record(archive, file, info, what)
             kind = name.partition("/")[2]
             if kind == "data.pkl":
                 _check_pickle(archive, info, what)
             if kind.startswith("data/") and info.file_size:
-                found.append(_Record(_begin(file, info), info.file_size, info.filename))
+                found.append(_Record(begin, info.file_size, info.filename))
     return sorted(found)
 
 
-def _check_record(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str) -> None:
-    """A compressed record is refused before any of it is unpacked: torch compresses none."""
+def _check_record(
+    archive: zipfile.ZipFile, file: BinaryIO, info: zipfile.ZipInfo, what: str
+) -> int:
+    """Where a record begins, once it was compared with its checksum.
+
+    A compressed one is refused before any of it is unpacked: torch compresses none.
+    """
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise CheckpointError(
             f"{what} is compressed, as torch.save never does; save the file again with torch.save"
         )
     try:
-        with archive.open(info) as record:
-            while record.read(_BLOCK):  # the last read compares the checksum
-                pass
+        archive.open(info).close()  # compares the record's own header with the file's list
+        begin = _begin(file, info)
+        if _checksum(file, begin, info.file_size) != info.CRC:
+            raise zipfile.BadZipFile("its checksum is wrong")
     except _ZIP_ERRORS as error:
         raise CheckpointError(f"{what} is not as it was written ({error}); {DAMAGED}") from error
+    return begin
+
+
+def _checksum(file: BinaryIO, begin: int, size: int) -> int:
+    """Of a stretch of the file, read into one buffer: half the time that zipfile takes."""
+    block = memoryview(bytearray(min(_BLOCK, size)))
+    file.seek(begin)
+    found = 0
+    while size:
+        count = file.readinto(block[:size])  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError("the file ends in it")
+        found = zlib.crc32(block[:count], found)
+        size -= count
+    return found
 
 
 def _check_pickle(archive: zipfile.ZipFile, info: zipfile.ZipInfo, what: str) -> None:
