@@ -106,7 +106,8 @@ class Judge:
         states = self._states(silent)
         # Who runs may answer yet: while it makes other collectives it looks at the board now and then only.
         settled = all(rank in states and states[rank].settled for rank in silent)
-        if waited >= self._due + (0 if settled else self._patience / 4):
+        sure = settled and bool(silent)  # they are stopped or have ended: nothing more can be learnt
+        if sure or waited >= self._due + (0 if settled else self._patience / 4):
             told = {rank: self._silence(rank, states) for rank in silent}
             log.warning("%s", describe_waits(heard, told, self._size, waited))
             self._due, self._asked = 2 * waited, math.inf

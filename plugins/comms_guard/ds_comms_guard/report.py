@@ -32,9 +32,9 @@ def describe_waits(positions: Mapping[int, Position], silent: Mapping[int, str],
 
 
 def _missing(position: Position, positions: Mapping[int, Position], size: int) -> tuple[str, Sequence[int]]:
-    """What a rank waits for, and who has not come to it; of a call that is not numbered, who waits for nothing."""
+    """What a rank waits for, and who has not come to it; of a call that is not numbered, who waits for another."""
     if position.wait is None and not position.queued:
-        return position.waits, [r for r in range(size) if r not in positions or not positions[r].waits]
+        return position.waits, [r for r in range(size) if r not in positions or positions[r].waits != position.waits]
     calls = position.missing(positions)
     known = [call for rank, call in calls.items() if rank in positions]
     what = f"{position.waits}, {position.describe(known[0])}" if position.queued and known else position.waits

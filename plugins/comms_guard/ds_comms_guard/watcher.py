@@ -22,7 +22,7 @@ from ds_comms_guard.judge import Judge
 from ds_comms_guard.ledger import Ledger
 from ds_comms_guard.verdict import Activity, Position
 from ds_comms_guard.waits import Wait, Waits
-from ds_comms_guard.whereabouts import Home, user_line
+from ds_comms_guard.whereabouts import Home, torch_call, user_line
 from ds_core.process import STATE
 
 __all__ = ["EXIT_CODE", "Watcher", "first_line"]
@@ -166,17 +166,20 @@ class Watcher:
         if answered.wait(self.patience / 4):
             return
         while not answered.wait(self._tick) and self._ends.empty():
-            self._tell_alone(self._overdue(self.patience), "does not answer")
+            self._tell_alone(self._overdue(self.patience / 2), "does not answer")
 
     def _tell_alone(self, wait: Wait | None, why: str) -> None:
         """What this rank knows by itself."""
         waited = time.monotonic() - wait.since if wait is not None else 0.0
-        if wait is None or waited < self._alone_due:
+        here = self._keeper.machine == self._home.machine
+        # Of a keeper that is stopped or has ended nothing more can be learnt, so it is told in half the time.
+        share = 0.5 if here and self._keeper.state().settled else 1.0
+        if wait is None or waited < share * self._alone_due:
             return
-        self._alone_due = 2 * waited
+        self._alone_due = 2 * waited / share
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         keeper = "the launcher keeps it" if agent else "rank 0 keeps it"
-        if self._keeper.machine == self._home.machine:
+        if here:
             keeper += f"; rank 0 ({self._keeper}) {self._keeper.state().text}"
         elif self._keeper.pid:
             keeper += f"; rank 0 is {self._keeper}"
@@ -199,8 +202,20 @@ class Watcher:
             return
         try:
             self.board.publish(self.position(None, ended=how))
+            if error is not None and (call := torch_call(error.__traceback__)):
+                self._tell_end(call)
         except RuntimeError:
             pass  # who keeps the store has ended before
+
+    def _tell_end(self, call: str) -> None:
+        """A function of torch.distributed has failed, by which error says nothing of the others: tell who has ended."""
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            if ended := [p for p in self.board.positions().values() if p.ended and p.rank != self._rank]:
+                who = "; ".join(f"rank {p.rank} ({p.home}) has ended ({p.ended})" for p in ended)
+                log.warning("rank %d failed in %s; %s", self._rank, call, who)
+                return
+            time.sleep(0.1)
 
     def _end(self, verdict: str) -> None:
         """A wait in the backend cannot be broken off, so the process ends; the others shall read the verdict first."""

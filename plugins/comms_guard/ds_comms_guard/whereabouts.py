@@ -9,14 +9,14 @@ import threading
 import traceback
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 from ds_comm_gloo import host_key
 
 import ds_core
 
-__all__ = ["Home", "State", "main_stack", "user_line"]
+__all__ = ["Home", "State", "main_stack", "torch_call", "user_line"]
 
 _CORE = os.path.dirname(os.path.abspath(ds_core.__file__)) + os.sep
 
@@ -98,6 +98,17 @@ def user_line(packages: Collection[str]) -> str:
             where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             return where if function.startswith("<") else f"{where} in {function}"
     return ""
+
+
+def torch_call(trace: TracebackType | None) -> str:
+    """The function of torch.distributed in which an error was raised, and the line that called it; "" for another."""
+    calls = traceback.extract_tb(trace)
+    folder = f"{os.sep}torch{os.sep}distributed{os.sep}"
+    outside = [call for call in calls if folder not in call.filename]
+    if not outside or folder not in calls[-1].filename:
+        return ""
+    where = f"{os.path.basename(outside[-1].filename)}:{outside[-1].lineno}"
+    return f"torch.distributed.{calls[-1].name}, at {where}"
 
 
 def _users(frame: FrameType) -> bool:

@@ -286,6 +286,13 @@ def test_all_have_come() -> None:
     assert second.startswith("  ranks 0, 1, 2, 3 wait for call 2, at train.py:0; all have come, so the backend or the ")
 
 
+def test_who_waits_for_something_else_has_not_come_to_a_call_of_torch() -> None:
+    positions = {0: at(0, None, "torch.distributed.all_reduce", g=2), 1: at(1, ("g", 3), "call 3", g=3)}
+    first, second = describe_waits(positions, {}, 2, 60.0).splitlines()[1:3]
+    assert first == "  rank 0 waits for torch.distributed.all_reduce, at train.py:0; rank 1 has not come"
+    assert second.startswith("  rank 1 waits for call 3, at train.py:1; ranks 0, ")
+
+
 def test_what_the_system_says_of_a_process() -> None:
     here = Home.here()
     assert not here.state().settled
