@@ -71,8 +71,8 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
 class Choice:
     """An optimizer or schedule that the config names, validated: call `build` with the groups or the optimizer.
 
-    notes: parameters that are accepted and have no effect. plugin: who offers it; None for what is torch's or named by
-    its path.
+    notes: parameters that are accepted and have no effect. plugin: who offers it, and as what (`offered`); None for
+    what is torch's or named by its path.
     """
 
     name: str
@@ -80,15 +80,19 @@ class Choice:
     entry: OptimizerEntry | SchedulerEntry
     notes: tuple[Problem, ...] = ()
     plugin: Found | None = None
+    offered: str = ""
 
     def build(self, target: Any) -> Any:
         """Make it. `target`: parameter groups for an optimizer, the optimizer for a schedule."""
         with self.blaming():
             make: Callable[..., Any] = resolve(self.entry.load)
             try:
-                return make(target, **self.params)
+                made = make(target, **self.params)
             except (TypeError, ValueError) as error:
                 raise ConfigError([Problem(f"{self.name}.params", str(error))]) from error
+            if made is None:  # what else is no optimizer or schedule fails where it is used
+                raise PluginError(f"{self.entry.load} of {self.name}.type {self.offered!r} gave None")
+            return made
 
     def groups(self, groups: Any, names: Mapping[Any, str]) -> Any:
         """The parameter groups as the optimizer wants them split. names: of the parameters."""
@@ -122,7 +126,7 @@ def choose(kind: Kind, config: RunConfig, plugins: Plugins) -> tuple[Choice | No
         plugins.join(answer.plugin)
         with blaming(answer.plugin, f"cannot serve {kind} {name!r}, which it offers by {hook}"):
             chosen, problems = _checked(kind, answer.value, params)
-        return (replace(chosen, plugin=answer.plugin) if chosen is not None else None), problems
+        return (replace(chosen, plugin=answer.plugin, offered=name) if chosen is not None else None), problems
     ref = ":".join(name.rsplit(".", 1)) if "." in name else _torch_class(kind, name)
     if ref is not None:
         return _by_reference(kind, ref, params)

@@ -228,7 +228,7 @@ class Plugins:
             raise PluginError(f"plugins.prefer: {wanted!r} does not offer {what}{self.quarantined()}")
         outside = [o for o in owners if o.module != BUILTIN] or owners
         best = [o for o in outside if o.dist == LOADED] or outside
-        if len({o.module for o in best}) > 1:
+        if len({(o.dist, o.module) for o in best}) > 1:
             both = " and ".join(f"{o.dist} {o.version}" for o in best)
             raise PluginError(
                 f"{what} is offered by {both}; choose one with "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_core import names_on_first_use
 from ds_core.entries import AcceleratorEntry, ask, resolve
-from ds_core.errors import AcceleratorError, did_you_mean
+from ds_core.errors import AcceleratorError, PluginError, did_you_mean
 from ds_core.plugins import BACKENDS, BUILTIN, Answer, Plugins, PluginState, blaming
 
 if TYPE_CHECKING:
@@ -242,10 +242,14 @@ def select_accelerator(plugins: Plugins) -> Accelerator:
     named = os.environ.get(VARIABLE, "").strip()
     row = _named(named, plugins) if named else _probed(_rows(plugins))
     plugins.join(row.plugin)
-    with blaming(row.plugin, f"failed to make the accelerator {row.value.name} ({row.value.load})"):
-        made = resolve(row.value.load)()
-        if not isinstance(made, Accelerator):
-            raise TypeError(f"it gave a {type(made).__name__}, not an Accelerator")
+    try:
+        with blaming(row.plugin, f"failed to make the accelerator {row.value.name} ({row.value.load})"):
+            made = resolve(row.value.load)()
+            if not isinstance(made, Accelerator):
+                raise TypeError(f"it gave a {type(made).__name__}, not an Accelerator")
+    except PluginError as error:
+        fix = f"set {VARIABLE}=cpu to go on without it, or name {row.plugin.dist} in plugins.disable"
+        raise PluginError(f"{error}; {fix}") from error.__cause__
     return made
 
 

@@ -215,8 +215,13 @@ def test_a_plugin_may_replace_a_device_of_the_core(
     ],
 )
 def test_one_that_cannot_be_made_is_an_error(install: Callable[..., Plugins], load: str, words: str) -> None:
-    message = refused(install(vendor=[entry("vendor", load)]))
+    from ds_cli.checks import _accelerator
+
+    message = refused(plugins := install(vendor=[entry("vendor", load)]))
+    levels = {finding.part: finding.level for finding in _accelerator(plugins)}
+    assert levels["accelerator"] == levels["accelerator vendor (vendor-ds)"] == "fault"
     assert "plugin 'vendor' (vendor-ds 1.0" in message and "failed to make the accelerator vendor" in message
+    assert "DS_ACCELERATOR=cpu" in message and "name vendor-ds in plugins.disable" in message
     assert words in message
 
 

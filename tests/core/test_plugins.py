@@ -8,9 +8,10 @@ import types
 import pytest
 
 from ds_core import plugins as P
-from ds_core.config import Section
+from ds_core.config import Section, build_config
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import PluginError, Problem
+from ds_core.optim import choose
 from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins, PluginSettings, PluginState
 from ds_core.runner import Sequential
 
@@ -96,6 +97,24 @@ def test_two_owners_of_a_section_are_named_and_prefer_chooses(module):
     plugins = Plugins(PluginSettings(prefer={"same": "ds-two"}), found)
     plugins.load_sections(["same"])
     assert [a.value for a in plugins.ask("ds_check", config=None)] == [(TWO,)]
+
+
+def test_two_distributions_that_claim_a_section_with_one_module_are_named(module):
+    same = module("shared_module", ds_config=lambda: Section)
+    found = [section("same", same, "ds-one"), section("same", same, "ds-two")]
+    with pytest.raises(PluginError, match=r"ds-one 1.0 and ds-two 1.0.*prefer"):
+        Plugins(found=found).load_sections(["same"])
+    assert Plugins(PluginSettings(prefer={"same": "ds-two"}), found).section("same").dist == "ds-two"
+
+
+def test_an_optimizer_that_is_none_names_plugin_and_name(module):
+    maker = module("made_none", make=lambda groups: None)
+    offers = module("offers_none", ds_optimizers=lambda: {"BrkNone": OptimizerEntry(f"{maker}:make")})
+    plugins = Plugins(found=[backend("brk", offers, "dist-brk")])
+    read = build_config({"train_batch_size": 1, "optimizer": {"type": "BrkNone"}}, {})
+    chosen, _ = choose("optimizer", read, plugins)
+    with pytest.raises(PluginError, match=r"plugin 'brk' \(dist-brk 2.0.*made_none:make of optimizer.type 'BrkNone'"):
+        chosen.build([])
 
 
 def test_two_offers_of_one_optimizer_are_named_and_prefer_chooses(module):

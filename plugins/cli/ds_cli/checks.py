@@ -106,15 +106,19 @@ def _torch(plugins: Plugins) -> Iterator[Finding]:
 def _accelerator(plugins: Plugins) -> Iterator[Finding]:
     from ds_core.accelerator import candidates, select_accelerator
 
-    chosen = ""
+    chosen, failed = "", ""
     try:
         accelerator = select_accelerator(plugins)
         chosen, count = accelerator.name, accelerator.device_count()
         yield Finding("accelerator", "ok", f"{chosen}, {count} device{'' if count == 1 else 's'}")
     except DSError as error:
-        yield Finding("accelerator", "fault", str(error), "unset DS_ACCELERATOR, or install what it names")
+        failed = str(error)
+        fix = "repair or uninstall what the message names" if isinstance(error, PluginError) else ""
+        yield Finding("accelerator", "fault", failed, fix or "unset DS_ACCELERATOR, or install what it names")
     for entry, dist, why in candidates(plugins):
-        if entry.name != chosen:
+        if f"failed to make the accelerator {entry.name} (" in failed:
+            yield Finding(f"accelerator {entry.name} ({dist})", "fault", "its device is there, but it cannot be made")
+        elif entry.name != chosen:
             found = f"unavailable: {why}" if why else "available, not chosen"
             yield Finding(f"accelerator {entry.name} ({dist})", "ok", found)
 
