@@ -91,6 +91,9 @@ class Experiments:
         if (result := self.known(name)) is not None and self._setting(name) == json.loads(json.dumps(setting)):
             return result
         folder = self.folder / name
+        begun = folder.is_dir() and all(path.name.startswith("config.json.") for path in folder.iterdir())
+        if folder.exists() and not (begun or _is_trial(folder)):
+            raise UsageError(f"{folder} is no trial of a tuner; move it away, or set another autotuning.exps_dir")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         shown = {"setting": setting, "overrides": overrides, "words": launch.words()}
@@ -115,9 +118,15 @@ class Experiments:
 
     def _forget(self) -> None:
         for path in self._trials():
-            if (path / "config.json").exists():
+            if _is_trial(path):
                 shutil.rmtree(path)
         (self.folder / "identity.json").unlink(missing_ok=True)
+
+
+def _is_trial(folder: Path) -> bool:
+    """Whether a tuner made this folder: a user's own may have such a name, and a config of its own."""
+    told = read_json(folder / "config.json") or {}
+    return "overrides" in told and told.keys() <= {"setting", "overrides", "words", "ended"}
 
 
 def why_it_failed(code: int, in_time: bool, seconds: float, said: str) -> tuple[Status, str]:

@@ -57,9 +57,16 @@ class Result:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Result:
         """Raises ValueError, TypeError or KeyError where `data` is not a result."""
-        return cls(
+        found = cls(
             **{**data, "status": Status(data["status"]), "seconds": tuple(data.get("seconds", ()))},
         )
+        numbers = (found.throughput, found.latency, found.flops, found.peak_device, found.peak_host)
+        for value in (*(n for n in numbers if n is not None), *found.seconds, found.took):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e100:
+                raise ValueError(f"{value!r} is no measurement")
+        if not isinstance(found.reason, str) or not isinstance(found.started, str):
+            raise TypeError("a reason and a time are texts")
+        return found
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,8 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no file, or no object in it."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        # A FIFO would be waited for.
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None

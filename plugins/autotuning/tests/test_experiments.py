@@ -175,7 +175,21 @@ def test_an_interrupted_trial_is_run_again_also_where_it_wrote_that_it_failed(
     assert trials.run("001_a", program(DONE, tmp_path, "001_a"), {}).status is Status.DONE
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "odd"}', '{"status": "done", "speed": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"status": "odd"}',
+        '{"status": "done", "speed": 1}',
+        '{"status": "done", "throughput": "abc"}',
+        '{"status": "done", "throughput": [1]}',
+        '{"status": "done", "latency": NaN}',
+        '{"status": "done", "throughput": Infinity}',
+        "[" * 100_000,
+    ],
+)
 def test_half_of_a_result_is_none(tmp_path: Path, experiments: Open, text: str) -> None:
     trials = experiments(tmp_path)
     (tmp_path / "001_a").mkdir()
@@ -243,8 +257,24 @@ def test_anew_forgets_trials_and_nothing_else(tmp_path: Path, experiments: Open)
     trials.close()
     (tmp_path / "notes").mkdir()
     (tmp_path / "002_mine").mkdir()
+    (tmp_path / "2024_my_results").mkdir()
+    (tmp_path / "2024_my_results" / "config.json").write_text('{"train_batch_size": 1}')
     experiments(tmp_path, identity={"command": "y"}, anew=True).close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["002_mine", "identity.json", "lock", "notes"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "002_mine",
+        "2024_my_results",
+        "identity.json",
+        "lock",
+        "notes",
+    ]
+
+
+def test_a_folder_that_no_tuner_made_is_not_run_in(tmp_path: Path, experiments: Open) -> None:
+    (tmp_path / "001_a").mkdir()
+    (tmp_path / "001_a" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="001_a is no trial of a tuner"):
+        experiments(tmp_path).run("001_a", program(DONE, tmp_path, "001_a"), {})
+    assert (tmp_path / "001_a" / "thesis.tex").exists()
 
 
 def test_overrides_reach_the_trial_by_the_environment(tmp_path: Path, experiments: Open) -> None:

@@ -189,7 +189,7 @@ def _from_json(text: bytes) -> _RendezvousState:
         return _NodeDesc(addr, pid, local_id)
 
     state = _RendezvousState()
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = json.loads(text)
         state.round, state.complete, state.closed = int(found["round"]), bool(found["complete"]), bool(found["closed"])
         state.deadline = found["deadline"] and datetime.fromisoformat(found["deadline"])

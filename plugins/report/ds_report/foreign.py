@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from ds_report.reading import Columns
+from ds_report.reading import Columns, bounded
 
 __all__ = ["csv_files", "event_files", "read_csv", "read_events"]
 
@@ -41,7 +41,7 @@ def read_csv(folder: Path) -> Series:
             for row in csv.reader(line for line in file if line.endswith("\n") and "\0" not in line):
                 try:
                     x, y = row
-                    points.add(int(float(x)), math.nan, {"y": float(y)})
+                    points.add(int(float(x)), math.nan, {"y": bounded(float(y))})
                 except (ValueError, OverflowError):  # the first line, or half a row
                     continue
     return found
@@ -62,7 +62,7 @@ def read_events(folder: Path) -> Series:
             except (ValueError, IndexError, struct.error, UnicodeDecodeError):
                 continue
             for tag, value in values:
-                found.setdefault(tag, Columns()).add(step, time, {"y": value})
+                found.setdefault(tag, Columns()).add(step, time, {"y": bounded(value)})
     return found
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_report.chart import Chart, Line
+from ds_report.reading import number
 from ds_report.run import ELAPSED, Points, Run
 from ds_report.thin import means, thin
 
@@ -47,7 +48,7 @@ def page(runs: Sequence[Run], title: str = "") -> str:
     script = (ASSETS / "report.js").read_text(encoding="utf-8")
     loader = jinja2.FileSystemLoader(ASSETS)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"duration": duration, "short": short, "gib": _gib}
+    environment.filters |= {"duration": duration, "short": short, "gib": _gib, "number": number}
     base = "step" if all(run.base == "step" for run in runs) else "samples"
     charts = list(_charts(runs, base))
     known = {key for key, *_ in KNOWN} | {"memory"}
@@ -268,4 +269,7 @@ def _gib(value: float) -> str:
 
 
 def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if math.isfinite(seconds) else ""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):  # no time, or of no year that the system knows
+        return ""

@@ -18,9 +18,11 @@ from typing import Any
 
 from ds_report.recorder import FORMAT, NOW_BYTES
 
-__all__ = ["Columns", "RankRecord", "number", "rank_files", "read_now", "read_rank", "take"]
+__all__ = ["Columns", "RankRecord", "bounded", "number", "rank_files", "read_now", "read_rank", "take"]
 
 LONGEST_LINE = 4 * 1024 * 1024
+LARGEST = 1e100
+"""Numbers of a record beyond it count as infinite."""
 TAIL = 4 * 1024 * 1024
 """Of ranks other than the first, step lines are read from this many last bytes alone."""
 
@@ -99,7 +101,8 @@ def rank_files(folder: Path) -> dict[int, Path]:
     found = {}
     if folder.is_dir():
         for path in folder.iterdir():
-            if match := re.fullmatch(r"rank([0-9]{1,7})\.jsonl", path.name):
+            # A FIFO in the place of a file would be waited for.
+            if (match := re.fullmatch(r"rank([0-9]{1,7})\.jsonl", path.name)) and path.is_file():
                 found[int(match[1])] = path
     return dict(sorted(found.items()))
 
@@ -126,7 +129,7 @@ def take(record: RankRecord, line: bytes) -> None:
         return
     try:
         row = json.loads(line)
-    except ValueError:  # torn: it was being written, or the run was killed
+    except (ValueError, RecursionError):  # torn: it was being written, or the run was killed; or it is of no recorder
         record.bad += 1
         return
     row = row if isinstance(row, dict) else {}
@@ -158,17 +161,25 @@ def number(value: Any) -> float:
     """`value` as a float; NaN for what is no number. "Infinity" and "-Infinity" are numbers."""
     if isinstance(value, (int, float)):
         try:
-            return float(value)
+            return bounded(float(value))
         except OverflowError:
             return math.nan
     return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
 
 
+def bounded(value: float) -> float:
+    """`value`, or an infinity for what is so large that sums and differences of such numbers are none."""
+    return value if not abs(value) > LARGEST else math.copysign(math.inf, value)
+
+
 def read_now(folder: Path, rank: int) -> dict[str, Any]:
     """What a rank is doing; empty when it does not say, or when the file is being written just now."""
     try:
-        with (folder / f"rank{rank}.now").open("rb") as file:
+        path = folder / f"rank{rank}.now"
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
             row = json.loads(file.read(NOW_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}

@@ -65,7 +65,10 @@ def standing(ranks: Iterable[RankRecord], now: Mapping[int, Mapping[str, Any]], 
     if silent:
         since = max(number(now.get(rank, {}).get("time")) for rank in silent)
         who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent[:8]))}"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)) if since == since else "its start"
+        try:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+        except (ValueError, OverflowError, OSError):  # no time, or of no year that the system knows
+            when = "its start"
         return Standing(State.DIED, f"{who} ended without a word; last sign at {when}")
     if any(r.last == "running" for r in ranks):
         return Standing(State.RUNNING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -180,6 +181,22 @@ def test_a_record_that_says_little(tmp_path: Path, facts: dict[str, Any]) -> Non
     (tmp_path / "rank0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path, "little")
     assert "little" in page([run, run]) and list(run.curves["loss"].y)[0] == 1.5
+
+
+@pytest.mark.parametrize("time", [1e300, -1e18, 1e13, 10**400])
+def test_hostile_numbers_are_shown_or_left_out(tmp_path: Path, time: Any) -> None:
+    losses = (1e308, -1e308, 3.0)
+    rows = [{"kind": "start", "format": 1, "time": time, "parameters": 10**400, "world_size": 2}]
+    rows += [{"kind": "step", "step": i, "time": time, "metrics": {"loss": loss}} for i, loss in enumerate(losses)]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + "[" * 100_000
+    (tmp_path / "rank0.jsonl").write_text(text)
+    (tmp_path / "rank0.now").write_text(json.dumps({"time": time, "seconds": time}))
+    os.mkfifo(tmp_path / "rank1.jsonl")
+    os.mkfifo(tmp_path / "rank1.now")
+    run = read_run(tmp_path, "odd")
+    assert "odd" in page([run])
+    done = CliRunner().invoke(make_app(), ["top", str(tmp_path), "--once"])
+    assert done.exit_code in (0, 1) and (done.exception is None or isinstance(done.exception, SystemExit))
 
 
 def test_configs_are_compared(tmp_path: Path, write_record: Write) -> None:

@@ -79,8 +79,11 @@ class _Seen:
         if event.get("ph") != "X":
             return
         kind, name = event.get("cat"), str(event.get("name", ""))
-        begin = float(event["ts"])
-        end = begin + float(event.get("dur", 0))
+        try:
+            begin = float(event["ts"])
+            end = begin + float(event.get("dur", 0))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return  # of no profiler
         if kind in ("user_annotation", "gpu_user_annotation"):
             self._range(name, begin, end, event.get("tid"), on_device=kind != "user_annotation")
         elif kind == "cpu_op":

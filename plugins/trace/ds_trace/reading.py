@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +15,9 @@ from ds_core.errors import UsageError
 __all__ = ["read_trace"]
 
 PIECE = 1 << 20
+LONGEST = 64 << 20
+"""Characters of one event, or of a part of the head."""
+_SOLID = re.compile(r"\S")
 _DECODER = json.JSONDecoder(strict=False)  # names may hold control characters
 
 
@@ -22,10 +26,12 @@ def read_trace(path: Path, head: Callable[[str, Any], None]) -> Iterator[dict[st
 
     Raises UsageError for a file that is no trace, or that was cut off.
     """
+    if not path.is_file():  # a FIFO would be waited for
+        raise UsageError(f"{path}: not a file")
     try:
         with gzip.open(path, "rt", encoding="utf-8", errors="replace") if path.suffix == ".gz" else path.open() as file:
             yield from _Reader(file).document(head)
-    except (ValueError, EOFError, OSError) as error:  # JSONDecodeError is a ValueError
+    except (ValueError, EOFError, OSError, RecursionError) as error:  # JSONDecodeError is a ValueError
         raise UsageError(f"{path}: not a trace of torch.profiler, or cut off: {error}") from error
 
 
@@ -44,10 +50,10 @@ class _Reader:
     def _next(self) -> str:
         """The next character that is no space, without taking it."""
         while True:
-            while self._at < len(self._text):
-                if not self._text[self._at].isspace():
-                    return self._text[self._at]
-                self._at += 1
+            if found := _SOLID.search(self._text, self._at):
+                self._at = found.start()
+                return found.group()
+            self._at = len(self._text)
             if not self._more():
                 raise ValueError("it ends in the middle")
 
@@ -68,6 +74,8 @@ class _Reader:
             if end < len(self._text):  # else it may go on in the next piece
                 self._at = end
                 return value
+            if len(self._text) - self._at > LONGEST:
+                raise ValueError(f"a value of more than {LONGEST >> 20} MiB")
             if not self._more():
                 raise ValueError("it ends in the middle")
 

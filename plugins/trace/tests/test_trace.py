@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,7 +127,7 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no trace here; files are called rank0.json.gz"):
         read_run(tmp_path)
     file = tmp_path / "rank0.json"
-    for text in ("", "[]", '{"traceEvents": [{"a": 1}', '{"traceEvents": [1, 2'):
+    for text in ("", "[]", '{"traceEvents": [{"a": 1}', '{"traceEvents": [1, 2', '{"a": ' + "[" * 100_000):
         file.write_text(text)
         with pytest.raises(UsageError, match="rank0.json: not a trace of torch.profiler, or cut off"):
             read_run(tmp_path)
@@ -145,6 +146,26 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         '"name": "ProfilerStep#1", "ts": 1, "dur": 1}], "traceName": ""}'
     )
     with pytest.raises(UsageError, match=r"rank1.json is of 1 steps on 8 ranks, rank0.json.gz of 2 on 2; remove"):
+        read_run(tmp_path)
+
+
+def test_hostile_traces_end_soon_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = '{"ph": "X", "cat": "cpu_op", "name": "a", "ts": %s, "dur": 1}'
+    steps = '{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 1, "dur": 1}'
+    odd = ", ".join(event % ts for ts in ('"x"', "null", "[]", "1" * 400))
+    whole = f'{{"ds_core": {{"rank": 0, "world": 1}}, "traceEvents": [{odd}, {steps}], "traceName": ""}}'
+    (tmp_path / "rank0.json").write_text(whole)
+    assert len(read_run(tmp_path)) == 1
+    (tmp_path / "rank0.json").write_text(" " * 5_000_000)
+    with pytest.raises(UsageError, match="cut off"):
+        read_run(tmp_path)
+    monkeypatch.setattr("ds_trace.reading.LONGEST", 1 << 20)
+    (tmp_path / "rank0.json").write_text('{"a": "' + "b" * 5_000_000)
+    with pytest.raises(UsageError, match="a value of more than 1 MiB"):
+        read_run(tmp_path)
+    (tmp_path / "rank0.json").unlink()
+    os.mkfifo(tmp_path / "rank0.json")
+    with pytest.raises(UsageError):
         read_run(tmp_path)
 
 
