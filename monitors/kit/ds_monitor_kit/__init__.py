@@ -2,7 +2,8 @@
 
 from ds_monitor_kit.background import Background
 from ds_monitor_kit.buffered import BufferedMonitor, Buffering, JobFolder, Sink, append_whole
-from ds_monitor_kit.services import check_package, flat, hiding, rows, service_monitors
+from ds_monitor_kit.calling import hiding, telling
+from ds_monitor_kit.services import check_package, flat, rows, service_monitors
 
 __all__ = [
     "Background",
@@ -16,4 +17,5 @@ __all__ = [
     "hiding",
     "rows",
     "service_monitors",
+    "telling",
 ]

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_core.entries import Event
+from ds_core.errors import PluginError
+from ds_monitor_kit.calling import hiding, telling
 
 if TYPE_CHECKING:
     from ds_core.telemetry import Monitor
@@ -39,7 +41,7 @@ LAST_PATIENCE = 300.0
 class Background:
     """A monitor that calls `monitor` in a thread. Order is kept; `flush` and `close` return when all is done.
 
-    A forked process writes nothing: what is queued is its parent's. queued, patience, last_patience: for tests.
+    A forked process writes nothing: what is queued is its parent's. queued, patience, last_patience, told: for tests.
     """
 
     takes_tensors = True
@@ -51,10 +53,11 @@ class Background:
         queued: int = QUEUED,
         patience: float = PATIENCE,
         last_patience: float = LAST_PATIENCE,
+        told: float | None = None,
     ) -> None:
         self.name = monitor.name
         self._patience = patience
-        self._worker = _Worker(monitor, queued, last_patience)
+        self._worker = _Worker(monitor, queued, last_patience, told)
         # An engine that is dropped without `destroy`: the thread finishes, and ends.
         weakref.finalize(self, self._worker.leave).atexit = False
 
@@ -77,14 +80,16 @@ Job = Callable[["Monitor"], Any]
 class _Worker:
     """The queue, and the thread that empties it, which starts with the first job; it knows no `Background`."""
 
-    def __init__(self, monitor: Monitor, queued: int, last_patience: float) -> None:
-        self._monitor, self._last_patience = monitor, last_patience
+    def __init__(self, monitor: Monitor, queued: int, last_patience: float, told: float | None) -> None:
+        self._monitor = monitor
+        self._last_patience = last_patience
+        self._told = told
         # A SimpleQueue can be put into by a finalizer, which may run in the middle of anything.
         self._jobs: queue.SimpleQueue[tuple[Job, threading.Event | None] | None] = queue.SimpleQueue()
         self._room, self._starting = threading.Semaphore(queued), threading.Lock()
         self._hurry = threading.Event()
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._done, self._closed, self._pid = 0, False, os.getpid()
 
     def ask(self, job: Job, patience: float, ended: threading.Event | None = None) -> None:
@@ -104,9 +109,14 @@ class _Worker:
         """Return when all jobs and then `job` are done; `last`: there will be no other."""
         if os.getpid() != self._pid or self._closed:
             return
+        with telling(self._monitor.name, "end" if last else "flush", self._told):
+            self._finish(job, last)
+
+    def _finish(self, job: Job, last: bool) -> None:
         if self._thread is None:  # nothing was written
             self._closed = last
-            job(self._monitor)
+            with hiding(self._monitor.name):
+                job(self._monitor)
             return
         ended, done = threading.Event(), -1
         self.ask(job, self._last_patience, ended)
@@ -153,11 +163,12 @@ class _Worker:
         for job, ended in iter(self._jobs.get, None):
             if self._error is None:
                 try:
-                    job(self._monitor)
-                except BaseException as error:  # SystemExit too: the queue must not fill up
-                    self._error = error
-                    with contextlib.suppress(Exception):
-                        self._monitor.close()
+                    with hiding(self._monitor.name):
+                        job(self._monitor)
+                except Exception as error:
+                    self._fail(error)
+                except BaseException as error:  # it is raised in a step, where it must not end the program
+                    self._fail(PluginError(f"{self._monitor.name}: {type(error).__name__}: {error}"))
             self._done += 1
             self._room.release()
             if ended is not None:
@@ -165,6 +176,12 @@ class _Worker:
                 ended.set()
             elif self._jobs.empty():
                 self._hurry.wait(PAUSE)
+
+    def _fail(self, error: Exception) -> None:
+        """Take no more: the next call raises `error`."""
+        self._error = error
+        with contextlib.suppress(BaseException):  # of any kind: the queue must not fill up
+            self._monitor.close()
 
     def _at_exit(self) -> None:
         try:

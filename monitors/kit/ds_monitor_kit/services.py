@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_core.config.redaction import scrub
 from ds_core.entries import Event
 from ds_core.errors import PluginError, Problem
 from ds_monitor_kit.background import Background
+from ds_monitor_kit.calling import hiding, telling
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.telemetry import Monitor
 
-__all__ = ["check_package", "flat", "hiding", "rows", "service_monitors"]
+__all__ = ["check_package", "flat", "rows", "service_monitors"]
 
 
 def check_package(config: RunConfig, section: str, package: str, requirement: str) -> Iterable[Problem]:
@@ -40,24 +39,13 @@ def service_monitors(
     if section is None or not getattr(section, "enabled", False):
         return []
     try:
-        return [Background(make(section))]
+        with hiding(name), telling(name, "start"):
+            return [Background(make(section))]
     except ImportError as error:
         raise PluginError(
             f"the section {name} is enabled, but the package {package} cannot be imported ({error}); "
             f"pip install {requirement}, or set {name}.enabled to false"
         ) from error
-
-
-@contextlib.contextmanager
-def hiding(section: str, secrets: Collection[str]) -> Iterator[None]:
-    """To call a service in: an error whose text, or cause, holds one of `secrets` is shown without it."""
-    try:
-        yield
-    except Exception as error:
-        told, chain = f"{type(error).__name__}: {error}", [error.__cause__, error.__context__]
-        if not any(secret in f"{told} {' '.join(map(repr, chain))}" for secret in secrets if len(secret) > 2):
-            raise
-        raise PluginError(f"{section}: {scrub(told, secrets)}") from None
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
