@@ -209,6 +209,24 @@ def test_the_first_bad_end_ends_all_by_the_lifeline(capfd: Any, monkeypatch: Any
     assert "dscore: b -15" in capfd.readouterr().err
 
 
+def test_a_host_whose_python_lacks_ds_core_is_named(capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ds_cli.hosts.tools.OTHERS_SECONDS", 0.2)
+    lacking = [sys.executable, "-S", "-c", "import ds_core_that_is_not_there"]
+    waiting = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+    assert run_tools(LaunchRequest("x"), {"node-a": waiting, "node-b": lacking}, lifeline=True) == 1
+    said = capfd.readouterr().err
+    assert "ModuleNotFoundError" in said and "dscore: host node-b ended with exit code 1 before its agent" in said
+    noise = "[W1 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    telling = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"import sys; print({noise!r}, file=sys.stderr); sys.exit('dscore: rank 1 failed')",
+    ]
+    assert run_tools(LaunchRequest("x"), {"node-b": telling}) == 1
+    assert capfd.readouterr().err == "dscore: rank 1 failed\n"
+
+
 def test_show_runs_nothing_and_tells_no_values(capfd: Any) -> None:
     request = LaunchRequest("x.py", ("a b",), hosts=(Host("h", (0,)),), exported=(("TOKEN", "hidden"),), show=True)
     assert run_tools(request, {"h": ["false", *agent_command(request, 0)]}) == 0

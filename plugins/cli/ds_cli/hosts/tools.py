@@ -36,6 +36,8 @@ OTHERS_SECONDS = 10.0  # after the first bad end: how long the other agents may 
 RETRY_SECONDS = 10.0
 ALONE_SECONDS = 60.0  # how long hosts are tried that have all gone
 _SAID_BY_ALL = re.compile(rb"dscore: (lost |stopped by |restart )|ssh: ")
+# Of torch, at each connection between hosts that have no names; nothing depends on it.
+_NAMELESS = b"[c10d] The hostname of the client socket cannot be retrieved"
 _TOLD = re.compile(rb"dscore: (rank|host) ")  # an agent says what went wrong there
 
 End = tuple[str, int]  # a host, or "" for all, and the exit code of what ran for it
@@ -233,6 +235,8 @@ class _Loop:
             return False
         if self.told and not self.stopped and line.startswith(b"dscore: stopped by "):
             return False  # by the tool, since another agent has failed
+        if target == 2 and _NAMELESS in line:
+            return False
         self.told = self.told or _TOLD.match(line) is not None
         return self._is_new(line)
 
@@ -346,6 +350,12 @@ class _Loop:
             return 0
         code = self.first[1]
         why, lost = self.explain(*self.first), any(line.startswith(b"dscore: lost ") for line in self.said)
+        if self.first[0] and not (why or lost or self.told):
+            # An agent that begins says what goes wrong; this one could not, as its Python lacks a package perhaps.
+            say_error(
+                f"host {self.first[0]} ended with exit code {code} before its agent could say why (what it wrote is "
+                f"above); the same ds_core must be installed for {sys.executable} there"
+            )
         if why and (lost or not self.told):
             if not lost:
                 say_error(why)
