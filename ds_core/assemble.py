@@ -29,6 +29,7 @@ from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
 from ds_core.errors import ConfigError, DSError, PluginError, UsageError
 from ds_core.kernels import Kernels, UsesKernels
 from ds_core.mesh import Mesh, plan_mesh
+from ds_core.multi_engine import give_back, keep, release_model
 from ds_core.optim import torch_grain
 from ds_core.params import collect_buffers, collect_params
 from ds_core.partition import Partitioner
@@ -42,6 +43,7 @@ from ds_core.stepping import required
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from ds_core.accelerator import Accelerator
     from ds_core.data import Loader
 
 __all__ = ["config_source", "initialize"]
@@ -126,44 +128,52 @@ def initialize(
         _log_providers(kernels, served)
     STATE.follow(torch.distributed.group.WORLD)
     if STATE.members:
-        from ds_core.multi_engine import release_model
-
         release_model(model)
     if world_size > 1:
         comm.use_providers(providers)
         mesh.build_groups(own=bool(STATE.present()))
 
-    # The model.
-    accelerator.set_device(accelerator.local_index(comm.local_rank()))
-    model = _transformed(ctx, model)
-    cast_module(model, precision)
-    # To a vendor's device torch makes new parameters, untied and unknown to the user's optimizer, unless it may swap.
-    swap, vendors = torch.__future__.get_swap_module_params_on_conversion(), torch._C._get_privateuse1_backend_name()
+    # The model, which is given back as it was if anything fails from here on.
+    give_back(model)
+    with keep(ctx.undo, model):
+        accelerator.set_device(accelerator.local_index(comm.local_rank()))
+        model = _transformed(ctx, model)
+        cast_module(model, precision)
+        _to_device(model, accelerator)
+        ctx.module = model
+        ctx.params, ctx.buffers = collect_params(model, ctx), collect_buffers(model, ctx)
+        if precision.autocast is not None:
+            ctx.stash[WIRE_DTYPES] = wire_dtypes(model, precision.autocast, precision.autocast_modules)
+
+        # Who owns its states, who runs it, what updates it.
+        partitioner = _partitioner(ctx, entry)
+        runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
+        built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
+        if built is not None:
+            if isinstance(built, UsesKernels):
+                built.use_kernels(kernels)
+            partitioner.bind(built)
+        scheduler = _make_scheduler(lr_scheduler, built, chosen)
+        loader = None
+        if training_data is not None:
+            from ds_core.data import make_loader
+
+            loader = make_loader(ctx, training_data)
+        engine = Engine(
+            ctx, partitioner=partitioner, runner=runner, optimizer=built, lr_scheduler=scheduler, loader=loader
+        )
+    return engine, built, loader, scheduler
+
+
+def _to_device(model: nn.Module, accelerator: Accelerator) -> None:
+    """Move the model. To a vendor's device torch makes new parameters, untied and unknown to the user's optimizer,
+    unless it may swap."""
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    vendors = torch._C._get_privateuse1_backend_name()
     away = accelerator.device_type == vendors and any(p.device.type != vendors for p in model.parameters())
     torch.__future__.set_swap_module_params_on_conversion(swap or away)
     model.to(accelerator.current_device())
     torch.__future__.set_swap_module_params_on_conversion(swap)
-    ctx.module = model
-    ctx.params, ctx.buffers = collect_params(model, ctx), collect_buffers(model, ctx)
-    if precision.autocast is not None:
-        ctx.stash[WIRE_DTYPES] = wire_dtypes(model, precision.autocast, precision.autocast_modules)
-
-    # Who owns its states, who runs it, what updates it.
-    partitioner = _partitioner(ctx, entry)
-    runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
-    built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
-    if built is not None:
-        if isinstance(built, UsesKernels):
-            built.use_kernels(kernels)
-        partitioner.bind(built)
-    scheduler = _make_scheduler(lr_scheduler, built, chosen)
-    loader = None
-    if training_data is not None:
-        from ds_core.data import make_loader
-
-        loader = make_loader(ctx, training_data)
-    engine = Engine(ctx, partitioner=partitioner, runner=runner, optimizer=built, lr_scheduler=scheduler, loader=loader)
-    return engine, built, loader, scheduler
 
 
 def _argument(args: Any, name: str) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ds_core.undo import Undo
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -73,7 +75,7 @@ class Context:
     `initialize` and is of no installed package. collate_fn: what `initialize` was given. params: per parameter of
     the transformed model, its name and axes; empty until the transforms have run. trained: the parameters that the
     optimizer was given, frozen ones too. buffers: as params, of buffers, by name. module: the transformed model,
-    None before. stash: typed plugin state.
+    None before. stash: typed plugin state. undo: takes a step that gives the model back as it was (`ds_core.undo`).
     """
 
     config: RunConfig
@@ -91,6 +93,7 @@ class Context:
     trained: list[nn.Parameter] = field(default_factory=list)
     buffers: dict[str, ParamInfo] = field(default_factory=dict)
     stash: Stash = field(default_factory=Stash)
+    undo: Undo = field(default_factory=Undo)
     engine_ref: Callable[[], RunningEngine | None] = lambda: None
 
     @property

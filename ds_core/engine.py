@@ -368,18 +368,22 @@ class Engine(RunningEngine):
         self._accumulation.begin_window()
 
     def destroy(self) -> None:
-        """Close monitors, remove hooks and free buffers; the module stays usable on its own.
+        """Close monitors, free buffers, and give the module back: whole weights, and nothing of the run. Collective.
 
         A checkpoint that is being saved is waited for. Any later use of the engine is an error, but for its counters.
+        While an exception passes, other ranks may not be here: what takes them (`Undo`) waits for the next
+        `initialize` on the module.
         """
         if self.serial in STATE.members:
-            self.telemetry.exception(sys.exc_info()[1])  # destroyed by a ``finally`` while an exception ends training?
+            error = sys.exc_info()[1]  # destroyed by a ``finally`` while an exception ends training?
+            self.telemetry.exception(error)
             self._hooks.close()
             self.close_checkpointer()
             self.telemetry.close()
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)
             self.__class__ = DestroyedEngine
+            self.ctx.undo.run(alone=error is not None and self.world_size > 1)
 
 
 class DestroyedEngine(Engine):

@@ -292,7 +292,11 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transform(_Record):
-    """One step model -> model; transforms of one phase run in plugin-name order."""
+    """One step model -> model; transforms of one phase run in plugin-name order.
+
+    For each change `apply` gives ``ctx.undo`` a step that takes it back: after `Engine.destroy` the model that was
+    given is as it was, but for the values, the dtype and the device of its tensors.
+    """
 
     phase: Phase
     apply: Callable[[nn.Module], nn.Module]

@@ -149,7 +149,10 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:  # type: ignore
 
 @gives(many("ds_core.entries:Transform"))
 def ds_transforms(ctx: Context) -> Iterable[entries.Transform]:  # type: ignore[empty-body]
-    """Hook: model -> model steps, applied in order of phase, then of plugin name. Every rank."""
+    """Hook: model -> model steps, applied in order of phase, then of plugin name. Every rank.
+
+    A step that changes the model gives ``ctx.undo`` what takes the change back (`ds_core.undo.Undo`).
+    """
 
 
 @gives(many("builtins:str", or_none=True))

@@ -12,8 +12,10 @@ once, when the batch is over.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ import torch
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import STATE
+from ds_core.undo import Undo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradient_hooks import GradientHooks
 
-__all__ = ["JOINT", "JointBackwards", "release_model"]
+__all__ = ["JOINT", "JointBackwards", "give_back", "keep", "release_model"]
+
+_ATTRIBUTE = "ds_undo"
 
 log = logging.getLogger("ds_core")
 
@@ -146,3 +151,27 @@ def _sharing(model: nn.Module, trainable: dict[nn.Parameter, str]) -> dict[Gradi
         elif name := next((trainable[p] for p in hooks.module.parameters() if p in trainable), ""):
             found[hooks] = f"the parameter {name!r} of the model"
     return found
+
+
+# -- what a run has left in a model ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def keep(undo: Undo, model: nn.Module) -> Iterator[None]:
+    """Let `model` hold `undo`, so that it is found when nobody has destroyed the engine; run it if the block fails."""
+    model.__dict__[_ATTRIBUTE] = undo
+    undo(lambda: model.__dict__.pop(_ATTRIBUTE, None), collective=True)  # the first: it goes when nothing is left
+    try:
+        yield
+    except BaseException:
+        undo.run(alone=comm.world_size() > 1)
+        raise
+
+
+def give_back(model: nn.Module) -> None:
+    """Undo what a run has left in `model`: its `initialize` failed, or its engine was forgotten. Collective."""
+    used = [engine.ctx.undo for engine in STATE.engines]
+    for part in list(model.modules()):
+        left = part.__dict__.get(_ATTRIBUTE)
+        if isinstance(left, Undo) and left not in used:
+            left.run()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_run_state.changes import StandIn, changing
 from torch import Tensor, nn
 
 from ds_activation_checkpointing.meter import Meter
@@ -30,40 +30,35 @@ _STATISTICS = ("running_mean", "running_var")  # which batch norm changes withou
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-class Block:
+class Block(StandIn):
     """The forward of one module, which is recomputed. It takes the place of ``module.forward``.
 
     recomputes: False where the budget lets it keep its activations.
     """
 
     def __init__(self, name: str, module: nn.Module, options: Options, ctx: Context) -> None:
-        self.name, self.module = name, module
+        super().__init__(module)
+        self.name = name
         self.recomputes = True
         self.meter: Meter | None = None
-        self._forward: Callable[..., Any] = module.forward
         self._options, self._ctx = options, ctx
         self._ready = False
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
         self._changing: list[Tensor] = []
         names = list(inspect.signature(module.forward).parameters)
         self._caches = [names.index(name) for name in _CACHES if name in names]  # places of arguments
-        functools.update_wrapper(self, module.forward)  # its signature; after this its __dict__ has that of a function
-
-    def __reduce__(self) -> Any:
-        """Copies of the model, by copy or pickle, have their class's forward."""
-        return getattr, (self.module, "forward")  # while the copy is made it has no other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result."""
         if not (self.recomputes and torch.is_grad_enabled()):
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         compiling = torch.compiler.is_compiling()  # then one graph serves all blocks: it must not depend on their state
         if not self._ready and not compiling:
             self._prepare()
         if getattr(self.module, "gradient_checkpointing", False):
             raise UsageError(_TWICE.format(self.name))
         args, kwargs = self._without_caches(args, kwargs)
-        return recompute(self._forward if compiling else self._run, args, kwargs, self._options)
+        return recompute(self.forward if compiling else self._run, args, kwargs, self._options)
 
     def _prepare(self) -> None:
         """What is known once the model is on its device and its parameters are placed."""
@@ -93,15 +88,15 @@ class Block:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. What it counts in buffers (running statistics) is counted once."""
         if not self._buffers:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:
             before = [(b, b._version, key) for place, key in self._buffers if (b := place.get(key)) is not None]
-            out = self._forward(*args, **kwargs)
+            out = self.forward(*args, **kwargs)
             self._changing = [b for b, version, key in before if b._version != version or key in _STATISTICS]
             return out
         values = [buffer.clone() for buffer in self._changing]
         try:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         finally:
             with torch.no_grad():
                 for buffer, value in zip(self._changing, values, strict=True):
@@ -126,11 +121,12 @@ def install(model: nn.Module, chosen: Mapping[str, nn.Module], options: Options,
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UsageError(_TWICE.format("the model"))
     blocks = []
-    for name, module in chosen.items():
-        block = Block(name, module, dataclasses.replace(options, name=f"module {name!r}"), ctx)
-        block.meter = Meter(module) if measure else None
-        module.forward = block
-        blocks.append(block)
+    with changing(model, ctx.undo):
+        for name, module in chosen.items():
+            block = Block(name, module, dataclasses.replace(options, name=f"module {name!r}"), ctx)
+            block.meter = Meter(module) if measure else None
+            module.forward = block
+            blocks.append(block)
     ctx.stash[BLOCKS] = blocks
     log.info("rank %d computes %d modules again in backward: %s", ctx.rank, len(blocks), _some(chosen))
 

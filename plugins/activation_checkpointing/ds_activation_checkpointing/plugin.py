@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_activation_checkpointing.config import ActivationCheckpointingConfig
     from ds_core.context import Context
 
-__all__ = ["ds_close", "ds_config", "ds_step_begin", "ds_transforms"]
+__all__ = ["ds_config", "ds_step_begin", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -44,13 +44,6 @@ def ds_step_begin(ctx: Context) -> None:
     section = _section(ctx)
     if section is not None and section.budget is not None:
         choose_by_budget(ctx, section.budget)
-
-
-def ds_close(ctx: Context) -> None:
-    """`checkpoint` forgets the settings of this run, unless the program has made its own."""
-    from ds_activation_checkpointing.setup import forget
-
-    forget(ctx)
 
 
 def _section(ctx: Context) -> ActivationCheckpointingConfig | None:

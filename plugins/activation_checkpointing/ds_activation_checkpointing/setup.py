@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ds_run_state.blocks import chosen, repeated_blocks
+from ds_run_state.changes import changing
 from torch import nn
 
 from ds_activation_checkpointing.blocks import install
 from ds_activation_checkpointing.checkpointing import Settings, checkpoint_with, forget_settings, use_settings
 from ds_core import comm
-from ds_core.context import StashKey
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,33 +23,29 @@ if TYPE_CHECKING:
     from ds_activation_checkpointing.config import ActivationCheckpointingConfig
     from ds_core.context import Context
 
-__all__ = ["apply", "forget"]
+__all__ = ["apply"]
 
 log = logging.getLogger("ds_activation_checkpointing")
 
-_SETTINGS: StashKey[Settings] = StashKey("settings of activation checkpointing")
 _KEY = "activation_checkpointing.modules"
 
 
 def apply(model: nn.Module, section: ActivationCheckpointingConfig, ctx: Context) -> nn.Module:
     """The model, in which what the section says is computed again in backward."""
-    settings = ctx.stash[_SETTINGS] = Settings.of(section, _group(section, ctx), ctx.accelerator)
+    settings = Settings.of(section, _group(section, ctx), ctx.accelerator)
     use_settings(settings)
-    if getattr(model, "activation_checkpoint_func", "") is None:  # a PipelineModule, which recomputes by its interval
-        model.activation_checkpoint_func = functools.partial(checkpoint_with, settings)  # type: ignore[assignment]
+    ctx.undo(functools.partial(forget_settings, settings))  # unless the program has made its own meanwhile
     wanted = section.recomputes
+    with changing(model, ctx.undo):
+        if getattr(model, "activation_checkpoint_func", "") is None:  # a PipelineModule, which recomputes by interval
+            model.activation_checkpoint_func = functools.partial(checkpoint_with, settings)  # type: ignore[assignment]
+        if wanted is None:
+            _route(model, functools.partial(checkpoint_with, settings))
     if wanted is None:
-        _route(model, functools.partial(checkpoint_with, settings))
         return model
     modules = _repeated(model, ctx) if wanted == "auto" else _named(model, wanted, ctx)
     install(model, modules, settings.options(policy=section.policy), ctx, section.budget is not None)
     return model
-
-
-def forget(ctx: Context) -> None:
-    """The run has ended."""
-    if (settings := ctx.stash.get(_SETTINGS)) is not None:
-        forget_settings(settings)
 
 
 def _group(section: ActivationCheckpointingConfig, ctx: Context) -> ProcessGroup | None:

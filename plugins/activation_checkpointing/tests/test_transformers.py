@@ -97,7 +97,8 @@ def test_transformers_own_switch() -> None:
     found = gradients(own, {"cpu_checkpointing": True})
     assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))  # type: ignore[arg-type]
     assert calls[0] == 4
-    assert "ds_activation_checkpointing" in own.transformer.h[0]._gradient_checkpointing_func.func.__module__
+    # When the engine is destroyed it is the model's own function again.
+    assert "ds_activation_checkpointing" not in own.transformer.h[0]._gradient_checkpointing_func.func.__module__
 
     later = build("gpt2")
     config = {"train_batch_size": 1, "activation_checkpointing": {"modules": "auto"}}

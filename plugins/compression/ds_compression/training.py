@@ -62,6 +62,8 @@ def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Mo
         hook.remove()  # of an engine before this one
     follow = torch.compiler.disable(_Follow(ctx, progress))
     progress.hooks[1:] = [model.register_forward_pre_hook(follow)]
+    # Layers stay compressed when the engine ends: their masks are what was trained. `redundancy_clean` ends it.
+    ctx.undo(progress.hooks[1].remove)
     return model
 
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_core.runner import loss_of
+from ds_core.undo import Undo
 
 __all__ = ["NAME", "weigh_losses"]
 
 NAME = "loss_weight"
 
 
-def weigh_losses(model: nn.Module) -> nn.Module:
+def weigh_losses(model: nn.Module, undo: Undo) -> nn.Module:
     """Make `model` multiply its loss by the ``loss_weight`` that forward is given.
 
     A model whose forward has an argument of this name is left as it is, and given the weight.
@@ -39,8 +40,8 @@ def weigh_losses(model: nn.Module) -> nn.Module:
     def multiply(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _weighted(output, weights.pop()) if weights else None
 
-    model.register_forward_pre_hook(take, with_kwargs=True)
-    model.register_forward_hook(multiply)
+    undo(model.register_forward_pre_hook(take, with_kwargs=True).remove)
+    undo(model.register_forward_hook(multiply).remove)
     return model
 
 

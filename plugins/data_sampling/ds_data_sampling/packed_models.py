@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from ds_core.undo import Undo
+
 __all__ = ["leave_out_cache"]
 
 
-def leave_out_cache(model: nn.Module) -> nn.Module:
+def leave_out_cache(model: nn.Module, undo: Undo) -> nn.Module:
     """Give a model of transformers ``use_cache=False`` with rows that have position_ids, where the caller says nothing.
 
     With its default, true, it would make a cache for generation, take the rows for continued ones, and let attention
@@ -21,5 +23,5 @@ def leave_out_cache(model: nn.Module) -> nn.Module:
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         return (args, {"use_cache": False, **kwargs}) if "position_ids" in kwargs else None
 
-    model.register_forward_pre_hook(add, with_kwargs=True)
+    undo(model.register_forward_pre_hook(add, with_kwargs=True).remove)
     return model

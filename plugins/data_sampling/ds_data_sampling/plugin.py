@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +109,11 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     if sampling is not None and sampling.loss_weights != "none":
         from ds_data_sampling.loss_weights import weigh_losses
 
-        yield Transform(Phase.SUBSTITUTE, weigh_losses)
+        yield Transform(Phase.SUBSTITUTE, functools.partial(weigh_losses, undo=ctx.undo))
     if sampling is not None and sampling.packing.enabled:
         from ds_data_sampling.packed_models import leave_out_cache
 
-        yield Transform(Phase.SUBSTITUTE, leave_out_cache)
+        yield Transform(Phase.SUBSTITUTE, functools.partial(leave_out_cache, undo=ctx.undo))
     if (routing := section.random_ltd) is not None:
 
         def drop(model):  # type: ignore[no-untyped-def]

@@ -7,13 +7,13 @@ places.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_run_state.blocks import chosen, repeated_blocks
+from ds_run_state.changes import StandIn, changing
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -72,44 +72,41 @@ def drop_tokens(model: nn.Module, ctx: Context, section: RandomLTD, seed: int) -
             f"{name or 'repeated'} layers; correct it, or name their class by convert_to_random_ltd(model, Class)"
         )
     modules = list(layers.items())
-    for index in section.random_ltd_layer_id or ():
-        where, module = modules[index]
-        module.forward = SomeTokens(module, where, index, ctx, section, seed)
+    with changing(model, ctx.undo):
+        for index in section.random_ltd_layer_id or ():
+            where, module = modules[index]
+            module.forward = SomeTokens(module, where, index, ctx, section, seed)
     return model
 
 
-class SomeTokens:
+class SomeTokens(StandIn):
     """The forward of one layer, in the place of ``module.forward``."""
 
     def __init__(self, module: nn.Module, name: str, index: int, ctx: Context, section: RandomLTD, seed: int) -> None:
-        self._forward: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, module.forward)  # its signature; after this its __dict__ has that of a function
-        self.module, self.name, self.index = module, name, index
+        super().__init__(module)
+        self.name, self.index = name, index
         self.ctx, self.section, self.seed = ctx, section, seed
-
-    def __reduce__(self) -> Any:
-        """Copies of the model, by copy or pickle, have their class's forward."""
-        return getattr, (self.module, "forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, with the tokens that it did not see as they came."""
-        if not self.module.training:
-            return self._forward(*args, **kwargs)
+        engine = self.ctx.engine_ref()
+        if engine is None or not self.module.training:  # None: it was forgotten, so nobody trains the module
+            return self.forward(*args, **kwargs)
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         if not isinstance(hidden, Tensor) or hidden.dim() < 3:
             raise UsageError(f"{_KEY}: layer {self.name!r} is not given hidden states of three dimensions")
         along = 1 if self.section.hidden_state_order == "batch_seq_dim" else 0
-        step, length = self.ctx.engine.global_steps, hidden.shape[along]
+        step, length = engine.global_steps, hidden.shape[along]
         kept = kept_length(self.section, step)
         if kept >= length:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         places = kept_places(self.seed, step, self.index, kept, length).to(hidden.device)
         part = hidden.index_select(along, places)
         some = _Some(self.name, places, length, self.section.model_mask_name)
         if "hidden_states" in kwargs:
-            out = self._forward(*some.of(args), **{**some.named(kwargs, "hidden_states"), "hidden_states": part})
+            out = self.forward(*some.of(args), **{**some.named(kwargs, "hidden_states"), "hidden_states": part})
         else:
-            out = self._forward(part, *some.of(args[1:]), **some.named(kwargs))
+            out = self.forward(part, *some.of(args[1:]), **some.named(kwargs))
         new = out[0] if isinstance(out, tuple) else out
         if not isinstance(new, Tensor) or new.shape != part.shape:
             raise UsageError(f"{_KEY}: the output of layer {self.name!r} does not have the shape of its input")

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ds_run_state.changes import changing
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -74,12 +75,13 @@ def limit_lengths(model: nn.Module, ctx: Context, section: LegacyCurriculum) -> 
         return seqlen_at(ctx, section, ctx.engine.global_steps + 1)
 
     if hasattr(model, "cut_batch"):  # a pipeline, whose forward is not called
-        _cut_micro_batches(model, length)
+        with changing(model, ctx.undo):
+            _cut_micro_batches(model, length)
         return model
     takes = ARGUMENT in inspect.signature(type(model).forward).parameters
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not module.training:
+        if not module.training or ctx.engine_ref() is None:  # None: it was forgotten, so nobody trains the module
             return None
         if takes:
             return args, {**kwargs, ARGUMENT: length()}
@@ -89,7 +91,7 @@ def limit_lengths(model: nn.Module, ctx: Context, section: LegacyCurriculum) -> 
         return truncate((args, kwargs), length())
 
     # First of all hooks: those that divide sequences over ranks come after it.
-    model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    ctx.undo(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
     return model
 
 

@@ -22,6 +22,7 @@ from torch import nn
 import ds_core
 from ds_core.data import RepeatingLoader, make_loader
 from ds_core.errors import UsageError
+from ds_core.undo import Undo
 
 TOKENS = {"dynamic_batching": {"enabled": True, "max_tokens": 26}}
 
@@ -146,12 +147,12 @@ def test_losses_are_weighed_wherever_the_model_has_them() -> None:
         ((two, "logits"), lambda out: out[0]),
         (WithLoss(), lambda out: out.loss),
     ):
-        model = weigh_losses(Gives(output))
+        model = weigh_losses(Gives(output), Undo())
         assert of(model(x=1, loss_weight=half)) == 1
-    assert weigh_losses(Gives(two))(x=1) == 2
-    assert weigh_losses(TakesIt())(loss_weight=half) == 0.5
+    assert weigh_losses(Gives(two), Undo())(x=1) == 2
+    assert weigh_losses(TakesIt(), Undo())(loss_weight=half) == 0.5
     with pytest.raises(UsageError, match="the model gives no loss"):
-        weigh_losses(Gives(torch.zeros(3)))(x=1, loss_weight=half)
+        weigh_losses(Gives(torch.zeros(3)), Undo())(x=1, loss_weight=half)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

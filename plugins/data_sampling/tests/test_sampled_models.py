@@ -16,6 +16,7 @@ from sampling_runs import LENGTHS, WORDS, Run, Sentences, config, filled, senten
 from torch import Tensor, nn
 
 import ds_core
+from ds_core.undo import Undo
 
 
 def layers() -> list[nn.Module]:
@@ -116,7 +117,7 @@ def small(family: str) -> Any:
 def test_packed_rows_are_samples_of_their_own(family: str) -> None:
     """Logits and losses of packed rows are those of each sample alone."""
     pytest.importorskip("transformers")
-    model = leave_out_cache(small(family).eval())
+    model = leave_out_cache(small(family).eval(), Undo())
     rows = [[0, 1, 4], [2, 3]]
     batch = Packer(40)([[Sentences()[i] for i in row] for row in rows])
     out = model(**batch)

@@ -116,6 +116,10 @@ class MoE(nn.Module):
         self.load = ExpertLoad(self.num_experts)
         return self.load
 
+    def unbind(self) -> None:
+        """The engine ends."""
+        self.group = self.load = self.experts.kernels = None
+
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states: [..., hidden]. used_token: one value per token, 0 for tokens that go nowhere (k=1).
 

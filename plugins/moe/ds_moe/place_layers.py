@@ -38,6 +38,7 @@ def bind_layers(model: nn.Module, ctx: Context) -> nn.Module:
     others, size = ctx.stash.get(EXPERT_LOADS), ctx.mesh.size("ep")
     loads = dict(others) if others is not None else {}
     for name, layer in layers.items():
+        ctx.undo(layer.unbind)
         if layer.ep_size not in (1, size):
             raise UsageError(
                 f"MoE layer {name!r} has ep_size {layer.ep_size}, and the mesh {ctx.mesh.describe()} has ep {size}; "

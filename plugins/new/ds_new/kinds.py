@@ -63,7 +63,9 @@ KINDS: dict[str, Kind] = {
         False,
         "A mesh over groups that the user has",
     ),
-    "transform": Kind("changes the model before training", ("ds_transforms",), True, "A transform"),
+    "transform": Kind(
+        "changes the model before training", ("ds_transforms",), True, "A transform", needs=("ds-run-state",)
+    ),
     "divided-layers": Kind(
         "divides layers among ranks",
         ("ds_mesh_axes", "ds_param_axes", "ds_transforms"),

@@ -6,13 +6,12 @@ expected sum is that of all layers.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_run_state.blocks import chosen, repeated_blocks
+from ds_run_state.changes import StandIn, changing
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -35,7 +34,8 @@ def drop_layers(model: nn.Module, ctx: Context, section: ProgressiveLayerDropCon
     """
     parameters = inspect.signature(type(model).forward).parameters
     if section.apply_to == "forward" or (section.apply_to == "auto" and THETA in parameters):
-        _tell(model, ctx, section, parameters)
+        with changing(model, ctx.undo):
+            _tell(model, ctx, section, parameters)
         return model
     layers = chosen(model, section.layers, f"{_KEY}.layers") if section.layers else repeated_blocks(model)
     if len(layers) < 2:
@@ -44,8 +44,9 @@ def drop_layers(model: nn.Module, ctx: Context, section: ProgressiveLayerDropCon
             f"take {THETA}"
         )
     known: dict[type, Any] = {}
-    for index, (name, module) in enumerate(layers.items()):
-        module.forward = Skipped(module, name, index, len(layers), ctx, section, known)
+    with changing(model, ctx.undo):
+        for index, (name, module) in enumerate(layers.items()):
+            module.forward = Skipped(module, name, index, len(layers), ctx, section, known)
     return model
 
 
@@ -59,14 +60,16 @@ def _tell(model: nn.Module, ctx: Context, section: ProgressiveLayerDropConfig, p
         )
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        theta = theta_at(ctx.engine.global_steps, section.theta, section.gamma)
+        if (engine := ctx.engine_ref()) is None:  # forgotten, not destroyed: nobody trains the module
+            return None
+        theta = theta_at(engine.global_steps, section.theta, section.gamma)
         told = {FLAG: module.training, THETA: theta}
         return args, {**kwargs, **{name: told[name] for name in taken}}
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
-class Skipped:
+class Skipped(StandIn):
     """The forward of one layer, in the place of ``module.forward``.
 
     known: of layers of the same class, what an output looks like around the hidden states.
@@ -82,20 +85,16 @@ class Skipped:
         section: ProgressiveLayerDropConfig,
         known: dict[type, Any],
     ) -> None:
-        self._forward: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, module.forward)  # its signature; after this its __dict__ has that of a function
-        self.module, self.name, self.index, self.count = module, name, index, count
+        super().__init__(module)
+        self.name, self.index, self.count = name, index, count
         self.ctx, self.section, self.known = ctx, section, known
-
-    def __reduce__(self) -> Any:
-        """Copies of the model, by copy or pickle, have their class's forward."""
-        return getattr, (self.module, "forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, or its input in the form of an output."""
-        if not self.module.training:
-            return self._forward(*args, **kwargs)
-        section, step = self.section, self.ctx.engine.global_steps
+        engine = self.ctx.engine_ref()
+        if engine is None or not self.module.training:  # None: it was forgotten, so nobody trains the module
+            return self.forward(*args, **kwargs)
+        section, step = self.section, engine.global_steps
         theta = theta_at(step, section.theta, section.gamma)
         probability = keep_probability(self.index, self.count, theta)
         hidden = self._hidden(args, kwargs)
@@ -116,7 +115,7 @@ class Skipped:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
         """The layer's output. UsageError where the input could not stand for it."""
-        out = self._forward(*args, **kwargs)
+        out = self.forward(*args, **kwargs)
         new = out[0] if isinstance(out, tuple) else out
         if not isinstance(new, Tensor) or new.shape != hidden.shape:
             raise UsageError(

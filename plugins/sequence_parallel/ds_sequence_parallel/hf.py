@@ -29,6 +29,7 @@ from ds_sequence_parallel.hf_attention import (
     Part,
     Tokens,
     attend_part,
+    attend_whole,
     documents,
     make_part,
     plain_attention,
@@ -44,6 +45,11 @@ _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassific
 """transformers' losses that are a mean over tokens, and whether labels are those of the next token."""
 IGNORED = -100
 _names = itertools.count(1)
+
+
+def argument_names(model: nn.Module) -> list[str]:
+    """The arguments of the model's forward, by place; what it is bound to is none of them, whatever it is called."""
+    return list(inspect.signature(model.forward).parameters)
 
 
 def root_model(model: nn.Module) -> Any:
@@ -112,8 +118,10 @@ class ShardedModel:
         self.rank, self.ranks = comm.rank(group), comm.world_size(group)
         self.more, self.ring = more, ring
         self.inputs: _Inputs | None = None
-        parameters = inspect.signature(type(model).forward).parameters
-        self.names = [name for name in parameters if name != "self"]
+        self.closed = False
+        self.copied = False
+        parameters = inspect.signature(model.forward).parameters
+        self.names = argument_names(model)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.before: str = model.config._attn_implementation or "eager"
         self.registered = bool(getattr(model, "_supports_attention_backend", False))
@@ -122,6 +130,7 @@ class ShardedModel:
             self._register()
         self.loss: Any = None
         self.old_loss: Any = getattr(model, "loss_function", None)
+        self.own_loss = {k: v for k, v in vars(model).items() if k == "_loss_function"}
         self.shifts = _LOSSES.get(getattr(self.old_loss, "__name__", ""))
         if callable(self.old_loss):
             model.loss_function = self.loss = self._over_all_shards(self.old_loss)
@@ -152,29 +161,45 @@ class ShardedModel:
     def _register(self) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        name = f"ds_sequence_parallel_{next(_names)}"
-        AttentionInterface.register(name, self.attention)
-        AttentionMaskInterface.register(name, self.mask)
-        self.model.set_attn_implementation(name)
+        self.name = f"ds_sequence_parallel_{next(_names)}"
+        AttentionInterface.register(self.name, self.attention)
+        AttentionMaskInterface.register(self.name, self.mask)
+        self.model.set_attn_implementation(self.name)
+
+    def __deepcopy__(self, memo: Any) -> ShardedModel:
+        """The hooks of a copy of the model are these; when the engine ends, it is an ordinary model as well."""
+        self.copied = True
+        return self
 
     def close(self) -> None:
-        """Give the model back as it was."""
+        """Give the model back as it was. Copies of it that were made meanwhile run whole from now on."""
         for handle in self._handles:
             handle.remove()
+        self.closed = True
         if self.registered:
-            from transformers import AttentionInterface, AttentionMaskInterface
-
-            name = self.model.config._attn_implementation
             self.model.set_attn_implementation(self.before)
-            for interface in (AttentionInterface, AttentionMaskInterface):
-                interface._global_mapping.pop(name, None)
-        if callable(self.old_loss):
-            del self.model._loss_function
+            self._unregister()
+        own = self.model.__dict__
+        if callable(self.old_loss) and own.get("_loss_function") is self.loss:
+            own.pop("_loss_function")
+            own.update(self.own_loss)
+
+    def _unregister(self) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(self.name, None)
+        if self.copied:  # copies ask for attention by this name: to them it is now the model's own
+            AttentionInterface.register(self.name, functools.partial(attend_whole, self.before))
+            if (mask := plain_mask(self.before)) is not None:
+                AttentionMaskInterface.register(self.name, mask)
 
     # -- inputs ----------------------------------------------------------------------------------------------------
 
     def begin(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Cut the inputs; before the model's forward."""
+        if self.closed:
+            return None
         given = {**dict(zip(self.names, args)), **kwargs}  # noqa: B905 (the rest are defaults)
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("use_cache") or "past_key_values" in given:

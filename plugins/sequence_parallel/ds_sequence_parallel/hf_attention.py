@@ -16,7 +16,7 @@ from ds_sequence_parallel.layout import Layout
 from ds_sequence_parallel.ring import Mask, ring_attention
 from ds_sequence_parallel.ulysses import ulysses
 
-__all__ = ["Part", "Tokens", "attend_part", "documents", "make_part", "plain_attention", "plain_mask"]
+__all__ = ["Part", "Tokens", "attend_part", "attend_whole", "documents", "make_part", "plain_attention", "plain_mask"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,11 @@ def plain_attention(name: str, module: Any) -> Any:
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return AttentionInterface._global_mapping[name]
+
+
+def attend_whole(name: str, module: Any, *args: Any, **options: Any) -> Any:
+    """The attention function of that name, of whole sequences."""
+    return plain_attention(name, module)(module, *args, **options)
 
 
 def plain_mask(name: str) -> Any:

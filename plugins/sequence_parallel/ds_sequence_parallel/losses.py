@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ds_core import comm
-from ds_core.comm import ALONE
+from ds_sequence_parallel.along import AlongSequence
 
 __all__ = ["CrossEntropy", "cross_entropy", "token_mean"]
 
@@ -55,18 +55,12 @@ def cross_entropy(
     return token_mean(total, count, group)
 
 
-class CrossEntropy(nn.Module):
+class CrossEntropy(AlongSequence):
     """`cross_entropy` as a module of the model, over the axis ``sp`` once `ds_core.initialize` has the model."""
 
     def __init__(self, group: ProcessGroup | None = None, *, ignore_index: int = -100, **options: Any) -> None:
-        super().__init__()
-        self.group = ALONE if group is None else group
+        super().__init__(group)
         self.ignore_index, self.options = ignore_index, options
-
-    def bind_sequence(self, group: ProcessGroup, zigzag: bool) -> None:
-        """Use `group`, if none was given."""
-        if self.group is ALONE:
-            self.group = group
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean over the tokens of all shards."""

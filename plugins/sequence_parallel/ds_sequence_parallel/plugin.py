@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
-__all__ = ["ds_check", "ds_close", "ds_config", "ds_mesh_axes", "ds_transforms"]
+__all__ = ["ds_check", "ds_config", "ds_mesh_axes", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -61,13 +61,3 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
         yield Transform(Phase.SHARD, divide)
     if (asked.tiled_mlp or asked.tiled_loss or asked.offload_activations) is not None:
         yield Transform(Phase.RECOMPUTE, save_memory)
-
-
-def ds_close(ctx: Context) -> None:
-    """Give the model back as it was."""
-    from ds_sequence_parallel.memory import undo
-    from ds_sequence_parallel.transform import SHARDED
-
-    undo(ctx)
-    if (sharded := ctx.stash.get(SHARDED)) is not None:
-        sharded.close()

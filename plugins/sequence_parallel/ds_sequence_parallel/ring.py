@@ -15,14 +15,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from ds_core import comm
-from ds_core.comm import ALONE
 from ds_core.errors import UsageError
 from ds_sequence_parallel import blocks
+from ds_sequence_parallel.along import AlongSequence
 from ds_sequence_parallel.layout import Layout
 
 __all__ = ["Mask", "RingAttention", "ring_attention"]
@@ -71,7 +71,7 @@ def _eagerly(query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Any:
     return apply(query, key, value, plan)
 
 
-class RingAttention(nn.Module):
+class RingAttention(AlongSequence):
     """`ring_attention` as a module of the model: ``(query, key, value)``, [batch, heads, positions, size] each.
 
     group: of the ranks that divide the sequence; None: the axis ``sp``, once `ds_core.initialize` has the model.
@@ -87,14 +87,14 @@ class RingAttention(nn.Module):
         scale: float | None = None,
         zigzag: bool = False,
     ) -> None:
-        super().__init__()
-        self.group = ALONE if group is None else group
+        super().__init__(group)
         self.causal, self.scale, self.zigzag = causal, scale, zigzag
 
     def bind_sequence(self, group: ProcessGroup, zigzag: bool) -> None:
-        """Use `group`, if none was given."""
-        if self.group is ALONE:
-            self.group, self.zigzag = group, zigzag
+        """Use `group`, if none was given, and parts as the config has them."""
+        super().bind_sequence(group, zigzag)
+        if not self._along.given:
+            self.zigzag = zigzag
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The attention of this rank's positions to the whole sequence. Collective along the group."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.entries import Axis, Transform
 
-__all__ = ["ds_close", "ds_config", "ds_mesh_axes", "ds_transforms"]
+__all__ = ["ds_config", "ds_mesh_axes", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -37,10 +37,3 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     from ds_sequence_parallel import plugin
 
     return plugin.ds_transforms(ctx) if ctx.config.section("sequence_parallel") is None else []
-
-
-def ds_close(ctx: Context) -> None:
-    """See `ds_sequence_parallel.plugin`."""
-    from ds_sequence_parallel import plugin
-
-    plugin.ds_close(ctx)

@@ -117,6 +117,7 @@ def tile_loss(model: nn.Module, section: TileConfig, sharded: ShardedModel | Non
     key, name = "sequence_parallel.tiled_loss", type(model).__name__
     output = getattr(model, "get_output_embeddings", lambda: None)()
     before = getattr(model, "loss_function", None)
+    own = {k: v for k, v in vars(model).items() if k == "_loss_function"}
     if not isinstance(output, nn.Module) or before is None:
         raise UsageError(
             f"{key} is for causal language models of transformers, and {name} has no get_output_embeddings() and "
@@ -146,7 +147,8 @@ def tile_loss(model: nn.Module, section: TileConfig, sharded: ShardedModel | Non
 
     def undo() -> None:
         forward()
-        model.loss_function = before
+        model.__dict__.pop("_loss_function", None)
+        model.__dict__.update(own)
         for hook in hooks:
             hook.remove()
 

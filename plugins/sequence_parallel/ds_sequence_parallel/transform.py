@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ds_run_state.changes import changing
 from torch import Tensor, nn
 
 from ds_core.context import StashKey
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves
 from ds_sequence_parallel.config import SequenceParallelConfig, settings
-from ds_sequence_parallel.hf import ShardedModel, root_model
+from ds_sequence_parallel.hf import ShardedModel, argument_names, root_model
 from ds_sequence_parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -31,11 +31,15 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     if ranks == 1:
         return model
     bound: list[Any] = [module for module in model.modules() if hasattr(module, "bind_sequence")]
-    for module in bound:
-        module.bind_sequence(group, asked.mode == "ring")
+    with changing(model, ctx.undo):
+        for module in bound:
+            module.bind_sequence(group, asked.mode == "ring")
+    for module in bound:  # these run before the changes above are changed back, and reach copies of the model as well
+        ctx.undo(getattr(module, "unbind_sequence", _nothing))
     root = root_model(model)
     if root is not None:
-        ctx.stash[SHARDED] = ShardedModel(root, group, ring=_ring(root, asked, ctx), more=asked.inputs)
+        ctx.stash[SHARDED] = sharded = ShardedModel(root, group, ring=_ring(root, asked, ctx), more=asked.inputs)
+        ctx.undo(sharded.close)
     elif asked.inputs:
         _cut_inputs(model, asked, ctx)
     elif not bound:
@@ -45,6 +49,10 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
             ranks,
         )
     return model
+
+
+def _nothing() -> None:
+    """For modules whose attributes are all that binding changes."""
 
 
 def _ring(model: Any, asked: SequenceParallelConfig, ctx: Context) -> bool:
@@ -62,36 +70,56 @@ def _ring(model: Any, asked: SequenceParallelConfig, ctx: Context) -> bool:
 def _cut_inputs(model: nn.Module, asked: SequenceParallelConfig, ctx: Context) -> None:
     """A hook that cuts the arguments of a plain module that `inputs` names; of a pipeline, inputs and labels."""
     pipeline = hasattr(model, "cut_batch")
-    names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"]
-    names = ["inputs", "labels"] if pipeline else names
-    rank, ranks, ring = ctx.mesh.index("sp"), ctx.mesh.size("sp"), asked.mode == "ring"
+    names = ["inputs", "labels"] if pipeline else argument_names(model)
     unknown = [name for name in asked.inputs if name not in names]
     if unknown:
         takes = "a pipeline's micro-batch is" if pipeline else f"{type(model).__name__}.forward takes"
         raise UsageError(f"sequence_parallel.inputs names {', '.join(unknown)}, and {takes} {', '.join(names)}")
+    inputs = _Inputs(asked, names, ctx.mesh.index("sp"), ctx.mesh.size("sp"))
+    ctx.undo(inputs.close)
+    with changing(model, ctx.undo):
+        if pipeline:
+            model.cut_batch = inputs.cut_batch  # type: ignore[assignment]
+        else:
+            model.register_forward_pre_hook(inputs.before, with_kwargs=True)
 
-    def part(name: str, value: Any) -> Any:
-        dim = asked.inputs.get(name)
+
+class _Inputs:
+    """Cuts the inputs of a model to this rank's part, until it is closed; `names` of its arguments by place."""
+
+    def __init__(self, asked: SequenceParallelConfig, names: Sequence[str], rank: int, ranks: int) -> None:
+        self._dims, self._names, self._ring = asked.inputs, names, asked.mode == "ring"
+        self._rank, self._ranks, self._closed = rank, ranks, False
+
+    def __deepcopy__(self, memo: Any) -> _Inputs:
+        """A copy of the model is given whole inputs, too, until the engine ends."""
+        return self
+
+    def close(self) -> None:
+        """The engine ends: leave inputs whole, those of copies of the model too."""
+        self._closed = True
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Forward pre-hook."""
+        if self._closed:
+            return None
+        placed = dict(enumerate(self._names))
+        cut_args = tuple(self._part(placed.get(place, ""), value) for place, value in enumerate(args))
+        return cut_args, {name: self._part(name, value) for name, value in kwargs.items()}
+
+    def cut_batch(self, inputs: Any, labels: Any) -> tuple[Any, Any]:
+        """Of a pipeline's micro-batch."""
+        cut_inputs = map_leaves(lambda x: self._part("inputs", x), inputs)
+        return cut_inputs, map_leaves(lambda x: self._part("labels", x), labels)
+
+    def _part(self, name: str, value: Any) -> Any:
+        dim = self._dims.get(name)
         if dim is None or not isinstance(value, Tensor):
             return value
-        layout = Layout(value.shape[dim], ranks, ring)
-        if value.shape[dim] % (2 * ranks if ring else ranks):
+        length, parts = value.shape[dim], 2 * self._ranks if self._ring else self._ranks
+        if length % parts:
             raise UsageError(
-                f"sequence_parallel: {name} has {value.shape[dim]} positions, which do not divide into equal parts for "
-                f"{ranks} ranks{' (two each)' if ring else ''}; pad it to a multiple of {2 * ranks if ring else ranks}"
+                f"sequence_parallel: {name} has {length} positions, which do not divide into equal parts for "
+                f"{self._ranks} ranks{' (two each)' if self._ring else ''}; pad it to a multiple of {parts}"
             )
-        return layout.cut(value, rank, dim).contiguous()
-
-    if pipeline:
-
-        def cut(inputs: Any, labels: Any) -> tuple[Any, Any]:
-            return map_leaves(lambda x: part("inputs", x), inputs), map_leaves(lambda x: part("labels", x), labels)
-
-        model.cut_batch = cut  # type: ignore[assignment]
-        return
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        cut_args = tuple(part(name, value) for name, value in zip(names, args, strict=False))
-        return cut_args, {name: part(name, value) for name, value in kwargs.items()}
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
+        return Layout(length, self._ranks, self._ring).cut(value, self._rank, dim).contiguous()

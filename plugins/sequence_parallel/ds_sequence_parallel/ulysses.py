@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import torch
 from ds_comm_autograd import all_to_all
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_core import comm
-from ds_core.comm import ALONE
 from ds_core.errors import UsageError
+from ds_sequence_parallel.along import AlongSequence
 
 __all__ = ["DistributedAttention", "Heads", "ulysses"]
 
@@ -104,7 +104,7 @@ def ulysses(
     return all_to_all(out, group, along, there, lengths, plan.query_sizes)
 
 
-class DistributedAttention(nn.Module):
+class DistributedAttention(AlongSequence):
     """Any attention function, for ranks that each have a part of the sequence.
 
     local_attention: called as ``(query, key, value, *args, **kwargs)`` with whole sequences and some of the heads; it
@@ -121,13 +121,11 @@ class DistributedAttention(nn.Module):
         heads: int = 2,
         sequence: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(group)
         if heads == sequence:
             raise UsageError(f"DistributedAttention: heads and sequence are both dimension {heads}")
         self.local_attention = local_attention
-        self.group = ALONE if group is None else group
         self.heads, self.sequence = heads, sequence
-        self._checked = False
 
     def bind_sequence(self, group: ProcessGroup, zigzag: bool) -> None:
         """Use `group`, if none was given."""
@@ -136,14 +134,13 @@ class DistributedAttention(nn.Module):
                 "DistributedAttention needs sequence_parallel.mode ulysses: with ring, a rank's part is no stretch of "
                 "the sequence"
             )
-        if self.group is ALONE:
-            self.group = group
+        super().bind_sequence(group, zigzag)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The attention of this rank's positions; see the class. Collective along the group."""
-        if not self._checked:
+        if not self._along.checked:
             _check_alike(query, key, value, self.group)
-            self._checked = True
+            self._along.checked = True
         more: tuple[Any, ...] = ()
 
         def attend(query: Tensor, key: Tensor, value: Tensor, repeated: bool) -> Tensor:

@@ -29,6 +29,7 @@ class TestUlysses(ShardedTransformConformance):
     frozen = (r"query\..*", r"norm\.bias")
     make_model, make_truth, make_batch = staticmethod(m.divided), staticmethod(m.plain), staticmethod(m.batch)
     data = (1,)
+    alone = True
     variants = {"": {}, "zero3": zero(3)}
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
 
-__all__ = ["ds_close", "ds_config", "ds_transforms"]
+__all__ = ["ds_config", "ds_transforms"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -31,10 +31,3 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
         return make_sparse(model, ctx)
 
     return [Transform(Phase.SUBSTITUTE, make_sparse)]
-
-
-def ds_close(ctx: Context) -> None:
-    """Give the model back as it was."""
-    from ds_sparse_attention.transform import undo
-
-    undo(ctx)

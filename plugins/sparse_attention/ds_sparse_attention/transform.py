@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ds_core.context import StashKey
 from ds_core.errors import UsageError
 from ds_sparse_attention.attention import SparseAttention, SparseSelfAttention
 from ds_sparse_attention.blocks import Allowed
@@ -20,9 +18,8 @@ from ds_sparse_attention.config import SparseAttentionConfig
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-__all__ = ["make_sparse", "undo"]
+__all__ = ["make_sparse"]
 
-UNDO: StashKey[list[Callable[[], Any]]] = StashKey("ds_sparse_attention: how to give models back")
 _names = itertools.count()
 
 
@@ -43,20 +40,13 @@ def make_sparse(model: nn.Module, ctx: Context) -> nn.Module:
             f"sparse_attention: {type(model).__name__} is no transformers model and has no "
             "ds_sparse_attention.SparseSelfAttention; use that module in its attention, or leave the section out"
         )
-    undone: list[Callable[[], Any]] = []
     for module in mine:
         if module.attention is None:
             module.attention = attention
-            undone.append(functools.partial(setattr, module, "attention", None))
-    undone += [Registered(m, attention).close for m in theirs]
-    ctx.stash[UNDO] = undone
+            ctx.undo(functools.partial(setattr, module, "attention", None))
+    for model_of_transformers in theirs:
+        ctx.undo(Registered(model_of_transformers, attention).close)
     return model
-
-
-def undo(ctx: Context) -> None:
-    """Give the models back as they were."""
-    for close in ctx.stash.get(UNDO) or ():
-        close()
 
 
 def _of_transformers(module: nn.Module) -> bool:

@@ -143,7 +143,7 @@ def divide_loss(owner: Any, head: Any) -> bool:
     if not _is_causal(loss):
         return False
     head.divides_loss = True
-    owner.loss_function = _with_parts(loss, head)
+    owner.loss_function = _Loss(loss, head)
     owner.register_forward_hook(_Logits(head), with_kwargs=True)
     return True
 
@@ -156,10 +156,14 @@ def _is_causal(loss: Any) -> bool:
     return {"logits", "labels", "vocab_size", "num_items_in_batch", "shift_labels"} <= names
 
 
-def _with_parts(whole: Callable[..., Tensor], head: Any) -> Callable[..., Tensor]:
-    """`whole`, the loss of a causal language model, for logits that are divided too."""
+class _Loss:
+    """`whole`, the loss of a causal language model, for logits that are divided too. Copies of the model copy it."""
 
-    def loss_function(
+    def __init__(self, whole: Callable[..., Tensor], head: Any) -> None:
+        self._whole, self._head = whole, head
+
+    def __call__(
+        self,
         logits: Tensor,
         labels: Tensor | None,
         vocab_size: int,
@@ -168,8 +172,10 @@ def _with_parts(whole: Callable[..., Tensor], head: Any) -> Callable[..., Tensor
         shift_labels: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
+        """As transformers calls it."""
+        head = self._head
         if head.tp is None or logits.shape[-1] == head.division.length:
-            return whole(
+            return self._whole(
                 logits=logits, labels=labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
                 ignore_index=ignore_index, shift_labels=shift_labels, **more,
             )  # fmt: skip
@@ -182,8 +188,6 @@ def _with_parts(whole: Callable[..., Tensor], head: Any) -> Callable[..., Tensor
             return loss
         items = num_items_in_batch
         return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-
-    return loss_function
 
 
 class _Logits:

@@ -54,6 +54,10 @@ class Place:
     size: int
     rank: int
 
+    def __deepcopy__(self, memo: Any) -> Place:
+        """Copies of a layer have the same parts; groups cannot be copied."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

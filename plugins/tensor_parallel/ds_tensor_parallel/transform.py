@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_run_state.changes import changing, gather_slices, reshape
 from ds_run_state.lazy import lazy_weight, with_shapes
 from ds_run_state.slices import SLICES, Slice
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.comm import ALONE
 from ds_core.errors import ConfigError, Problem, UsageError
+from ds_core.undo import Undo
 from ds_tensor_parallel.attention import keep_heads
 from ds_tensor_parallel.config import TensorParallelConfig
 from ds_tensor_parallel.cross_entropy import divide_loss
@@ -54,11 +56,13 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     Raises ConfigError when nothing can be divided, or a rule does not fit; UsageError when weights are not whole.
     Weights that are kept elsewhere, as after ``ds_zero.Init``, are brought here one at a time, if they are cut.
     """
-    with with_shapes(model):
+    undo = Undo()
+    ctx.undo(undo.run, collective=True)  # as one: layers that are whole again need whole weights
+    with with_shapes(model), changing(model, undo):
         if empty := [name for name, param in model.named_parameters() if not param.numel()]:
             raise UsageError(f"{empty[0]} has no elements here, and tensor parallelism cuts whole weights")
         _check_shared(model, ctx)
-        return _divide(model, ctx)
+        return _divide(model, ctx, undo)
 
 
 def _check_shared(model: nn.Module, ctx: Context) -> None:
@@ -72,7 +76,7 @@ def _check_shared(model: nn.Module, ctx: Context) -> None:
             )
 
 
-def _divide(model: nn.Module, ctx: Context) -> nn.Module:
+def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
     section = ctx.config.section("tensor_parallel")
     section = section if isinstance(section, TensorParallelConfig) else TensorParallelConfig()
     place = Place(ctx.mesh.group("tp"), ctx.mesh.size("tp"), ctx.mesh.index("tp"))
@@ -97,6 +101,7 @@ def _divide(model: nn.Module, ctx: Context) -> nn.Module:
     _convert(model, plan, place, cuts, families)
     if section.vocab_parallel_loss:
         _divide_losses(model, plan)
+    undo(lambda: gather_slices(cuts.done, ctx.mesh, "tp"))
     cuts.share_and_cut()
     for name, heads in plan.attentions.items():
         keep_heads(model.get_submodule(name), heads, heads.share(place.size, place.rank))
@@ -241,12 +246,13 @@ def _surround(module: nn.Module, around: nn.Module, rule: Rule, place: Place) ->
 
 
 class _Cuts:
-    """What is cut of a model's parameters; done for all at once."""
+    """What is cut of a model's parameters; done for all at once. done: what this rank has of each."""
 
     def __init__(self, model: nn.Module, ctx: Context, place: Place) -> None:
         self._model, self._ctx, self._place = model, ctx, place
         self._names = {param: name for name, param in model.named_parameters()}
         self._cuts: dict[nn.Parameter, Cut] = {}
+        self.done: dict[nn.Parameter, Slice] = {}
 
     def __contains__(self, param: nn.Parameter) -> bool:
         return param in self._cuts
@@ -283,8 +289,8 @@ class _Cuts:
             full = self._shared(param) if lazy is None else lazy.take(param)
             ranges, here = cut.division.ranges(self._place.rank), Slice.of(full.shape)
             slices[name] = slices.get(name, here).keep("tp", cut.dim, ranges)
-            param.grad = None
-            param.data = here.keep("tp", cut.dim, ranges).take(full).clone()
+            self.done[param] = own = here.keep("tp", cut.dim, ranges)
+            reshape(param, own.take(full).clone())
         for buffer in self._model.buffers():
             buffer.data = self._shared(buffer)
         self._ctx.stash[SLICES] = slices

@@ -12,13 +12,12 @@ import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from ds_testing.given_back import given_back
 from ds_testing.pool import reference, run_ranks
-from ds_testing.runner import MICRO, data_place, default_batch, default_model
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from ds_testing.runner import data_place, default_batch, default_model
+from ds_testing.sharded_steps import Truth, cast_batch, functions_of, loss_in, made, one_step, plain_optimizer, started
 
 __all__ = ["ShardedTransformConformance"]
 
@@ -42,7 +41,8 @@ class ShardedTransformConformance:
     frozen: as `cut`, of parameters that some cases freeze. data: numbers of data-parallel ranks. variants: by name what
     is added to the config, such as ZeRO stages. gas, clip, dtypes: further factors; `cases` chooses of their product.
     initialized_alike: whether `make_model` gives each rank the same weights whatever its seed; otherwise ranks must
-    agree on those of the first. checkpoints, exports: whether the checks of them apply.
+    agree on those of the first. alone: whether the model can be called without an engine, also on one rank by itself
+    (default: where no `make_truth` is given). checkpoints, exports: whether the checks of them apply.
     """
 
     axis: ClassVar[str] = ""
@@ -59,6 +59,7 @@ class ShardedTransformConformance:
     clip: ClassVar[tuple[float, ...]] = (0.0, CLIP)
     dtypes: ClassVar[tuple[str, ...]] = ("float64", "float32", "bfloat16")
     initialized_alike: ClassVar[bool] = False
+    alone: ClassVar[bool | None] = None
     checkpoints: ClassVar[bool] = True
     exports: ClassVar[bool] = True
     timeout: ClassVar[float] = 300.0
@@ -162,6 +163,14 @@ class ShardedTransformConformance:
                         f"{error:.3g}; give parameters their parts by `param.data = ...`, so that they stay the same"
                     )
 
+    def test_it_is_given_back(self) -> None:
+        """After `destroy` each rank's module is an ordinary, whole one, and trains as plain torch."""
+        alone = self.make_truth is None if self.alone is None else self.alone
+        for size in self._sizes():
+            for rank, found in enumerate(self._run(size, size, given_back, alone)):
+                for what, error in found.items():
+                    assert error <= 1e-12, f"{self.axis} {size}, rank {rank}: {what} is off by {error:.3g}"
+
     def test_checkpoints_at_other_sizes(self, tmp_path: Path) -> None:
         """What was saved at one size goes on at any other, without the axis too, as if it had never stopped."""
         if not self.checkpoints:
@@ -189,78 +198,6 @@ class ShardedTransformConformance:
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
-def _functions(names: list[Any]) -> tuple[Any, Any, Any]:
-    from ds_testing.worker import find_function
-
-    return find_function(names[0]), find_function(names[1]), find_function(names[2])
-
-
-def _made(make: Any, dtype: Any, frozen: list[str] | None = None, seed: int = 0) -> nn.Module:
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = make().to(dtype)
-    for name, param in model.named_parameters():
-        if any(re.fullmatch(pattern, name) for pattern in frozen or ()):
-            param.requires_grad_(False)
-    return model
-
-
-def _engine(model: nn.Module, extra: dict[str, Any], *, optimizer: Any = None, **keys: Any) -> Any:
-    import ds_core
-    from ds_testing.partitioner import with_plugins
-
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": 0.0, **keys}
-    if optimizer is None:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.05, "eps": 0.1, "weight_decay": 0.1}}
-    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, []), optimizer=optimizer)
-    return engine
-
-
-def _plain_optimizer(model: nn.Module) -> Any:
-    """What `_engine` asks for, of torch. The eps keeps what rounding does to small gradients small."""
-    import torch
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=0.05, eps=0.1, weight_decay=0.1)
-
-
-class _Truth:
-    """One process of plain torch that sees what all ranks do."""
-
-    def __init__(self, make: Any, make_batch: Any, dtype: Any, frozen: list[str] | None = None) -> None:
-        self.model, self.make_batch, self.dtype = _made(make, dtype, frozen), make_batch, dtype
-        self.optimizer = _plain_optimizer(self.model)
-
-    def step(self, step: int, ranks: int, gas: int = 1, clip: float = 0.0) -> tuple[float, float]:
-        """Train one step; its loss, and the norm of its gradients before they are clipped."""
-        import torch
-
-        total = 0.0
-        for micro, index in itertools.product(range(gas), range(ranks)):
-            loss = _loss(self.model, self.make_batch(step, micro, index), self.dtype) / gas / ranks
-            loss.backward()
-            total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip or 1e30)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, float(norm)
-
-
-def _cast(batch: Any, dtype: Any) -> Any:
-    from ds_core.precision import cast_floats
-
-    return cast_floats(batch, dtype)
-
-
-def _loss(model: Any, batch: Any, dtype: Any) -> Tensor:
-    from ds_core.runner import call_with_batch, loss_of
-
-    loss: Tensor = loss_of(call_with_batch(model, _cast(batch, dtype)))
-    return loss
-
-
 def _train_all(names: list[Any], extra: dict[str, Any], cases: list[Any], frozen: list[str]) -> list[dict[str, float]]:
     """Every other case is driven by hand, every third has frozen parameters."""
     return [
@@ -277,19 +214,19 @@ def _train(
     from ds_core import comm
     from ds_testing.partitioner import relative, whole_weights
 
-    make, make_batch, make_truth = _functions(names)
+    make, make_batch, make_truth = functions_of(names)
     wide = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
     keys: dict[str, Any] = {"gradient_accumulation_steps": gas, "gradient_clipping": clip}
     if dtype == "bfloat16":
         keys["bf16"] = {"enabled": True}
-    engine = _engine(_made(make, wide, frozen), extra, **keys)
+    engine = started(made(make, wide, frozen), extra, **keys)
     own, (ranks, index) = getattr(torch, dtype), data_place(engine.ctx.mesh)
-    truth = _Truth(make_truth, make_batch, wide, frozen)
+    truth = Truth(make_truth, make_batch, wide, frozen)
     first = {n: p.detach().clone() for n, p in truth.model.named_parameters()}
     worst = {"loss": 0.0, "norm": 0.0}
     for step in range(3):
-        batches = [_cast(make_batch(step, micro, index), own) for micro in range(gas)]
-        ours = _step(engine, batches, own, by_hand=by_hand)
+        batches = [cast_batch(make_batch(step, micro, index), own) for micro in range(gas)]
+        ours = one_step(engine, batches, own, by_hand=by_hand)
         theirs, norm = truth.step(step, ranks, gas, clip)
         worst["loss"] = max(worst["loss"], abs(ours - theirs) / max(abs(theirs), 1e-3))
         worst["norm"] = max(worst["norm"], abs(float(engine.get_global_grad_norm()) - norm) / max(norm, 1e-3))
@@ -305,24 +242,6 @@ def _train(
     return worst
 
 
-def _step(engine: Any, batches: list[Any], dtype: Any, *, by_hand: bool = True) -> float:
-    """One step, by hand where the runner can be driven so; the mean of the losses over micro-batches and all ranks."""
-    import torch
-
-    from ds_core import comm
-
-    if not (by_hand and engine.runner.manual):
-        return float(engine.train_batch(iter(batches)).item())
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        loss = _loss(engine, batch, dtype)
-        total += loss.detach().double() / len(batches)
-        engine.backward(loss)
-        engine.step()
-    comm.all_reduce(total)
-    return total.item() / comm.world_size()
-
-
 def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -> dict[str, Any]:
     import torch
     from ds_run_state.slices import SLICES
@@ -330,8 +249,8 @@ def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -
     from ds_core import comm
     from ds_testing.partitioner import whole_weights
 
-    make, _, make_truth = _functions(names)
-    engine = _engine(_made(make, torch.float64, seed=0 if alike else comm.rank()), extra)
+    make, _, make_truth = functions_of(names)
+    engine = started(made(make, torch.float64, seed=0 if alike else comm.rank()), extra)
     assert engine.ctx.mesh.has(axis), f"the mesh {engine.ctx.mesh.describe()} has no axis {axis!r}; see ds_mesh_axes"
     slices = engine.ctx.stash.get(SLICES) or {}
     held = {info.name: list(info.held) for info in engine.ctx.params.values()}
@@ -339,7 +258,7 @@ def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -
         n: {"held": held[n], "sliced": n in slices, "numel": p.numel(), "value": p.detach().clone()}
         for n, p in engine.module.named_parameters()
     }
-    truth = {n: p.detach() for n, p in _made(make_truth, torch.float64).named_parameters()}
+    truth = {n: p.detach() for n, p in made(make_truth, torch.float64).named_parameters()}
     whole = whole_weights(engine)
     engine.destroy()
     return {"parts": parts, "whole": whole, "truth": truth}
@@ -348,11 +267,11 @@ def _parts_of(names: list[Any], extra: dict[str, Any], axis: str, alike: bool) -
 def _trained(names: list[Any], extra: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    make, make_batch, _ = _functions(names)
-    engine = _engine(_made(make, torch.float32), extra)
+    make, make_batch, _ = functions_of(names)
+    engine = started(made(make, torch.float32), extra)
     _, index = data_place(engine.ctx.mesh)
     for step in range(2):
-        _step(engine, [_cast(make_batch(step, 0, index), torch.float32)], torch.float32)
+        one_step(engine, [cast_batch(make_batch(step, 0, index), torch.float32)], torch.float32)
     coord = engine.ctx.mesh.coord
     places = {info.name: str([coord[axis] for axis in info.held]) for info in engine.ctx.params.values()}
     weights = {n: [places[n], p.detach().clone()] for n, p in engine.module.named_parameters()}
@@ -366,19 +285,19 @@ def _evaluated(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
 
     from ds_testing.partitioner import relative, whole_weights
 
-    make, make_batch, make_truth = _functions(names)
-    engine = _engine(_made(make, torch.float64), extra)
+    make, make_batch, make_truth = functions_of(names)
+    engine = started(made(make, torch.float64), extra)
     ranks, index = data_place(engine.ctx.mesh)
-    plain = _made(make_truth, torch.float64).eval()
+    plain = made(make_truth, torch.float64).eval()
     before = whole_weights(engine)
     with torch.no_grad():
-        each = [_loss(plain, make_batch(0, 0, i), torch.float64).item() for i in range(ranks)]
+        each = [loss_in(plain, make_batch(0, 0, i), torch.float64).item() for i in range(ranks)]
         theirs = sum(each) / ranks
         batch = iter([make_batch(0, 0, index)])
         ours = engine.eval_batch(batch)
         engine.eval()
         by_hand = engine.runner.manual
-        forward = _loss(engine, make_batch(0, 0, index), torch.float64).item() if by_hand else each[index]
+        forward = loss_in(engine, make_batch(0, 0, index), torch.float64).item() if by_hand else each[index]
         engine.train()
     after = whole_weights(engine)
     engine.destroy()
@@ -393,12 +312,12 @@ def _own_optimizer(names: list[Any], extra: dict[str, Any]) -> dict[str, float]:
 
     from ds_testing.partitioner import relative, whole_weights
 
-    make, make_batch, make_truth = _functions(names)
-    model, truth = _made(make, torch.float64), _Truth(make_truth, make_batch, torch.float64)
-    engine = _engine(model, extra, optimizer=_plain_optimizer(model))
+    make, make_batch, make_truth = functions_of(names)
+    model, truth = made(make, torch.float64), Truth(make_truth, make_batch, torch.float64)
+    engine = started(model, extra, optimizer=plain_optimizer(model))
     ranks, index = data_place(engine.ctx.mesh)
     for step in range(2):
-        _step(engine, [_cast(make_batch(step, 0, index), torch.float64)], torch.float64)
+        one_step(engine, [cast_batch(make_batch(step, 0, index), torch.float64)], torch.float64)
         truth.step(step, ranks)
     whole = whole_weights(engine)
     engine.destroy()
@@ -409,11 +328,11 @@ def _save(names: list[Any], extra: dict[str, Any], folder: str) -> int:
     """Two steps; the number of data-parallel ranks."""
     import torch
 
-    make, make_batch, _ = _functions(names)
-    engine = _engine(_made(make, torch.float64), extra)
+    make, make_batch, _ = functions_of(names)
+    engine = started(made(make, torch.float64), extra)
     ranks, index = data_place(engine.ctx.mesh)
     for step in range(2):
-        _step(engine, [_cast(make_batch(step, 0, index), torch.float64)], torch.float64)
+        one_step(engine, [cast_batch(make_batch(step, 0, index), torch.float64)], torch.float64)
     engine.save_checkpoint(folder)
     engine.wait_for_checkpoint()
     engine.destroy()
@@ -426,16 +345,16 @@ def _go_on(names: list[Any], extra: dict[str, Any], folder: str, data: int) -> d
 
     from ds_testing.partitioner import relative, whole_weights
 
-    make, make_batch, make_truth = _functions(names)
-    engine = _engine(_made(make, torch.float64, seed=1), extra)
+    make, make_batch, make_truth = functions_of(names)
+    engine = started(made(make, torch.float64, seed=1), extra)
     engine.load_checkpoint(folder)
-    truth, (ranks, index) = _Truth(make_truth, make_batch, torch.float64), data_place(engine.ctx.mesh)
+    truth, (ranks, index) = Truth(make_truth, make_batch, torch.float64), data_place(engine.ctx.mesh)
     for step in range(2):
         truth.step(step, data)
     loaded, wanted = whole_weights(engine), {n: p.detach().clone() for n, p in truth.model.named_parameters()}
     for step in range(2, 4):
         truth.step(step, ranks)
-        _step(engine, [_cast(make_batch(step, 0, index), torch.float64)], torch.float64)
+        one_step(engine, [cast_batch(make_batch(step, 0, index), torch.float64)], torch.float64)
     went_on = whole_weights(engine)
     engine.destroy()
     found = {f"loaded weight {n}": relative(loaded[n], wanted[n]) for n in loaded}
@@ -451,15 +370,15 @@ def _export(names: list[Any], extra: dict[str, Any], folder: str) -> str:
     from ds_core import comm
     from ds_testing.partitioner import relative, whole_weights
 
-    make, _, make_truth = _functions(names)
-    engine = _engine(_made(make, torch.float32), extra)
+    make, _, make_truth = functions_of(names)
+    engine = started(made(make, torch.float32), extra)
     engine.save_16bit_model(folder)
     whole = whole_weights(engine)
     engine.destroy()
     if comm.rank() != 0:
         return ""
     files = load_file(str(Path(folder) / "model.safetensors"))
-    plain = _made(make_truth, torch.float32, seed=1)
+    plain = made(make_truth, torch.float32, seed=1)
     missing, unexpected = plain.load_state_dict(files, strict=False)
     tied = {n for n, p in plain.named_parameters(remove_duplicate=False)} - {n for n, _ in plain.named_parameters()}
     if set(missing) - tied or unexpected:

@@ -10,9 +10,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ds_testing.given_back import Structure, check_ordinary
 from ds_testing.one_process import one_process_engine
 
 __all__ = ["TransformConformance"]
+
+_RATE = 0.1
+_TRAINS: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": _RATE}},
+}
 
 
 class TransformConformance:
@@ -21,6 +29,7 @@ class TransformConformance:
     plugin: reference of the declaration module. config: what is added to the config so that it takes part. load:
     modules for ``plugins.load``, where the plugin is not installed. same_outputs: whether the transformed model
     calculates what the given one does (to `tolerance`), gradients too. same_names: whether parameters keep theirs.
+    given_back: whether the given model is as it was once the engine is destroyed; false where something else ends it.
     """
 
     plugin: str = ""
@@ -28,6 +37,7 @@ class TransformConformance:
     load: ClassVar[tuple[str, ...]] = ()
     same_outputs: ClassVar[bool] = True
     same_names: ClassVar[bool] = True
+    given_back: ClassVar[bool] = True
     tolerance: ClassVar[float] = 1e-6
 
     def make_model(self) -> nn.Module:
@@ -50,12 +60,7 @@ class TransformConformance:
 
     def run(self, check: Callable[[Any, list[Any]], None], model: nn.Module | None = None) -> None:
         """`check` an engine of one process over `model`, and the transforms that the plugin gives for it."""
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "plugins": {"load": list(self.load)},
-            **self.config,
-        }
+        config = {**_TRAINS, "plugins": {"load": list(self.load)}, **self.config}
         with one_process_engine(self.model() if model is None else model, config) as engine:
             answers = engine.ctx.plugins.ask("ds_transforms", ctx=engine.ctx)
             check(engine, [t for a in answers if a.plugin.module == self.plugin for t in a.value])
@@ -115,6 +120,43 @@ class TransformConformance:
                     assert off <= self.tolerance * (1 + float(b.abs().max())), f"the gradient of {name} is off by {off}"
 
         self.run(check)
+
+    def test_it_is_given_back(self) -> None:
+        """After `destroy` the given model is an ordinary one, which trains with the transform and without."""
+        if not self.given_back:
+            return
+        given = self.model()
+        before = Structure(given)
+
+        def train(engine: Any, transforms: list[Any]) -> None:
+            engine.backward(self.loss(engine(self.make_batch())))
+            engine.step()
+            copy.deepcopy(engine.module)  # as averages of weights and reference models are made
+
+        self.run(train, given)
+        plain = self.model()
+        check_ordinary(given, before, plain, self._calculated)
+        with _seeded():
+            self.loss(plain(self.make_batch())).backward()
+        torch.optim.SGD(plain.parameters(), lr=_RATE).step()
+        with one_process_engine(given, _TRAINS) as engine, _seeded():
+            engine.backward(self.loss(engine(self.make_batch())))
+            engine.step()
+        for name, param in given.named_parameters():
+            off = float((param - plain.get_parameter(name)).detach().abs().max())
+            assert off <= 1e-5, f"without the transform, a model that had it trains otherwise: {name} is off by {off}"
+        self.run(train, given)
+        check_ordinary(given, before, self.model(), self._calculated)
+
+    def _calculated(self, model: nn.Module) -> list[Tensor]:
+        """The loss and the gradients of a model."""
+        model.zero_grad()
+        with _seeded():
+            loss = self.loss(model(self.make_batch()))
+            loss.backward()
+        found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+        return found
 
     def test_equal_models_become_equal(self) -> None:
         """Transforming is the same on every rank: nothing depends on chance, order of sets or the time."""

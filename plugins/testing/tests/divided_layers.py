@@ -10,6 +10,7 @@ from ds_run_state.slices import SLICES, Slice
 
 from ds_core.config import Section
 from ds_core.entries import Axis, Phase, Transform
+from ds_core.undo import Undo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,13 +51,25 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
 def divide(model: Any, ctx: Context) -> nn.Module:
     """Each rank keeps some rows of `up` and the columns of `down` that take what they give."""
+    from ds_run_state.changes import changing
+
+    fault = ctx.config.section("divided_layers").fault  # type: ignore[union-attr]
+    undo = Undo()
+    if fault != "stays":
+        ctx.undo(undo.run, collective=True)
+    with changing(model, undo):
+        return _divide(model, ctx, fault, undo)
+
+
+def _divide(model: Any, ctx: Context, fault: str, undo: Undo) -> nn.Module:
     import divided_modules
+    from ds_run_state.changes import Shared, gather_slices
     from torch import nn
 
     from ds_core import comm
 
-    settings: Any = ctx.config.section("divided_layers")
-    mesh, fault = ctx.mesh, settings.fault
+    mesh = ctx.mesh
+    pieces: dict[nn.Parameter, Slice] = {}
     size, index, group = mesh.size("divided"), mesh.index("divided"), mesh.group("divided")
     if fault != "start":
         for param in model.parameters():
@@ -74,10 +87,12 @@ def divide(model: Any, ctx: Context) -> nn.Module:
             setattr(model.get_submodule(layer), key, nn.Parameter(part, param.requires_grad))
         else:
             param.data = part
+            pieces[param] = piece
         if fault != "slices":
             slices[name] = piece
     ctx.stash[SLICES] = slices
+    undo(lambda: gather_slices(pieces, mesh, "divided"))
     model.up.__class__, model.down.__class__ = divided_modules.Up, divided_modules.Down
     for layer in (model.up, model.down):
-        layer.group, layer.fault = group, fault
+        layer.group, layer.fault = Shared(group), fault
     return model  # type: ignore[no-any-return]

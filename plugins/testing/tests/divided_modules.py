@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ds_run_state.changes import Shared
 from torch import Tensor, nn
 
 from ds_core import comm
@@ -46,23 +47,23 @@ summed: Any = Summed.apply
 class Up(nn.Linear):
     """Some rows of a layer."""
 
-    group: Any
+    group: Shared
     fault: str
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.fault == "gradient" else copied(x, self.group))
+        return super().forward(x if self.fault == "gradient" else copied(x, self.group.value))
 
 
 class Down(nn.Linear):
     """Some columns of a layer."""
 
-    group: Any
+    group: Shared
     fault: str
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fault == "bias":
-            return summed(super().forward(x), self.group)  # type: ignore[no-any-return]
-        return summed(nn.functional.linear(x, self.weight), self.group) + self.bias  # type: ignore[no-any-return]
+            return summed(super().forward(x), self.group.value)  # type: ignore[no-any-return]
+        return summed(nn.functional.linear(x, self.weight), self.group.value) + self.bias  # type: ignore[no-any-return]
 
 
 class Model(nn.Module):

@@ -293,12 +293,13 @@ def scaled(model: nn.Module) -> nn.Module:
     return model
 
 
-def frozen(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(False)
-
-
 def noisy(model: nn.Module) -> nn.Module:
     model.register_buffer("chance", torch.rand(1))
+    return model
+
+
+def forgetful(model: nn.Module) -> nn.Module:
+    model.register_forward_pre_hook(lambda module, given: None)
     return model
 
 
@@ -306,6 +307,7 @@ TRANSFORMS: dict[Callable[[nn.Module], nn.Module], tuple[str, str]] = {
     Wrapped: ("stay", "parameters are"),
     scaled: ("calculates", "loss"),
     nn.Module.eval: ("stay", "in eval mode"),
+    forgetful: ("given_back", "_forward_pre_hooks: .* came"),
     noisy: ("equal", "chance differs between two runs"),
 }
 

@@ -47,6 +47,7 @@ FAULTS = {
     "slices": ("parts_of_one_whole", "is cut, but it is not in ds_run_state.SLICES"),
     "bias": ("evaluation", "eval_batch is off by"),
     "gradient": ("stays_the_same", "inp.* differs between ranks after two steps"),
+    "stays": ("given_back", "after engine.destroy.., not as before"),
     "new": ("optimizer_of_the_users", "is not a parameter of the model"),
 }
 

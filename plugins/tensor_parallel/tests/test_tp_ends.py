@@ -1,0 +1,89 @@
+"""The end of a run with divided layers: each rank has the whole model again, which trains and runs by itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ds_testing.given_back import Structure
+from ds_testing.pytest_plugin import Ranks
+
+import ds_core
+from ds_core import comm
+
+TP = {"tensor_parallel": {"autotp_size": 2}}
+
+
+def llama() -> Any:
+    """Two key heads for four queries, tied to nothing; on four ranks keys are computed several times."""
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 36, "num_hidden_layers": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2))
+
+
+def start(model: Any, **sections: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **sections,
+    }
+    return ds_core.initialize(model=model, config=config)[0]
+
+
+def gives_back(size: int) -> None:
+    model, plain = llama(), llama()
+    before, batch = Structure(model), torch.arange(16).view(2, 8)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for sections in ({"tensor_parallel": {"autotp_size": size}}, {}, {"tensor_parallel": {"autotp_size": size}}):
+        engine = start(model, **sections)
+        loss = engine(input_ids=batch, labels=batch).loss
+        wanted = plain(input_ids=batch, labels=batch).loss
+        torch.testing.assert_close(loss, wanted)
+        engine.backward(loss)
+        engine.step()
+        wanted.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        copied = copy.deepcopy(engine.module)
+        torch.testing.assert_close(
+            copied(input_ids=batch, labels=batch).loss, engine(input_ids=batch, labels=batch).loss
+        )
+        engine.destroy()
+        # What was divided is divided in the copy, and still works among the ranks.
+        torch.testing.assert_close(
+            copied(input_ids=batch, labels=batch).loss, plain(input_ids=batch, labels=batch).loss
+        )
+        assert not before.differences(model)
+        for name, weight in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], weight)
+    own = torch.arange(10).view(2, 5) + comm.rank()
+    torch.testing.assert_close(model(input_ids=own, labels=own).logits, plain(input_ids=own, labels=own).logits)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_model_is_whole_again_and_trains_with_and_without(ranks: Ranks, size: int) -> None:
+    ranks(size, gives_back, size)
+
+
+def ends_in_an_exception() -> None:
+    """Other ranks may not come: the module is whole after the next initialize."""
+    model, plain = llama(), llama()
+    engine = start(model, **TP)
+    try:
+        raise ValueError("training ends")
+    except ValueError:
+        engine.destroy()
+    assert model.lm_head.weight.shape != plain.lm_head.weight.shape
+    batch = torch.arange(16).view(2, 8)
+    engine = start(model)
+    torch.testing.assert_close(engine(input_ids=batch, labels=batch).loss, plain(input_ids=batch, labels=batch).loss)
+    engine.destroy()
+    assert "ds_undo" not in vars(model)
+
+
+def test_an_exception_lets_ranks_end_without_each_other(ranks: Ranks) -> None:
+    ranks(2, ends_in_an_exception)
