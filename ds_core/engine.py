@@ -279,6 +279,7 @@ class Engine(RunningEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over gas micro-batches from `data_iter` (or the engine's own endless loader).
 
+        Tensors in batches, also nested ones, are brought to the accelerator's device, and so they are in `eval_batch`.
         Returns the mean loss over micro-batches and dp ranks, a 0-d tensor. Raises StopIteration when the iterator
         runs out; no weight has changed then.
         """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Size
+from torch import Size, Tensor, device
 
-__all__ = ["map_leaves"]
+__all__ = ["map_leaves", "to_device"]
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -18,3 +18,13 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return function(value)
+
+
+def to_device(value: Any, where: device) -> Any:
+    """`value` with its tensors on the device `where`; those that are pinned need not wait."""
+
+    def move(leaf: Any) -> Any:
+        # To the host a copy that does not wait could be read too early.
+        return leaf.to(where, non_blocking=leaf.device.type == "cpu") if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(move, value)

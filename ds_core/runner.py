@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.errors import UsageError
+from ds_core.nested import to_device
 
 if TYPE_CHECKING:
     from ds_core.data import Loader
@@ -62,7 +63,7 @@ class Sequential(Runner):
         """See `Runner.train`."""
         losses: list[Tensor] = []
         for index in range(count):
-            loss = loss_of(call_with_batch(engine, next(batches)))
+            loss = loss_of(self._forward(engine, next(batches)))
             engine.backward_micro(loss, last=index == count - 1)
             losses.append(loss.detach())
         return sum(losses[1:], losses[0]) / count
@@ -79,12 +80,17 @@ class Sequential(Runner):
         """See `Runner.evaluate`; the module takes whole batches, and gives a loss with its outputs or none."""
         losses, outputs = [], []
         for _ in range(count):
-            output = call_with_batch(engine, next(batches))
+            output = self._forward(engine, next(batches))
             losses.append(loss_of(output, required=not return_logits))
             outputs.append(output)
         found = [x for x in losses if x is not None]
         mean = torch.stack(found).mean() if found else None
         return mean, (outputs if count > 1 else outputs[0]) if return_logits else None
+
+    @staticmethod
+    def _forward(engine: RunningEngine, batch: Any) -> Any:
+        """The module's output. Loaders make batches on the host."""
+        return call_with_batch(engine, to_device(batch, engine.ctx.accelerator.current_device()))
 
 
 class Batches:

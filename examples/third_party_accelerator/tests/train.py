@@ -30,11 +30,15 @@ def main() -> None:
     engine.load_checkpoint(Path(sys.argv[1], "kept"), missing_ok=True)
     losses = []
     with sdpa_kernel(SDPBackend.MATH):  # on the CPU too, where torch would take another algorithm
-        for x, y in loader:
-            loss = engine(x.to(engine.device), y.to(engine.device))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        if engine.global_steps:  # it goes on: with the engine's own loader, which makes batches on the host
+            losses += [engine.train_batch().item() for _ in range(4)]
+            losses.append(engine.eval_batch(iter([(text[:8, :-1], text[:8, 1:])]), num_micro_batches=1).item())
+        else:
+            for x, y in loader:
+                loss = engine(x.to(engine.device), y.to(engine.device))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
     engine.save_checkpoint(Path(sys.argv[1], "kept"))
     weights = [p.detach().cpu().flatten()[:8].tolist() for p in model.parameters()]
     seen = {"device": str(engine.device), "steps": engine.global_steps, "losses": losses, "weights": weights}

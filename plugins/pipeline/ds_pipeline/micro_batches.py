@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_core.nested import map_leaves
+from ds_core.nested import map_leaves, to_device
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -90,11 +90,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     found: list[Any] = []
     map_leaves(found.append, value)
     return [leaf for leaf in found if isinstance(leaf, Tensor)]
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`."""
-    return map_leaves(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, value)
 
 
 def signature(inputs: Any) -> Any:
