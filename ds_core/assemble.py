@@ -31,7 +31,7 @@ from ds_core.kernels import Kernels, UsesKernels
 from ds_core.mesh import Mesh, plan_mesh
 from ds_core.multi_engine import give_back, keep, release_model
 from ds_core.optim import torch_grain
-from ds_core.params import collect_buffers, collect_params
+from ds_core.params import check_grain, collect_buffers, collect_params
 from ds_core.partition import Partitioner
 from ds_core.plugins import Plugins, blaming
 from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
@@ -150,6 +150,9 @@ def initialize(
         runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
         built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
         if built is not None:
+            # What a function of the user's makes is known only now.
+            grain = entry.grain if entry.grain is not None else _entry(built, chosen).grain
+            check_grain(ctx, grain, "optimizer.type" if optimizer is None else "optimizer=", type(built).__name__)
             if isinstance(built, UsesKernels):
                 built.use_kernels(kernels)
             partitioner.bind(built)

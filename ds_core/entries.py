@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import pluggy
 
@@ -50,7 +50,7 @@ Ref = str
 Probe = Ref | Callable[[], "str | None"]
 """Answers None when the thing can be used here, else the reason why not. Must be cheap and change nothing."""
 
-Grain = Literal["element", "tensor", "matrix"]
+Grain = Literal["element", "tensor", "matrix", "model"]
 
 
 def resolve(ref: Ref) -> Any:
@@ -92,7 +92,7 @@ def _is_reference(value: Any) -> bool:
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "Ref": (_is_reference, "a reference 'package.module:attribute'"),
     "Probe": (lambda v: _is_reference(v) or callable(v), "a reference 'package.module:attribute', a function"),
-    "Grain": (lambda v: v in ("element", "tensor", "matrix"), "'element', 'tensor', 'matrix'"),
+    "Grain": (lambda v: v in get_args(Grain), "'element', 'tensor', 'matrix', 'model'"),
     "Phase": (lambda v: isinstance(v, Phase), "a ds_core.entries.Phase"),
     "Callable[[nn.Module], nn.Module]": (callable, "a function of a module"),
     "tuple[str, ...]": (
@@ -177,7 +177,8 @@ class OptimizerEntry(_Record):
     """A named optimizer. `load` is called as ``load(param_groups, **params)``.
 
     params: reference to a pydantic model of the keyword arguments, which is validated before anything starts.
-    grain: what its arithmetic needs whole: single elements, tensors (norms), or matrices; None when unknown.
+    grain: what its arithmetic needs whole: single elements, tensors (norms), matrices, or the model (values over all
+    tensors); None when unknown. Where ranks have parts of what it needs whole, `initialize` refuses.
     partitioner: for one that reduces gradients by itself: reference to a function ``ctx -> Partitioner`` that
     leaves them to it, and is given the optimizer by `Partitioner.bind`. None: any partitioner will do.
     groups: for one that treats parameters differently by name or shape; called before anything is partitioned, as

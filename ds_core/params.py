@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.context import StashKey
-from ds_core.errors import PluginError
+from ds_core.errors import ConfigError, PluginError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from ds_core.context import Context
+    from ds_core.entries import Grain
     from ds_core.mesh import Mesh
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "GradGroup",
     "GradNorm",
     "ParamInfo",
+    "check_grain",
     "collect_buffers",
     "collect_params",
     "squared_norm",
@@ -102,6 +104,57 @@ def _asked(name: str, tensor: Tensor, ctx: Context) -> set[str]:
             )
         held.update(answer.value)
     return held
+
+
+def check_grain(ctx: Context, grain: Grain | None, path: str, what: str) -> None:
+    """Raise ConfigError, on all ranks, where `what` would take a part of a trained parameter for all of it. Collective.
+
+    A parameter that ranks hold differently is whole where its name is this rank's alone (a layer of a pipeline), and a
+    part where others along its axes have one of that name (a slice, a stack of experts). grain: of `what`; None:
+    unknown. path: the key that asks for it.
+    """
+    if grain == "element" or ctx.world_size == 1:
+        return
+    held = [
+        info for info in map(ctx.params.__getitem__, ctx.trained) if info.held and (info.counted or grain == "model")
+    ]
+    everyone = comm.all_gather_json([info.name for info in held])
+    if not any(everyone):
+        return
+    names = [set(found) for found in everyone]
+    parts = held if grain == "model" else [info for info in held if _is_part(info, names, ctx.mesh)]
+    # One rank may see what others cannot: a stage of a pipeline that has no cut layers.
+    verdicts = comm.all_gather_json([parts[0].name, list(parts[0].held)] if parts else None)
+    found = next((verdict for verdict in verdicts if verdict is not None), None)
+    if found is None:
+        return
+    name, axes = found
+    sizes = ", ".join(f"{axis} {ctx.mesh.size(axis)}" for axis in axes)
+    makers = {
+        axis.name: answer.plugin
+        for answer in ctx.plugins.ask("ds_mesh_axes", config=ctx.config)
+        for axis in answer.value
+    }
+    owners = sorted({str(makers[axis]) for axis in axes if axis in makers}) or ["the mesh that was given"]
+    whole = f"needs each {grain} whole" if grain is not None else "may need more than single elements (undeclared)"
+    kept = "other parameters of the model" if grain == "model" else "another part"
+    raise ConfigError(
+        [
+            Problem(
+                path,
+                f"{what} {whole}, and of {name!r} each rank along {sizes} ({', '.join(owners)}) has {kept}",
+                "use an optimizer of single elements, such as AdamW, or leave that axis at 1"
+                if grain is not None
+                else 'declare it by an OptimizerEntry with grain="element" if it is so, or leave that axis at 1',
+            )
+        ],
+        ctx.config.origin,
+    )
+
+
+def _is_part(info: ParamInfo, names: Sequence[Collection[str]], mesh: Mesh) -> bool:
+    """Whether another rank along its axes has a parameter of the same name."""
+    return any(info.name in names[rank] for rank in mesh.ranks(*info.held) if rank != mesh.rank)
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:

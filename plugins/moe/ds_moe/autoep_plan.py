@@ -137,7 +137,7 @@ class BlockPlan:
     def _fused_roles(self) -> dict[str, str]:
         """Stacked weights: name -> what the arithmetic calls it."""
         preset, size = self.preset, self.share.size
-        if size > 1 and self.ctx.grain in ("tensor", "matrix"):
+        if size > 1 and self.ctx.grain not in ("element", None):
             raise config_error(
                 self.ctx,
                 "autoep_size",

@@ -44,7 +44,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "MuSGD": _entry("mup:MuSGD", "SGD", groups="ds_optimizers.mup:split_like_sgd"),
     "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", partitioner=SELF_REDUCED),
     "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", partitioner=SELF_REDUCED),
-    "OneBitLamb": _entry("onebit.lamb:OneBitLamb", "OneBitLamb", grain="tensor", partitioner=SELF_REDUCED),
+    "OneBitLamb": _entry("onebit.lamb:OneBitLamb", "OneBitLamb", grain="model", partitioner=SELF_REDUCED),
 }
 LAMB_FORMS = ("lamb", "fusedlamb", "onebitlamb")
 MU_FORMS = ("muadam", "muadamw", "musgd")

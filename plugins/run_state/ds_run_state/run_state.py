@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from ds_core import comm
 from ds_core.errors import CheckpointError
 from ds_run_state import rng
 from ds_run_state.slices import SLICES, shares, unslice
@@ -42,7 +43,7 @@ class HasRankState(Protocol):
         """Values and tensors, kept among this rank's own values."""
 
     def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Called after all other states are loaded, and only if there are as many ranks as when it was saved."""
+        """Called after all other states are loaded, and only if each rank has the parameters that it had then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class RunState:
             "module_extra": {name: m.get_extra_state() for name, m in self.extra_modules().items()},
             "optimizer": _optimizer_values(optimizer),
             "optimizer_rank": optimizer.rank_state_dict() if isinstance(optimizer, HasRankState) else None,
+            "optimizer_place": self._place(),
             "buffers": {n: b for n, b in persistent_buffers(self.module).items() if self.first_holder(n) != self.rank},
         }
 
@@ -210,9 +212,8 @@ class RunState:
             return
         if optimizer is not None:
             _set_optimizer_values(optimizer, saved.local["optimizer"])
-            if isinstance(optimizer, HasRankState) and self.ctx.world_size == saved.world_size:
-                # Checkpoints of other programs, and of ds_core before it kept this, have none.
-                optimizer.load_rank_state_dict(saved.local.get("optimizer_rank") or {})
+            if isinstance(optimizer, HasRankState):
+                self._load_rank_state(optimizer, saved)
         self._load_common(saved.common, optimizer=optimizer is not None, scheduler=options.scheduler)
         self._engine.begin_anew()
         _load_plugins(self.ctx, saved.local["plugins"])
@@ -221,6 +222,26 @@ class RunState:
             rng.restore(random, self.ctx.accelerator)
         else:  # another program's, another rank's, or of a rank with another place: along tp they must stay equal
             log.debug("rank %d is new: it keeps its random state and takes another's plugin states", self.rank)
+
+    def _load_rank_state(self, optimizer: HasRankState, saved: SavedRun) -> None:
+        """What ranks kept for themselves, if each rank updates now what it did then; else none. Collective."""
+        # Checkpoints of other programs, and of ds_core before it kept this, have none.
+        kept = saved.local.get("optimizer_rank") or {}
+        same = self.ctx.world_size == saved.world_size and saved.local.get("optimizer_place") == self._place()
+        # If one began anew alone, the others would take its errors for known.
+        said = comm.all_gather_json([same, bool(kept)])
+        if all(rank[0] for rank in said):
+            optimizer.load_rank_state_dict(kept)
+        elif any(rank[1] for rank in said) and self.ctx.rank == 0:
+            log.warning(
+                "%s: what each rank kept for itself (what compression had lost) is left out, since ranks hold other "
+                "parameters, or as other groups, than when it was saved; it begins anew",
+                type(optimizer).__name__,
+            )
+
+    def _place(self) -> dict[str, Any]:
+        """What a state of this rank's own belongs to: the mesh, and the parameters of each group."""
+        return {"mesh": self.ctx.mesh.describe(), "params": self._optimizer_params()}
 
     def _layout(self) -> dict[str, int]:
         """The axes that say which part of the model a rank runs, with their sizes."""

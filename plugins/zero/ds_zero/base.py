@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.errors import DSError, UsageError
 from ds_core.gradients import GradientShard
-from ds_core.params import GradGroup
+from ds_core.params import GradGroup, check_grain
 from ds_core.partition import broadcast_module
 from ds_zero import states
 from ds_zero.config import switch
@@ -113,6 +113,9 @@ class ZeroPartitioner(WeightOwner):
         """How updates are carried out, by the config."""
         if self.section.zenflow is not None:
             from ds_zero.zenflow.stepping import ZenFlow
+
+            # Columns are chosen by their norms in the weight that a rank has.
+            check_grain(self.ctx, "matrix", "zero_optimization.zenflow", "the choice of columns")
 
             return ZenFlow(self, self.section.zenflow)
         states = self.section.offload_optimizer
