@@ -116,7 +116,6 @@ class ZeroPartitioner(WeightOwner):
 
             # Columns are chosen by their norms in the weight that a rank has.
             check_grain(self.ctx, "matrix", "zero_optimization.zenflow", "the choice of columns")
-
             return ZenFlow(self, self.section.zenflow)
         states = self.section.offload_optimizer
         if states is not None and states.on and states.super_offload:

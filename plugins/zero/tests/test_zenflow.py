@@ -156,6 +156,7 @@ class TestEverythingInEveryStep(PartitionerConformance):
             "prefetch_bucket_size": 150,
         }
     }
+    refused = "zero_optimization.zenflow: the choice of columns needs each matrix whole"
 
     @pytest.mark.parametrize(
         ("name", "how", "world"),
