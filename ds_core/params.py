@@ -115,41 +115,25 @@ def check_grain(ctx: Context, grain: Grain | None, path: str, what: str) -> None
     """
     if grain == "element" or ctx.world_size == 1:
         return
-    held = [
-        info for info in map(ctx.params.__getitem__, ctx.trained) if info.held and (info.counted or grain == "model")
-    ]
-    everyone = comm.all_gather_json([info.name for info in held])
-    if not any(everyone):
-        return
-    names = [set(found) for found in everyone]
-    parts = held if grain == "model" else [info for info in held if _is_part(info, names, ctx.mesh)]
+    model = grain == "model"
+    held = [info for info in map(ctx.params.__getitem__, ctx.trained) if info.held and (info.counted or model)]
+    names = list(map(set, comm.all_gather_json([info.name for info in held])))
+    parts = [[info.name, *info.held] for info in held if model or _is_part(info, names, ctx.mesh)]
     # One rank may see what others cannot: a stage of a pipeline that has no cut layers.
-    verdicts = comm.all_gather_json([parts[0].name, list(parts[0].held)] if parts else None)
-    found = next((verdict for verdict in verdicts if verdict is not None), None)
-    if found is None:
+    found = [part for parts in comm.all_gather_json(parts[:1]) for part in parts]
+    if not found:
         return
-    name, axes = found
-    sizes = ", ".join(f"{axis} {ctx.mesh.size(axis)}" for axis in axes)
-    makers = {
-        axis.name: answer.plugin
-        for answer in ctx.plugins.ask("ds_mesh_axes", config=ctx.config)
-        for axis in answer.value
-    }
-    owners = sorted({str(makers[axis]) for axis in axes if axis in makers}) or ["the mesh that was given"]
+    name, *axes = found[0]
+    answers = ctx.plugins.ask("ds_mesh_axes", config=ctx.config)
+    makers = {axis.name: str(answer.plugin) for answer in answers for axis in answer.value}
+    sizes = ", ".join(f"{axis} {ctx.mesh.size(axis)} of {makers.get(axis, 'the given mesh')}" for axis in axes)
     whole = f"needs each {grain} whole" if grain is not None else "may need more than single elements (undeclared)"
-    kept = "other parameters of the model" if grain == "model" else "another part"
-    raise ConfigError(
-        [
-            Problem(
-                path,
-                f"{what} {whole}, and of {name!r} each rank along {sizes} ({', '.join(owners)}) has {kept}",
-                "use an optimizer of single elements, such as AdamW, or leave that axis at 1"
-                if grain is not None
-                else 'declare it by an OptimizerEntry with grain="element" if it is so, or leave that axis at 1',
-            )
-        ],
-        ctx.config.origin,
-    )
+    kept = "other parameters of the model" if model else "another part"
+    problem = f"{what} {whole}, and of {name!r} each rank along {sizes} has {kept}"
+    fix = "use an optimizer of single elements, such as AdamW, or leave that axis at 1"
+    if grain is None:
+        fix = 'declare it by an OptimizerEntry with grain="element" if it is so, or leave that axis at 1'
+    raise ConfigError([Problem(path, problem, fix)], ctx.config.origin)
 
 
 def _is_part(info: ParamInfo, names: Sequence[Collection[str]], mesh: Mesh) -> bool:
