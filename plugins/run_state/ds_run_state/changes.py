@@ -77,7 +77,8 @@ def reshape(param: nn.Parameter, data: Tensor) -> None:
     It forgets that when the dtype changes.
     """
     param.grad = None
-    param.data = torch.empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    param.data = torch.empty(0, dtype=other, device=param.device)
     param.data = data
 
 
