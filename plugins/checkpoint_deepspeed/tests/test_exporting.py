@@ -12,6 +12,7 @@ from ds_checkpoint.offline import differences, open_saved
 from ds_checkpoint_deepspeed import export_deepspeed, export_universal, import_checkpoint
 from ds_checkpoint_deepspeed.ds_to_universal import main as ds_to_universal
 from ds_checkpoint_deepspeed.opened import open_any
+from ds_checkpoint_deepspeed.state_files import get_model_state_file, get_optim_files
 from ds_checkpoint_deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -203,3 +204,21 @@ def test_weights_alone_are_exported(tmp_path: Path) -> None:
     for folder in ("u", "z"):
         import_checkpoint(tmp_path / folder, tmp_path / f"back-{folder}", tag="t")
         assert same(tmp_path / "a", tmp_path / f"back-{folder}") == []
+
+
+def test_files_that_other_programs_open(tmp_path: Path) -> None:
+    """As Lightning's converter reads a checkpoint: its client state out of files that it looks for by name."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    engine = ds_core.initialize(model=nn.Linear(2, 2), config=config)[0]
+    engine.save_checkpoint(tmp_path, "one", client_state={"epoch": 3, "table": torch.arange(3)})
+    engine.destroy()
+    optim = torch.load(get_optim_files(tmp_path / "one")[0], weights_only=True)
+    stage = optim["optimizer_state_dict"]["zero_stage"]
+    client = torch.load(get_model_state_file(tmp_path / "one", stage), weights_only=True)
+    assert client["epoch"] == 3
+    assert torch.equal(client["table"], torch.arange(3))
+    assert list((tmp_path / "one").glob("*.pt")) == []
+    theirs = get_optim_files(HERE / "fp32-2" / "three")
+    assert [Path(file).name[:14] for file in theirs] == ["zero_pp_rank_0", "zero_pp_rank_1"]
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        get_optim_files(tmp_path / "two")

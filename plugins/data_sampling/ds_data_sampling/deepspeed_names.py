@@ -1,4 +1,4 @@
-"""`CurriculumScheduler` and `DeepSpeedDataSampler`: this package under DeepSpeed's names and arguments."""
+"""Schedules and the sampler under DeepSpeed's names, with its arguments."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ds_core.errors import UsageError
-from ds_data_sampling.config import DataEfficiency, Schedule
+from ds_data_sampling.config import DataEfficiency, RandomLTD, Schedule
 from ds_data_sampling.order import make_order
+from ds_data_sampling.random_ltd import kept_length
 from ds_data_sampling.schedules import difficulty_at
 
-__all__ = ["CurriculumScheduler", "DeepSpeedDataSampler"]
+__all__ = ["CurriculumScheduler", "DeepSpeedDataSampler", "RandomLTDScheduler", "random_ltd_schedule"]
 
 
 class CurriculumScheduler:
@@ -153,3 +154,65 @@ class DeepSpeedDataSampler:
 def _switched_on(config: Mapping[str, Any]) -> dict[str, Any]:
     """The section, where whoever makes a sampler has decided that it is in use."""
     return {**config, "enabled": True, "data_sampling": {**config.get("data_sampling", {}), "enabled": True}}
+
+
+class RandomLTDScheduler:
+    """How many tokens layers keep now: a view of a run whose config has ``random_ltd``, to read.
+
+    The schedule follows the run's steps, so there is nothing to set or to save.
+    """
+
+    def __init__(self, engine: Any, section: RandomLTD) -> None:
+        self._engine = engine
+        self._section = section
+        self.model_layer_num = section.total_layer_num
+        self.random_ltd_layer_num = section.random_ltd_layer_num
+        self.global_batch_size = engine.train_batch_size()
+
+    def get_current_seq(self) -> int:
+        """Tokens that a layer which drops some keeps."""
+        return kept_length(self._section, self._engine.global_steps)
+
+    def get_random_ltd_layer_num(self) -> int:
+        """Layers that drop tokens."""
+        return int(self.random_ltd_layer_num or 0)
+
+    def get_total_layer_tokens(self, train_iters: int) -> int:
+        """Tokens that all layers work on in so many steps from the first one."""
+        return sum(self._layer_tokens(step) for step in range(train_iters))
+
+    def _layer_tokens(self, step: int) -> int:
+        plan = self._section.random_ltd_schedule
+        assert plan is not None
+        whole = int(self.model_layer_num or 0) - self.get_random_ltd_layer_num()
+        kept = self.get_random_ltd_layer_num() * kept_length(self._section, step)
+        return int(self.global_batch_size) * (kept + whole * plan.max_value)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The schedule's numbers, under DeepSpeed's names."""
+        plan = self._section.random_ltd_schedule
+        assert plan is not None
+        step = self._engine.global_steps
+        return {
+            "min_value": plan.min_value,
+            "max_value": plan.max_value,
+            "current_value": self.get_current_seq(),
+            "schedule_config": plan.schedule_config.model_dump(),
+            "schedule_type": plan.schedule_type,
+            "consumed_layer_tokens": self.get_total_layer_tokens(step),
+            "current_steps": step - 1,
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """`state`."""
+        return self.state
+
+    state_dict = get_state
+
+
+def random_ltd_schedule(engine: Any) -> RandomLTDScheduler | None:
+    """The schedule of an engine's run; None where no tokens are dropped."""
+    section = engine.ctx.config.section("data_efficiency")
+    routing = section.random_ltd if isinstance(section, DataEfficiency) else None
+    return None if routing is None else RandomLTDScheduler(engine, routing)

@@ -69,10 +69,12 @@ def ds_charts(config: RunConfig) -> Iterable[Chart]:
 
 
 def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """Functions of the user's for the loader, under DeepSpeed's names."""
+    """Functions of the user's for the loader, under DeepSpeed's names; the schedule of dropped tokens."""
     from ds_data_sampling.callbacks import set_custom_curriculum_learning_schedule, set_data_post_process_func
+    from ds_data_sampling.deepspeed_names import random_ltd_schedule
 
     return {
+        "random_ltd_schedule": random_ltd_schedule,
         "set_custom_curriculum_learning_schedule": set_custom_curriculum_learning_schedule,
         "set_data_post_process_func": set_data_post_process_func,
     }

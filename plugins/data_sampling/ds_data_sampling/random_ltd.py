@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_data_sampling.config import RandomLTD
 
-__all__ = ["convert_to_random_ltd", "drop_tokens", "kept_length", "kept_places", "save_without_random_ltd"]
+__all__ = [
+    "convert_to_random_ltd",
+    "drop_tokens",
+    "kept_length",
+    "kept_places",
+    "remove_random_ltd_state_dict",
+    "save_without_random_ltd",
+]
 
 _KEY = "data_efficiency.data_routing.random_ltd"
 _MARK = "random_ltd_class"
@@ -42,6 +49,11 @@ def convert_to_random_ltd(model: nn.Module, convert_type: type[nn.Module]) -> nn
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
     """DeepSpeed's name of ``model.state_dict()``: here no layer is wrapped, so names are plain anyway."""
     return model.state_dict()
+
+
+def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under the names that layers have without DeepSpeed's wrapper; DeepSpeed's name."""
+    return {name.replace(".random_ltd_layer", ""): value for name, value in state_dict.items()}
 
 
 def kept_length(section: RandomLTD, step: int) -> int:

@@ -120,6 +120,20 @@ def go(engine: Any, steps: range) -> list[float]:
     return losses
 
 
+def test_the_schedule_of_a_run_is_seen_from_its_engine() -> None:
+    engine = start()
+    seen = engine.random_ltd_schedule()
+    assert (seen.get_current_seq(), seen.get_random_ltd_layer_num()) == (4, 2)
+    assert seen.get_total_layer_tokens(1) == GLOBAL * (2 * 4 + 2 * 12)
+    engine.global_steps = 6
+    assert seen.get_current_seq() == seen.state["current_value"] == 12
+    assert seen.state_dict()["consumed_layer_tokens"] == seen.get_total_layer_tokens(6)
+    engine.destroy()
+    plain = start(ltd={"enabled": False})
+    assert plain.random_ltd_schedule() is None
+    plain.destroy()
+
+
 def train(stage: int, gas: int, folder: str, **config: Any) -> float:
     """The largest difference of losses and weights from plain torch, through a checkpoint in the middle."""
     from ds_testing.partitioner import whole_weights

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from ds_core.process import log_once
 from ds_deepspeed_compat import engine_methods
 from ds_deepspeed_compat.engine_getters import GETTERS, read
 from ds_deepspeed_compat.optimizer import wrapped
+from ds_deepspeed_compat.timers import ThroughputTimer
 
 __all__ = [
     "DeepSpeedEngine",
@@ -72,6 +74,8 @@ class DeepSpeedEngine(nn.Module):
         self.config = copy.deepcopy(core.config.raw)
         self.optimizer = wrapped(core, groups)
         self.training = core.module.training
+        # Nothing waits for the device: a step costs what it costs without.
+        self.tput_timer = ThroughputTimer(SimpleNamespace(synchronized=False), core.train_batch_size())
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__["_modules"]:
@@ -91,7 +95,30 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        if self.training:
+            self.tput_timer.start()
         return self.core.forward(*inputs, **kwargs)
+
+    @functools.wraps(Engine.step)
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As ds_core's engine does; `tput_timer` has the time since the forward."""
+        before = self.core.global_steps
+        self.core.step(*args, **kwargs)
+        self.tput_timer.stop(global_step=self.core.global_steps != before)
+
+    @functools.wraps(Engine.train_batch)
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As ds_core's engine does; `tput_timer` has the time of the whole batch."""
+        self.tput_timer.start()
+        loss = self.core.train_batch(*args, **kwargs)
+        self.tput_timer.stop(global_step=True)
+        return loss
+
+    @property
+    def random_ltd_scheduler(self) -> Any:
+        """How many tokens layers keep; None where none are dropped."""
+        scheduler: Any = getattr(self.core, "random_ltd_schedule", None)
+        return None if scheduler is None else scheduler()
 
     def backward(
         self,

@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 import torch
 
-__all__ = ["DtypeEnum", "ZeroParamType", "ZeroStageEnum"]
+__all__ = ["ActivationFuncType", "DtypeEnum", "NormType", "ZeroParamType", "ZeroStageEnum"]
 
 
 class ZeroStageEnum(IntEnum):
@@ -17,6 +17,25 @@ class ZeroStageEnum(IntEnum):
     gradients = 2
     weights = 3
     max_stage = 3
+
+
+class ActivationFuncType(IntEnum):
+    """Activation functions of transformer layers."""
+
+    UNKNOWN = 0
+    GELU = 1
+    ReLU = 2
+    GATED_GELU = 3
+    GATED_SILU = 4
+
+
+class NormType(IntEnum):
+    """Normalisations of transformer layers."""
+
+    UNKNOWN = 0
+    LayerNorm = 1
+    GroupNorm = 2
+    RMSNorm = 3
 
 
 class ZeroParamType(Enum):

@@ -1,8 +1,10 @@
 """The finder that makes ``deepspeed`` and its modules on demand from the table in `names` (standard library only).
 
-One object, `FINDER`, put first on ``sys.meta_path`` by `install`. A module is a `ServedModule`: it resolves each name
-when it is first asked for, so importing costs next to nothing, and what it gives are the objects of ds_core and its
-plugins themselves. The finder also answers `importlib.metadata`, for frameworks that look for the distribution.
+Where no DeepSpeed is installed, the .pth file of the distribution asks `last_resort` for it, after all other finders.
+`install` puts `FINDER` first on ``sys.meta_path``, so that ds_core is taken also beside a DeepSpeed. A module is a
+`ServedModule`: it resolves each name when it is first asked for, so importing costs next to nothing, and what it gives
+are the objects of ds_core and its plugins themselves. The finder also answers `importlib.metadata`, for frameworks that
+look for the distribution.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-__all__ = ["FINDER", "VARIABLE", "ServedModule", "displaced", "install", "spec_of_ds_core_compat"]
+__all__ = ["FINDER", "VARIABLE", "ServedModule", "displaced", "install", "last_resort"]
 
 VARIABLE = "DS_CORE_AS_DEEPSPEED"
 _ROOT = "deepspeed"
@@ -32,10 +35,33 @@ class ServedModule(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
-        from ds_deepspeed_compat.names import modules, names_of
+        from ds_deepspeed_compat.names import names_of
 
-        below = (p.removeprefix(f"{self.__name__}.") for p in modules() if p.startswith(f"{self.__name__}."))
-        return sorted({*super().__dir__(), *names_of(self.__name__), *(p for p in below if "." not in p)})
+        served = (name for name in names_of(self.__name__) if _absent(self.__name__, name) is None)
+        return sorted({*super().__dir__(), *served, *_below(self.__name__)})
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What stands for the folder of a package: `pkgutil` asks it for the modules inside."""
+
+    package: str
+
+    @property
+    def path(self) -> str:
+        """A place of its own, where no file is; absolute, since importlib forgets the finders of all others."""
+        return str(Path(__file__).with_name("served").joinpath(*self.package.split(".")))
+
+    def iter_modules(self, prefix: str = "") -> Iterable[tuple[str, bool]]:
+        """The name of each module inside, and whether it is a package."""
+        return ((prefix + name, True) for name in _below(self.package))
+
+    def find_spec(self, name: str, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module inside."""
+        return FINDER.find_spec(name, target=target)
+
+    def invalidate_caches(self) -> None:
+        """Nothing is cached."""
 
 
 class Finder:
@@ -53,6 +79,10 @@ class Finder:
         if last == "__main__" and parent in modules() and "main" in names_of(parent):
             return importlib.machinery.ModuleSpec(name, self, origin="ds-deepspeed-compat")  # type: ignore[arg-type]
         if name not in modules():
+            # `from deepspeed.x import y` asks for a module of this name when there is no attribute. What is raised
+            # here is the ImportError that the user reads; None would give one without the reason.
+            if parent in modules() and (why := _absent(parent, last)) is not None:
+                raise ImportError(why, name=name)
             return None
         return importlib.machinery.ModuleSpec(name, self, origin="ds-deepspeed-compat", is_package=True)  # type: ignore[arg-type]
 
@@ -61,13 +91,23 @@ class Finder:
         return ServedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is executed; on the root it is said whom this DeepSpeed displaces."""
-        if module.__name__ == _ROOT and (real := displaced()) is not None and os.environ.get("RANK", "0") == "0":
-            import logging
+        """Nothing is executed; on the root the log says that this is ds_core, and whom it displaces."""
+        folder = Folder(module.__name__)
+        sys.path_importer_cache[folder.path] = folder
+        module.__path__ = [folder.path]
+        if module.__name__ != _ROOT:
+            return
+        module.__file__ = __file__
+        _launcher_variables()
+        if os.environ.get("RANK", "0") != "0":
+            return
+        import logging
 
-            logging.getLogger("ds_core").warning(
-                "`import deepspeed` gives ds_core, as asked; the DeepSpeed installed in %s is not used", real
-            )
+        log = logging.getLogger("ds_core")
+        if (real := displaced()) is None:
+            log.info("`import deepspeed` gives ds_core: ds-deepspeed-compat is installed, and no DeepSpeed is")
+        else:
+            log.warning("`import deepspeed` gives ds_core, as asked; the DeepSpeed installed in %s is not used", real)
 
     def get_code(self, name: str) -> CodeType:
         """What ``python -m deepspeed.x.y`` runs: the function `main` of that module."""
@@ -107,8 +147,13 @@ def install() -> None:
     _launcher_variables()
 
 
-def spec_of_ds_core_compat() -> importlib.machinery.ModuleSpec | None:
-    """``ds_core.compat``, which is this package's ``__main__``; asked by the .pth file of the distribution."""
+def last_resort(name: str) -> importlib.machinery.ModuleSpec | None:
+    """What the .pth file of the distribution asks for a module that nobody else has found.
+
+    That are ``deepspeed`` and its modules, and ``ds_core.compat``, which is this package's ``__main__``.
+    """
+    if name != "ds_core.compat":
+        return FINDER.find_spec(name)
     return importlib.util.spec_from_file_location("ds_core.compat", Path(__file__).with_name("__main__.py"))
 
 
@@ -127,37 +172,56 @@ def displaced() -> str | None:
     return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
 
 
+def _below(package: str) -> list[str]:
+    """The modules right inside a package, by their last names, in order."""
+    from ds_deepspeed_compat.names import modules
+
+    inside = (path.removeprefix(f"{package}.") for path in modules() if path.startswith(f"{package}."))
+    return sorted(name for name in inside if "." not in name)
+
+
 def _resolve(path: str, name: str) -> Any:
-    """What ``path.name`` is: an object, a module, or the stand-in of a name that cannot be served."""
+    """What ``path.name`` is: an object or a module.
+
+    Raises AttributeError where there is none; for a name of DeepSpeed's it says why, and what to use.
+    """
     from ds_deepspeed_compat.names import State, modules, names_of
 
     names = names_of(path)
     if name == "__all__":  # what `import *` asks for
-        return sorted(n for n, row in names.items() if row.state is not State.MISSING and not n.startswith("_"))
+        return sorted(n for n in names if not n.startswith("_") and _absent(path, n) is None)
+    if (why := _absent(path, name)) is not None:
+        raise AttributeError(why)
     if (row := names.get(name)) is not None:
-        return _missing(path, name, row.text) if row.state is State.MISSING else _load(path, name, row.target)
+        if row.state is State.CONSTANT:
+            return row.value
+        if row.target:
+            return _load(name, row.target)
     if f"{path}.{name}" in modules():
         return importlib.import_module(f"{path}.{name}")
     text = f"module {path!r} has no attribute {name!r}"
     raise AttributeError(text if name.startswith("__") else f"{text} that ds_core serves; docs/migrate.md has them all")
 
 
-def _load(path: str, name: str, target: str) -> Any:
+def _absent(path: str, name: str) -> str | None:
+    """Why a name of DeepSpeed's is not there, and what to use or to install; None for every other name."""
+    from ds_deepspeed_compat.names import State, modules, names_of
+
+    row = names_of(path).get(name)
+    if row is None or row.state is State.CONSTANT or (row.state is State.MISSING and f"{path}.{name}" in modules()):
+        return None
+    if row.state is State.MISSING:
+        return f"{path}.{name} is not offered by ds_core: {row.text}"
+    package = row.target.partition(":")[0].partition(".")[0]
+    if package == _ROOT or package in sys.modules or importlib.util.find_spec(package) is not None:
+        return None
+    from ds_core.catalogue import install as how
+
+    dist = package.replace("_", "-")
+    return f"{path}.{name} is served by {dist}, which is not installed: {how(dist)}"
+
+
+def _load(name: str, target: str) -> Any:
     module, colon, attribute = target.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise
-        from ds_core.catalogue import install as how
-        from ds_deepspeed_compat.missing import stand_in
-
-        dist = error.name.replace("_", "-")
-        return stand_in(path, name, f"{path}.{name} is served by {dist}, which is not installed: {how(dist)}")
+    found = importlib.import_module(module)
     return found if colon and not attribute else getattr(found, attribute or name)
-
-
-def _missing(path: str, name: str, instead: str) -> type:
-    from ds_deepspeed_compat.missing import stand_in
-
-    return stand_in(path, name, f"{path}.{name} is not offered by ds_core: {instead}")

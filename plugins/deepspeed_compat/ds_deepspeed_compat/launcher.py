@@ -7,6 +7,8 @@ variables LOCAL_SIZE, CROSS_RANK and CROSS_SIZE.
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,18 @@ from ds_cli.hosts.hostfile import filter_hosts, read_hostfile
 from ds_deepspeed_compat.constants import DLTS_HOSTFILE
 from ds_deepspeed_compat.finder import VARIABLE, displaced
 
-__all__ = ["fetch_hostfile", "main", "parse_args", "parse_resource_filter", "words"]
+__all__ = [
+    "apply_num_nodes_and_gpus",
+    "encode_world_info",
+    "fetch_hostfile",
+    "main",
+    "parse_args",
+    "parse_inclusion_exclusion",
+    "parse_node_config",
+    "parse_node_config_list",
+    "parse_resource_filter",
+    "words",
+]
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
@@ -32,6 +45,38 @@ def parse_resource_filter(
 ) -> dict[str, list[int]]:
     """Host -> slots to use: only those of `include_str`, or all but those of `exclude_str`. Raises ValueError."""
     return filter_hosts(host_info, include_str, exclude_str)
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """`parse_resource_filter` of hosts and their numbers of slots."""
+    return filter_hosts({host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion)
+
+
+def parse_node_config(node_config: str) -> tuple[str, list[int]]:
+    """``"host:0,2"`` -> ("host", [0, 2]); without slots the list is empty. Raises ValueError."""
+    host, _, slots = node_config.partition(":")
+    return host, [int(slot) for slot in slots.split(",")] if slots else []
+
+
+def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
+    """``"a:0@b:1,2"`` -> host -> slots, in order, each once. Raises ValueError."""
+    found: dict[str, set[int]] = {}
+    for host, slots in map(parse_node_config, node_config_list.split("@")):
+        found.setdefault(host, set()).update(slots)
+    return {host: sorted(slots) for host, slots in found.items()}
+
+
+def apply_num_nodes_and_gpus(
+    active_resources: Mapping[str, list[int]], num_nodes: int, num_gpus: int
+) -> dict[str, list[int]]:
+    """The first `num_nodes` hosts, each with the slots 0 to `num_gpus` - 1; a number below 1 leaves what is given."""
+    hosts = list(active_resources)[: num_nodes if num_nodes > 0 else None]
+    return {host: list(range(num_gpus)) if num_gpus > 0 else active_resources[host] for host in hosts}
+
+
+def encode_world_info(world_info: Mapping[str, list[int]]) -> str:
+    """Hosts and slots as one word: JSON in base64, as ``--world_info`` has it."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:

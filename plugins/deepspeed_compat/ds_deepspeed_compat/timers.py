@@ -10,29 +10,7 @@ from typing import Any
 
 from ds_deepspeed_compat.logs import log_dist
 
-__all__ = [
-    "BACKWARD_GLOBAL_TIMER",
-    "BACKWARD_INNER_GLOBAL_TIMER",
-    "BACKWARD_INNER_MICRO_TIMER",
-    "BACKWARD_MICRO_TIMER",
-    "BACKWARD_REDUCE_GLOBAL_TIMER",
-    "BACKWARD_REDUCE_MICRO_TIMER",
-    "FORWARD_GLOBAL_TIMER",
-    "FORWARD_MICRO_TIMER",
-    "STEP_GLOBAL_TIMER",
-    "STEP_MICRO_TIMER",
-    "NoopTimer",
-    "SynchronizedWallClockTimer",
-    "ThroughputTimer",
-    "trim_mean",
-]
-
-# The names under which DeepSpeed's engine keeps its timers; ds_core's engine has no timers of these names.
-FORWARD_GLOBAL_TIMER, FORWARD_MICRO_TIMER = "fwd", "fwd_microstep"
-BACKWARD_GLOBAL_TIMER, BACKWARD_MICRO_TIMER = "bwd", "bwd_microstep"
-BACKWARD_INNER_GLOBAL_TIMER, BACKWARD_INNER_MICRO_TIMER = "bwd_inner", "bwd_inner_microstep"
-BACKWARD_REDUCE_GLOBAL_TIMER, BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce", "bwd_allreduce_microstep"
-STEP_GLOBAL_TIMER, STEP_MICRO_TIMER = "step", "step_microstep"
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "trim_mean"]
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
@@ -46,8 +24,10 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     return statistics.mean(kept) if kept else statistics.median(data)
 
 
-def _now() -> float:
+def _now(synchronized: bool = True) -> float:
     """Seconds, once the device has finished."""
+    if not synchronized:
+        return time.perf_counter()
     from ds_core.accelerator import get_accelerator
 
     get_accelerator().synchronize()
@@ -182,7 +162,11 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second of whole steps, the first `start_step` of which do not count."""
+    """Samples per second of whole steps, the first `start_step` of which do not count.
+
+    config: of it `enabled` and `synchronized` are read, which are true where it has none; without the latter nothing
+    waits for the device, and the times of many steps are right together.
+    """
 
     def __init__(
         self,
@@ -193,15 +177,31 @@ class ThroughputTimer:
         monitor_memory: bool = False,
         logging_fn: Any = None,
     ) -> None:
-        self.config, self.batch_size, self.start_step = config, max(1, batch_size), start_step
-        self.steps_per_output, self.logging = steps_per_output, logging_fn or log_dist
-        self.global_step_count = self.micro_step_count = 0
-        self.total_elapsed_time = self._began = 0.0
+        self.config = config
+        self.batch_size = max(1, batch_size)
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.logging = logging_fn or log_dist
+        self.epoch_count = 0
+        self.global_step_count = 0
+        self.micro_step_count = 0
+        self.total_elapsed_time = 0.0  # seconds, of the steps that count
+        self.step_elapsed_time = 0.0  # seconds, of the step that runs
         self.started = False
+        self._began = 0.0
+        self._enabled = bool(getattr(config, "enabled", True))
+        self._synchronized = bool(getattr(config, "synchronized", True))
+
+    def update_epoch_count(self) -> None:
+        """An epoch has ended."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
 
     def start(self) -> None:
-        """A step begins."""
-        self._began, self.started = _now(), True
+        """A step, or a micro-step, begins."""
+        if self._enabled and not self.started:
+            self._began = _now(self._synchronized)
+            self.started = True
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-step ends, and with `global_step` a whole one."""
@@ -209,13 +209,17 @@ class ThroughputTimer:
             return
         self.started = False
         self.micro_step_count += 1
-        took = _now() - self._began
-        self.global_step_count += global_step
+        self.step_elapsed_time += _now(self._synchronized) - self._began
+        if not global_step:
+            return
+        took = self.step_elapsed_time
+        self.step_elapsed_time = 0.0
+        self.global_step_count += 1
         if self.global_step_count <= self.start_step:
             return
         self.total_elapsed_time += took
         due = self.steps_per_output and self.global_step_count % self.steps_per_output == 0
-        if global_step and report_speed and due:
+        if report_speed and due:
             self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.2f} samples/s")
 
     def avg_samples_per_sec(self) -> float:

@@ -56,6 +56,18 @@ def test_the_engine_is_a_module_with_one_child() -> None:
         engine(torch.ones(4, 4))
 
 
+def test_the_throughput_of_the_engines_steps() -> None:
+    engine = start(gradient_accumulation_steps=2, train_batch_size=8)
+    for _ in range(4):
+        engine.backward(engine(torch.ones(4, 4)).sum())
+        engine.step()
+    assert engine.tput_timer.global_step_count == engine.global_steps == 2
+    assert engine.tput_timer.micro_step_count == 4
+    engine.tput_timer.update_epoch_count()
+    assert engine.random_ltd_scheduler is None
+    engine.destroy()
+
+
 def test_backward_takes_its_arguments_in_the_order_of_the_release() -> None:
     engine = start()
     loss = engine(torch.ones(4, 4)).square().mean()

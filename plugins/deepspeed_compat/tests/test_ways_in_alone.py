@@ -30,7 +30,7 @@ def test_a_script_or_module_is_run_as_deepspeed(script: Path) -> None:
         ended = python(*words, "--x", "1", DS_CORE_AS_DEEPSPEED="0" if words[0] == "-m" else "1")
         assert ended.stdout == "0.19.8+dscore __main__ ['--x', '1'] False\n", ended.stderr
     assert python("-m", "ds_core.compat", "-m", "json.tool", "--help").returncode == 0
-    assert "No module named 'deepspeed'" in python(script).stderr
+    assert python(script).stdout == "0.19.8+dscore __main__ [] False\n", "no DeepSpeed is installed here"
     assert "usage:" in python("-m", "ds_core.compat").stderr
 
 
@@ -46,6 +46,16 @@ def test_install_in_a_script_and_too_late(tmp_path: Path) -> None:
     assert f"the DeepSpeed installed in {tmp_path} is not used" in ended.stderr
 
 
+def test_a_deepspeed_that_is_installed_is_taken_unless_asked(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "deepspeed.py").write_text("__version__ = 'real'\n")
+    beside = {"PYTHONPATH": str(tmp_path / "real")}
+    assert python(script, **beside).stdout.startswith("real ")
+    asked = python(script, **beside, DS_CORE_AS_DEEPSPEED="1")
+    assert asked.stdout.startswith("0.19.8+dscore ")
+    assert "is not used" in asked.stderr
+
+
 def test_frameworks_find_a_distribution() -> None:
     look = (
         "import importlib.metadata as m, importlib.util, importlib_metadata as b\n"
@@ -54,12 +64,12 @@ def test_frameworks_find_a_distribution() -> None:
         "assert m.version('deepspeed') == b.version('DeepSpeed') == '0.19.8+dscore'\n"
         "assert parse(m.version('deepspeed')) >= parse('0.16.4')\n"
         "assert m.metadata('deepspeed')['Name'] == 'deepspeed'\n"
-        "assert m.packages_distributions()['deepspeed'] == ['deepspeed']\n"
         "assert [d.name for d in m.distributions(name='numpyy')] == []\n"
     )
-    ended = python("-c", look, DS_CORE_AS_DEEPSPEED="1")
-    assert ended.returncode == 0, ended.stderr
-    assert python("-c", look).returncode == 1
+    everywhere = "assert m.packages_distributions()['deepspeed'] == ['deepspeed']\n"
+    for code, variables in ((look, {}), (look + everywhere, {"DS_CORE_AS_DEEPSPEED": "1"})):
+        ended = python("-c", code, **variables)
+        assert ended.returncode == 0, ended.stderr
 
 
 def test_the_variables_of_the_launcher() -> None:

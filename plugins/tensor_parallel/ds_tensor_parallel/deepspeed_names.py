@@ -7,21 +7,24 @@ leaves out is filled in, and another value there is a ConfigError that names the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from ds_run_state.changes import gather_slices, reshape
+from ds_run_state.slices import SLICES, Slice
+from torch import Tensor, nn
 
 from ds_core.config import read_config
 from ds_core.errors import UsageError
-from ds_core.process import log_once
+from ds_core.process import STATE, log_once
 from ds_tensor_parallel.autotp_config import AutoTPConfig
 
-__all__ = ["set_autotp_mode", "tp_model_init"]
+__all__ = ["GatherReplacedLayerParams", "set_autotp_mode", "tp_model_init"]
 
 log = logging.getLogger("ds_tensor_parallel")
 
+_WHOLE = Slice((), (), ())
 _MODES = {torch.float32: None, torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -84,3 +87,35 @@ def _record(model: nn.Module, asked: Mapping[str, Mapping[str, Any]]) -> None:
                 found = f"{section}.{key} would be {value!r}, and was recorded as {before[key]!r}"
                 raise UsageError(f"tp_model_init: {found}; call it once")
     model.ds_sections = known  # type: ignore[assignment]
+
+
+class GatherReplacedLayerParams:
+    """Inside, the parameters that tensor parallelism divided are whole; what is written into them then stays.
+
+    Collective along the axis ``tp``. Parameters that are not divided, and those of no live engine, are as they are.
+    params: one or several. module: whose they are.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter] | nn.Parameter, module: nn.Module, enabled: bool = True) -> None:
+        self.module = module
+        self.params = [params] if isinstance(params, Tensor) else list(params)
+        self.enabled = enabled
+        self._open: list[dict[nn.Parameter, Slice]] = []
+
+    def __enter__(self) -> None:
+        wanted = set(self.params) if self.enabled else set()
+        for engine in STATE.engines if wanted else ():
+            model = engine.ctx.module
+            assert model is not None
+            slices = engine.ctx.stash.get(SLICES) or {}
+            named = {name: param for name, param in model.named_parameters() if param in wanted}
+            pieces = {param: slices[name] for name, param in named.items() if slices.get(name, _WHOLE).axes == ("tp",)}
+            if pieces:
+                gather_slices(pieces, engine.ctx.mesh, "tp")
+                self._open.append(pieces)
+
+    def __exit__(self, *_: object) -> None:
+        for pieces in self._open:
+            for param, piece in pieces.items():
+                reshape(param, piece.take(param.data).clone())
+        self._open.clear()

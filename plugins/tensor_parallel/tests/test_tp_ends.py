@@ -87,3 +87,26 @@ def ends_in_an_exception() -> None:
 
 def test_an_exception_lets_ranks_end_without_each_other(ranks: Ranks) -> None:
     ranks(2, ends_in_an_exception)
+
+
+def written_whole() -> None:
+    from ds_tensor_parallel.deepspeed_names import GatherReplacedLayerParams
+
+    engine, whole = start(llama(), tensor_parallel={"autotp_size": 2}), dict(llama().named_parameters())
+    name = "model.layers.0.mlp.up_proj.weight"
+    param = dict(engine.module.named_parameters())[name]
+    assert param.shape != whole[name].shape
+    with GatherReplacedLayerParams(engine.module.parameters(), engine.module):
+        for other, value in engine.module.named_parameters():
+            torch.testing.assert_close(value.data, whole[other].data)
+        param.data.mul_(2)
+    assert param.shape != whole[name].shape
+    with GatherReplacedLayerParams(param, engine.module):
+        torch.testing.assert_close(param.data, 2 * whole[name].data)
+    with GatherReplacedLayerParams(param, engine.module, enabled=False):
+        assert param.shape != whole[name].shape
+    engine.destroy()
+
+
+def test_parameters_are_whole_inside_gather_replaced_layer_params(ranks: Ranks) -> None:
+    ranks(2, written_whole)

@@ -1,13 +1,19 @@
 """The table: every name of DeepSpeed that scripts use, by import path, with what serves it (standard library only).
 
-Each module of this package holds one area as ``NAMES``: import paths, separated by spaces -> `Rows`. From this alone
-come the modules that ``import deepspeed`` makes (`ds_deepspeed_compat.finder`) and the table in docs/migrate.md.
+Each module of this package holds one area as ``NAMES``: import paths, separated by spaces -> `Rows`. constants.json has
+the values of constants, and imports.json which module of DeepSpeed's imports which names of another, since scripts take
+a name also from where it is only imported. From this alone come the modules that ``import deepspeed`` makes
+(`ds_deepspeed_compat.finder`) and the table in docs/migrate.md.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from ds_deepspeed_compat.names import (
     checkpoint,
@@ -24,7 +30,7 @@ from ds_deepspeed_compat.names import (
 )
 from ds_deepspeed_compat.names.entry import Name, Rows, State
 
-__all__ = ["AREAS", "Name", "Rows", "State", "modules", "names_of"]
+__all__ = ["AREAS", "Name", "Rows", "State", "constants", "modules", "names_of"]
 
 AREAS: Mapping[str, Mapping[str, Rows]] = {
     "start and configuration": top.NAMES,
@@ -42,9 +48,32 @@ AREAS: Mapping[str, Mapping[str, Rows]] = {
 
 
 @functools.cache
+def constants() -> Mapping[str, Mapping[str, Any]]:
+    """The constants of DeepSpeed 0.19.8 and their values, by the module that has them."""
+    rows: Mapping[str, Mapping[str, Any]] = _table("constants.json")
+    return rows
+
+
+@functools.cache
+def _imports() -> Mapping[str, Mapping[str, str]]:
+    """Module -> the module that it imports names from -> the names, ``name=alias``, or ``*``."""
+    rows: Mapping[str, Mapping[str, str]] = _table("imports.json")
+    return rows
+
+
+def _fixed(row: Name, name: str) -> Name:
+    """The row with its attribute's name in the target, so that it can stand under another name."""
+    return replace(row, target=f"{row.target}:{name}") if row.target and ":" not in row.target else row
+
+
+def _table(file: str) -> Any:
+    return json.loads(Path(__file__).with_name(file).read_text())
+
+
+@functools.cache
 def modules() -> Mapping[str, tuple[Rows, ...]]:
     """Every module and package, by its path -> the rows that it has; packages in between have none of their own."""
-    found: dict[str, tuple[Rows, ...]] = {}
+    found: dict[str, tuple[Rows, ...]] = dict.fromkeys(constants(), ())
     for area in AREAS.values():
         for paths, rows in area.items():
             for path in paths.split():
@@ -56,11 +85,30 @@ def modules() -> Mapping[str, tuple[Rows, ...]]:
     return found
 
 
-def names_of(path: str) -> dict[str, Name]:
-    """The names of one module."""
-    return {
-        name: Name(State.WORKS, value) if isinstance(value, str) else value
-        for rows in modules()[path]
-        for names, value in rows.items()
-        for name in names.split()
-    }
+@functools.cache
+def names_of(path: str) -> Mapping[str, Name]:
+    """The names of one module: those of its rows, the constants that it has, and what it imports from the others."""
+    found: dict[str, Name] = {}
+    for origin, words in _imports().get(path, {}).items():
+        if origin not in modules():
+            continue
+        theirs = own_names(origin)
+        if "*" in words.split():
+            found.update({name: row for name, row in theirs.items() if not name.startswith("_")})
+        for name, _, alias in (word.partition("=") for word in words.split()):
+            if name in theirs:
+                found[alias or name] = _fixed(theirs[name], name)
+            elif f"{origin}.{name}" in modules() and f"{path}.{alias or name}" not in modules():
+                found[alias or name] = Name(State.WORKS, f"{origin}.{name}:")
+    return {**found, **own_names(path)}
+
+
+@functools.cache
+def own_names(path: str) -> Mapping[str, Name]:
+    """The names of one module, without what it imports; a row of its own goes before a constant's value."""
+    found = {name: Name(State.CONSTANT, value=value) for name, value in constants().get(path, {}).items()}
+    for rows in modules()[path]:
+        for names, value in rows.items():
+            row = Name(State.WORKS, value) if isinstance(value, str) else value
+            found.update(dict.fromkeys(names.split(), row))
+    return found

@@ -10,13 +10,21 @@ _FILES = missing("a checkpoint is a manifest and safetensors files (docs/checkpo
 _FP32 = "ds_checkpoint_deepspeed.zero_to_fp32"
 _CONVERTED = differs(_FP32, "writes safetensors, never a pickle; a warning says so where safe_serialization=False")
 _UNIVERSAL = missing("every checkpoint loads at any layout; `dscore checkpoint import` reads DeepSpeed's")
+_ENGINES = differs(
+    "ds_deepspeed_compat.checkpoint_engines",
+    "for files of a program's own; the hook ds_checkpointer makes the engine's",
+)
 _NAMES = "ds_checkpoint_deepspeed.folder"
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.utils.zero_to_fp32": {
         "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main": _FP32,
         "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict": _CONVERTED,
-        "get_model_state_file get_optim_files get_model_state_files parse_model_states parse_optim_states": _FILES,
+        "get_model_state_file get_optim_files get_model_state_files get_checkpoint_files": differs(
+            "ds_checkpoint_deepspeed.state_files",
+            "of a checkpoint of ds_core's: two small files that are made to be read",
+        ),
+        "parse_model_states parse_optim_states": _FILES,
     },
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "ds_checkpoint",
@@ -32,9 +40,11 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.checkpoint.ds_to_universal": {
         "main": differs("ds_checkpoint_deepspeed.ds_to_universal", "takes the command line; converts ds_core's too")
     },
-    "deepspeed.runtime.checkpoint_engine.checkpoint_engine": {"CheckpointEngine": missing("the hook ds_checkpointer")},
-    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
-        "TorchCheckpointEngine": missing("the hook ds_checkpointer"),
+    "deepspeed.runtime.checkpoint_engine deepspeed.runtime.checkpoint_engine.checkpoint_engine": {
+        "CheckpointEngine CheckpointCommitInfo": _ENGINES,
+    },
+    "deepspeed.runtime.checkpoint_engine deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
+        "TorchCheckpointEngine": missing("torch.save and torch.load for files of a program's own"),
     },
     "deepspeed.runtime.state_dict_factory": {"SDLoaderFactory": missing("`dscore checkpoint import` reads such files")},
 }

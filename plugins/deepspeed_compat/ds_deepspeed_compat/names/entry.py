@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 __all__ = ["Name", "Rows", "State", "differs", "missing"]
 
@@ -14,6 +15,7 @@ class State(str, Enum):
 
     WORKS = "works"
     DIFFERS = "works differently"
+    CONSTANT = "constant"
     MISSING = "not offered"
 
 
@@ -23,11 +25,13 @@ class Name:
 
     target: ``"module:attribute"``; ``"module"`` when the attribute has the name itself, ``"module:"`` for the module.
     text: how it differs, or for a missing name what there is instead.
+    value: of a constant, as DeepSpeed has it.
     """
 
     state: State
     target: str = ""
     text: str = ""
+    value: Any = None
 
 
 Rows = Mapping[str, "str | Name"]

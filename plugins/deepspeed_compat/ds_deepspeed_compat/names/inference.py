@@ -8,6 +8,8 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 from ds_deepspeed_compat.names.top import INFERENCE_CONFIG, INJECTION, LEGACY_TENSOR_PARALLEL
 
 _INJECTION = missing(INJECTION)
+_RAGGED = differs("ds_deepspeed_compat.ragged_config", "checked; the engine that serves is `dscore serve`")
+_SERVING = missing("`dscore serve` serves many requests at a time, and ds_inference.serve from Python")
 _TENSOR = missing("set tensor_parallel.autotp_size and partition_config in the config: initialize divides the layers")
 _SIZES = "made with its sizes, as nn.Linear is; initialize divides it"
 _ROW = differs("ds_tensor_parallel:RowParallelLinear", _SIZES)
@@ -26,6 +28,17 @@ NAMES: Mapping[str, Rows] = {
         "InferenceEngine": "ds_inference",
         "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
         "HFBertLayerPolicy": _INJECTION,
+    },
+    "deepspeed.inference deepspeed.inference.v2 deepspeed.inference.v2.config_v2": {
+        "RaggedInferenceEngineConfig DeepSpeedTPConfig": _RAGGED,
+    },
+    "deepspeed.inference.v2.config_v2": {"QuantizationConfig": _RAGGED},
+    "deepspeed.inference.v2.ragged deepspeed.inference.v2.ragged.manager_configs": {
+        "DSStateManagerConfig MemoryConfig AllocationMode": _RAGGED,
+    },
+    "deepspeed.inference.v2.engine_v2 deepspeed.inference.v2": {"InferenceEngineV2": _SERVING},
+    "deepspeed.inference.v2.engine_factory deepspeed.inference.v2 deepspeed.inference": {
+        "build_hf_engine build_engine_from_ds_checkpoint": _SERVING
     },
     "deepspeed.inference.engine": {"InferenceEngine": "ds_inference"},
     "deepspeed.inference.config": {
@@ -48,6 +61,7 @@ NAMES: Mapping[str, Rows] = {
         "LinearAllreduce": _ROW,
         "LinearLayer": _COLUMN,
         "set_autotp_mode": LEGACY_TENSOR_PARALLEL,
+        "GatherReplacedLayerParams": "ds_tensor_parallel.deepspeed_names",
     },
     "deepspeed.module_inject.auto_tp": {"AutoTP": _TENSOR},
     "deepspeed.module_inject.autotp_config": {
@@ -55,7 +69,11 @@ NAMES: Mapping[str, Rows] = {
         "AutoTPPresets": _PRESETS,
         "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
     },
-    "deepspeed.module_inject.replace_policy": {"HFBertLayerPolicy": _INJECTION},
+    "deepspeed.module_inject.replace_policy deepspeed.module_inject.containers": {
+        "HFBertLayerPolicy HFGPT2LayerPolicy BLOOMLayerPolicy HFGPTJLayerPolicy HFGPTNEOLayerPolicy GPTNEOXLayerPolicy "
+        "HFOPTLayerPolicy MegatronLayerPolicy HFDistilBertLayerPolicy HFCLIPLayerPolicy LLAMALayerPolicy UNetPolicy "
+        "VAEPolicy LLAMA2LayerPolicy InternLMLayerPolicy": _INJECTION
+    },
     "deepspeed.runtime.tensor_parallel": {"TPConfig TPTrainingConfig get_tensor_parallel_config": _TENSOR},
     "deepspeed.runtime.tensor_parallel.config": {"TPConfig TPTrainingConfig": _TENSOR},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
@@ -90,6 +108,11 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.compression.compress": {
         "init_compression redundancy_clean": _COMPRESSION,
         "student_initialization": "ds_compression",
+    },
+    "deepspeed.compression.helper": {
+        "recursive_getattr recursive_setattr convert_conv1d_to_linear module_replacement": (
+            "ds_deepspeed_compat.module_paths"
+        ),
     },
     "deepspeed.linear": {
         "OptimizedLinear LoRAConfig QuantizationConfig Init": missing("use weight_quantization, and peft for LoRA")

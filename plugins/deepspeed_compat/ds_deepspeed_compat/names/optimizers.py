@@ -34,10 +34,6 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.fp16.onebit.zoadam": {"ZeroOneAdam": differs("ds_optimizers", _ONEBIT)},
     "deepspeed.runtime.lr_schedules": {
         "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR": "ds_lr_schedules.schedules",
-        "VALID_LR_SCHEDULES LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_MIN_LR "
-        "WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE TOTAL_NUM_STEPS": (
-            "ds_deepspeed_compat.constants"
-        ),
         "add_tuning_arguments": missing("write the schedule into the config"),
     },
 }

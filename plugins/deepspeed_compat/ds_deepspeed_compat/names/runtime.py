@@ -11,7 +11,6 @@ _CONFIG = "checked as a run's config is; setting an attribute changes no run"
 NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.engine": {
         "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable": "ds_deepspeed_compat.engine",
-        "MEMORY_OPT_ALLREDUCE_SIZE": "ds_deepspeed_compat.constants",
     },
     "deepspeed.runtime.hybrid_engine": {
         "DeepSpeedHybridEngine": differs(
@@ -28,11 +27,18 @@ NAMES: Mapping[str, Rows] = {
             "ds_deepspeed_compat.section_defaults"
         ),
         "ZeroStageEnum DtypeEnum": "ds_deepspeed_compat.enums",
+        "get_gradient_accumulation_steps get_managed_gradient_accumulation get_prescale_gradients "
+        "get_gradient_predivide_factor get_gradient_allreduce_op get_steps_per_print get_disable_allgather "
+        "get_dump_state get_disable_python_gc get_gradient_clipping get_zero_allow_untested_optimizer "
+        "get_zero_force_ds_cpu_optimizer get_train_batch_size get_train_micro_batch_size_per_gpu "
+        "get_wall_clock_breakdown get_memory_breakdown get_dataloader_drop_last get_log_level get_optimizer_name "
+        "get_optimizer_params get_optimizer_legacy_fusion get_optimizer_gradient_clipping get_scheduler_name "
+        "get_scheduler_params get_torch_autocast_enabled get_lower_precision_safe_modules get_checkpoint_params "
+        "get_data_types_params get_checkpoint_tag_validation_mode get_communication_data_type": (
+            "ds_deepspeed_compat.config_readers"
+        ),
         "dict_raise_error_on_duplicate_keys": "ds_deepspeed_compat.files",
         "DeepSpeedConfigError": "ds_core.errors:ConfigError",
-        "ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
-        "ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER MUADAM_OPTIMIZER MUADAMW_OPTIMIZER "
-        "MUSGD_OPTIMIZER DEEPSPEED_OPTIMIZERS": "ds_deepspeed_compat.constants",
     },
     "deepspeed.runtime.config_utils": {
         "DeepSpeedConfigModel": "ds_deepspeed_compat.config_models",
@@ -82,7 +88,14 @@ NAMES: Mapping[str, Rows] = {
         "ensure_directory_exists noop_decorator noop_context call_to_str required_torch_version "
         "clip_grad_norm_ get_global_norm get_grad_norm get_weight_norm DummyOptim": "ds_deepspeed_compat.helpers",
         "partition_uniform partition_balanced": "ds_deepspeed_compat.helpers",
-        "CheckOverflow PartitionedTensor": missing("the engine agrees on overflow by itself"),
+        "PartitionedTensor": "ds_deepspeed_compat.partitioned_tensor",
+        "CheckOverflow": missing("the engine agrees on overflow by itself"),
+    },
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        "reduce_scatter_coalesced": "ds_deepspeed_compat.coalesced",
+        "all_to_all_quant_reduce all_to_all_loco_quant_reduce": missing(
+            "the keys zero_quantized_gradients and zeropp_loco_param make ZeRO reduce so"
+        ),
     },
     "deepspeed.runtime.eigenvalue": {
         "Eigenvalue": missing("they only set how fast weights lose bits; use quantization_period")
@@ -92,9 +105,6 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.sparse_tensor": {"SparseTensor": missing("gradients of embeddings are dense")},
     "deepspeed.runtime.compiler": {"is_compile_supported disable is_compiling": "ds_deepspeed_compat.helpers"},
-    "deepspeed.runtime.constants": {
-        "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE": "ds_deepspeed_compat.constants",
-    },
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": "ds_data_sampling.deepspeed_names"},
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {
         "DeepSpeedDataSampler": differs(
@@ -120,7 +130,7 @@ NAMES: Mapping[str, Rows] = {
         "RandomLayerTokenDrop": missing("no layer is wrapped; use convert_to_random_ltd"),
     },
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
-        "convert_to_random_ltd save_without_random_ltd": "ds_data_sampling.random_ltd",
+        "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict": "ds_data_sampling.random_ltd",
     },
     "deepspeed.runtime.domino.transformer": {
         "DominoTransformer DominoTransformerLayer": missing("use section tensor_parallel, on any model"),

@@ -40,7 +40,6 @@ NAMES: Mapping[str, Rows] = {
         "log_dist logger": "ds_deepspeed_compat.logs",
         "OnDevice": "ds_deepspeed_compat.devices",
         "dist": "deepspeed.comm:",
-        "TORCH_DISTRIBUTED_DEFAULT_PORT": "ds_deepspeed_compat.constants",
         "__version__ version": "ds_deepspeed_compat.version:VERSION",
         "__git_hash__ git_hash": "ds_deepspeed_compat.version:GIT_HASH",
         "__git_branch__ git_branch": "ds_deepspeed_compat.version:GIT_BRANCH",
@@ -53,10 +52,15 @@ NAMES: Mapping[str, Rows] = {
         "installed_ops compatible_ops": "ds_deepspeed_compat.op_builder:compatible_ops",
         "accelerator_name": "ds_deepspeed_compat.version",
     },
+    "deepspeed.git_version_info_installed": {
+        "version": "ds_deepspeed_compat.version:VERSION",
+        "git_hash": "ds_deepspeed_compat.version:GIT_HASH",
+        "git_branch": "ds_deepspeed_compat.version:GIT_BRANCH",
+        "torch_info": "ds_deepspeed_compat.version",
+        "installed_ops compatible_ops": "ds_deepspeed_compat.op_builder:compatible_ops",
+    },
     "deepspeed.constants": {
-        "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout CROSS_RANK CROSS_SIZE LOCAL_RANK": (
-            "ds_deepspeed_compat.constants"
-        ),
+        "default_pg_timeout": "ds_deepspeed_compat.constants",
     },
     "deepspeed.config": {"Config TrainingConfig BatchConfig FP16Config": "ds_deepspeed_compat.config"},
     "deepspeed.comm deepspeed.comm.comm": {
@@ -76,14 +80,16 @@ NAMES: Mapping[str, Rows] = {
             "ds_deepspeed_compat.comm", "objects travel as JSON: nothing is pickled; anything else is an error"
         ),
         "ReduceOp ProcessGroup": "torch.distributed",
+        "TorchBackend": "ds_deepspeed_compat.torch_backend",
         "configure log_summary": "ds_comms_logger",
         "mpi_discovery": differs(
             "ds_deepspeed_compat.comm", "init_distributed finds the job by itself; this only sets the variables"
         ),
         "initialize_mesh_device": missing("mesh_param of initialize; init_device_mesh of torch"),
     },
+    "deepspeed.comm.torch": {"TorchBackend": "ds_deepspeed_compat.torch_backend"},
     "deepspeed.comm.reduce_op": {"ReduceOp": "torch.distributed"},
-    "deepspeed.comm.constants deepspeed.comm.utils": {},
+    "deepspeed.comm.utils": {},
     "deepspeed.accelerator deepspeed.accelerator.real_accelerator": {
         "get_accelerator set_accelerator is_current_accelerator_supported": "ds_deepspeed_compat.accelerator",
         "DeepSpeedAccelerator": "ds_deepspeed_compat.accelerator",

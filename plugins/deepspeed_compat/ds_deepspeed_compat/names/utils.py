@@ -35,19 +35,29 @@ NAMES: Mapping[str, Rows] = {
         "LoggerFactory log_levels warning_once print_dist print_json_dist print_configuration get_current_level "
         "should_log_le get_log_level_from_string": "ds_deepspeed_compat.logs",
     },
+    "deepspeed.utils.module_utils": {"recursive_getattr recursive_setattr": "ds_deepspeed_compat.module_paths"},
+    "deepspeed.utils.types": {"ActivationFuncType NormType": "ds_deepspeed_compat.enums"},
+    "deepspeed.utils.bwc": {
+        "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
+        "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group": "ds_deepspeed_compat.bwc",
+    },
+    "deepspeed.utils.debug": {
+        "debug_clear_module_and_param_names debug_extract_module_and_param_names debug_module2name "
+        "debug_module2name_id debug_module2name_class debug_param2name debug_param2name_id debug_param2name_id_shape "
+        "debug_param2name_id_shape_device debug_param2name_id_numel debug_param2name_id_shape_status "
+        "debug_module2class print_rank print_rank0": "ds_deepspeed_compat.debug_names",
+    },
     "deepspeed.utils.init_on_device": {"OnDevice": "ds_deepspeed_compat.devices"},
     "deepspeed.utils.nvtx": {"instrument_w_nvtx": "ds_deepspeed_compat.helpers"},
     "deepspeed.utils.distributed": {"init_distributed": "ds_core"},
     "deepspeed.utils.exceptions": {"DeprecatedException": "ds_core.errors:UsageError"},
     "deepspeed.utils.torch": {"required_torch_version": "ds_deepspeed_compat.helpers"},
     "deepspeed.utils.timer": {
-        "SynchronizedWallClockTimer ThroughputTimer NoopTimer trim_mean FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER "
-        "BACKWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
-        "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER STEP_GLOBAL_TIMER "
-        "STEP_MICRO_TIMER": "ds_deepspeed_compat.timers",
+        "SynchronizedWallClockTimer ThroughputTimer NoopTimer trim_mean": "ds_deepspeed_compat.timers",
     },
     "deepspeed.utils.comms_logging": {
-        "CommsLogger": differs("ds_comms_logger:CommsLog", "section comms_logger makes it")
+        "CommsLogger": differs("ds_comms_logger:CommsLog", "section comms_logger makes it"),
+        "convert_size calc_bw_log get_caller_func": "ds_deepspeed_compat.comms_text",
     },
     "deepspeed.utils.groups": {
         "initialize": missing("initialize(mpu=...) of ds_core; the engine's mesh has the groups"),
