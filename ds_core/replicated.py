@@ -151,13 +151,17 @@ class Replicated(Partitioner):
         """Prepare the buckets for one backward."""
         self.grad_state = GradState.RUNNING
         if self._buckets is None:
-            from ds_core.buckets import make_buckets
-
-            self._buckets = make_buckets([p for p in self.slots if p.requires_grad], self.ctx)
+            self._buckets = self.make_buckets([p for p in self.slots if p.requires_grad])
             self._bucket_of = {p: b for b in self._buckets for p in b.params}
         self._next = 0
         for bucket in self._buckets:
             bucket.settle()
+
+    def make_buckets(self, params: Sequence[nn.Parameter]) -> list[Bucket]:
+        """The buckets of those of `params` that have replicas, in the order in which all ranks reduce them."""
+        from ds_core.buckets import make_buckets
+
+        return make_buckets(params, self.ctx)
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch([self.slots[p].gradient for p in bucket.params])

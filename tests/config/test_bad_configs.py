@@ -101,7 +101,6 @@ WORDS: dict[str, list[Any]] = {
 }
 NOT_OFFERED = {
     "amp": {"enabled": True},
-    "sparse_gradients": True,
     "graph_harvesting": True,
     "use_data_before_expert_parallelism": True,
 }

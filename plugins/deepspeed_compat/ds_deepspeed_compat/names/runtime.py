@@ -103,7 +103,7 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.progressive_layer_drop": {
         "ProgressiveLayerDrop": "ds_progressive_layer_drop.schedule",
     },
-    "deepspeed.runtime.sparse_tensor": {"SparseTensor": missing("gradients of embeddings are dense")},
+    "deepspeed.runtime.sparse_tensor": {"SparseTensor": "ds_sparse_gradients:RowTensor"},
     "deepspeed.runtime.compiler": {"is_compile_supported disable is_compiling": "ds_deepspeed_compat.helpers"},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"CurriculumScheduler": "ds_data_sampling.deepspeed_names"},
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {
