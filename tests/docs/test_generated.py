@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import re
 import shlex
 import sys
@@ -27,9 +28,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LAYERS = re.compile(r"<!-- layers -->\n.*?<!-- /layers -->", re.DOTALL)
 NAMES = re.compile(r"<!-- names -->\n.*?<!-- /names -->", re.DOTALL)
+EVERY = re.compile(r"<!-- every name -->\n.*?<!-- /every name -->", re.DOTALL)
+DEEPSPEED = ROOT / "plugins" / "deepspeed_compat" / "tests" / "deepspeed_0_19_8.json"
 RECIPE = re.compile(r"<!-- recipe ([\w-]+) ([\w-]+)((?: \w+\.py)*) -->\n.*?<!-- /recipe -->", re.DOTALL)
 BLOCK = re.compile(r"```console\n\$ (dscore [^\n]+)\n(.*?)```", re.DOTALL)
-PARTS = (BLOCK, LAYERS, NAMES, RECIPE)
+PARTS = (BLOCK, LAYERS, NAMES, RECIPE, EVERY)
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if any(part.search(page.read_text()) for part in PARTS))
 
 
@@ -93,15 +96,40 @@ def recipe(found: re.Match[str]) -> str:
     return "\n\n".join([head, entry, *blocks, "<!-- /recipe -->"])
 
 
+def every_name() -> str:
+    """The table of all public names of DeepSpeed's modules."""
+    from ds_deepspeed_compat.names import State, modules, names_of
+    from ds_deepspeed_compat.names.reasons import reason
+
+    lines = [
+        "<!-- every name -->",
+        "",
+        "| module | offered | constants | not offered | instead |",
+        "|---|---|---|---|---|",
+    ]
+    for path, words in json.loads(DEEPSPEED.read_text()).items():
+        rows = names_of(path) if path in modules() else {}
+        states = {name: rows[name].state if name in rows else State.MISSING for name in words.split()}
+        offered = [name for name, state in states.items() if state in (State.WORKS, State.DIFFERS)]
+        constants = [name for name, state in states.items() if state is State.CONSTANT]
+        absent = [name for name, state in states.items() if state is State.MISSING]
+        why = {name: rows[name].text for name in absent if name in rows}
+        rest = [reason(path)] if len(why) < len(absent) else []
+        cells = [", ".join(f"`{name}`" for name in names) for names in (offered, constants, absent)]
+        lines.append(f"| `{path}` | {' | '.join(cells)} | {'; '.join(dict.fromkeys([*why.values(), *rest]))} |")
+    return "\n".join([*lines, "", "<!-- /every name -->"])
+
+
 def generated(text: str) -> str:
     """The page `text` with every generated part as it is now."""
     text = RECIPE.sub(recipe, text)
+    text = EVERY.sub(lambda _: every_name(), text)
     text = NAMES.sub(lambda _: names(), LAYERS.sub(lambda _: layers(), text))
     return BLOCK.sub(lambda found: f"```console\n$ {found[1]}\n{printed(found[1])}```", text)
 
 
 def test_there_are_generated_pages() -> None:
-    assert {"architecture.md", "choosing-a-stage.md", "migrate.md", "plugins.md"} <= set(PAGES)
+    assert {"architecture.md", "choosing-a-stage.md", "deepspeed-names.md", "migrate.md", "plugins.md"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ds_comm_autograd import gather
+from ds_comm_autograd import all_to_all, gather
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,8 +24,40 @@ __all__ = [
     "SequenceUnit",
     "UlyssesSPAttentionHF",
     "UlyssesSPDataLoaderAdapter",
+    "single_all_to_all",
     "vocab_sequence_parallel_cross_entropy",
 ]
+
+
+def single_all_to_all(
+    input: Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    batch_dim_idx: int,
+    group: ProcessGroup | None,
+    async_op: bool = False,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """The exchange of DeepSpeed's Ulysses: equal parts of `input` along `scatter_idx` go to the ranks of the group.
+
+    What comes is joined along `gather_idx`. It has a gradient. The place of the batch is that of the tensor.
+    Raises UsageError for async_op=True, and where the parts would not be equal.
+    """
+    if async_op:
+        raise UsageError("single_all_to_all(async_op=True): what is exchanged is used at once; leave async_op out")
+    return all_to_all(input, group, scatter_idx, gather_idx)
+
+
+class _SeqAllToAll:
+    """`single_all_to_all` as ``_SeqAllToAll.apply(group, input, scatter_idx, gather_idx, batch_dim_idx)``."""
+
+    @staticmethod
+    def apply(
+        group: ProcessGroup | None, input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any
+    ) -> Tensor:
+        """The exchange; streams and handles that may follow have no effect."""
+        return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
 
 
 class DistributedAttention(ulysses.DistributedAttention):

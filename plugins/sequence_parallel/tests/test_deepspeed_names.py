@@ -8,6 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 import sp_models as m
 import torch
 from ds_testing import run_ranks
@@ -80,3 +81,29 @@ def attention_with_its_arguments() -> float:
 
 def test_attention_takes_sequence_first() -> None:
     assert max(run_ranks(2, attention_with_its_arguments)) < 1e-12
+
+
+def exchanged() -> list[bool]:
+    from ds_sequence_parallel.deepspeed_names import _SeqAllToAll, single_all_to_all
+
+    from ds_core import comm
+
+    comm.init_distributed("gloo")
+    rank, ranks, group = comm.rank(), comm.world_size(), torch.distributed.group.WORLD
+    torch.manual_seed(0)
+    whole = torch.randn(2, 8, 4, 3)  # batch, sequence, heads, their size
+    mine = whole.chunk(ranks, 1)[rank].clone().requires_grad_()
+    heads = _SeqAllToAll.apply(group, mine, 2, 1, 0)
+    back = single_all_to_all(heads, 1, 2, 0, group)
+    (back * 2).sum().backward()
+    assert mine.grad is not None
+    return [
+        torch.equal(heads, whole.chunk(ranks, 2)[rank]),
+        torch.equal(back, mine),
+        bool((mine.grad == 2).all()),
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_exchange_under_its_names(world: int) -> None:
+    assert run_ranks(world, exchanged) == [[True] * 3] * world

@@ -93,7 +93,9 @@ NAMES: Mapping[str, Rows] = {
             for what in ("group", "world_size", "rank")
         },
     },
-    "deepspeed.sequence.layer": {"DistributedAttention": "ds_sequence_parallel.deepspeed_names"},
+    "deepspeed.sequence.layer": {
+        "DistributedAttention single_all_to_all _SeqAllToAll": "ds_sequence_parallel.deepspeed_names",
+    },
     "deepspeed.sequence.fpdt_layer": {"FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": _FPDT},
     "deepspeed.sequence.cross_entropy": {
         "vocab_sequence_parallel_cross_entropy": "ds_sequence_parallel.deepspeed_names"
