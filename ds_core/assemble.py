@@ -145,26 +145,31 @@ def initialize(
         if precision.autocast is not None:
             ctx.stash[WIRE_DTYPES] = wire_dtypes(model, precision.autocast, precision.autocast_modules)
 
-        # Who owns its states, who runs it, what updates it.
-        partitioner = _partitioner(ctx, entry)
-        runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
-        built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
+        # Who owns its states, who runs it, what updates it. What is refused on one rank ends all.
+        with comm.together():
+            partitioner = _partitioner(ctx, entry)
+            runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
+        with comm.together():
+            built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
         if built is not None:
             # What a function of the user's makes is known only now.
             grain = entry.grain if entry.grain is not None else _entry(built, chosen).grain
             check_grain(ctx, grain, "optimizer.type" if optimizer is None else "optimizer=", type(built).__name__)
-            if isinstance(built, UsesKernels):
-                built.use_kernels(kernels)
-            partitioner.bind(built)
-        scheduler = _make_scheduler(lr_scheduler, built, chosen)
-        loader = None
-        if training_data is not None:
-            from ds_core.data import make_loader
+        with comm.together():
+            if built is not None:
+                if isinstance(built, UsesKernels):
+                    built.use_kernels(kernels)
+                partitioner.bind(built)
+            scheduler = _make_scheduler(lr_scheduler, built, chosen)
+            loader = None
+            if training_data is not None:
+                from ds_core.data import make_loader
 
-            loader = make_loader(ctx, training_data)
-        engine = Engine(
-            ctx, partitioner=partitioner, runner=runner, optimizer=built, lr_scheduler=scheduler, loader=loader
-        )
+                loader = make_loader(ctx, training_data)
+        with comm.together():
+            engine = Engine(
+                ctx, partitioner=partitioner, runner=runner, optimizer=built, lr_scheduler=scheduler, loader=loader
+            )
     return engine, built, loader, scheduler
 
 
@@ -316,7 +321,7 @@ def _transformed(ctx: Context, model: nn.Module) -> nn.Module:
         rows.append((ctx.precision.plugin, Transform(Phase.PRECISION, ctx.precision.convert)))
     for plugin, transform in sorted(rows, key=lambda row: row[1].phase):
         what = f"failed in a transform of phase {transform.phase.name} (ds_transforms)"
-        with blaming(plugin, what, passing=(DSError,)):
+        with comm.together(), blaming(plugin, what, passing=(DSError,)):
             changed = transform.apply(model)
             if not isinstance(changed, nn.Module):
                 raise TypeError(f"it must return the model, a torch.nn.Module, not {changed!r}")

@@ -30,7 +30,7 @@ ALONE = cast("ProcessGroup", _Alone())
 __getattr__, __dir__ = names_on_first_use(
     __name__,
     {
-        "agreement": "all_gather_json check_ranks_agree",
+        "agreement": "all_gather_json check_ranks_agree together",
         "collectives": (
             "all_gather_into_tensor all_reduce all_to_all_single barrier broadcast called irecv isend open_transport "
             "rank recv reduce reduce_scatter_tensor send use_providers world_size"

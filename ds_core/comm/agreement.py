@@ -1,10 +1,17 @@
-"""Small things that JSON can hold, exchanged as text (never pickled); and whether all ranks run the same thing."""
+"""Small things that JSON can hold, exchanged as text (never pickled); and whether all ranks run the same thing.
+
+[Note: one fails, all fail] Where ranks do the same work on different parts of a model, one may find a fault that
+others cannot see. They would wait for it in the next collective. `together` ends such work with word of every
+rank. A rank that failed says so in the place of its next `all_gather_json`, so that ranks which agree on something
+inside of the work hear it there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +19,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_core.comm.collectives import all_gather_into_tensor, members
-from ds_core.errors import RankMismatchError
+from ds_core.comm.collectives import all_gather_into_tensor, members, rank
+from ds_core.errors import CommError, LostRankError, RankMismatchError
 
-__all__ = ["SHOWN", "all_gather_json", "check_ranks_agree"]
+__all__ = ["SHOWN", "all_gather_json", "check_ranks_agree", "together"]
 
 SHOWN = 5  # differences spelled out; the rest are counted
 _WIDTH = 200  # characters of one value in the message
 _RANKS = 8  # ranks named for one value
+_FAILED = "ds_core: failed on rank"  # the key of what a rank sends that has failed
 
 
 def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as settings."""
+    """Every rank's `obj` (what JSON can hold), in rank order. Collective; for small things, such as settings.
+
+    LostRankError where another rank failed in the work that they do together; see [Note: one fails, all fail].
+    """
     text = _text_tensor(obj)
     size = members(group)
     if size == 1:
@@ -36,7 +47,28 @@ def all_gather_json(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     padded[: text.numel()] = text.to(device)
     gathered = torch.empty(size * max(widths), dtype=torch.uint8, device=device)
     all_gather_into_tensor(gathered, padded, group)
-    return [_from_text(row[:width]) for row, width in zip(gathered.cpu().view(size, -1), widths, strict=True)]
+    found = [_from_text(row[:width]) for row, width in zip(gathered.cpu().view(size, -1), widths, strict=True)]
+    for row in found:
+        if isinstance(row, dict) and _FAILED in row:
+            raise LostRankError(f"rank {row[_FAILED]} stopped, and so do all: {row['error']}")
+    return found
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A block that has succeeded on every rank when it ends. Collective.
+
+    What it raises on one rank is raised there, and on all others a LostRankError with that rank and its error.
+    """
+    try:
+        yield
+    except CommError:
+        raise  # ranks know already, or can no longer talk
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the error itself says more than that telling it failed
+            all_gather_json({_FAILED: rank(), "error": f"{type(error).__name__}: {error}"})
+        raise
+    all_gather_json(None)
 
 
 def check_ranks_agree(items: Mapping[str, str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import zlib
 from typing import Any
 
@@ -17,7 +19,10 @@ from ds_compression.masks import PerRow, parse_pattern
 from ds_compression.matching import chosen, is_transposed, kind_of, refuse, sizes
 from ds_compression.reading import ROOT, inner, section_of
 from ds_compression.student import copy_layers
-from ds_core.errors import UsageError
+from ds_core import comm
+from ds_core.errors import ConfigError, Problem, UsageError
+
+log = logging.getLogger("ds_compression")
 
 __all__ = ["apply_section", "init_compression", "sparse_groups"]
 
@@ -33,7 +38,8 @@ def init_compression(
     your own calls `set_step`. Not collective.
 
     Raises ConfigError where a pattern matches nothing or a technique does not fit a layer, UsageError where a teacher
-    is missing or the model is compressed already.
+    is missing or the model is compressed already. Where several ranks run, another may have the layers that a pattern
+    means (a stage of a pipeline): then it is a warning here, and ``initialize`` asks all of them.
     """
     if mpu is not None:
         raise UsageError("init_compression takes no mpu: layers that are divided over ranks cannot be compressed")
@@ -45,29 +51,39 @@ def init_compression(
                 f"{ROOT}.layer_reduction is enabled: pass its teacher, init_compression(model, config, teacher)"
             )
         copy_layers(target, inner(teacher_model), section.layer_reduction)
-    apply_section(target, section)
+    missing = apply_section(target, section)
+    alone = comm.world_size() == 1 if comm.is_initialized() else comm.find_rendezvous(os.environ) is None
+    if missing and alone:
+        raise ConfigError(missing)
+    for problem in missing:
+        log.warning("%s: `initialize` asks whether another rank has some", problem)
     return model
 
 
-def apply_section(model: nn.Module, section: CompressionConfig) -> None:
-    """Make layers of `model` compressed layers, at step 0. Errors as `init_compression`."""
+def apply_section(model: nn.Module, section: CompressionConfig) -> list[Problem]:
+    """Make layers of `model` compressed layers, at step 0; gives the patterns that match none.
+
+    Other errors as `init_compression`.
+    """
     if clock.progress_of(model) is not None:
         raise UsageError("the model is compressed already; call init_compression once")
     on = section.techniques()
+    missing: list[Problem] = []
     with with_shapes(model):  # weights may be kept elsewhere, as after ds_zero.Init
         for name, attach in _TECHNIQUES.items():
             if name in on:
-                attach(model, on[name])
-    clock.start(model, section)
+                attach(model, on[name], missing)
+    clock.start(model, section).missing = missing
+    return missing
 
 
 # -- techniques ------------------------------------------------------------------------------------------------------
 
 
-def _weights(model: nn.Module, part: Any) -> None:
+def _weights(model: nn.Module, part: Any, missing: list[Problem]) -> None:
     shared = part.shared_parameters
     kinds = ("linear", "conv", "embedding")
-    for group, name, module in chosen(model, "weight_quantization", part.different_groups, kinds):
+    for group, name, module in chosen(model, "weight_quantization", part.different_groups, kinds, missing):
         bits, (outputs, inputs) = part.different_groups[group].params, sizes(module)
         groups = outputs if kind_of(module) == "embedding" else shared.quantize_groups
         if (outputs * inputs) % groups:
@@ -87,9 +103,10 @@ def _weights(model: nn.Module, part: Any) -> None:
         )
 
 
-def _inputs(model: nn.Module, part: Any) -> None:
+def _inputs(model: nn.Module, part: Any, missing: list[Problem]) -> None:
     shared = part.shared_parameters
-    for group, name, module in chosen(model, "activation_quantization", part.different_groups, ("linear", "conv")):
+    kinds = ("linear", "conv")
+    for group, name, module in chosen(model, "activation_quantization", part.different_groups, kinds, missing):
         static = shared.range_calibration == "static"
         _on(name, module).inputs = InputQuantiser(
             group=group,
@@ -112,10 +129,10 @@ def sparse_groups(part: Any) -> dict[str, SparseGroup]:
     return groups
 
 
-def _sparse(model: nn.Module, part: Any) -> None:
+def _sparse(model: nn.Module, part: Any, missing: list[Problem]) -> None:
     shared, groups = part.shared_parameters, sparse_groups(part)
     pattern = parse_pattern(shared.block_pattern) if shared.method == "snip_momentum" else None
-    rows = list(chosen(model, "sparse_pruning", groups, ("linear", "conv"), shared.excluded_modules))
+    rows = list(chosen(model, "sparse_pruning", groups, ("linear", "conv"), missing, shared.excluded_modules))
     if pattern is not None and (odd := [name for _, name, m in rows if not pattern.fits(sizes(m))]):
         key = f"{ROOT}.sparse_pruning.shared_parameters.block_pattern"
         fix = "add them to excluded_modules, or choose another pattern"
@@ -130,17 +147,17 @@ def _sparse(model: nn.Module, part: Any) -> None:
         _attach(name, module, mask, _weight_shape(module))
 
 
-def _rows(model: nn.Module, part: Any) -> None:
-    _outputs(model, part, "row", "linear")
+def _rows(model: nn.Module, part: Any, missing: list[Problem]) -> None:
+    _outputs(model, part, missing, "row", "linear")
 
 
-def _channels(model: nn.Module, part: Any) -> None:
-    _outputs(model, part, "channel", "conv")
+def _channels(model: nn.Module, part: Any, missing: list[Problem]) -> None:
+    _outputs(model, part, missing, "channel", "conv")
 
 
-def _outputs(model: nn.Module, part: Any, kind: str, layer: str) -> None:
+def _outputs(model: nn.Module, part: Any, missing: list[Problem], kind: str, layer: str) -> None:
     shared = part.shared_parameters
-    for group, name, module in chosen(model, f"{kind}_pruning", part.different_groups, (layer,)):
+    for group, name, module in chosen(model, f"{kind}_pruning", part.different_groups, (layer,), missing):
         if isinstance(module, nn.Conv2d) and module.groups != 1:
             why = f"{name} has {module.groups} groups, so its channels depend on each other"
             refuse(f"{ROOT}.channel_pruning.different_groups.{group}.modules", why, "leave it out of the patterns")
@@ -151,10 +168,10 @@ def _outputs(model: nn.Module, part: Any, kind: str, layer: str) -> None:
         _attach(name, module, Mask(group, kind, shared.schedule_offset, ratio, learned, tensor), shape)
 
 
-def _heads(model: nn.Module, part: Any) -> None:
+def _heads(model: nn.Module, part: Any, missing: list[Problem]) -> None:
     shared = part.shared_parameters
     heads = shared.num_heads
-    for group, name, module in chosen(model, "head_pruning", part.different_groups, ("linear",)):
+    for group, name, module in chosen(model, "head_pruning", part.different_groups, ("linear",), missing):
         if sizes(module)[1] % heads:
             key = f"{ROOT}.head_pruning.shared_parameters.num_heads"
             why = f"{heads} heads do not divide the {sizes(module)[1]} inputs of {name}"

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_compression.layer import UNSET, Compression, compressed_modules
 from ds_compression.schedule import bits_at, share_at
-from ds_core.errors import UsageError
+from ds_core.errors import Problem, UsageError
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -31,11 +31,12 @@ class Progress:
     """What a model was prepared with, and how far it is.
 
     step: optimizer steps done; None: not known, or buffers were loaded. hooks: those on the model; the first notices
-    loaded states, the second follows an engine.
+    loaded states, the second follows an engine. missing: patterns of the config that match nothing in this rank's part.
     """
 
     section: CompressionConfig
     step: int | None = None
+    missing: list[Problem] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -47,11 +48,12 @@ def progress_of(model: nn.Module) -> Progress | None:
     return None
 
 
-def start(model: nn.Module, section: CompressionConfig) -> None:
+def start(model: nn.Module, section: CompressionConfig) -> Progress:
     """Remember what `model` was prepared with, at step 0."""
     progress = model.__dict__[_ATTRIBUTE] = Progress(section)
     progress.hooks.append(model.register_load_state_dict_post_hook(_loaded))
     set_step(model, 0)
+    return progress
 
 
 def _loaded(model: nn.Module, keys: Any) -> None:

@@ -62,11 +62,17 @@ def matching(model: nn.Module, pattern: str, kinds: Sequence[Kind]) -> Iterator[
 
 
 def chosen(
-    model: nn.Module, technique: str, groups: dict[str, Any], kinds: Sequence[Kind], excluded: Sequence[str] = ()
+    model: nn.Module,
+    technique: str,
+    groups: dict[str, Any],
+    kinds: Sequence[Kind],
+    missing: list[Problem],
+    excluded: Sequence[str] = (),
 ) -> Iterator[tuple[str, str, nn.Module]]:
     """(group, name, module) for every module that a technique is to be applied to.
 
-    Raises ConfigError for a pattern that matches nothing, and for a module in two groups.
+    Patterns that match nothing are added to `missing`: another stage of a pipeline may have what they match. Raises
+    ConfigError for a module in two groups.
     """
     taken: dict[str, str] = {}
     for group, settings in groups.items():
@@ -76,7 +82,8 @@ def chosen(
             if not found:
                 known = [n for n, m in model.named_modules() if kind_of(m) in kinds]
                 shown = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "") or "none"
-                refuse(path, f"{pattern!r} matches no {' or '.join(kinds)} layer of the model", f"it has {shown}")
+                what = f"{pattern!r} matches no {' or '.join(kinds)} layer of the model"
+                missing.append(Problem(path, what, f"it has {shown}"))
             for name, module in found:
                 if any(re.search(e, name) for e in excluded):
                     continue

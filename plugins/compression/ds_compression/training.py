@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_access.states import locate
+from ds_run_state.blocks import check_missing
 from torch import Tensor, nn
 
 from ds_compression import clock
@@ -53,11 +54,12 @@ def prepare(model: nn.Module, section: CompressionConfig, ctx: Context) -> nn.Mo
     elif progress.section != section:
         why = "is not what init_compression was given"
         raise ConfigError([Problem("compression_training", why, "give both the same config")], ctx.config.origin)
+    progress = clock.progress_of(model)
+    assert progress is not None
+    check_missing(progress.missing, ctx.config.origin)
     if not section.techniques():
         return model
     ctx.stash[_SCORES] = _Scores(ctx)
-    progress = clock.progress_of(model)
-    assert progress is not None
     for hook in progress.hooks[1:]:
         hook.remove()  # of an engine before this one
     follow = torch.compiler.disable(_Follow(ctx, progress))

@@ -12,9 +12,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from ds_core.errors import UsageError, did_you_mean
+from ds_core import comm
+from ds_core.errors import ConfigError, Problem, UsageError, did_you_mean
 
-__all__ = ["GathersWhole", "HoldsWeights", "chosen", "repeated_blocks"]
+__all__ = ["GathersWhole", "HoldsWeights", "check_missing", "chosen", "find_blocks", "repeated_blocks"]
 
 
 @runtime_checkable
@@ -40,6 +41,59 @@ class HoldsWeights(Protocol):
 
         at_once: how many gathers are under way at a time.
         """
+
+
+def find_blocks(model: nn.Module, wanted: Sequence[str], key: str, otherwise: str) -> dict[str, nn.Module]:
+    """This rank's part of the modules that `wanted` names, as in `chosen`, or of the repeated blocks where it is empty.
+
+    Whether an entry fits, and whether a block is repeated, is a question about the whole model, of which ranks may have
+    parts (the stages of a pipeline). otherwise: what to do where no block is repeated. Collective; raises UsageError,
+    on all ranks, for an entry that fits no module of any of them, and where there is no block.
+    """
+    mine = dict(_composed(model))
+    everyone = comm.all_gather_json([mine, [entry for entry in wanted if _fits(model, entry, key)]])
+    if absent := set(wanted).difference(*(fitting for _, fitting in everyone)):
+        chosen(model, sorted(absent), key)  # raises
+    if not wanted and all(composed == mine for composed, _ in everyone):
+        if not (found := repeated_blocks(model)):
+            raise UsageError(f"{key}: {type(model).__name__} has no repeated block; {otherwise}")
+        return found
+    if not wanted:
+        whole = {name: kind for composed, _ in everyone for name, kind in composed.items()}
+        often = Counter(whole.values())
+        if max(often.values(), default=0) < 2:
+            raise UsageError(f"{key}: the stages of {type(model).__name__} have no repeated block; {otherwise}")
+        wanted = sorted({kind for kind in mine.values() if often[kind] > 1})
+    here = [entry for entry in wanted if _fits(model, entry, key)]
+    return chosen(model, here, key) if here else {}
+
+
+def check_missing(missing: Sequence[Problem], origin: str) -> None:
+    """Raise ConfigError for entries of the config that fit nothing on any rank. Collective.
+
+    missing: those that fit nothing in this rank's part of the model.
+    """
+    mine = {problem.path: problem for problem in missing}
+    absent = set(mine).intersection(*comm.all_gather_json(list(mine)))
+    if absent:
+        raise ConfigError([problem for path, problem in mine.items() if path in absent], origin)
+
+
+def _composed(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name, class) of modules with modules of their own, in lists, dicts and sequences: what blocks are chosen of."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            for child_name, child in module.named_children():
+                if next(child.children(), None) is not None:
+                    yield f"{name}.{child_name}".lstrip("."), type(child).__name__
+
+
+def _fits(model: nn.Module, entry: str, key: str) -> bool:
+    try:
+        chosen(model, [entry], key)
+    except UsageError:
+        return False
+    return True
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:

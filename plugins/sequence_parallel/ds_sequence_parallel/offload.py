@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ds_run_state.blocks import repeated_blocks
+from ds_run_state.blocks import find_blocks
 from ds_state_stores.host_copies import HostCopies, HostCopy
 from torch import Tensor, nn
 
-from ds_core.errors import UsageError
 from ds_core.process import log_once
 from ds_sequence_parallel.tile_model import stand_before
 
@@ -46,12 +45,8 @@ def offload_blocks(model: nn.Module, section: OffloadConfig, accelerator: Accele
             "sequence_parallel.offload_activations has no effect: activations of a CPU are in host memory",
         )
         return lambda: None
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise UsageError(
-            "sequence_parallel.offload_activations: the model has no repeated blocks; run parts of it inside "
-            "ds_sequence_parallel.Offload"
-        )
+    otherwise = "run parts of it inside ds_sequence_parallel.Offload"
+    blocks = find_blocks(model, (), "sequence_parallel.offload_activations", otherwise)
     copies = HostCopies(accelerator, pin_memory=section.pin_memory, in_flight=section.in_flight)
     offload = Offload(copies, min_bytes=section.min_bytes, prefetch=section.prefetch)
     return stand_before({block: OffloadedForward(block, offload) for block in blocks.values()})

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from ds_run_state.blocks import chosen
+from ds_run_state.blocks import find_blocks
 from torch import Tensor, nn
 
+from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import log_once
 from ds_sequence_parallel.config import TileConfig, TiledMLPConfig
@@ -64,12 +65,12 @@ def tile_mlps(model: nn.Module, section: TiledMLPConfig) -> Callable[[], None]:
     """
     key = "sequence_parallel.tiled_mlp.modules"
     if section.modules:
-        found = chosen(model, section.modules, key)
+        found = find_blocks(model, section.modules, key, "")
     else:
         called = {n: m for n, m in model.named_modules() if _MLP.search(type(m).__name__) and _has_weights(m)}
         inner = {m for outer in called.values() for m in outer.modules() if m is not outer}
         found = {n: m for n, m in called.items() if m not in inner}
-    if not found:
+    if not any(comm.all_gather_json(bool(found))):  # a stage of a pipeline may have none
         classes = sorted({type(m).__name__ for m in model.modules() if _has_weights(m)})
         raise UsageError(f"{key}: no class of the model is called an MLP; name some of {', '.join(classes)}")
     shards = shards_of(section)

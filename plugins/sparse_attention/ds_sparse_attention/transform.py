@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ds_core import comm
 from ds_core.errors import UsageError
 from ds_sparse_attention.attention import SparseAttention, SparseSelfAttention
 from ds_sparse_attention.blocks import Allowed
@@ -35,7 +36,7 @@ def make_sparse(model: nn.Module, ctx: Context) -> nn.Module:
             "sparse_attention.different_layout_per_head: heads are divided over ranks (tensor_parallel, "
             "sequence_parallel), and would get patterns of other heads; leave it out"
         )
-    if not mine and not theirs:
+    if not any(comm.all_gather_json(bool(mine or theirs))):  # a stage of a pipeline may have none
         raise UsageError(
             f"sparse_attention: {type(model).__name__} is no transformers model and has no "
             "ds_sparse_attention.SparseSelfAttention; use that module in its attention, or leave the section out"
