@@ -213,9 +213,9 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's range of an optimizer state, flat. No communication.
+    """This rank's range of an optimizer state, flat; it may be empty. No communication.
 
-    Raises ValueError for a key that the optimizer does not have here; a rank whose range is empty has none.
+    Raises ValueError for a key that the optimizer does not have.
     """
     found = _local(param, "safe_get_local_optimizer_state")
     if found is None:
@@ -276,6 +276,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     old = _local_state(held, optimizer, optim_state_key)
     value = torch.as_tensor(value)
     wanted = old.numel() if isinstance(old, Tensor) else 1
+    if wanted == 0 and value.numel() < 2:
+        return  # nothing of it, or its one number for all elements, which ranks with elements keep
     if value.numel() != wanted:
         raise UsageError(
             f"safe_set_local_optimizer_state: {optim_state_key!r} of parameter {held.name!r} has {wanted} elements on "
@@ -394,12 +396,17 @@ def _copy(held: ParamShard, piece: Tensor) -> Tensor:
 
 
 def _local_state(held: ParamShard, optimizer: Any, key: str) -> Any:
+    """The state here: nothing of it on a rank without elements of the parameter, so that no rank is refused alone."""
     states = states_of(held, optimizer)
-    if key not in states:
-        start, stop = held.updated_ranges[held.index]
-        where = " (this rank holds none of its elements)" if start == stop else ""
-        raise ValueError(no_state(held, key, sorted(states)) + where)
-    return states[key]
+    if key in states:
+        return states[key]
+    start, stop = held.updated_ranges[held.index]
+    if start == stop:
+        # Whether there is such a key is to be seen by the other parameters, if this rank has elements of any.
+        some = any(p.numel() for group in optimizer.param_groups for p in group["params"])
+        if not some or any(key in state for state in optimizer.state.values()):
+            return _nothing(held, held.updated.dtype)
+    raise ValueError(no_state(held, key, sorted(states)))
 
 
 def _put(held: ParamShard, optimizer: Any, states: dict[str, Any], key: str, value: Tensor) -> None:

@@ -463,9 +463,15 @@ def locals_of(world_stage: int) -> list[str]:
             wrong.append(f"{n} {what}: not what was set")
     for n, p in engine.module.named_parameters():
         size = access.safe_get_local_fp32_param(p).numel()
-        if size == 0:
-            with pytest.raises(ValueError, match="holds none of its elements"):
-                access.safe_get_local_optimizer_state(p, "exp_avg")
+        with pytest.raises(ValueError, match="has no optimizer state 'nothing'"):
+            access.safe_get_local_optimizer_state(p, "nothing")
+        if size == 0:  # what the others do must be possible here
+            for key in ("exp_avg", "step"):
+                assert access.safe_get_local_optimizer_state(p, key).shape == (0,)
+            access.safe_set_local_optimizer_state(p, torch.empty(0), "exp_avg")
+            access.safe_set_local_optimizer_state(p, torch.tensor(5.0), "step")
+            with pytest.raises(RuntimeError, match="elements"):
+                access.safe_set_local_optimizer_state(p, torch.zeros(2), "exp_avg")
         else:
             moment = access.safe_get_local_optimizer_state(p, "exp_avg")
             assert moment.shape == (size,)
