@@ -404,7 +404,7 @@ def test_a_missing_plugin_is_named(name: str) -> None:
     built |= dict.fromkeys(("hybrid_engine", "weight_quantization"), "./plugins/inference` in a checkout")
     built |= dict.fromkeys(("data_efficiency", "curriculum_learning"), "./plugins/data_sampling` in a checkout")
     built |= {n: f"./plugins/{n}` in a checkout" for n in ("sparse_attention", "progressive_layer_drop")}
-    built["compression_training"] = "./plugins/compression` in a checkout"
+    built |= dict.fromkeys(("compression_training", "eigenvalue"), "./plugins/compression` in a checkout")
     assert built.get(name, "documented but not offered: ") in str(problem)
 
 

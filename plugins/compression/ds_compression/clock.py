@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,13 @@ class Progress:
 
     step: optimizer steps done; None: not known, or buffers were loaded. hooks: those on the model; the first notices
     loaded states, the second follows an engine. missing: patterns of the config that match nothing in this rank's part.
+    factor: of a layer's period, by eigenvalues, where there are.
     """
 
     section: CompressionConfig
     step: int | None = None
     missing: list[Problem] = field(default_factory=list)
+    factor: Callable[[str], int] | None = None
     hooks: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -89,7 +91,7 @@ def set_step(model: nn.Module, step: int) -> None:
     before = _bits(layers)
     progress.step = step
     for layer in layers:
-        _advance(layer, step)
+        _advance(layer, step, progress.factor)
     if progress.section.weight_quantization.shared_parameters.quantize_verbose:
         for group, bits in _bits(layers).items():
             if bits != before.get(group):
@@ -107,11 +109,16 @@ def read_buffers(model: nn.Module) -> None:
             compression.inputs.known = seen is not None and bool(seen.any())
 
 
-def _advance(layer: Compression, step: int) -> None:
+def _advance(layer: Compression, step: int, factor: Callable[[str], int] | None) -> None:
     if (q := layer.quantiser) is not None:
         age = step - q.offset
-        q.bits = bits_at(age, q.start, q.target, q.period) if age >= 0 else 0
-        q.share = share_at(age, q.start, q.target, q.period, q.mix) if q.mix is not None and age >= 0 else 1.0
+        if q.pace is not None and age >= 0:
+            q.pace.advance(age, q.start - q.target, q.period, factor(layer.name) if factor is not None else 1)
+            q.bits = q.start - q.pace.lost
+            q.share = 1.0 if q.mix is None else min(1.0, q.mix * (age - q.pace.last + 1))
+        else:
+            q.bits = bits_at(age, q.start, q.target, q.period) if age >= 0 else 0
+            q.share = share_at(age, q.start, q.target, q.period, q.mix) if q.mix is not None and age >= 0 else 1.0
         q.seed = zlib.crc32(f"{layer.name} {step}".encode()) if q.stochastic and q.bits > 2 else None
     if layer.inputs is not None:
         layer.inputs.active = step >= layer.inputs.offset

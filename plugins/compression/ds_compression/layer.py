@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_compression.masks import Pattern, largest
 from ds_compression.quantise import StraightThrough, in_range, noise_for, quantise_rows, widened
+from ds_compression.schedule import Pace
 
 __all__ = [
     "Compressed",
@@ -48,7 +49,8 @@ UNSET = 2
 class WeightQuantiser:
     """How the weight is quantised. bits: now; 0: not yet. share: of the quantised value in the weight that is used.
 
-    seed: of the noise of stochastic rounding at this step; None: to the nearest level.
+    seed: of the noise of stochastic rounding at this step; None: to the nearest level. pace: when bits go, where
+    eigenvalues decide it.
     """
 
     group: str
@@ -60,6 +62,7 @@ class WeightQuantiser:
     symmetric: bool
     stochastic: bool
     mix: float | None
+    pace: Pace | None = None
     bits: int = 0
     share: float = 1.0
     seed: int | None = None
@@ -150,7 +153,7 @@ class Compression:
     """What is done to one layer.
 
     name: in its model. transposed: its weight has inputs first (transformers' Conv1D). running: its forward
-    runs, and remembers the weight that it uses.
+    runs, and remembers the weight that it uses. twice: second derivatives will be asked for.
     """
 
     name: str
@@ -160,6 +163,12 @@ class Compression:
     masks: list[Mask] = field(default_factory=list)
     running: bool = False
     used: Tensor | None = None
+    twice: bool = False
+
+    @property
+    def by_operations(self) -> bool:
+        """Whether all is to be made of torch's own operations: others have no second derivatives, nor a trace."""
+        return self.twice or torch.compiler.is_compiling()
 
     @property
     def active(self) -> list[Mask]:
@@ -234,7 +243,7 @@ class Compressed(nn.Module):
         if compression.inputs is not None and args:
             args = (_used_input(self, compression.inputs, args[0]), *args[1:])
         changed = compression.quantises or compression.active
-        if not changed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not changed or compression.by_operations or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         with _made_again(self, compression):
             return super().forward(*args, **kwargs)
@@ -254,7 +263,7 @@ def _used_input(module: nn.Module, quantiser: InputQuantiser, inputs: Tensor) ->
         given = module._buffers["activation_range"]
     if not quantiser.active:
         return inputs
-    if torch.compiler.is_compiling():
+    if module.__dict__[_ATTRIBUTE].by_operations:
         return inputs + (quantiser(inputs.detach(), given) - inputs).detach()
     return _apply(StraightThrough, inputs, functools.partial(quantiser, given=given))
 
@@ -282,7 +291,7 @@ def _used_weight(module: nn.Module) -> Tensor:
     if not active and not compression.quantises:
         return weight
     sources = [_source(module, mask) for mask in active]
-    if torch.compiler.is_compiling():
+    if compression.by_operations:
         return _by_operations(module, weight, active, sources)
     used = _apply(_Use, weight, module, tuple(active), *sources)
     if compression.running:

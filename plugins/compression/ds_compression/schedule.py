@@ -1,13 +1,38 @@
-"""What a technique does at a step: pure functions of the optimizer steps that are done (torch-free)."""
+"""What a technique does at a step, from the optimizer steps that are done (torch-free)."""
 
 from __future__ import annotations
 
-__all__ = ["bits_at", "changes", "kept_at", "share_at"]
+from dataclasses import dataclass
+
+__all__ = ["Pace", "bits_at", "changes", "kept_at", "share_at"]
 
 
 def bits_at(age: int, start: int, target: int, period: int) -> int:
     """Bits after `age` steps of quantisation: one less after every `period` steps, from `start` down to `target`."""
     return max(target, start - age // period)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How a layer loses bits whose eigenvalue is looked at whenever it loses one.
+
+    due: the age at which the next bit goes. last: that of the last one. lost: bits so far.
+    """
+
+    due: int
+    last: int = 0
+    lost: int = 0
+
+    def advance(self, age: int, most: int, period: int, factor: int) -> None:
+        """Go on to `age`, losing `most` bits in all; the period after a bit is lost is `factor` times `period`."""
+        while self.lost < most and age >= self.due:
+            self.last = self.due
+            self.due += period * factor
+            self.lost += 1
+
+    def as_list(self) -> list[int]:
+        """For checkpoints."""
+        return [self.due, self.last, self.lost]
 
 
 def share_at(age: int, start: int, target: int, period: int, ratio: float) -> float:

@@ -98,7 +98,7 @@ NAMES: Mapping[str, Rows] = {
         ),
     },
     "deepspeed.runtime.eigenvalue": {
-        "Eigenvalue": missing("they only set how fast weights lose bits; use quantization_period")
+        "Eigenvalue": "ds_compression.eigenvalue",
     },
     "deepspeed.runtime.progressive_layer_drop": {
         "ProgressiveLayerDrop": "ds_progressive_layer_drop.schedule",
