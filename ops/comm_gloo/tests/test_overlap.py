@@ -90,6 +90,7 @@ def step(stage: int) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_bucket_crosses_while_backward_stands_at_the_next(stage: int) -> None:
     assert run_ranks(len(LAYOUT), step, stage) == [[True, True]] * len(LAYOUT)
