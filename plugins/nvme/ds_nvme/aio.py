@@ -39,9 +39,7 @@ class AsyncIO(Section):
     engine: Literal["io_uring", "kernel aio", "threads", "python threads"] | None = option(
         None, "Who brings requests to the kernel; null: the first of these that works here."
     )
-    checksum: bool | None = option(
-        None, "Compare checksums of what is read with what was written; null: yes."
-    )
+    checksum: bool | None = option(None, "Compare checksums of what is read with what was written; null: yes.")
 
     @field_validator("block_size")
     @classmethod

@@ -20,6 +20,10 @@ _RULES = differs(
 _PRESETS = differs(
     "ds_tensor_parallel.autotp_config", "bloom, llama, qwen2; for others an error: set tensor_parallel.preset_model"
 )
+_NUMBERS = differs("ds_inference.optimized_linear", "whole numbers of 8 or 4 bits, on any device")
+_LINEAR_INIT = differs(
+    "ds_inference.optimized_linear", "layers are changed when the block ends, weights loaded by then"
+)
 _FPDT = missing("ds_sequence_parallel: ring attention, tiled layers and activation offload")
 _COMPRESSION = differs("ds_compression", "layers keep their classes and names; initialize calls init_compression too")
 
@@ -117,7 +121,16 @@ NAMES: Mapping[str, Rows] = {
         ),
     },
     "deepspeed.linear": {
-        "OptimizedLinear LoRAConfig QuantizationConfig Init": missing("use weight_quantization, and peft for LoRA")
+        "OptimizedLinear LoRAConfig init_lora": "ds_inference.optimized_linear",
+        "QuantizationConfig": _NUMBERS,
+        "Init": _LINEAR_INIT,
+    },
+    "deepspeed.linear.config": {"LoRAConfig": "ds_inference.optimized_linear", "QuantizationConfig": _NUMBERS},
+    "deepspeed.linear.context_manager": {"init_lora": "ds_inference.optimized_linear", "Init": _LINEAR_INIT},
+    "deepspeed.linear.optimized_linear": {"OptimizedLinear LoRAOptimizedLinear": "ds_inference.optimized_linear"},
+    "deepspeed.linear.quantization": {
+        "QuantizedLinear": "ds_inference.optimized_linear",
+        "QuantizedParameter": missing("numbers and scales are buffers of QuantizedLinear"),
     },
     "deepspeed.model_implementations": {"DeepSpeedTransformerInference": _INJECTION},
 }

@@ -29,7 +29,7 @@ REASONS: Mapping[str, str] = {
     "deepspeed.inference.quantization": "the section weight_quantization of ds-inference",
     "deepspeed.io": "PyFileWriter, MockFileWriter and FastFileWriter are what programs use of it",
     "deepspeed.launcher": "`dscore run` starts processes; the launchers are packages of their own",
-    "deepspeed.linear": "use weight_quantization, and peft for LoRA",
+    "deepspeed.linear": "OptimizedLinear, LoRAConfig and Init are what programs use of it",
     "deepspeed.model_implementations": "init_inference with replace_with_kernel_inject knows families by itself",
     "deepspeed.module_inject": "init_inference and tensor_parallel divide models by themselves",
     "deepspeed.module_inject.auto_ep": _EP,
