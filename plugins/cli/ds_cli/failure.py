@@ -19,7 +19,8 @@ SAVED = f"exit code {PREEMPTED}: a checkpoint was saved first, and the same comm
 
 # What a rank says whose peer has gone; the peer's own end is what the user wants to see.
 _LOST_PEER = re.compile(
-    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror|a peer failed",
+    r"connection (closed|reset)|closed by peer|broken pipe|remote process exited|ncclremoteerror|a peer failed"
+    r"|LostRankError: ",
     re.IGNORECASE,
 )
 _ENDED = (-signal.SIGTERM, -signal.SIGKILL)  # how the launcher ends a process

@@ -6,6 +6,7 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from ds_cli.failure import describe, exit_code, first, gather, signal_name
 from ds_cli.guard import Ending, Started
 
@@ -33,8 +34,11 @@ def test_the_earliest_end_is_the_cause_and_a_crash_needs_no_word(tmp_path: Path)
     assert "rank 0 too: RuntimeError: Connection reset by peer" in text
 
 
-def test_an_echo_of_a_lost_peer_gives_way_to_the_cause(tmp_path: Path) -> None:
-    word(tmp_path, 0, 5.0, "RuntimeError: gloo: Connection closed by peer [::1]:1")
+@pytest.mark.parametrize(
+    "echo", ["RuntimeError: gloo: Connection closed by peer [::1]:1", "ds_core.errors.LostRankError: rank 1 has ended"]
+)
+def test_an_echo_of_a_lost_peer_gives_way_to_the_cause(tmp_path: Path, echo: str) -> None:
+    word(tmp_path, 0, 5.0, echo)
     word(tmp_path, 1, 5.4, "KeyError: 'x'")
     # rank 1 was still shutting down when torch ended it
     failures, ended = gather(tmp_path, 0, {started(0): Ending(1, 5.1), started(1): Ending(-15, 5.5)})
