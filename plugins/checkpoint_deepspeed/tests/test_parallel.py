@@ -62,5 +62,7 @@ def test_its_losses_go_on(name: str, kind: str, world: int, stage: int, parts: i
     truth = json.loads((HERE / name / "losses.json").read_text())[3:]
     for rank, losses, client in run_ranks(world, go_on, str(tmp_path), kind, stage, parts):
         if rank == 0:
-            assert losses == pytest.approx(truth, rel=2e-6)
+            # A loss of "tp" is a mean of numbers about 1 that nearly cancel: rounding in fp32 is of the size of those,
+            # not of the mean's 0.0155 (5e-8 here, where one layout sums two halves of a product and another does not).
+            assert losses == pytest.approx(truth, rel=2e-6, abs=2**-22)
         assert client == {"note": "hello"}
