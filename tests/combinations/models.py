@@ -195,10 +195,10 @@ def specs(block: Any = Block) -> list[Any]:
     ]
 
 
-def pipeline(block: Any = Block) -> nn.Module:
-    """In two stages."""
-    options: dict[str, Any] = {"seed_layers": True, "base_seed": SEED, "partition_method": "uniform"}
-    model = PipelineModule(specs(block), num_stages=2, loss_fn=CrossEntropy(), **options)
+def pipeline(block: Any = Block, stages: int = 2, chunks: int = 1) -> nn.Module:
+    """In stages, each of so many parts of the model."""
+    options: dict[str, Any] = {"seed_layers": True, "base_seed": SEED, "partition_method": "uniform", "chunks": chunks}
+    model = PipelineModule(specs(block), num_stages=stages, loss_fn=CrossEntropy(), **options)
     model.seed_layers = False  # nothing in forward is random
     return model
 
