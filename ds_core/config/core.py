@@ -167,6 +167,11 @@ class CoreConfig(Section):
         "mean", "Average gradients over the data-parallel ranks, or sum them."
     )
     disable_allgather: bool = option(False, "A legacy switch.", without_effect="the partitioner chooses the collective")
+    use_data_before_expert_parallelism: bool = option(
+        False,
+        "Which ranks share experts.",
+        without_effect="ranks that divide experts are neighbours; results are the same",
+    )
     # -- logging and diagnostics
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], _LOWER] | None = option(
         None, "Level of the ds_core loggers; null leaves it."

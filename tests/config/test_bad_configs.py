@@ -102,7 +102,6 @@ WORDS: dict[str, list[Any]] = {
 NOT_OFFERED = {
     "amp": {"enabled": True},
     "graph_harvesting": True,
-    "use_data_before_expert_parallelism": True,
 }
 MISSPELT = {
     "train_batchsize": "train_batch_size",

@@ -228,7 +228,9 @@ class DeepSpeedInferenceConfig(Section):
     keep_module_on_host: bool = option(
         False, "Load on the host first.", without_effect="only this rank's parts ever go to the device"
     )
-    quant: QuantizationConfig = option(QuantizationConfig(), "Quantisation.")
+    quant: QuantizationConfig = option(
+        QuantizationConfig(), "Quantisation. A number, or the second of a pair, is weight.q_groups."
+    )
     checkpoint: str | dict[str, Any] | None = option(
         None, "Weights to load: a folder, a file, or a JSON file (or dict) that lists files."
     )
@@ -300,6 +302,15 @@ class DeepSpeedInferenceConfig(Section):
     def _switch(cls, value: Any) -> Any:
         return {"enabled": value} if isinstance(value, bool) else value
 
+    @field_validator("quant", mode="before")
+    @classmethod
+    def _groups(cls, value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], bool):
+            value = value[1]  # the first asks for more groups in feed-forward layers, and there are no such groups
+        if isinstance(value, int) and not isinstance(value, bool):
+            return {"weight": {"q_groups": value}}
+        return value
+
     @field_validator("injection_policy_tuple", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
@@ -369,6 +380,8 @@ class DeepSpeedInferenceConfig(Section):
             for old, (section, key, _) in MOVED.items():
                 if old in source:
                     yield old, f"is deprecated and was read as '{section}.{key}'; rename it"
+        if not isinstance(given.get("quant", {}), (Mapping, Section)):
+            yield "quant", "has no effect as groups of a matrix: group_size weights of a row have a scale in common"
         weights = self.quant.weight.layers(self.bits) if self.quant.enabled else {}
         if self.dtype in ("int8", "int4") and not weights:
             off = "quant.weight.enabled" if self.quant.enabled else "quant.enabled"

@@ -174,6 +174,17 @@ def test_layers_named_in_quant_are_quantised_whatever_dtype_says(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("quant", [8, (True, 8), [False, 8]])
+def test_quant_as_groups_is_read(quant: Any, caplog: pytest.LogCaptureFixture) -> None:
+    reset()
+    with caplog.at_level(logging.WARNING, "ds_inference"):
+        made = make_config({"dtype": "int8", "quant": quant})
+    assert made.quant.weight.q_groups == 8 and made.bits == 8
+    assert "quant: has no effect as groups" in caplog.text
+    with pytest.raises(ConfigError, match="quant"):
+        make_config({"dtype": "int8", "quant": ("yes", 8)})
+
+
 def test_is_a_section_that_tools_check() -> None:
     from ds_core.config import load_config
 

@@ -29,7 +29,7 @@ class PipelineConfig(Section):
     seed_layers: bool = option(
         False,
         "Seed the random numbers of each layer before it is built.",
-        not_offered="layers are built before the config is read; give seed_layers=True to PipelineModule",
+        without_effect="layers are built before the config is read; give seed_layers=True to PipelineModule",
     )
     activation_checkpoint_interval: int = option(
         0, "Recompute activations in groups of so many layers; 0 leaves it to the PipelineModule.", ge=0
