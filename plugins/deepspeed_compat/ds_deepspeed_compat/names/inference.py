@@ -24,7 +24,6 @@ _NUMBERS = differs("ds_inference.optimized_linear", "whole numbers of 8 or 4 bit
 _LINEAR_INIT = differs(
     "ds_inference.optimized_linear", "layers are changed when the block ends, weights loaded by then"
 )
-_FPDT = missing("ds_sequence_parallel: ring attention, tiled layers and activation offload")
 _COMPRESSION = differs("ds_compression", "layers keep their classes and names; initialize calls init_compression too")
 
 NAMES: Mapping[str, Rows] = {
@@ -100,7 +99,9 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.sequence.layer": {
         "DistributedAttention single_all_to_all _SeqAllToAll": "ds_sequence_parallel.deepspeed_names",
     },
-    "deepspeed.sequence.fpdt_layer": {"FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": _FPDT},
+    "deepspeed.sequence.fpdt_layer": {
+        "FPDT_Attention FPDT_FFN FPDT_LogitsLoss FPDT_InputConstruct": "ds_sequence_parallel.fpdt"
+    },
     "deepspeed.sequence.cross_entropy": {
         "vocab_sequence_parallel_cross_entropy": "ds_sequence_parallel.deepspeed_names"
     },
