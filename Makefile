@@ -8,6 +8,7 @@
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
+#   make test-programs  DeepSpeedExamples' programs, unchanged, on ds_core: PROGRAMS=FOLDER is where they and their runner lie
 #   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
 #   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
 #   make bench        the benchmarks
@@ -45,7 +46,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends test-monitors test-hosts lint pytest wheels bench docs catalogue clean help
+.PHONY: setup quickstart test test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts lint pytest wheels bench docs catalogue clean help
 
 setup: $(STAMP)
 
@@ -106,6 +107,15 @@ test-frontends: $(STAMP)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(FRONT)/bin/python -m pip install -qq --no-build-isolation deepspeed==0.19.8
 	$(FRONT)/bin/python -m pytest -m integration plugins/deepspeed_compat/tests $(ARGS)
 
+# Programs that others wrote, and a runner of them, which are not part of this repository.
+PROGRAMS ?= ../shared/programs
+PROGRAMS_VENV := .venv-programs
+
+test-programs: $(STAMP)
+	@test -f $(PROGRAMS)/run.py || { echo "test-programs: there is no $(PROGRAMS)/run.py; name its folder: make test-programs PROGRAMS=FOLDER"; exit 2; }
+	@test -f $(PROGRAMS_VENV)/.ready || { sh $(PROGRAMS)/setup.sh $(PROGRAMS_VENV) $(PY) && touch $(PROGRAMS_VENV)/.ready; }
+	$(PYTHON) $(PROGRAMS)/run.py --python $(CURDIR)/$(PROGRAMS_VENV)/bin/python $(ARGS)
+
 # Like test-frontends: packages that are large, and not needed to build or test the rest.
 MONITORS := .venv-monitors
 
@@ -153,8 +163,8 @@ docs: $(DOCS_STAMP)
 	@echo "$(SITE)/index.html"
 
 clean:
-	rm -rf $(VENV) .venv-frontends .venv-monitors .venv-hosts dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-frontends .venv-programs .venv-monitors .venv-hosts dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:
-	@sed -n '3,16s/^# *//p' Makefile
+	@sed -n '3,17s/^# *//p' Makefile
