@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -37,9 +38,21 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
 
+def converted(folder: Path) -> float:
+    """The validation loss of the checkpoint's weights, in one file as Lightning's own converter writes it."""
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(folder / "state.ckpt", folder / "whole.ckpt")
+    whole = Module()
+    whole.load_state_dict(torch.load(folder / "whole.ckpt", weights_only=True)["state_dict"])
+    with torch.no_grad():
+        losses = [float(whole.model(**batch).loss) for batch in DataLoader(Tokens(8, seed=1), batch_size=2)]
+    return sum(losses) / len(losses)
+
+
 def main() -> None:
     """Fit six steps; with ``--work`` save, and fit on from the checkpoint in a new trainer."""
-    args = arguments(gas=1)
+    args = arguments(gas=1, convert=0)
 
     def trainer(steps: int) -> Any:
         strategy = DDPStrategy(process_group_backend="gloo")
@@ -71,6 +84,8 @@ def main() -> None:
     again, second = Module(), trainer(6)
     second.fit(again, train, check, ckpt_path=str(args.work / "state.ckpt"))
     evals.append(float(second.callback_metrics["val"]))
+    if args.convert and second.is_global_zero:
+        evals.append(converted(args.work))
     write(args.out, second.strategy.model, losses=module.losses + again.losses, evals=evals)
 
 

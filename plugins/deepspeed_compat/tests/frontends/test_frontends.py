@@ -240,6 +240,15 @@ def test_lightning(program: str, stage: str, ranks: int, tmp_path: Path) -> None
     assert_same(run(program, ranks, "--deepspeed", str(file)), plain(program, ranks), *names)
 
 
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_lightning_converts_its_checkpoint(stage: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({**LIGHTNING, "zero_optimization": {"stage": int(stage)}}))
+    got = run("lightning_fit.py", 2, "--deepspeed", str(file), "--convert", "1")
+    _, _, converted = got["evals"]
+    assert converted == pytest.approx(got["evals"][0], rel=1e-5)
+
+
 @stages
 def test_peft_lora(stage: str, tmp_path: Path) -> None:
     got = run("peft_lora.py", 2, "--deepspeed", config(tmp_path, stage))
@@ -251,3 +260,23 @@ def test_peft_lora(stage: str, tmp_path: Path) -> None:
 def test_trl(what: str, stage: str, tmp_path: Path) -> None:
     got = run("trl_train.py", 2, "--what", what, "--deepspeed", config(tmp_path, stage))
     assert_same(got, plain("trl_train.py", 2, "--what", what), "losses")
+
+
+@worlds
+@pytest.mark.parametrize(
+    "how", [("sft", "--lora", "1"), ("dpo", "--lora", "1"), ("dpo", "--ahead", "1"), ("dpo",)], ids=" ".join
+)
+def test_trl_with_adapters_and_references(how: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+    """At ZeRO-3, where TRL asks each parameter whether it is sharded, also on one rank and of frozen models."""
+    got = run("trl_train.py", ranks, "--what", *how, "--deepspeed", config(tmp_path, "3"))
+    assert_same(got, plain("trl_train.py", ranks, "--what", *how), "losses")
+
+
+@pytest.mark.parametrize("lora", ["0", "1"])
+def test_trl_trains_on_what_it_generates(lora: str, tmp_path: Path) -> None:
+    """Texts are drawn at random, so the stages are compared with each other, of one seed."""
+    found = [
+        run("trl_train.py", 2, "--what", "grpo", "--lora", lora, "--deepspeed", config(tmp_path, stage))
+        for stage in ("2", "3")
+    ]
+    assert_same(found[0], found[1], "losses")

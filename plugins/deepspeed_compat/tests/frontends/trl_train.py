@@ -1,9 +1,11 @@
-"""TRL: supervised fine-tuning and DPO."""
+"""TRL: supervised fine-tuning, DPO and GRPO, whole or with LoRA."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import torch
 from common import arguments, tiny_llama, write
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -26,9 +28,22 @@ def text(start: int, step: int) -> str:
     return " ".join(WORDS[(start + i * step) % len(WORDS)] for i in range(6))
 
 
+def adapter() -> Any:
+    """LoRA of the attention, without dropout."""
+    from peft import LoraConfig
+
+    torch.manual_seed(5)
+    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+
+
+def longer(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs between texts."""
+    return [float(len(set(text.split()))) for text in completions]
+
+
 def main() -> None:
-    """Six steps of ``--what sft`` or ``--what dpo``."""
-    args = arguments(what="sft")
+    """Six steps of ``--what`` sft, dpo or grpo; ``--lora 1``: an adapter; ``--ahead 1``: the reference first."""
+    args = arguments(what="sft", lora=0, ahead=0)
     shared = {
         "output_dir": str(args.work),
         "deepspeed": args.deepspeed,
@@ -47,12 +62,29 @@ def main() -> None:
         "max_length": 16,
     }
     model = tiny_llama()
+    lora = {"peft_config": adapter()} if args.lora else {}
     Path(args.work).mkdir(parents=True, exist_ok=True)
     if args.what == "sft":
         from trl import SFTConfig, SFTTrainer
 
         rows = Dataset.from_dict({"text": [text(i, 1 + i % 3) for i in range(32)]})
-        trainer = SFTTrainer(model=model, args=SFTConfig(**shared), train_dataset=rows, processing_class=tokenizer())
+        trainer = SFTTrainer(
+            model=model, args=SFTConfig(**shared), train_dataset=rows, processing_class=tokenizer(), **lora
+        )
+    elif args.what == "grpo":
+        from trl import GRPOConfig, GRPOTrainer
+
+        del shared["max_length"]
+        few = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "temperature": 1.0, "seed": 3}
+        rows = Dataset.from_dict({"prompt": [text(i, 1) for i in range(32)]})
+        trainer = GRPOTrainer(
+            model=model,
+            args=GRPOConfig(**{**shared, **few, "max_steps": 3}),
+            reward_funcs=longer,
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            **lora,
+        )
     else:
         from trl import DPOConfig, DPOTrainer
 
@@ -65,10 +97,11 @@ def main() -> None:
         )
         trainer = DPOTrainer(
             model=model,
-            ref_model=tiny_llama(),
-            args=DPOConfig(**shared),
+            ref_model=None if args.lora else tiny_llama(),
+            args=DPOConfig(**shared, precompute_ref_log_probs=bool(args.ahead)),
             train_dataset=rows,
             processing_class=tokenizer(),
+            **lora,
         )
     trainer.train()
     write(args.out, trainer.model_wrapped, losses=[row["loss"] for row in trainer.state.log_history if "loss" in row])
