@@ -22,6 +22,7 @@ from ds_core.entries import Axis
 from ds_core.errors import UsageError
 from ds_core.mesh import Mesh, plan_mesh
 from ds_pipeline.balance import partition
+from ds_pipeline.layer_files import LayerFiles
 from ds_pipeline.layer_times import measure
 from ds_pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
@@ -29,13 +30,8 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 ALWAYS_RECOMPUTED = "ParallelTransformerLayerPipe"
-_NO_LAYER_FILES = "a checkpoint has no files of single layers; use engine.save_checkpoint, for any number of stages"
 INSTEAD = {
     "allreduce_tied_weight_gradients": "train_batch sums the gradients of tied weights over their stages",
-    "ckpt_layer_path": _NO_LAYER_FILES,
-    "ckpt_layer_path_list": _NO_LAYER_FILES,
-    "ckpt_prefix": _NO_LAYER_FILES,
-    "save_state_dict": f"{_NO_LAYER_FILES}, and state_dict() has the layers of this stage",
 }
 """Names of DeepSpeed's module -> what there is instead."""
 
@@ -94,7 +90,7 @@ class TiedLayerSpec(LayerSpec):
 Layer = nn.Module | LayerSpec | Callable[[Any], Any]
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(LayerFiles, nn.Module):
     """`layers`, each output being the next input, cut into stages of which this rank has one.
 
     layers: modules, `LayerSpec`, `TiedLayerSpec` and functions, or an ``nn.Sequential``. Inputs and outputs are a

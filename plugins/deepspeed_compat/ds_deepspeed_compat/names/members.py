@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Name, Rows, State, differs, missing
 
 _WORKS = Name(State.WORKS)
-_FILES = missing("a checkpoint names tensors by layer: save_checkpoint, engine.module.state_dict()")
 
 MEMBERS: Mapping[str, Rows] = {
     "deepspeed.DeepSpeedEngine": {
@@ -57,9 +56,9 @@ MEMBERS: Mapping[str, Rows] = {
         "is_data_parallel is_model_parallel is_pipe_parallel": _WORKS,
     },
     "deepspeed.pipe.PipelineModule": {
-        "forward topology mpu num_pipeline_stages partitions stage_owner get_additional_losses compile": _WORKS,
+        "forward topology mpu num_pipeline_stages partitions stage_owner get_additional_losses compile "
+        "ckpt_prefix ckpt_layer_path ckpt_layer_path_list save_state_dict": _WORKS,
         "allreduce_tied_weight_gradients": missing("the schedule's ReduceTiedGrads does it in train_batch"),
-        "ckpt_prefix ckpt_layer_path ckpt_layer_path_list save_state_dict": _FILES,
     },
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
         "optimizer param_groups state defaults state_dict load_state_dict zero_grad add_param_group backward overflow "
