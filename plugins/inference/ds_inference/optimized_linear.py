@@ -238,7 +238,16 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.base.whole(grad.device, grad.dtype), None
 
 
-class QuantizedLinear(nn.Module):
+class _OnBase(nn.Module):
+    """A layer with a base; what an ordinary linear layer calls ``weight`` is loaded as that of the base."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if prefix + "weight" in state:
+            state[prefix + "base.weight"] = state.pop(prefix + "weight")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class QuantizedLinear(_OnBase):
     """A linear layer whose frozen weight is stored in few bits."""
 
     def __init__(
@@ -262,7 +271,7 @@ class QuantizedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class LoRAOptimizedLinear(nn.Module):
+class LoRAOptimizedLinear(_OnBase):
     """``x W' + (lora_alpha / lora_r) x A' B'``, with a frozen W and trained A (`lora_weight_1`) and B."""
 
     def __init__(

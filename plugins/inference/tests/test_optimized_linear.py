@@ -151,6 +151,19 @@ def test_state_dicts_are_whole(quantised: bool, sharded: bool) -> None:
     run_ranks(2, round_trip, quantised, sharded)
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_weights_of_ordinary_layers_are_loaded(quantised: bool) -> None:
+    model, plain = made({}, quantised), Net().double()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(2)
+    missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
+    assert unexpected == [] and all("lora_weight" in name for name in missing)
+    found = model.up_proj.full_weight()  # type: ignore[operator]
+    assert float((found - plain.up_proj.weight).norm().detach()) < (0.1 if quantised else 1e-12)
+    assert torch.equal(model.up_proj.bias, plain.up_proj.bias)
+
+
 def test_numbers_are_close_and_few_bytes() -> None:
     torch.manual_seed(0)
     layer = OptimizedLinear(64, 32, quantization_config=QuantizationConfig(group_size=16), dtype=torch.float32)
