@@ -49,7 +49,11 @@ def prepare(model: nn.Module, ctx: Context) -> nn.Module:
             f"the config has a section pipeline, but the model is a {type(model).__name__}; give a PipelineModule"
         )
     section = cast("PipelineConfig", ctx.config.section("pipeline"))
+    own = ("_grid", "activation_checkpoint_interval", "use_reentrant", "shapes_known")
+    before = {name: vars(model)[name] for name in own}
+    ctx.undo(lambda: vars(model).update(before))
     model.bind(ctx.mesh)
+    ctx.undo(lambda: model.mpu().bind(None))
     if section.activation_checkpoint_interval:
         model.activation_checkpoint_interval = section.activation_checkpoint_interval
     model.use_reentrant = section.use_reentrant

@@ -75,7 +75,7 @@ class Ties:
         """Hook it now, before the core's hooks; torch hooks no parameter that is frozen, though it may be thawed."""
         frozen = not param.requires_grad
         param.requires_grad_(True)
-        param.register_post_accumulate_grad_hook(self._divert)
+        self._ctx.undo(param.register_post_accumulate_grad_hook(self._divert).remove)
         param.requires_grad_(not frozen)
 
     def __contains__(self, param: object) -> bool:

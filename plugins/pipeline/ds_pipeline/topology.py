@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import namedtuple
@@ -151,9 +152,13 @@ class PipelineParallelGrid:
             raise UsageError(f"PipelineParallelGrid: rank {rank} is not in process_group, which has {self._ranks}")
         return self._ranks.index(rank), len(self._ranks)
 
-    def bind(self, mesh: Mesh) -> None:
-        """Take groups from `mesh` from now on."""
+    def bind(self, mesh: Mesh | None) -> None:
+        """Take groups from `mesh` from now on; None: there are none, the run has ended."""
         self._mesh = mesh
+
+    def __deepcopy__(self, memo: Any) -> PipelineParallelGrid:
+        """The copy has the same groups, which cannot be copied."""
+        return copy.copy(self)
 
     def _group(self, *axes: str) -> Any:
         if self._mesh is None:

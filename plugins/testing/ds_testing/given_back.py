@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from ds_run_state.slices import Slice
+    from torch import Tensor
 
 __all__ = ["Structure", "check_ordinary", "given_back"]
 
@@ -86,9 +90,20 @@ def check_ordinary(model: nn.Module, before: Structure, plain: nn.Module, calcul
             assert alike, f"after engine.destroy() {what} gives {mine}, and a plain model {theirs}"
 
 
+def _own(whole: Tensor, param: Tensor, piece: Slice | None) -> Tensor:
+    """What a rank's own model has of `whole`: all, or less where it was built with a part, as experts are."""
+    import torch
+
+    for dim, size in enumerate(param.shape):
+        if size != whole.shape[dim] and piece is not None:
+            whole = torch.cat([whole.narrow(dim, *kept) for kept in piece.ranges[dim]], dim)
+    return whole
+
+
 def given_back(names: list[Any], extra: dict[str, Any], one_process: bool) -> dict[str, float]:
     """On a rank, for `ShardedTransformConformance`. one_process: the model can be called without an engine."""
     import torch
+    from ds_run_state.slices import SLICES
 
     from ds_testing.partitioner import relative
     from ds_testing.runner import data_place
@@ -116,11 +131,14 @@ def given_back(names: list[Any], extra: dict[str, Any], one_process: bool) -> di
         truth.step(turn, ranks)
         copies = [copy.deepcopy(engine.module)]
         rank = engine.global_rank
+        slices = engine.ctx.stash.get(SLICES) or {}
         engine.destroy()
         assert not (left := before.differences(model)), f"after engine.destroy(), not as before: {'; '.join(left[:8])}"
         copies.append(copy.deepcopy(model))
         weights = dict(truth.model.named_parameters())
-        found |= {f"run {turn}: {n}": relative(p, weights[n]) for n, p in model.named_parameters() if n in weights}
+        for name, param in model.named_parameters():
+            if name in weights:
+                found[f"run {turn}: {name}"] = relative(param, _own(weights[name], param, slices.get(name)))
         batch = cast_batch(make_batch(9, 0, rank), torch.float64)  # each rank has its own, and none waits for others
         for part in (model, copies[-1]) if one_process else ():
             wanted = loss_in(truth.model, batch, torch.float64).item()
