@@ -15,6 +15,9 @@ __all__ = ["row_names"]
 def row_names(config: DeepSpeedInferenceConfig, model: nn.Module) -> tuple[str, ...]:
     """The ends of names of these linears. ConfigError where the model has no such layer, or it no such linear."""
     found = list(config.injection_policy_tuple or ())
+    if absent := [name for name in found if not _is_in(name, [model])]:
+        shown = ", ".join(map(repr, absent))
+        raise ConfigError(f"the model has no {shown}; give names of its linears", "injection_policy_tuple")
     for layer, given in (config.injection_policy or {}).items():
         inside = [m for m in model.modules() if type(m) is layer or type(m).__name__ == layer]
         shown = layer.__name__ if isinstance(layer, type) else str(layer)
@@ -22,10 +25,15 @@ def row_names(config: DeepSpeedInferenceConfig, model: nn.Module) -> tuple[str, 
             raise ConfigError(f"the model has no {shown}", "injection_policy")
         names = _names(given, shown)
         for name in names:
-            if not any(name == n or n.endswith("." + name) for n, _ in inside[0].named_modules()):
+            if not _is_in(name, inside):  # some may lack it: cross attention is in decoders alone
                 raise ConfigError(f"{shown} has no {name!r}; give names of its linears", "injection_policy")
         found += names
     return tuple(dict.fromkeys(found))
+
+
+def _is_in(name: str, modules: Iterable[nn.Module]) -> bool:
+    """Whether a layer inside has a name that ends so."""
+    return any(name == n or n.endswith("." + name) for module in modules for n, _ in module.named_modules())
 
 
 def _names(given: object, layer: str) -> list[str]:

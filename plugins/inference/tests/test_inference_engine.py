@@ -259,6 +259,7 @@ def test_times_of_each_step_of_a_generation(inject: bool) -> None:
         ({"injection_policy": {"NoLayer": ("o",)}}, ConfigError, "the model has no NoLayer"),
         ({"injection_policy": {"LlamaMLP": ("o_proj",)}}, ConfigError, "LlamaMLP has no 'o_proj'"),
         ({"injection_policy": {"LlamaMLP": object}}, ConfigError, "give the names of linears"),
+        ({"injection_policy_tuple": ("down_proj", "fc9")}, ConfigError, "the model has no 'fc9'"),
     ],
 )
 def test_errors(config: dict[str, Any], error: type[Exception], said: str) -> None:

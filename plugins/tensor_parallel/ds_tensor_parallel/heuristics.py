@@ -11,7 +11,7 @@ from torch import nn
 from ds_tensor_parallel.layers import is_linear, widths
 from ds_tensor_parallel.rules import Kind, Rule, Rules
 
-__all__ = ["guess"]
+__all__ = ["ends_with", "guess"]
 
 ROWS = {
     *(
@@ -111,9 +111,14 @@ def _elementwise(module: nn.Module) -> bool:
     return isinstance(module, ACTIVATIONS) or ("activation" in type(module).__module__ and not own)
 
 
+def ends_with(name: str, end: str) -> bool:
+    """Whether the last parts of the name of a module are `end`."""
+    return name == end or name.endswith("." + end)
+
+
 def _is_row(name: str, rows: Collection[str]) -> bool:
     if rows:
-        return any(name == end or name.endswith("." + end) for end in rows)
+        return any(ends_with(name, end) for end in rows)
     if _last(name) == "dense":
         return _last(_parent(name)) != "intermediate"
     return _last(name) in ROWS

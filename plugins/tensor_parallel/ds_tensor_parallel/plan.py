@@ -23,7 +23,7 @@ from ds_tensor_parallel import presets, styles
 from ds_tensor_parallel.attention import Heads, heads_of
 from ds_tensor_parallel.division import Division
 from ds_tensor_parallel.embedding import check_embedding
-from ds_tensor_parallel.heuristics import guess
+from ds_tensor_parallel.heuristics import ends_with, guess
 from ds_tensor_parallel.layers import is_linear, is_plain, is_transposed, widths
 from ds_tensor_parallel.rules import Kind, Rule
 
@@ -41,7 +41,8 @@ class Plan:
 
     rules: by name of a module or a parameter. divisions: of those that are cut. attentions: by name, the heads of
     attention modules that are divided. whole: linear layers that no rule is for, or that cannot be divided, and why.
-    unmatched: the numbers of `layer_specs` whose patterns match no parameter here.
+    unmatched: the numbers of `layer_specs` whose patterns match no parameter here. absent: the names of
+    `injection_policy_tuple` that no linear layer here has.
     """
 
     rules: dict[str, Rule]
@@ -50,6 +51,7 @@ class Plan:
     whole: dict[str, str]
     source: str
     unmatched: list[int] = dataclasses.field(default_factory=list)
+    absent: list[str] = dataclasses.field(default_factory=list)
 
 
 class Planner:
@@ -78,6 +80,8 @@ class Planner:
         }
         self._divide()
         linears = {n for n, m in self.modules.items() if is_linear(m) and not isinstance(m, _hand_written())}
+        given = self.section.injection_policy_tuple or ()
+        self.plan.absent = [end for end in given if not any(ends_with(name, end) for name in linears)]
         for name in sorted(linears - set(rules)):
             self.plan.whole.setdefault(name, "no rule is for it")
         if self.section.rules.strict_mode and (left := [n for n in self.plan.whole if n not in rules]):
@@ -130,7 +134,7 @@ class Planner:
         names = [*self.modules, *self.parameters]
         try:
             if self.section.preset_model is not None:
-                found = presets.BUILT_IN[self.section.preset_model].choose(names, f"preset {self.section.preset_model}")
+                found = self._preset(self.section.preset_model, names)
             else:
                 found = self._planned(names)
         except ValueError as error:
@@ -138,6 +142,32 @@ class Planner:
         for name, rule in found.items():
             self.plan.rules.setdefault(name, rule)
         self.plan.source = next((rule.source for rule in found.values()), "")
+
+    def _preset(self, name: str, names: list[str]) -> Mapping[str, Rule]:
+        """The rules of the preset that the user names. ConfigError where it is for another family than the model's."""
+        own = presets.for_model_types(self.types)
+        known: Mapping[str, Rule] = styles.rules_of_plan(styles.plan_of(self.model), names, "")
+        if own is not None:
+            known = own.choose(names, "")
+        fit = {n: p.choose(names, f"preset {n}") for n, p in presets.BUILT_IN.items()}
+        if known and name not in (fit := {n: r for n, r in fit.items() if self._alike(r, known)}):
+            use = f"use {' or '.join(fit)}, or leave it out" if fit else "leave it out"
+            why = f"{name!r} is for another family than this model, whose type is {self.types[0]!r}"
+            raise self._error("preset_model", why, f"{use}: the model is known by its type or its tp_plan")
+        return presets.BUILT_IN[name].choose(names, f"preset {name}")
+
+    def _alike(self, rules: Mapping[str, Rule], known: Mapping[str, Rule]) -> bool:
+        """Whether where both divide linear layers beside each other, they divide the same ones.
+
+        A part of them is wrong without an error: queries that are divided, and keys that are not.
+        """
+        cut = [
+            {n: r.kind for n, r in some.items() if n in self.modules and is_linear(self.modules[n]) and r.kind in CUT}
+            for some in (rules, known)
+        ]
+        parents = set.intersection(*({name.rpartition(".")[0] for name in some} for some in cut))
+        inside = [{n: kind for n, kind in some.items() if n.rpartition(".")[0] in parents} for some in cut]
+        return bool(parents) and inside[0] == inside[1]
 
     def _planned(self, names: list[str]) -> Mapping[str, Rule]:
         found = styles.rules_of_plan(styles.plan_of(self.model), names, "the model's tp_plan")

@@ -85,8 +85,9 @@ def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
     families = _Families(model, _overlaps(section, ctx))
     hand_written = list(_bind_hand_written(model, section, place, cuts, families))
     stages = ctx.mesh.group("pp") if ctx.mesh.has("pp") else ALONE  # some may have no layers to divide
-    told = comm.all_gather_json([bool(plan.divisions or hand_written), plan.unmatched], group=stages)
-    if not any(divides for divides, _ in told):
+    told = comm.all_gather_json([bool(plan.divisions or hand_written), plan.unmatched, plan.absent], group=stages)
+    _check_names(set.intersection(*(set(absent) for _, _, absent in told)), ctx.config.origin)
+    if not any(divides for divides, _, _ in told):
         raise ConfigError(
             [
                 Problem(
@@ -111,8 +112,17 @@ def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
     compare_inputs(model, ctx.accelerator, place)
     if ctx.rank == 0:
         _tell(plan, len(hand_written), place.size)
-        _tell_unmatched(section, set.intersection(*(set(unmatched) for _, unmatched in told)))
+        _tell_unmatched(section, set.intersection(*(set(unmatched) for _, unmatched, _ in told)))
     return model
+
+
+def _check_names(absent: set[str], origin: str) -> None:
+    """Raise ConfigError for names that no layer has on any stage: the layers that are meant would not be summed."""
+    if absent:
+        shown = ", ".join(map(repr, sorted(absent)))
+        why = f"{shown}: no linear layer of the model has a name that ends so"
+        fix = "give ends of names of linear layers, as in 'attention.output.dense'"
+        raise ConfigError([Problem("tensor_parallel.injection_policy_tuple", why, fix)], origin)
 
 
 def _tell_unmatched(section: TensorParallelConfig, unmatched: set[int]) -> None:
