@@ -13,6 +13,7 @@ import pytest
 from ds_cli import main
 from ds_cli.hosts import Host, agent_command, run_tools, settings_line
 from ds_cli.hosts.agent import on_host
+from ds_cli.hosts.choice import Choice, choose_hosts
 from ds_cli.hosts.hostfile import filter_hosts, read_hostfile
 from ds_cli.hosts.settings import exported, read_settings
 from ds_cli.launch import LaunchRequest
@@ -134,6 +135,10 @@ def test_words_that_do_not_fit(hosts: Path, text: str, said: str, monkeypatch: A
     with pytest.raises(CommandError, match="^2$"):
         asked(text if text.startswith("-H") else f"-H {hosts} {text}", monkeypatch)
     assert said in capsys.readouterr().err
+
+
+def test_a_hostfile_that_is_no_regular_file_means_this_machine() -> None:
+    assert choose_hosts(Choice(hostfile="/dev/null")) == ()
 
 
 def test_one_host_that_is_this_machine_is_local_unless_forced(tmp_path: Path, monkeypatch: Any) -> None:

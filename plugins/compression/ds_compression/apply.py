@@ -95,7 +95,7 @@ def _weights(model: nn.Module, part: Any, missing: list[Problem]) -> None:
             offset=shared.schedule_offset,
             start=bits.start_bits,
             target=bits.target_bits,
-            period=bits.quantization_period,
+            period=max(1, bits.quantization_period),
             groups=groups,
             symmetric=shared.quantization_type == "symmetric",
             stochastic=shared.rounding == "stochastic",

@@ -6,6 +6,7 @@ it; their inputs are cut with it, so the model calculates what it did with zeros
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,11 @@ from ds_compression.layer import (
 from ds_compression.matching import is_transposed, kind_of, matching, refuse, sizes
 from ds_compression.reading import inner, section_of
 from ds_core.errors import UsageError
+from ds_core.process import log_once
 
 __all__ = ["redundancy_clean"]
+
+log = logging.getLogger("ds_compression")
 
 HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 
@@ -154,6 +158,10 @@ def _cuts(model: nn.Module, section: CompressionConfig) -> Iterator[_Cut]:
                 columns = []
                 for related in group.related_modules[index]:
                     found = list(matching(model, related, ("linear", "conv", "norm")))
+                    # One list serves several models: of layers that this one has not, there is nothing to cut.
+                    if not found and len(group.related_modules[index]) > 1:
+                        log_once(log, logging.WARNING, f"{path}: {related!r} matches no layer, and is passed over")
+                        continue
                     if len(found) != len(owners):
                         why = f"{related!r} matches {len(found)} layers, and {pattern!r} {len(owners)}"
                         refuse(path, why, "each layer needs the ones that are cut with it")

@@ -68,7 +68,9 @@ class Bits(Section):
 
     start_bits: int = option(8, "Bits at first.", ge=1, le=16)
     target_bits: int = option(8, "Bits at last.", ge=1, le=16)
-    quantization_period: int = option(1, "Steps after which there is one bit less, down to target_bits.", ge=1)
+    quantization_period: int = option(
+        1, "Steps after which there is one bit less, down to target_bits; 0 counts as 1.", ge=0
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

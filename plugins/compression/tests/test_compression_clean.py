@@ -100,6 +100,17 @@ def test_related_modules_that_do_not_fit_change_nothing() -> None:
     assert (BITS | pruning("head_pruning", ["down"], num_heads=4))["head_pruning"]
 
 
+def test_related_modules_of_other_models_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    section = pruning("row_pruning", ["up"], [["norm_of_another", "down"]])
+    model = init_compression(net(), config(section))
+    set_step(model, 50)
+    before = model(batch(0))
+    redundancy_clean(model, config(section))
+    assert model.down.in_features == model.up.out_features < net().up.out_features  # type: ignore[attr-defined]
+    assert torch.allclose(model(batch(0)), before, atol=1e-12)
+    assert "'norm_of_another' matches no layer" in caplog.text
+
+
 def bert() -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers as hf

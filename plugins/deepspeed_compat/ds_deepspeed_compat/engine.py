@@ -12,7 +12,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +22,12 @@ from torch.optim import Optimizer
 
 import ds_core
 from ds_core.assemble import config_source
-from ds_core.config.source import ConfigSource, read_config
+from ds_core.config.source import read_config
 from ds_core.engine import Engine
-from ds_core.process import log_once
 from ds_deepspeed_compat import engine_methods
 from ds_deepspeed_compat.engine_getters import GETTERS, read
 from ds_deepspeed_compat.optimizer import wrapped
+from ds_deepspeed_compat.release_config import as_released
 from ds_deepspeed_compat.timers import ThroughputTimer
 
 __all__ = [
@@ -40,11 +39,6 @@ __all__ = [
 ]
 
 log = logging.getLogger("ds_core")
-
-_DECAYED = (
-    "config: optimizer.params.weight_decay is not given; torch_adam gives torch's AdamW its own default of 0.01, as in "
-    "DeepSpeed's release; the documented default, which ds_core.initialize has, is 0"
-)
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -353,56 +347,10 @@ def _read_config(given: dict[str, Any]) -> None:
     """Replace the config among `given`, wherever it was given, by what DeepSpeed's release makes of it."""
     args = given.get("args")
     source = read_config(config_source(args, given.get("config"), given.pop("config_params", None)))
-    given["config"] = ConfigSource(_timed(_decayed(_cleaned(source.raw))), source.origin)
+    given["config"] = as_released(source)
     if args is not None:  # it names the config no more
         names = args if isinstance(args, dict) else vars(args)
         given["args"] = {k: v for k, v in names.items() if k not in ("deepspeed_config", "deepscale_config")}
-
-
-def _decayed(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the weight decay that ``torch_adam`` has in DeepSpeed's release; the log says so."""
-    optimizer = config.get("optimizer")
-    params = optimizer.get("params") if isinstance(optimizer, dict) else None
-    if not isinstance(optimizer, dict) or not isinstance(params, dict) or "weight_decay" in params:
-        return config
-    name = str(optimizer.get("type")).lower()
-    if params.get("torch_adam") is not True or not (
-        name == "adamw" or (name == "adam" and params.get("adam_w_mode", True))
-    ):
-        return config
-    log_once(log, logging.INFO, _DECAYED)
-    return {**config, "optimizer": {**optimizer, "params": {**params, "weight_decay": 0.01}}}
-
-
-def _timed(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with ``wall_clock_breakdown`` where the flops profiler is on, which turns it on in DeepSpeed."""
-    profiler = config.get("flops_profiler")
-    if not isinstance(profiler, dict) or profiler.get("enabled") is not True or find_spec("ds_step_log") is None:
-        return config
-    return {**config, "wall_clock_breakdown": True}
-
-
-def _cleaned(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` without what front-ends leave in it and DeepSpeed passes over; the log names it.
-
-    That are values which are still ``"auto"``, whose defaults hold (they stay, and are an error, where an optimizer or
-    a schedule is named), and keys of the top level with a dot (``"zero_optimization.reduce_bucket_size"``).
-    """
-    dropped: list[str] = []
-
-    def kept(values: dict[str, Any], path: str) -> dict[str, Any]:
-        dropped.extend(path + key for key, value in values.items() if value == "auto")
-        rest = {key: value for key, value in values.items() if value != "auto"}
-        return {key: kept(v, f"{path}{key}.") if isinstance(v, dict) else v for key, v in rest.items()}
-
-    built = {key: config[key] for key in ("optimizer", "scheduler") if key in config}
-    dotted = [key for key in config if "." in key]
-    found = kept({key: value for key, value in config.items() if key not in built and key not in dotted}, "") | built
-    if dropped:
-        log_once(log, logging.WARNING, f'config: {", ".join(dropped)}: "auto" was not filled in; the default is taken')
-    if dotted:
-        log_once(log, logging.WARNING, f"config: {', '.join(dotted)}: no such keys; write sections as dicts")
-    return found
 
 
 def _listed(row: Any) -> Any:

@@ -186,8 +186,13 @@ def words(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 
 def _hostfile(args: argparse.Namespace) -> bool:
-    """Whether there is one, or one was named (that it does not exist is for ``dscore run`` to say)."""
-    return args.hostfile != DLTS_HOSTFILE or os.path.isfile(args.hostfile)
+    """Whether there is one, or one was named (that it does not exist is for ``dscore run`` to say).
+
+    One that is no regular file, such as /dev/null, means this machine alone.
+    """
+    if os.path.exists(args.hostfile):
+        return os.path.isfile(args.hostfile)
+    return bool(args.hostfile != DLTS_HOSTFILE)
 
 
 def _meeting(args: argparse.Namespace) -> list[str]:
@@ -224,7 +229,11 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     from ds_cli.app import make_app
 
-    command, variables = words(parse_args(args))
+    given = parse_args(args)
+    if given.hostfile != DLTS_HOSTFILE and not _hostfile(given):
+        text = f"deepspeed: the hostfile {given.hostfile!r} is no regular file; the run is on this machine alone"
+        print(text, file=sys.stderr)
+    command, variables = words(given)
     os.environ.update(variables)
     make_app()(command, prog_name="deepspeed")
 

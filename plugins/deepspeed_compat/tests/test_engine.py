@@ -14,12 +14,14 @@ from ds_deepspeed_compat import optimizer
 from ds_deepspeed_compat.engine import DeepSpeedEngine, PipelineEngine, initialize
 from ds_deepspeed_compat.names import Name, State
 from ds_deepspeed_compat.names.members import MEMBERS
+from ds_deepspeed_compat.release_config import as_released
 from ds_pipeline import LayerSpec, PipelineModule
 from ds_testing import run_ranks
 from ds_zero import set_z3_leaf_module
 from torch import nn
 
 import ds_core
+from ds_core.config.source import ConfigSource
 from ds_core.errors import ConfigError, UsageError
 
 
@@ -66,6 +68,40 @@ def test_the_throughput_of_the_engines_steps() -> None:
     engine.tput_timer.update_epoch_count()
     assert engine.random_ltd_scheduler is None
     engine.destroy()
+
+
+def test_keys_that_are_like_none_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    start(cuda_visible_devices="0,1").destroy()
+    assert "config: cuda_visible_devices: no such keys, and like none; passed over" in caplog.text
+    for name, fix in (("gradient_cliping", "did you mean 'gradient_clipping'"), ("loss_scale_window", "belongs at")):
+        with pytest.raises(ConfigError, match=fix):
+            start(**{name: 1})
+    with pytest.raises(ConfigError, match="cuda_visible_devices"):
+        ds_core.initialize(model=net(), config={"train_batch_size": 4, "cuda_visible_devices": "0"})
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, (2, 2)),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, (2, 2)),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": 2}, (2, 2)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, None),
+        ({"train_micro_batch_size_per_gpu": 2}, None),
+    ],
+)
+def test_batches_of_divided_layers_are_counted_as_the_release_counts(
+    given: dict[str, int], taken: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(ds_core.comm, "is_initialized", lambda: False)
+    config = {**given, "tensor_parallel": {"autotp_size": 2}}
+    read = as_released(ConfigSource(config, "here")).raw
+    if taken is None:
+        assert read == config
+    else:
+        assert "train_batch_size" not in read
+        assert (read["train_micro_batch_size_per_gpu"], read["gradient_accumulation_steps"]) == taken
 
 
 def test_backward_takes_its_arguments_in_the_order_of_the_release() -> None:

@@ -63,6 +63,11 @@ def test_options_of_the_script_are_the_scripts() -> None:
         parse_args(["--b", "4", "train.py"])
 
 
+def test_a_hostfile_that_is_no_file_means_this_machine() -> None:
+    assert command("--hostfile /dev/null --num_gpus 2") == command("--num_gpus 2")
+    assert command("--hostfile /dev/null --num_nodes 1") == command("--num_nodes 1")
+
+
 def test_hostfiles_and_filters_by_their_documented_names(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\nh0 slots=4\n\nh1 slots=2  # small\n")

@@ -8,6 +8,7 @@ means what transformers says. What rows of a cache cannot serve goes to the modu
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ __all__ = ["hf_generate", "refusal"]
 
 _logger = logging.getLogger(__name__)
 
+_LEAST = (4, 56)
+"""transformers' version from which ``generate(custom_generate=function)`` works."""
 _KEYWORDS = frozenset(
     ("attention_mask", "generation_config", "input_ids", "logits_processor", "prefix_allowed_tokens_fn", "stop_strings",
      "stopping_criteria", "streamer", "synced_gpus", "tokenizer", "trust_remote_code", "use_model_defaults")
@@ -81,8 +84,19 @@ def _check(tokens: Any, mask: Any) -> None:
         raise UsageError(f"attention_mask of shape {tuple(mask.shape)}, and prompts of shape {tuple(tokens.shape)}")
 
 
+@functools.cache
+def _too_old() -> str | None:
+    """transformers' version where its ``generate`` takes no loop of others; None where it does."""
+    import transformers
+
+    version: str = transformers.__version__
+    return version if tuple(int(part) for part in version.split(".")[:2]) < _LEAST else None
+
+
 def refusal(module: nn.Module, keywords: dict[str, Any]) -> str | None:
     """What in `keywords`, or in the module's generation config, only the module itself can serve; None: nothing."""
+    if (version := _too_old()) is not None:
+        return f"transformers {version}, where {'.'.join(map(str, _LEAST))} is the least that hands its loop on,"
     if getattr(module.config, "is_encoder_decoder", False):
         return "an encoder-decoder model"
     configs = [config for config in (keywords.get("generation_config"), module.generation_config) if config is not None]

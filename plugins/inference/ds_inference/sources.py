@@ -53,12 +53,16 @@ class Source(Protocol):
 def open_weights(given: str | Mapping[str, Any], root: str = "") -> Iterator[Source]:
     """Open weights. given: a path, below `root` if it is relative, or the contents of a JSON file that lists files.
 
+    Of a JSON file that is there as `given` says, the files that it lists are below `root`.
+
     Raises CheckpointError, which names the file and the fix.
     """
     with contextlib.ExitStack() as stack:
         try:
             if isinstance(given, Mapping):
                 source = _listed(given, Path(root or "."), "the dict given as checkpoint", stack)
+            elif root and given.endswith(".json") and not given.endswith(".index.json") and os.path.isfile(given):
+                source = _listed(_json(Path(given)), Path(root), given, stack)
             else:
                 source = _opened(Path(root, given), stack)
         except RecursionError:

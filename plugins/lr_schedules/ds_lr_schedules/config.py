@@ -68,7 +68,7 @@ class OneCycleParams(_ScheduleParams):
 class _WarmupParams(_ScheduleParams):
     """What the warm-up schedules share."""
 
-    warmup_num_steps: int = option(1000, "Steps of the warm-up; at least 2 are used.", gt=0)
+    warmup_num_steps: int = option(1000, "Steps of the warm-up, at least 2; 0: none.", ge=0)
     warmup_type: Literal["log", "linear"] = option("log", "Shape of the warm-up: log or linear.")
 
 

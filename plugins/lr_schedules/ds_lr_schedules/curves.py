@@ -19,15 +19,17 @@ def range_test(t: int, step_size: int, step_rate: float, staircase: bool) -> flo
 
 
 def warmup_steps(num_steps: int) -> int:
-    """The length of a warm-up that is used: at least 2, since the logarithm of 1 divides by zero."""
-    return max(2, num_steps)
+    """The length of a warm-up that is used: none, or at least 2, since the logarithm of 1 divides by zero."""
+    return max(2, num_steps) if num_steps else 0
 
 
 def warmup(t: int, num_steps: int, kind: str) -> float:
-    """Progress of the warm-up, in [0, 1]; 1 from step `num_steps` on and 0 before the first step.
+    """Progress of the warm-up, in [0, 1]; 1 from step `num_steps` on and 0 before the first step; without one 1.
 
     num_steps: as `warmup_steps` gives it. kind: ``"log"`` or ``"linear"``.
     """
+    if num_steps == 0:
+        return 1.0
     if t < 0:
         return 0.0
     if t >= num_steps:

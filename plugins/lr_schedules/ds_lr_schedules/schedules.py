@@ -228,7 +228,7 @@ class _Warmup(Schedule):
         self, optimizer: torch.optim.Optimizer, num_steps: int, warmup_type: str, last_batch_iteration: int
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.warmup_num_steps = curves.warmup_steps(_whole("warmup_num_steps", num_steps, at_least=1))
+        self.warmup_num_steps = curves.warmup_steps(_whole("warmup_num_steps", num_steps, at_least=0))
         self.warmup_type = warmup_type
         if warmup_type not in WARMUP_TYPES:
             self.warmup_type = "log"
@@ -259,7 +259,7 @@ class WarmupLR(_Warmup):
     """Raises the learning rate from a minimum to a maximum and keeps it there.
 
     warmup_min_lr, warmup_max_lr: one number or one per group; a maximum of None takes each group's own learning
-    rate. warmup_num_steps: length of the warm-up (at least 2 are used). warmup_type: ``"log"`` or ``"linear"``.
+    rate. warmup_num_steps: length of the warm-up, at least 2; 0: none. warmup_type: ``"log"`` or ``"linear"``.
     Raises ValueError for wrong lengths and a length of warm-up that is no positive integer.
     """
 
@@ -336,7 +336,7 @@ class WarmupCosineLR(_Warmup):
         return [base * self._ratio(t, low) for base, low in zip(self.base_lrs, self.min_ratios, strict=True)]
 
     def _ratio(self, t: int, low: float) -> float:
-        if t < 0:
+        if t < 0 and self.warmup_num_steps:
             return 0.0
         if t < self.warmup_num_steps:
             return low + (1.0 - low) * self._warmup(t)

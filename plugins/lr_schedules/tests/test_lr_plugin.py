@@ -61,7 +61,7 @@ def test_the_core_builds_what_the_config_names() -> None:
     ("name", "params"),
     [
         ("WarmupLR", {"warmup_num_step": 10}),
-        ("WarmupLR", {"warmup_num_steps": 0}),
+        ("WarmupLR", {"warmup_num_steps": -1}),
         ("WarmupLR", {"warmup_num_steps": 1.5}),
         ("WarmupLR", {"warmup_num_steps": True}),
         ("WarmupLR", {"warmup_num_steps": "10"}),

@@ -139,7 +139,9 @@ CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
     ],
 )
 def test_counts_are_positive_integers(cls: Any, name: str, others: dict[str, Any], value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be a positive integer, not "):
+    if name == "warmup_num_steps" and value == 0:
+        value = -1  # 0 is no warm-up
+    with pytest.raises(ValueError, match=f"{name} must be (a positive integer|an integer of at least 0), not "):
         cls(make_optimizer(), **{name: value}, **others)
 
 
@@ -324,3 +326,18 @@ def test_the_base_of_a_tensor_does_not_move_with_it() -> None:
     assert lr.item() == 0.0
     schedule.step(2)
     assert lr.item() == 0.5
+
+
+@pytest.mark.parametrize("cls", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_no_warm_up_begins_at_the_full_rate(cls: Any) -> None:
+    optimizer = make_optimizer()
+    full = optimizer.param_groups[0]["lr"]
+    given = {} if cls is WarmupLR else {"total_num_steps": 10}
+    schedule = cls(optimizer, warmup_num_steps=0, **given, **({} if cls is WarmupCosineLR else {"warmup_max_lr": full}))
+    assert optimizer.param_groups[0]["lr"] == full
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(full, rel=0.05)
+    for _ in range(9):
+        schedule.step()
+    left = optimizer.param_groups[0]["lr"]
+    assert left == full if cls is WarmupLR else left < 0.2 * full

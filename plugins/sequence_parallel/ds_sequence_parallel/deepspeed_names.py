@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_sequence_parallel import ulysses
+from ds_sequence_parallel import autosp, ulysses
 from ds_sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 from ds_sequence_parallel.hf_attention import Part, Tokens, attend_part, documents, make_part, plain_mask
 from ds_sequence_parallel.layout import Layout
@@ -24,6 +24,7 @@ __all__ = [
     "SequenceUnit",
     "UlyssesSPAttentionHF",
     "UlyssesSPDataLoaderAdapter",
+    "prepare_autosp_inputs",
     "single_all_to_all",
     "vocab_sequence_parallel_cross_entropy",
 ]
@@ -47,6 +48,18 @@ def single_all_to_all(
     if async_op:
         raise UsageError("single_all_to_all(async_op=True): what is exchanged is used at once; leave async_op out")
     return all_to_all(input, group, scatter_idx, gather_idx)
+
+
+def prepare_autosp_inputs(
+    input_id: Tensor,
+    label_id: Tensor,
+    position_id: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    seq_dim: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`ds_sequence_parallel.prepare_autosp_inputs`, which returns all that it was given, as the release does."""
+    autosp.prepare_autosp_inputs(input_id, label_id, position_id, attention_mask, seq_dim)
+    return input_id, label_id, position_id, attention_mask
 
 
 class _SeqAllToAll:

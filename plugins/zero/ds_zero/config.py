@@ -397,6 +397,8 @@ class ZeroConfig(Section):
             yield "cpu_offload_use_pin_memory", "has no effect: set pin_memory in offload_optimizer and offload_param"
         names = {s: n for n, f in type(self).model_fields.items() for s in (*names_of(n, f), *old_names(f))}
         unused = [k for k in given if names.get(k) in _STAGE_3] if 0 < self.stage < 3 else []
+        if self.stage < 3 and self.offload_param is not None and self.offload_param.on:
+            unused += [key for key in ("offload_param", "cpu_offload_param") if given.get(key)]
         if unused:
             have = "has" if len(unused) == 1 else "have"
             yield "", f"{', '.join(unused)} {have} no effect at stage {self.stage}: only stage 3 gathers parameters"
@@ -412,6 +414,11 @@ class ZeroConfig(Section):
         if value == 0:
             raise ValueError("a shard group has at least 1 rank; -1 turns MiCS off")
         return value
+
+    @property
+    def weights_offload(self) -> OffloadParam | None:
+        """`offload_param` where it has an effect: only stage 3 moves weights."""
+        return self.offload_param if self.stage == 3 else None
 
     @property
     def overlap(self) -> bool:

@@ -44,7 +44,7 @@ class GatherScheduler:
     ) -> None:
         self.section, self.units, self._wire = section, list(units), wire
         self.exact = weight_wire(section)
-        offload = section.offload_param
+        offload = section.weights_offload
         reads = offload is not None and any(u.away for u in units)
         self._window = offload.buffer_count * offload.buffer_size if offload is not None and reads else 0
         self.sizes = [u.size for u in units]

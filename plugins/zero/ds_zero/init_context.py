@@ -292,19 +292,12 @@ def _check_arguments(remote: str | None, dtype: torch.dtype | None) -> None:
 def _read(source: Any) -> tuple[RunConfig | None, Plugins | None]:
     from ds_core.compose import compose
     from ds_core.config import RunConfig
-    from ds_core.config.source import ConfigSource, read_config
 
     if source is None or isinstance(source, RunConfig):
         return source, None
-    read = read_config(source)
-    # front-ends fill in "auto" before `initialize`; what `Init` reads is never left to them
-    chosen = compose(ConfigSource(_without_auto(read.raw), read.origin))
+    # Front-ends fill in "auto" before `initialize`; what `Init` reads is never left to them.
+    chosen = compose(source, fill_later=True)
     return chosen.config, chosen.plugins
-
-
-def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
-    inner = {key: _without_auto(value) if isinstance(value, dict) else value for key, value in values.items()}
-    return {key: value for key, value in inner.items() if value != "auto"}
 
 
 def _section(run: RunConfig | None) -> ZeroConfig | None:
@@ -329,7 +322,7 @@ def _store(
     remote: str | None, section: ZeroConfig | None, run: RunConfig | None, plugins: Plugins | None
 ) -> Callable[[Accelerator], StateStore] | None:
     """What opens the store of shards; None: they are in memory."""
-    offload = section.offload_param if section is not None else None
+    offload = section.weights_offload if section is not None else None
     device = offload.device.lower() if offload is not None and remote is None else remote or "none"
     if device in ("none", "cpu"):
         return None
@@ -371,7 +364,7 @@ def _shard_spec(
     size = section.mics_shard_size if section is not None and section.mics_shard_size > 0 else len(ranks)
     over, index = _block(group, ranks, size)
     device = accelerator.current_device()
-    offload = section.offload_param if section is not None else None
+    offload = section.weights_offload if section is not None else None
     if offload is not None and remote is None and offload.device == "cpu":
         remote, pin = "cpu", pin or offload.pin_memory
     kept = store(accelerator) if store is not None else None

@@ -81,7 +81,7 @@ def _stage3(engine: Engine) -> Any:
     partitioner: Any = engine.partitioner
     if (stage := partitioner.section.stage) != 3:
         raise UsageError(f"offload_states and reload_states need zero_optimization stage 3, this is stage {stage}")
-    offload = partitioner.section.offload_param
+    offload = partitioner.section.weights_offload
     if offload is not None and offload.device != "none":
         raise UsageError("offload_states and reload_states cannot be combined with offload_param")
     return partitioner

@@ -60,7 +60,7 @@ class OffloadStores:
         wanted = section.offload_optimizer
         self.ratio = wanted.ratio if wanted is not None else 1.0
         self.optimizer = open_store(ctx, wanted.device, wanted.options) if wanted is not None and wanted.on else None
-        weights = section.offload_param
+        weights = section.weights_offload
         self.param = None
         if weights is not None and weights.on:  # the share that stays in memory is another store's
             self.param = open_store(ctx, weights.device, {**weights.options, "max_in_cpu": 0})

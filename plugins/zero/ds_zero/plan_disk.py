@@ -42,7 +42,7 @@ class Resting:
 def rest_on_disk(buckets: Sequence[Resting], section: ZeroConfig) -> tuple[int, int, int, int]:
     """(bytes of weights that stay in memory, of buffers for states, of buffers for weights, on disk)."""
     states = section.offload_optimizer or OffloadOptimizer()
-    weights = section.offload_param or OffloadParam()
+    weights = section.weights_offload or OffloadParam()
     stay, room = 0, weights.max_in_cpu
     away: list[Resting] = []
     for bucket in buckets:

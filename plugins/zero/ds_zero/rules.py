@@ -58,11 +58,7 @@ def hierarchy_problems(section: ZeroConfig) -> Iterator[Problem]:
 def offload_problems(section: ZeroConfig, plugins: Plugins) -> Iterator[Problem]:
     """Problems of the offload sections."""
     stage = section.stage
-    if (weights := section.offload_param) is not None and weights.on:
-        if stage != 3:
-            yield Problem(
-                f"{PARAM}.device", f"only stage 3 partitions weights, this is stage {stage}", 'set stage 3, or "none"'
-            )
+    if (weights := section.weights_offload) is not None and weights.on:
         yield from _store_problems(weights, PARAM, plugins)
     if (states := section.offload_optimizer) is not None and states.on:
         if stage == 0:

@@ -163,6 +163,9 @@ NOTED: list[tuple[Any, list[str]]] = [
         {"stage": 2, "stage3_max_live_parameters": 5, "leaf_module": {}},
         [f"{Z}: stage3_max_live_parameters, leaf_module have no effect at stage 2"],
     ),
+    ({"stage": 2, "offload_param": {"device": "cpu"}}, [f"{Z}: offload_param has no effect at stage 2"]),
+    ({"stage": 0, "offload_param": {"device": "cpu"}}, [f"{Z}: offload_param has no effect at stage 0"]),
+    ({"stage": 1, "offload_param": {"device": "none"}}, []),
     ({"stage": 3, "offload_optimizer": {"ratio": 0.5}}, [f"{Z}.offload_optimizer.ratio: has no effect with device"]),
     (
         {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}},

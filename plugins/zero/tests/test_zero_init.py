@@ -627,3 +627,17 @@ def test_the_package_loads_no_torch() -> None:
     code = "import sys, ds_zero; assert set(ds_zero.__all__) <= set(dir(ds_zero)); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     assert all(callable(getattr(ds_zero, name)) for name in ds_zero.__all__)
+
+
+def test_what_the_trainer_fills_in_later_is_left_to_it() -> None:
+    """As transformers gives it to Init before it knows how many steps there are."""
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": schedule,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto"},
+    }
+    with ds_zero.Init(config_dict_or_path=config):
+        made = nn.Linear(3, 2)
+    assert hasattr(made.weight, "ds_id")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from ds_cli.launch import LaunchRequest
 
 __all__ = ["Choice", "choose_hosts", "is_here", "named_hosts", "slots_here"]
+
+log = logging.getLogger("ds_cli")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ def choose_hosts(words: Choice) -> tuple[Host, ...]:
             "--nnodes and --nproc (--num_nodes, --num_gpus) do not go together with --include, --exclude"
         )
     try:
+        if words.hostfile and not os.path.isfile(words.hostfile) and os.path.exists(words.hostfile):
+            # /dev/null is how scripts ask for this machine alone.
+            log.warning("the hostfile %r is no regular file; the run is on this machine alone", words.hostfile)
+            return ()
         found = read_hostfile(words.hostfile or DEFAULT)
         if found is None:
             if words.hostfile not in ("", DEFAULT):

@@ -106,7 +106,7 @@ NAMES: Mapping[str, Rows] = {
         "vocab_sequence_parallel_cross_entropy": "ds_sequence_parallel.deepspeed_names"
     },
     "deepspeed.compile.passes.sp_compile": {
-        "prepare_autosp_inputs": differs("ds_sequence_parallel", "ZeRO 0 to 3; pooling and masks too")
+        "prepare_autosp_inputs": differs("ds_sequence_parallel.deepspeed_names", "ZeRO 0 to 3; pooling and masks too")
     },
     "deepspeed.compression": {
         "init_compression redundancy_clean": _COMPRESSION,
