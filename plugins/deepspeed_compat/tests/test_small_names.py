@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_deepspeed_compat import bwc, comms_text, config_readers, debug_names, launcher
+from ds_deepspeed_compat import bwc, comms_text, config_readers, debug_names, io_command, launcher
 from ds_deepspeed_compat.checkpoint_engines import CheckpointCommitInfo, CheckpointEngine
 from ds_deepspeed_compat.file_writers import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
 from ds_deepspeed_compat.module_paths import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
@@ -70,6 +70,16 @@ def test_parallel_writers_share_the_bytes(tmp_path: Path) -> None:
         writer.save_torch_storage_object_list(storages, save_size=False)
         writer.close()
     assert b"".join((tmp_path / str(rank)).read_bytes() for rank in range(3)) == whole
+
+
+@pytest.mark.parametrize("more", [["--read", "--validate"], ["--single_submit", "--io_parallel", "2"]])
+def test_ds_io_measures_folders(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    io_command.main(["--folder_to_device_mapping", f"{tmp_path}:0", "--io_size", "1M", "--loops", "1", *more])
+    assert "speed: " in (shown := capsys.readouterr().out) and " GB/sec" in shown
+    assert list(tmp_path.iterdir()) == []
+    for wrong in (["--gpu"], ["--engine", "torch_io"], ["--folder", "/nowhere"]):
+        with pytest.raises(SystemExit, match="2"):
+            io_command.main(["--io_size", "1M", "--folder", str(tmp_path), *wrong])
 
 
 def test_hosts_and_slots() -> None:

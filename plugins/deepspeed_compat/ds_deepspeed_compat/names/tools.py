@@ -20,6 +20,7 @@ NAMES: Mapping[str, Rows] = {
             "each launcher is a package, and `dscore run --launcher NAME` runs it; the hook ds_launchers adds others"
         ),
     },
+    "deepspeed.nvme": {"ds_io_main": "ds_deepspeed_compat.io_command:main"},
     "deepspeed.io": {
         "PyFileWriter MockFileWriter": "ds_deepspeed_compat.file_writers",
         "FastFileWriter FastFileWriterConfig": differs(
