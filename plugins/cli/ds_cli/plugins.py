@@ -25,6 +25,7 @@ KINDS = {
     "ds_state_stores": "state store",
     "ds_monitors": "monitor",
     "ds_metrics": "metrics",
+    "ds_listens": "observer",
     "ds_batch": "batch sizes",
     "ds_mesh": "mesh",
     "ds_mesh_axes": "mesh axis",

@@ -27,7 +27,7 @@ class TestEngineMethods(EngineMethodsConformance):
             },
         }
     }
-    names = ("set_custom_curriculum_learning_schedule", "set_data_post_process_func")
+    names = ("random_ltd_schedule", "set_custom_curriculum_learning_schedule", "set_data_post_process_func")
 
     def test_functions_reach_the_loader(self, engine: Any) -> None:
         def grow(step: int) -> int:

@@ -64,8 +64,9 @@ def test_every_documented_name_is_there() -> None:
     assert set(documented.split(", ")) <= set(OPTIMIZERS)
     for name in OPTIMIZERS:
         assert isinstance(getattr(ds_optimizers, name), type)
-    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "tensor"} == {"Lamb", "FusedLamb", "OneBitLamb"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "tensor"} == {"Lamb", "FusedLamb"}
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "matrix"} == {"Muon"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "model"} == {"OneBitLamb"}
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].partitioner} == {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}
 
 

@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from ds_core import hookspecs
 from ds_core.config.section import is_class
-from ds_core.entries import ask, resolve
+from ds_core.entries import Grain, ask, resolve
 from ds_core.errors import ConfigError
 from ds_core.plugins import Plugins, PluginSettings, PluginState, Report, discover
 
@@ -153,7 +153,7 @@ class PluginConformance:
                 known = isinstance(getattr(torch, dtype, None), torch.dtype)
                 assert known, f"{where}.dtypes holds {dtype!r}; write torch's name without 'torch.'"
             grain = getattr(entry, "grain", "element")
-            assert grain in ("element", "tensor", "matrix"), f"{where}.grain is {grain!r}"
+            assert grain in get_args(Grain), f"{where}.grain is {grain!r}"
             if _reason(where, entry) is None and getattr(entry, "params", None) is not None:
                 _check_model(resolve(entry.params), f"{where}.params")
 

@@ -96,7 +96,7 @@ def axes_engine(axes: dict[str, int], stage: int) -> Any:
 
 def axes_save(folder: Path, axes: dict[str, int], stage: int, others: list[int]) -> None:
     engine, model, mine = axes_engine(axes, stage)
-    engine.backward(sum(model[n](_axes_data(0, mine["dp"])).square().mean() for n in model))
+    engine.backward(sum(model[n](_axes_data(0, mine["dp"], 0)).square().mean() for n in model))
     engine.step()
     engine.save_checkpoint(str(folder), tag="from")
     engine.destroy()

@@ -521,7 +521,7 @@ def test_plugins_add_what_they_plan(tmp_path: Path) -> None:
         "def ds_charts(config): return [Chart('a', 'A title', 'some text'), Chart('b', 'B', 'drawn', '<svg/>')]\n"
     )
     Path("c.json").write_text(json.dumps({"bf16": {"enabled": True}, "plugins": {"load": ["sketch=sketch"]}}))
-    done = dscore("--world", "8", "--params", "1M", "--config", "c.json", "--svg", "drawn")
+    done = dscore("--world", "8", "--params", "1M", "--config", "c.json", "--import", "--svg", "drawn")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.endswith("\nA title\nsome text\n\nB\ndrawn\n")
     assert [(p.name, p.read_text()) for p in Path("drawn").iterdir()] == [("b.svg", "<svg/>")]
