@@ -49,13 +49,16 @@ class _Cut:
 
 
 @torch.no_grad()
-def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: None = None) -> nn.Module:
+def redundancy_clean(
+    model: nn.Module, deepspeed_config: Any, mpu: None = None, *, tell_heads: bool = True
+) -> nn.Module:
     """Bake compression into the weights of `model`, in place, and return it.
 
     Weights get their values at the end of the schedule (target bits, nearest level, masks), masks and scores
     disappear, and what is pruned of layers with ``related_modules`` is cut out. All names are the model's own again.
     Quantised inputs stay: they are no property of weights. An optimizer or engine of the model is of no use any more.
     A model that is not compressed yet is an architecture: it gets the shapes, to load a cleaned state into.
+    tell_heads: write the number of heads that are left into the modules that have it.
 
     Raises ConfigError where related modules do not fit, UsageError where weights are partitioned over ranks.
     """
@@ -78,7 +81,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: None = None) 
     for module, compression in list(compressed_modules(target)):
         _finish(module, compression)
     for cut, mask in zip(cuts, kept, strict=True):
-        _apply(target, cut, mask)
+        _apply(target, cut, mask, tell_heads)
     clock.stop(target)
     return model
 
@@ -196,14 +199,15 @@ def _features(module: nn.Module) -> int:
     return module.in_channels if isinstance(module, nn.Conv2d) else sizes(module)[1]
 
 
-def _apply(model: nn.Module, cut: _Cut, kept: Tensor) -> None:
+def _apply(model: nn.Module, cut: _Cut, kept: Tensor, tell_heads: bool) -> None:
     """Cut the owner and its related modules."""
     if cut.mask.kind == "head":
         inputs = kept.repeat_interleave(sizes(cut.owner)[1] // kept.numel())
         _keep(cut.owner, inputs, inputs=True)
         for name, module in cut.related:
             _keep(module, inputs.repeat(sizes(module)[0] // inputs.numel()), inputs=False)
-            _fewer_heads(model, name, cut.mask.parts, int(kept.sum()))
+            if tell_heads:
+                _fewer_heads(model, name, cut.mask.parts, int(kept.sum()))
         return
     _keep(cut.owner, kept, inputs=False)
     for _, module in cut.related:

@@ -126,6 +126,20 @@ TUTORIAL = pruning(
 ) | pruning("row_pruning", ["intermediate.dense"], [[r"layer.\w+.output.dense"]], method="topk")
 
 
+def test_the_release_leaves_the_number_of_heads_to_the_script() -> None:
+    from ds_compression import deepspeed_names
+
+    pytest.importorskip("transformers")
+    model = bert()
+    assert not deepspeed_names.is_prepared(model)
+    init_compression(model, config(TUTORIAL))
+    assert deepspeed_names.is_prepared(model)
+    deepspeed_names.redundancy_clean(model, config(TUTORIAL))
+    attention = model.bert.encoder.layer[0].attention.self
+    assert attention.query.out_features == 8
+    assert attention.num_attention_heads == 4
+
+
 def test_bert_of_the_tutorial() -> None:
     pytest.importorskip("transformers")
     model, ids = bert(), torch.arange(10).view(2, 5)

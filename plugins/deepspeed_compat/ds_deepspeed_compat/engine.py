@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +24,9 @@ from torch.optim import Optimizer
 
 import ds_core
 from ds_core.assemble import config_source
-from ds_core.config.source import read_config
+from ds_core.config.source import ConfigSource, read_config
 from ds_core.engine import Engine
+from ds_core.process import log_once
 from ds_deepspeed_compat import engine_methods
 from ds_deepspeed_compat.engine_getters import GETTERS, read
 from ds_deepspeed_compat.optimizer import wrapped
@@ -337,6 +340,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     if isinstance(rows, Iterable):  # generators are read once, and twice here
         rows = given["model_parameters"] = [_listed(row) for row in rows]
     _read_config(given)
+    _uncompressed(given)
     groups = _groups(given.get("model"), given.get("optimizer"), rows)
     core, _, loader, scheduler = ds_core.initialize(**given)
     engine = (DeepSpeedEngine if core.runner.manual else PipelineEngine)(core, groups)
@@ -351,6 +355,23 @@ def _read_config(given: dict[str, Any]) -> None:
     if args is not None:  # it names the config no more
         names = args if isinstance(args, dict) else vars(args)
         given["args"] = {k: v for k, v in names.items() if k not in ("deepspeed_config", "deepscale_config")}
+
+
+def _uncompressed(given: dict[str, Any]) -> None:
+    """Leave ``compression_training`` out of the config of a model that `init_compression` never had.
+
+    The release compresses no other: a teacher that is given the config of its student stays as it is.
+    """
+    source = given["config"]
+    if "compression_training" not in source.raw or find_spec("ds_compression") is None:
+        return
+    names = importlib.import_module("ds_compression.deepspeed_names")
+    if given.get("model") is None or names.is_prepared(given["model"]):
+        return
+    rest = {key: value for key, value in source.raw.items() if key != "compression_training"}
+    given["config"] = ConfigSource(rest, source.origin)
+    text = "config: compression_training has no effect on this model, which init_compression was not given"
+    log_once(log, logging.INFO, text)
 
 
 def _listed(row: Any) -> Any:

@@ -80,6 +80,19 @@ def test_keys_that_are_like_none_are_passed_over(caplog: pytest.LogCaptureFixtur
         ds_core.initialize(model=net(), config={"train_batch_size": 4, "cuda_visible_devices": "0"})
 
 
+def test_only_models_that_init_compression_had_are_compressed() -> None:
+    """A teacher gets its student's config, with layer_reduction, and stays as it is."""
+    reduction = {"enabled": True, "keep_number_layer": 1, "module_name_prefix": "", "teacher_layer": [0]}
+    bits = {"shared_parameters": {"enabled": True}, "different_groups": {}}
+    bits["different_groups"]["g"] = {"params": {"start_bits": 2, "target_bits": 2}, "modules": ["*"]}
+    section = {"layer_reduction": reduction, "weight_quantization": bits}
+    model = net()
+    engine = start(model, compression_training=section)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(engine(torch.ones(4, 4)), net()(torch.ones(4, 4)))
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("given", "taken"),
     [

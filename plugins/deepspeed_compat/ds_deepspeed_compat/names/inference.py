@@ -24,7 +24,8 @@ _NUMBERS = differs("ds_inference.optimized_linear", "whole numbers of 8 or 4 bit
 _LINEAR_INIT = differs(
     "ds_inference.optimized_linear", "layers are changed when the block ends, weights loaded by then"
 )
-_COMPRESSION = differs("ds_compression", "layers keep their classes and names; initialize calls init_compression too")
+_COMPRESSION = differs("ds_compression", "layers keep their classes and names")
+_CLEAN = differs("ds_compression.deepspeed_names", "layers keep their classes and names")
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.inference": {
@@ -109,11 +110,13 @@ NAMES: Mapping[str, Rows] = {
         "prepare_autosp_inputs": differs("ds_sequence_parallel.deepspeed_names", "ZeRO 0 to 3; pooling and masks too")
     },
     "deepspeed.compression": {
-        "init_compression redundancy_clean": _COMPRESSION,
+        "init_compression": _COMPRESSION,
+        "redundancy_clean": _CLEAN,
         "student_initialization": "ds_compression",
     },
     "deepspeed.compression.compress": {
-        "init_compression redundancy_clean": _COMPRESSION,
+        "init_compression": _COMPRESSION,
+        "redundancy_clean": _CLEAN,
         "student_initialization": "ds_compression",
     },
     "deepspeed.compression.helper": {
