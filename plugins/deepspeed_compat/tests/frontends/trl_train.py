@@ -75,7 +75,13 @@ def main() -> None:
         from trl import GRPOConfig, GRPOTrainer
 
         del shared["max_length"]
-        few = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "temperature": 1.0, "seed": 3}
+        few = {
+            "num_generations": 2,
+            "max_completion_length": 6,
+            "beta": 0.1 if args.lora else 0.0,
+            "temperature": 1.0,
+            "seed": 3,
+        }
         rows = Dataset.from_dict({"prompt": [text(i, 1) for i in range(32)]})
         trainer = GRPOTrainer(
             model=model,
