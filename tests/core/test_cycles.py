@@ -83,6 +83,6 @@ def run_cycles(config: dict[str, Any], ports: list[int]) -> list[tuple[int, int,
 def test_cycles_leave_threads_descriptors_and_memory_as_they_were(kind: str, cycles: int) -> None:
     ports = [free_port() for _ in range(WARM + cycles)]
     for before, after in run_ranks(2, run_cycles, CONFIGS[kind], ports):
-        # An earlier test of this worker may have left a watcher, of the pool's own group.
-        assert after[0] <= before[0] and after[1] <= before[1] <= 2, (before, after)
+        # Earlier tests of this worker may have left watchers of the pool's own groups; cycles add none.
+        assert after[0] <= before[0] and after[1] <= before[1], (before, after)
         assert after[2] - before[2] < 4096, (before, after)
