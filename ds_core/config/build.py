@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from ds_core.config.core import CORE_KEYS, CORE_OWNER, CoreConfig, PluginsConfig, cross_problems
-from ds_core.config.section import WITHOUT_EFFECT, Section, marks, names_of, old_names
+from ds_core.config.section import PER_RANK, WITHOUT_EFFECT, Section, marks, names_of, old_names
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.errors import ConfigError, Problem, join
 
@@ -52,10 +52,17 @@ class RunConfig:
         return shown
 
     def fingerprint_items(self) -> dict[str, str]:
-        """Dotted key -> canonical JSON of its value, secrets as hashes; equal on two ranks if the configs are."""
+        """Dotted key -> canonical JSON of its value, secrets as hashes; equal on two ranks if the configs are.
+
+        Without the keys that are marked as a rank's own.
+        """
+        from ds_core.config.keys import iter_keys
         from ds_core.config.redaction import redact
 
-        return dict(sorted(_flat(redact(self.raw, self._marked_secret(), hide=_digest), "")))
+        keys = (key for name, section in self.sections.items() for key in iter_keys(type(section), name))
+        own = {key.path for key in keys if PER_RANK in marks(key.field)}
+        items = _flat(redact(self.raw, self._marked_secret(), hide=_digest), "")
+        return dict(sorted(item for item in items if item[0] not in own))
 
     def _marked_secret(self) -> frozenset[str]:
         from ds_core.config.keys import secret_names

@@ -27,6 +27,7 @@ OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
 NOT_OFFERED = "x-ds-not-offered"
 WITHOUT_EFFECT = "x-ds-without-effect"
+PER_RANK = "x-ds-per-rank"
 WHOLE = 2**63
 """Whole numbers of a config are less: tensors, stores and kernels hold no more."""
 
@@ -39,6 +40,7 @@ def option(
     secret: bool = False,
     not_offered: str = "",
     without_effect: str = "",
+    per_rank: bool = False,
     **field: Any,
 ) -> Any:
     """A field of a section; `field` goes to `pydantic.Field` (``gt=0``, ``alias=...``).
@@ -48,6 +50,7 @@ def option(
     secret: shown as ``***`` in every echo, log, error and checkpoint.
     not_offered: why the option is documented but not offered, and what to use; then only `default` is accepted.
     without_effect: why another value than `default` changes nothing, by design; a warning of rank 0 says it.
+    per_rank: ranks may have different values, since it only says what this one writes to its log.
     """
     extra: dict[str, Any] = {**field.pop("json_schema_extra", {})}
     if old:
@@ -58,6 +61,8 @@ def option(
         extra[NOT_OFFERED] = not_offered
     if without_effect:
         extra[WITHOUT_EFFECT] = without_effect
+    if per_rank:
+        extra[PER_RANK] = True
     return Field(default, description=description, json_schema_extra=extra or None, **field)
 
 

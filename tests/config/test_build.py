@@ -218,3 +218,16 @@ loaded = {"torch", "numpy", "yaml", "hjson", "tomllib"} & set(sys.modules)
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=300)
+
+
+class Loud(Section):
+    depth: int = option(1, "Layers.")
+    verbose: bool = option(False, "Say more.", per_rank=True)
+
+
+def test_what_only_a_ranks_own_log_shows_is_not_compared() -> None:
+    """As published scripts have it: ``"verbose": rank == 0``."""
+    models = {"loud": (Loud, "someone")}
+    quiet, loud = ({"loud": {"depth": 2, "verbose": on}} for on in (False, True))
+    items = build_config(loud, models).fingerprint_items()
+    assert items == build_config(quiet, models).fingerprint_items() == {"loud.depth": "2"}

@@ -14,7 +14,7 @@ class CommsLogger(Section):
     """The log of collectives."""
 
     enabled: bool = option(False, "Count, size and time collectives; each logged call is synchronised.")
-    verbose: bool = option(False, "Log every call as it happens.")
+    verbose: bool = option(False, "Log every call as it happens.", per_rank=True)
     debug: bool = option(False, "Add the caller's name to each call.")
     prof_all: bool = option(True, "Log every collective.")
     prof_ops: list[str] = option([], "With prof_all false: the collectives to log, by name.")

@@ -175,7 +175,7 @@ class WeightShared(_Shared):
     quantize_groups: int = option(
         1, "Groups per weight matrix, each with its own scale. Embeddings have one per row.", ge=1
     )
-    quantize_verbose: bool = option(False, "Log when bits change, on rank 0.")
+    quantize_verbose: bool = option(False, "Log when bits change, on rank 0.", per_rank=True)
     quantization_type: Literal["symmetric", "asymmetric"] = option(
         "symmetric", "Levels around zero, or between the least and the greatest weight."
     )

@@ -180,7 +180,7 @@ class DynamicBatching(Section):
         "Folder of the analysis that has the samples' lengths; null: they are measured at the start.",
         min_length=1,
     )
-    verbose: bool = option(False, "Log samples, tokens and padding of each epoch.")
+    verbose: bool = option(False, "Log samples, tokens and padding of each epoch.", per_rank=True)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
