@@ -79,7 +79,8 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     if not job.temporary.is_dir():
         raise CheckpointError(
             f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks share; "
-            "or set checkpoint.use_node_local_storage, for folders of each host"
+            "or set checkpoint.use_node_local_storage, for folders of each host. Where its name has the time in it, "
+            "ranks name different folders: make it on rank 0 and broadcast it"
         )
     marks: dict[str, Mark] = {}
 
