@@ -7,6 +7,7 @@ names it. Tensors are looked at in place: the files are mapped, not read.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 from ds_checkpoint.files import read_latest
 from ds_checkpoint.format import check_tag
 from ds_run_state.opening import read_small
-from ds_run_state.torch_files import read_torch_file
+from ds_run_state.torch_files import StandIn, read_torch_file
 
 from ds_core.errors import CheckpointError
 
@@ -50,7 +51,7 @@ class Data:
         self.given = given
 
 
-_STAND_INS = [
+_STAND_INS: list[StandIn] = [
     (Data, name)
     for name in (
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -58,11 +59,12 @@ _STAND_INS = [
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.utils.tensor_fragment.fragment_address",
         "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
-        "argparse.Namespace",
         # Members of an Enum, as Python 3.11.0 to 3.11.3 write them: nothing is looked up, whatever a file asks for.
         "builtins.getattr",
     )
 ]
+# The arguments of Megatron's command line: a plain object, of which its tools read and set attributes.
+_STAND_INS.append((argparse.Namespace, "argparse.Namespace"))
 
 Grid = dict[tuple[int, int], Path]
 
@@ -137,9 +139,12 @@ def _refuse_missing(folder: Path, rows: Grid) -> None:
                 raise CheckpointError(f"{folder} lacks the file of rank {dp} (mp_rank {mp}), next to {near}; copy all")
 
 
-def load(path: Path, *, kind: type | tuple[type, ...] = dict) -> Any:
-    """What is in a file of `torch.save`; CheckpointError unless it is a `kind` and can be read without running code."""
-    found = read_torch_file(path, stand_ins=_STAND_INS)
+def load(path: Path, *, kind: type | tuple[type, ...] = dict, links: bool = False) -> Any:
+    """What is in a file of `torch.save`; CheckpointError unless it is a `kind` and can be read without running code.
+
+    links: whether `path` may be a link, as the files of a cache of downloads are.
+    """
+    found = read_torch_file(path, stand_ins=_STAND_INS, links=links)
     if not isinstance(found, kind):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not what DeepSpeed writes there")
     return found

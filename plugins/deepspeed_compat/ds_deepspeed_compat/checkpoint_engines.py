@@ -6,12 +6,16 @@ a class of their own, and use it beside them.
 
 from __future__ import annotations
 
+import importlib
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckpointCommitInfo", "CheckpointEngine"]
+import torch
+
+__all__ = ["CheckpointCommitInfo", "CheckpointEngine", "TorchCheckpointEngine"]
 
 
 @dataclass
@@ -69,4 +73,31 @@ class CheckpointEngine(ABC):
 
     def preserves_storage_sharing(self) -> bool:
         """Whether tensors that share memory do so in the file."""
+        return True
+
+
+class TorchCheckpointEngine(CheckpointEngine):
+    """Files of `torch.save`. They are read without running code in them, so `load` takes tensors and plain values."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        super().__init__(config_params)
+        self.name = "TorchCheckpointEngine"
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Nothing is to be prepared."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """`torch.save`."""
+        torch.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """What is in a file (ds-checkpoint-deepspeed reads it), on the device of `map_location`, else on the host."""
+        folder = importlib.import_module("ds_checkpoint_deepspeed.folder")
+        found = folder.load(Path(path), kind=object, links=True)
+        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+        # What was read is mapped: a copy outlives the file, which the script may write anew.
+        return importlib.import_module("ds_checkpoint").clone_tensors_for_torch_save(found, torch.device(device))
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Files are there as soon as they are saved."""
         return True

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ds_deepspeed_compat import bwc, comms_text, config_readers, debug_names, io_command, launcher
-from ds_deepspeed_compat.checkpoint_engines import CheckpointCommitInfo, CheckpointEngine
+from ds_deepspeed_compat.checkpoint_engines import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from ds_deepspeed_compat.file_writers import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
 from ds_deepspeed_compat.module_paths import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
 from ds_deepspeed_compat.ragged_config import RaggedInferenceEngineConfig
@@ -42,6 +42,16 @@ def test_modules_by_their_dotted_names() -> None:
     assert isinstance(model[1][0], nn.Identity)
     recursive_setattr(model, "extra", 3)
     assert model.extra == 3
+
+
+def test_files_of_torch_save(tmp_path: Path) -> None:
+    engine, path = TorchCheckpointEngine(), str(tmp_path / "states.pt")
+    engine.save({"step": 1, "w": torch.ones(3)}, path)
+    found = engine.load(path, map_location=lambda storage, _: storage)
+    engine.save({"step": 2, "w": torch.zeros(3)}, path)  # what was read does not hang on the file
+    assert (found["step"], found["w"].tolist()) == (1, [1, 1, 1])
+    assert engine.load(path, map_location="cpu")["step"] == 2
+    assert engine.commit(CheckpointCommitInfo("a", str(tmp_path), True))
 
 
 @pytest.mark.parametrize("size", [16, 1 << 16])

@@ -44,7 +44,14 @@ NAMES: Mapping[str, Rows] = {
         "CheckpointEngine CheckpointCommitInfo": _ENGINES,
     },
     "deepspeed.runtime.checkpoint_engine deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
-        "TorchCheckpointEngine": missing("torch.save and torch.load for files of a program's own"),
+        "TorchCheckpointEngine": differs(
+            "ds_deepspeed_compat.checkpoint_engines", "load takes tensors and plain values, to the host unless told"
+        ),
     },
-    "deepspeed.runtime.state_dict_factory": {"SDLoaderFactory": missing("`dscore checkpoint import` reads such files")},
+    "deepspeed.runtime.state_dict_factory": {
+        "SDLoaderFactory SDLoaderBase MegatronSDLoader": differs(
+            "ds_checkpoint_deepspeed.state_dict_loaders",
+            "read without running code in the files; quantize=True is an error: init_inference(quant=...)",
+        )
+    },
 }
