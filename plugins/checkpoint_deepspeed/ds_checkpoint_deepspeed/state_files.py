@@ -17,7 +17,7 @@ from ds_checkpoint.format import MANIFEST
 from ds_checkpoint_deepspeed.opened import open_any, run_values
 from ds_checkpoint_deepspeed.saving import save
 
-__all__ = ["get_checkpoint_files", "get_model_state_file", "get_model_state_files", "get_optim_files"]
+__all__ = ["get_checkpoint_files", "get_model_state_file", "get_model_state_files", "get_optim_files", "naturally"]
 
 _OPTIM = "*_optim_states.pt"
 _MODEL = "*_model_states.pt"
@@ -47,10 +47,10 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
         found = list(_made(folder.resolve()).glob(glob_pattern))
     if not found:
         raise FileNotFoundError(f"{folder} has no files {glob_pattern}")
-    return [str(path) for path in sorted(found, key=_naturally)]
+    return [str(path) for path in sorted(found, key=naturally)]
 
 
-def _naturally(path: Path) -> list[Any]:
+def naturally(path: Path) -> list[Any]:
     """Numbers by value; every other part is text."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
 

@@ -87,15 +87,15 @@ class TorchCheckpointEngine(CheckpointEngine):
         """Nothing is to be prepared."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """`torch.save`."""
-        torch.save(state_dict, path)
+        """Write one file, which has its name once all of it is there (ds-checkpoint-deepspeed writes it)."""
+        importlib.import_module("ds_checkpoint_deepspeed.saving").save(state_dict, Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """What is in a file (ds-checkpoint-deepspeed reads it), on the device of `map_location`, else on the host."""
         folder = importlib.import_module("ds_checkpoint_deepspeed.folder")
         found = folder.load(Path(path), kind=object, links=True)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        # What was read is mapped: a copy outlives the file, which the script may write anew.
+        # What was read is mapped: a copy outlives the file.
         return importlib.import_module("ds_checkpoint").clone_tensors_for_torch_save(found, torch.device(device))
 
     def commit(self, info: CheckpointCommitInfo) -> bool:

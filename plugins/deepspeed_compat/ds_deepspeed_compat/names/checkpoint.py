@@ -14,7 +14,12 @@ _ENGINES = differs(
     "ds_deepspeed_compat.checkpoint_engines",
     "for files of a program's own; the hook ds_checkpointer makes the engine's",
 )
-_NAMES = "ds_checkpoint_deepspeed.folder"
+_READ = "ds_checkpoint_deepspeed"
+_NAMES = f"{_READ}.folder"
+_FOLDER = differs(
+    f"{_READ}.rank_checkpoint",
+    "of folders of DeepSpeed's, read without running code in them; `dscore checkpoint export-deepspeed` makes such",
+)
 
 NAMES: Mapping[str, Rows] = {
     "deepspeed.utils.zero_to_fp32": {
@@ -32,10 +37,25 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.checkpoint": {
         "get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank get_layer_ckpt_name_for_rank": _NAMES,
-        "DeepSpeedCheckpoint ZeROCheckpoint reshape_meg_2d_parallel model_3d_desc get_model_3d_descriptor": _FILES,
+        "DeepSpeedCheckpoint ZeROCheckpoint": _FOLDER,
+        "reshape_meg_2d_parallel model_3d_desc get_model_3d_descriptor": f"{_READ}.rank_maps",
+        "merge_state": f"{_READ}.rank_states",
         "enable_universal_checkpoint SubparamShape": _UNIVERSAL,
     },
-    "deepspeed.checkpoint.deepspeed_checkpoint": {"DeepSpeedCheckpoint": _FILES},
+    "deepspeed.checkpoint.deepspeed_checkpoint": {"DeepSpeedCheckpoint": _FOLDER},
+    "deepspeed.checkpoint.zero_checkpoint": {"ZeROCheckpoint": _FOLDER},
+    "deepspeed.checkpoint.reshape_3d_utils": {
+        "flatten_dp_dimension get_model_3d_descriptor get_model_3d_descriptor_from_metadata model_3d_desc "
+        "unflatten_dp_dimension": f"{_READ}.rank_maps",
+    },
+    "deepspeed.checkpoint.reshape_meg_2d": {
+        "get_mpu_ranks meg_2d_parallel_map reshape_meg_2d_parallel": f"{_READ}.rank_maps",
+        "reshape": missing("it only printed; get_mpu_ranks gives the groups"),
+    },
+    "deepspeed.checkpoint.reshape_utils": {
+        "basic_folder_validation get_files get_files_with_prefix get_zero_files merge_state merge_state_dict "
+        "merge_state_list partition_data sort_zero_files validate_files": f"{_READ}.rank_states",
+    },
     "deepspeed.checkpoint.universal_checkpoint": {"enable_universal_checkpoint SubparamShape": _UNIVERSAL},
     "deepspeed.checkpoint.ds_to_universal": {
         "main": differs("ds_checkpoint_deepspeed.ds_to_universal", "takes the command line; converts ds_core's too")
