@@ -41,7 +41,6 @@ def start(zero: dict[str, Any], model: nn.Module | None = None, **more: Any) -> 
 # -- errors ------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"stage": 2, "offload_param": CPU}, r"zero_optimization\.offload_param\.device: only stage 3 .* stage 2"),
     ({"stage": 0, "offload_optimizer": CPU}, r"zero_optimization\.offload_optimizer\.device: stage 0"),
     ({"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.5}}, r"zero_optimization\.offload_optimizer\.ratio: 0\.5 "),
     ({"stage": 1, "offload_optimizer": {"device": "cup"}}, r"no state store is called 'cup'; did you mean 'cpu'\?"),
