@@ -4,7 +4,7 @@ Hosts are `ds_testing.hosts.Lab`'s (root and Linux), 2 with 2 ranks each unless 
 one GPT (examples/gpt/model.py) in fp32 with AdamW on the same data and seeds, one thread each, driven in interleaved
 blocks of a few steps. Flat: ds_core's collectives over gloo as if every rank had a host of its own.
 
-    python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rate 1e9] [--latency 1e-3] [--less 2] [--only NAME ...]
+    python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rate 1e9] [--latency 1e-3] [--less 2] [--overlap] [--only NAME ...]
 
 "less": the same engines and bytes with sequences of `--less` tokens, against DDP's with as many. Where these rows are
 better than the others, arithmetic keeps the link waiting.
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=1e-3, help="between two hosts, one way, in seconds")
     parser.add_argument("--less", type=int, default=2, help="tokens of the rows with less arithmetic; 0: no such rows")
     parser.add_argument("--clip", type=float, default=0.0, help="gradient clipping; 0: none")
+    parser.add_argument("--overlap", action="store_true", help="set overlap_comm, which is off in stages 1 and 2")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=NAMES, help="of the contestants")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--rate", type=float, default=1e9, help="of each host's link, in bit/s")
     parser.add_argument("--clip", type=float, default=0.0, help="gradient clipping; 0: none")
+    parser.set_defaults(overlap=False)
     parser.add_argument("--bf16", action="store_true", help="train in bf16; default fp32")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=NAMES, help="of the contestants")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -95,11 +95,12 @@ def fsdp2(model: nn.Module, arguments: argparse.Namespace) -> Step:
 
 
 def settings(stage: int, arguments: argparse.Namespace, **optimizer: Any) -> dict[str, Any]:
+    overlap = {"overlap_comm": True} if arguments.overlap else {}
     return {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_clipping": arguments.clip,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, **optimizer}},
-        **({"zero_optimization": {"stage": stage}} if stage else {}),
+        **({"zero_optimization": {"stage": stage, **overlap}} if stage else {}),
     }
 
 
@@ -282,6 +283,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--clip", type=float, default=0.0, help="gradient clipping; 0: none")
+    parser.add_argument("--overlap", action="store_true", help="set overlap_comm, which is off in stages 1 and 2")
     parser.add_argument("--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=(*ONE_SET, *DEEPSPEED), help="of the contestants")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)

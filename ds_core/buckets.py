@@ -27,6 +27,12 @@ K = TypeVar("K", bound=Hashable)
 BUCKET_BYTES = 25 * 2**20
 """Large enough that a reduction's start-up cost vanishes, small enough to start while backward still runs."""
 
+FIRST_BYTES = 2**20
+"""Of the first bucket of a kind, as a link between hosts is idle until it is complete; each may have `GROWTH` times
+the bytes of the one before."""
+
+GROWTH = 4
+
 
 class Bucket:
     """Parameters of one wire dtype, device and replica group, whose gradients are reduced together."""
@@ -110,8 +116,17 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
         before, after = averaging_factors(ctx, ctx.mesh.size(*axes))
         return Bucket(run, dtype, ctx.mesh.group(*axes), before, after, about)
 
+    most: dict[Hashable, int] = {}
+
+    def full(key: Any, filled: int, size: int) -> bool:
+        limit = most.setdefault(key, FIRST_BYTES)
+        if filled * key[1].itemsize < limit:
+            return False
+        most[key] = min(limit * GROWTH, BUCKET_BYTES)
+        return True
+
     shared = [p for p in params if ctx.params[p].replicas]
-    runs = arrange(shared, kind, lambda key, filled, size: filled * key[1].itemsize >= BUCKET_BYTES)
+    runs = arrange(shared, kind, full)
     return [bucket(run) for run in sorted(runs, key=lambda run: -place[run[-1]])]
 
 

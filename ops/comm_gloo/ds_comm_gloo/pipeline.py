@@ -76,7 +76,7 @@ class _Belt:
     """Blocks under way, the oldest first, and the collectives they belong to."""
 
     def __init__(self) -> None:
-        self._blocks: list[tuple[Stages, Sequence[Any], _Job]] = []
+        self._blocks: deque[tuple[Stages, Sequence[Any], _Job]] = deque()
         self._jobs: deque[_Job] = deque()
 
     @property
@@ -100,25 +100,25 @@ class _Belt:
         self._settle()
 
     def step(self) -> None:
-        """Resume each block once."""
+        """Resume the oldest block; no more, so that the next collective begins while the others are on the wire."""
         try:
-            self._advance(len(self._blocks))
+            self._advance(1)
         except BaseException as error:
             self.fail(error)
 
     def _advance(self, count: int) -> None:
-        """Resume the oldest `count` blocks."""
-        going = []
-        for stages, works, job in self._blocks[: max(0, count)]:
+        """Resume the oldest `count` blocks, one after the other."""
+        for _ in range(count):
+            stages, works, job = self._blocks.popleft()
             for work in works:
                 work.wait()
             with torch.inference_mode(job.inference), torch.no_grad():
                 coming = next(stages, None)
-            if coming is not None:
-                going.append((stages, coming, job))
-            else:
+            if coming is None:
                 job.under_way -= 1
-        self._blocks[: max(0, count)] = going
+            else:
+                # Behind the others, whose messages have come or will before its new ones.
+                self._blocks.append((stages, coming, job))
         self._settle()
 
     def _settle(self) -> None:
@@ -128,7 +128,7 @@ class _Belt:
 
     def fail(self, error: BaseException) -> None:
         """What is under way has failed with one of its blocks: the ranks of the host are no longer at one place."""
-        self._blocks = []
+        self._blocks.clear()
         while self._jobs:
             self._jobs.popleft().done.set_exception(error)
 

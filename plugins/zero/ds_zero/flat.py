@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["FlatBucket", "make_buckets", "needs_full_tensors"]
 
 HOST_BYTES = 1 << 23
-"""The most bytes of a bucket in host memory whose gradient buffer is freed in each step. The allocator keeps freed
-memory only up to some size; above it every step pays for fresh pages: 70 of 410 ms CPU time for 114 MB."""
+"""The most bytes of a bucket in host memory whose gradient buffer is freed in each step, or which is reduced during
+backward. The allocator keeps freed memory only up to some size; above it every step pays for fresh pages: 70 of 410 ms
+CPU time for 114 MB."""
 
 
 class FlatBucket:
@@ -333,13 +334,13 @@ def make_buckets(
     sharded: bool = False,
     masters: bool = True,
     placement: Callable[[nn.Parameter], StatePlacement] = lambda param: ON_DEVICE,
-    frees_gradients: bool = False,
+    small_on_host: bool = False,
 ) -> list[FlatBucket]:
     """Assign `params` to buckets in reverse order, which is about the order in which backward finishes them.
 
     capacity: world size -> the most elements of a bucket. masters: whether an optimizer will update them. Frozen
     parameters have buckets of their own, which are not reduced until they are thawed. placement: where each parameter's
-    states are. frees_gradients: gradient buffers are freed when they are reduced, see `HOST_BYTES`.
+    states are. small_on_host: buckets in host memory have at most `HOST_BYTES`.
     """
     masters = masters and not needs_full_tensors(ctx)
 
@@ -350,7 +351,7 @@ def make_buckets(
     def most(key: tuple[Any, ...]) -> int:
         replicas, _, _, dtype, device, *_ = key
         limit = capacity(ctx.mesh.size(*sharding_axes(ctx.mesh, replicas)))
-        return min(limit, HOST_BYTES // dtype.itemsize) if frees_gradients and device.type == "cpu" else limit
+        return min(limit, HOST_BYTES // dtype.itemsize) if small_on_host and device.type == "cpu" else limit
 
     runs = arrange(params, kind, lambda key, filled, size: filled + size > most(key))
     return [FlatBucket(run, [ctx.params[p] for p in run], ctx, sharded, masters, placement(run[0])) for run in runs]

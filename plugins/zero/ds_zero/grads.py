@@ -46,6 +46,16 @@ log = logging.getLogger("ds_zero")
 IN_FLIGHT = 2
 """Reductions running at a time from stage 2 on: one bucket is reduced while the next one is filled."""
 
+FLYING = 16 << 20
+"""Bytes of buckets that may be in reduction in any case. Two small ones do not fill the link between two hosts, since
+each also waits for the ranks to come to it."""
+
+
+def crowded(flying: Iterable[int]) -> bool:
+    """Whether the oldest reduction has to end before a buffer is taken. flying: bytes of each bucket in reduction."""
+    sizes = list(flying)
+    return len(sizes) >= IN_FLIGHT and sum(sizes) > FLYING
+
 
 class _Pool:
     """Flat buffers for reuse, since fresh memory costs more than the copy into it.
@@ -164,8 +174,8 @@ class Reducer(GradientSource):
         given, grad = grad is not None, param.grad if grad is None else grad
         assert grad is not None
         if grads.local is None:
-            if not self._keeps:
-                self._drain(IN_FLIGHT - 1)
+            while not self._keeps and crowded(r.source.nbytes for r in self._in_flight):
+                self._complete(self._in_flight.popleft())
             grads.local = self._pool.get(bucket.layout.total, self._dtype(bucket), bucket.full.device)
         view = bucket.view(grads.local, index)
         if grad.is_sparse:  # of nn.Embedding(sparse=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_zero.gather import GatherScheduler
 from ds_zero.gather_unit import GatherUnit
-from ds_zero.grads import IN_FLIGHT
+from ds_zero.grads import IN_FLIGHT, crowded
 from ds_zero.layout import Layout
 
 if TYPE_CHECKING:
@@ -241,10 +241,16 @@ class _SimulatedReducer:
 
     def _copy_in(self, bucket: SimulatedBucket) -> None:
         if bucket not in self._local:
-            if not self.wires.keeps:
-                self._drain(IN_FLIGHT - 1)
+            while not self.wires.keeps and crowded(self._sent(b) for b in self._in_flight):
+                self._complete(self._in_flight.popleft())
             self.memory.take(bucket.layout.total, self.wires.grad(bucket))
             self._local.add(bucket)
+
+    def _sent(self, bucket: SimulatedBucket) -> int:
+        """Bytes of the buffer that a bucket is reduced in."""
+        wires = self.wires
+        dtype = wires.wire(bucket) if wires.world > 1 else wires.grad(bucket)
+        return bucket.layout.total * dtype.itemsize
 
     def _launch(self, bucket: SimulatedBucket) -> None:
         wires, memory = self.wires, self.memory

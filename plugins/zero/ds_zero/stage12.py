@@ -16,8 +16,10 @@ class Stage12(ZeroPartitioner):
     """Module parameters are views of flat buffers, into which the step's result is all-gathered."""
 
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
-        placement, stage2 = self.offload.placements(params), self.section.stage == 2
-        return make_buckets(params, self.ctx, self.section.bucket_elements, placement=placement, frees_gradients=stage2)
+        placement = self.offload.placements(params)
+        # One large bucket is complete at the end of backward: nothing of it could overlap.
+        small = self.section.stage == 2 or self.section.overlap
+        return make_buckets(params, self.ctx, self.section.bucket_elements, placement=placement, small_on_host=small)
 
     def publish(self) -> None:
         """See `Partitioner.publish`; unused buckets have not changed."""

@@ -87,7 +87,7 @@ class Stage3(ZeroPartitioner):
         placement = self.offload.placements(params, elements)
         small_trained = [p for p in params if p not in sharded]
         replicated = make_buckets(
-            small_trained, self.ctx, self.section.bucket_elements, placement=placement, frees_gradients=True
+            small_trained, self.ctx, self.section.bucket_elements, placement=placement, small_on_host=True
         )
         frozen = self._frozen_placement() or placement
         for gatherer, chosen, mine in members(self._gatherers, trained):
