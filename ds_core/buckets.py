@@ -119,7 +119,7 @@ def make_buckets(params: Sequence[nn.Parameter], ctx: Context) -> list[Bucket]:
     most: dict[Hashable, int] = {}
 
     def full(key: Any, filled: int, size: int) -> bool:
-        limit = most.setdefault(key, FIRST_BYTES)
+        limit = most.setdefault(key, min(FIRST_BYTES, BUCKET_BYTES))
         if filled * key[1].itemsize < limit:
             return False
         most[key] = min(limit * GROWTH, BUCKET_BYTES)

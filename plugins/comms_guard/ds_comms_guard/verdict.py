@@ -17,11 +17,16 @@ FIX = (
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What an engine is doing. text: may be "". passes: through the model. trail: the modules of this pass."""
+    """What an engine is doing.
+
+    text: may be "". passes: through the model, which have ended. trail: the modules of this pass. last: those of the
+    last one.
+    """
 
     text: str
     passes: int = 0
     trail: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Position:
             name: GroupHistory(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
             for name, v in data["groups"].items()
         }
-        activities = tuple(Activity(a["text"], a["passes"], tuple(a["trail"])) for a in data["activities"])
+        activities = tuple(Activity(a["text"], a["passes"], tuple(a["trail"]), tuple(a["last"])) for a in data["activities"])
         wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
         return cls(**{**data, "groups": groups, "wait": wait, "activities": activities})
 
@@ -179,15 +184,19 @@ def _divergence(positions: Sequence[Position]) -> list[str]:
     """Where the modules that the first rank and another one ran begin to differ."""
     for first, other in ((positions[0], p) for p in positions[1:]):
         for mine, theirs in zip(first.activities, other.activities, strict=False):
-            if mine.passes != theirs.passes:
+            # One that has ended the pass in which the other one stands is compared by its last pass.
+            ahead = mine.passes - theirs.passes
+            trail = mine.last if ahead == 1 else mine.trail
+            other_trail = theirs.last if ahead == -1 else theirs.trail
+            for index, (a, b) in enumerate(zip(trail, other_trail, strict=False) if abs(ahead) <= 1 else ()):
+                if a != b:
+                    after = f"after {trail[index - 1]}" if index else "at first"
+                    return [f"  {after}, rank {first.rank} came to {a}, and rank {other.rank} to {b}"]
+            if ahead:
                 return [
                     f"  rank {first.rank} has gone through the model {mine.passes} times, rank {other.rank} "
                     f"{theirs.passes} times"
                 ]
-            for index, (a, b) in enumerate(zip(mine.trail, theirs.trail, strict=False)):
-                if a != b:
-                    after = f"after {mine.trail[index - 1]}" if index else "at first"
-                    return [f"  {after}, rank {first.rank} came to {a}, and rank {other.rank} to {b}"]
     return []
 
 

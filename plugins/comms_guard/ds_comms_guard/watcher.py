@@ -37,7 +37,7 @@ EXIT_CODE = 86
 class TellsActivity(Protocol):
     """A partitioner that tells what it is doing."""
 
-    def activity(self) -> tuple[str, int, tuple[str, ...]]:
+    def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
         """The fields of an `Activity`; asked from another thread."""
 
 

@@ -88,8 +88,19 @@ def test_one_rank_has_gone_through_more_often() -> None:
     assert "rank 0 has gone through the model 4 times, rank 1 5 times" in text
 
 
+def test_a_rank_at_the_end_of_the_pass_is_compared_by_that_pass() -> None:
+    ended, inside = Activity("", 5, (), ("a", "b", "d")), Activity("", 4, ("a", "c"), ("a", "b", "d"))
+    for pair in ((ended, inside), (inside, ended)):
+        told = found(*(Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", (pair[r],)) for r in range(2)))
+        b, c = ("b", "c") if pair[0] is ended else ("c", "b")
+        assert f"after a, rank 0 came to {b}, and rank 1 to {c}" in told
+    even = Activity("", 4, ("a", "b", "d"))
+    told = found(*(Position(r, 1, {"g": calls("ab"[r])}, ("g", 1), "", ((ended, even)[r],)) for r in range(2)))
+    assert "rank 0 has gone through the model 5 times, rank 1 4 times" in told
+
+
 def test_positions_survive_json() -> None:
-    position = Position(2, 7, {"g": calls("a", "b")}, ("g", 2), "x.py:1", (Activity("p", 1, ("a",)),), "")
+    position = Position(2, 7, {"g": calls("a", "b")}, ("g", 2), "x.py:1", (Activity("p", 1, ("a",), ("b", "a")),), "")
     assert Position.from_json(json.loads(json.dumps(position.as_json()))) == position
     ended = at(1, ended="over")
     assert Position.from_json(json.loads(json.dumps(ended.as_json()))) == ended

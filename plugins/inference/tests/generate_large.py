@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-WIDTH, LAYERS, LIMIT = 1536, 50, 600 << 20
+WIDTH, LAYERS = 1536, 50
+LIMIT = 240 << 20
+"""Bytes that a process may allocate beside what torch and transformers hold."""
+
 LARGEST = WIDTH * 11 // 4 * WIDTH
 
 
@@ -37,9 +40,15 @@ def build(layers: int) -> Any:
     )
 
 
+def held() -> int:
+    """Bytes that count for RLIMIT_DATA."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmData")) << 10
+
+
 def main(layers: int, limited: bool, folder: str) -> dict[str, Any]:
     import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401  # its import counts for no limit
+    import transformers.models.llama.modeling_llama  # noqa: F401  # what it holds varies with what is installed
 
     torch.set_num_threads(1)
     if limited:
@@ -47,7 +56,8 @@ def main(layers: int, limited: bool, folder: str) -> dict[str, Any]:
 
         import ds_core
 
-        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
+        limit = held() + LIMIT
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         with ds_zero.Init(config_dict_or_path=config(folder)):
             model = build(layers)
         model = ds_core.initialize(model=model, config=config(folder))[0].eval().module

@@ -1,4 +1,4 @@
-"""A model whose weights are four times as large as what a process may allocate generates, from the disk."""
+"""A model whose weights are far larger than what a process may allocate generates, from the disk."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def generated(folder: Path, *, ranks: int, limited: bool) -> list[dict[str, Any]
 def test_a_model_larger_than_memory_generates(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (plain,) = generated(tmp_path / "plain", ranks=1, limited=False)
-    assert plain["bytes"] >= 4 * LIMIT
+    assert plain["bytes"] >= 8 * LIMIT
     for ranks in (1, 2):
         assert generated(tmp_path / str(ranks), ranks=ranks, limited=True) == [plain] * ranks

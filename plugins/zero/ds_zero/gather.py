@@ -86,9 +86,13 @@ class GatherScheduler:
         else:
             self.release_all()
 
-    def trail(self) -> tuple[str, ...]:
-        """The modules (named by a weight) that this pass has run, in order."""
-        return tuple(f"the module of {self.units[i].name!r}" for i in self._trace.seen())
+    def trails(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The modules (named by a weight) that this pass has run, in order, and those of the last one with gradients."""
+
+        def named(units: list[int]) -> tuple[str, ...]:
+            return tuple(f"the module of {self.units[i].name!r}" for i in units)
+
+        return named(self._trace.seen()), named(self._traces[True].last())
 
     def release_all(self) -> None:
         """Release all units that are not pinned. Nothing may be running."""

@@ -176,14 +176,14 @@ class GatherHooks:
             )
             self._known.update(root.parameters())
 
-    def activity(self) -> tuple[str, int, tuple[str, ...]]:
-        """What runs now, the number of passes through the model, and the modules of this one."""
+    def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
+        """What runs now, how many passes through the model have ended, the modules of this one and of the last one."""
         gathering = self._gathering
         running = [module for module, _ in list(self._stack)]
         text = f"in forward of module {self._names[running[-1]]!r}" if running else ""
         if gathering.in_backward and self._in_backward_of is not None:
             text = f"in backward of module {self._names[self._in_backward_of]!r}"
-        return text, gathering.passes, gathering.trail()
+        return text, gathering.passes, *gathering.trails()
 
     # -- forward ---------------------------------------------------------------------------------------------
 

@@ -217,7 +217,7 @@ class Stage3(ZeroPartitioner):
                 f"{tuple(param.shape)} belongs to no module that was given to initialize"
             )
 
-    def activity(self) -> tuple[str, int, tuple[str, ...]]:
+    def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
         """What runs now, for messages of the package ds-comms-guard; asked from another thread."""
         return self.hooks.activity()
 

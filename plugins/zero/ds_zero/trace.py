@@ -38,6 +38,10 @@ class Trace:
         """The units that this pass has needed so far."""
         return list(self._seen)
 
+    def last(self) -> list[int]:
+        """The units that the last pass needed."""
+        return list(self._expected)
+
     def ahead(self) -> list[int]:
         """The units that are expected next, in order."""
         return [] if self._diverged else self._expected[len(self._seen) :]
