@@ -87,7 +87,7 @@ class GatherScheduler:
             self.release_all()
 
     def trails(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The modules (named by a weight) that this pass has run, in order, and those of the last one with gradients."""
+        """The modules (named by a weight) of this pass, in order, and of the last one with gradients."""
 
         def named(units: list[int]) -> tuple[str, ...]:
             return tuple(f"the module of {self.units[i].name!r}" for i in units)
