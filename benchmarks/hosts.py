@@ -4,7 +4,8 @@ Hosts are `ds_testing.hosts.Lab`'s (root and Linux), 2 with 2 ranks each unless 
 one GPT (examples/gpt/model.py) in fp32 with AdamW on the same data and seeds, one thread each, driven in interleaved
 blocks of a few steps. Flat: ds_core's collectives over gloo as if every rank had a host of its own.
 
-    python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rate 1e9] [--latency 1e-3] [--less 2] [--overlap] [--only NAME ...]
+    python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rate 1e9] [--latency 1e-3] [--less 2] [--overlap]
+        [--only NAME ...]
 
 "less": the same engines and bytes with sequences of `--less` tokens, against DDP's with as many. Where these rows are
 better than the others, arithmetic keeps the link waiting.

@@ -76,7 +76,9 @@ class Position:
             name: GroupHistory(tuple(v["members"]), v["count"], tuple((n, d, t) for n, d, t in v["calls"]))
             for name, v in data["groups"].items()
         }
-        activities = tuple(Activity(a["text"], a["passes"], tuple(a["trail"]), tuple(a["last"])) for a in data["activities"])
+        activities = tuple(
+            Activity(**{**a, "trail": tuple(a["trail"]), "last": tuple(a["last"])}) for a in data["activities"]
+        )
         wait = (data["wait"][0], data["wait"][1]) if data["wait"] else None
         return cls(**{**data, "groups": groups, "wait": wait, "activities": activities})
 
