@@ -10,13 +10,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import importlib_metadata
 
 from ds_core import hookspecs
 from ds_core.entries import Ref, WrongAnswer, nothing, resolve
 from ds_core.errors import PluginError, did_you_mean
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 __all__ = [
     "Answer",
@@ -64,30 +67,63 @@ class Found:
 def discover() -> tuple[Found, ...]:
     """Every entry point of both groups, sorted; reads metadata only and imports nothing."""
     found = set()
+    points = importlib_metadata.entry_points()
     for group in (SECTIONS, BACKENDS):
-        for point in importlib_metadata.entry_points(group=group):
-            dist = point.dist
-            name, version = (dist.name, dist.version) if dist is not None else ("unknown", "0")
+        for point in points.select(group=group):
+            about = _about(point.dist) if point.dist is not None else About("unknown", "0", ())
             # Not `point.module`, which raises for a value that names no module: that is one plugin's fault.
-            found.add(Found(point.name, group, point.value.partition("[")[0].strip(), name, version))
+            module = point.value.partition("[")[0].strip()
+            found.add(Found(point.name, group, module, about.name, about.version))
     return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a distribution's metadata says of it."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...]
+
+
+def _about(dist: importlib_metadata.Distribution) -> About:
+    """importlib_metadata parses the whole text anew, README and all, for each thing that it is asked."""
+    if text := dist.read_text("METADATA"):
+        return _headers(text.partition("\n\n")[0])
+    return About(dist.name, dist.version, tuple(dist.requires or ()))
+
+
+@functools.cache
+def _installed(name: str) -> About | None:
+    """What there is of distribution `name`; None where it is not installed."""
+    try:
+        return _about(importlib_metadata.distribution(name))
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _headers(text: str) -> About:
+    """Kept when discovery is forgotten: the same text says the same."""
+    import email.parser
+
+    message = email.parser.HeaderParser().parsestr(text)
+    return About(message["Name"], message["Version"], tuple(message.get_all("Requires-Dist", ())))
 
 
 def reset_discovery() -> None:
     """Forget what was discovered (after installing a distribution, and in tests)."""
     discover.cache_clear()
     unmet.cache_clear()
+    _installed.cache_clear()
     importlib.invalidate_caches()
 
 
 @functools.cache
 def unmet(dist: str) -> str:
     """The first requirement of a distribution that is not met, in words; "" when all are, or none are known."""
-    try:
-        texts = importlib_metadata.requires(dist) or ()
-    except importlib_metadata.PackageNotFoundError:
-        return ""
-    for text in texts:
+    about = _installed(dist)
+    for text in about.requires if about is not None else ():
         from packaging.requirements import InvalidRequirement
         from packaging.version import InvalidVersion
 
@@ -118,17 +154,22 @@ def check_required(requirements: Sequence[str]) -> Iterator[str]:
 
 def _lacking(requirement: str) -> str:
     """Why a requirement is not met, to go after it; "" when it is, or does not apply here."""
-    from packaging.requirements import Requirement
-
-    need = Requirement(requirement)
+    need = _requirement(requirement)
     if need.marker is not None and not need.marker.evaluate({"extra": ""}):
         return ""
-    try:
-        have = importlib_metadata.version(need.name)
-    except importlib_metadata.PackageNotFoundError:
+    about = _installed(need.name)
+    if about is None:
         return "which is not installed"
-    fits = need.specifier.contains(have, prereleases=True)
-    return "" if fits else f"but {need.name} {have} is installed"
+    fits = need.specifier.contains(about.version, prereleases=True)
+    return "" if fits else f"but {need.name} {about.version} is installed"
+
+
+@functools.cache
+def _requirement(text: str) -> Requirement:
+    """Most plugins require the same few things."""
+    from packaging.requirements import Requirement
+
+    return Requirement(text)
 
 
 def hooks_of(module: ModuleType) -> tuple[str, ...]:
