@@ -9,6 +9,9 @@ from contextlib import AbstractContextManager
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is loaded: tests' tensors are small, and further threads would only burn CPU while they wait for work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No example has a time limit (a busy machine would fail it), and CI tries the same examples every time.
 settings.register_profile("ds", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("ds"), derandomize=True)

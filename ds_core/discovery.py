@@ -7,19 +7,20 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from email import message_from_string
+from email.message import Message
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import importlib_metadata
 
 from ds_core import hookspecs
 from ds_core.entries import Ref, WrongAnswer, nothing, resolve
 from ds_core.errors import PluginError, did_you_mean
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 __all__ = [
     "Answer",
@@ -66,64 +67,46 @@ class Found:
 @functools.cache
 def discover() -> tuple[Found, ...]:
     """Every entry point of both groups, sorted; reads metadata only and imports nothing."""
+    _discovered_on()
     found = set()
-    points = importlib_metadata.entry_points()
     for group in (SECTIONS, BACKENDS):
-        for point in points.select(group=group):
-            about = _about(point.dist) if point.dist is not None else About("unknown", "0", ())
+        for point in importlib_metadata.entry_points(group=group):
+            about = _header([point.dist])
             # Not `point.module`, which raises for a value that names no module: that is one plugin's fault.
             module = point.value.partition("[")[0].strip()
-            found.add(Found(point.name, group, module, about.name, about.version))
+            found.add(Found(point.name, group, module, about["Name"], about["Version"]))
     return tuple(sorted(found))
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What a distribution's metadata says of it."""
-
-    name: str
-    version: str
-    requires: tuple[str, ...]
-
-
-def _about(dist: importlib_metadata.Distribution) -> About:
-    """importlib_metadata parses the whole text anew, README and all, for each thing that it is asked."""
-    if text := dist.read_text("METADATA"):
-        return _headers(text.partition("\n\n")[0])
-    return About(dist.name, dist.version, tuple(dist.requires or ()))
-
-
-@functools.cache
-def _installed(name: str) -> About | None:
-    """What there is of distribution `name`; None where it is not installed."""
-    try:
-        return _about(importlib_metadata.distribution(name))
-    except importlib_metadata.PackageNotFoundError:
-        return None
-
-
-@functools.cache
-def _headers(text: str) -> About:
-    """Kept when discovery is forgotten: the same text says the same."""
-    import email.parser
-
-    message = email.parser.HeaderParser().parsestr(text)
-    return About(message["Name"], message["Version"], tuple(message.get_all("Requires-Dist", ())))
+def _header(dists: Iterable[Any]) -> Message:
+    """The metadata of the first, if any; importlib_metadata parses the README in it too, for each thing it is asked."""
+    texts = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") for dist in dists)
+    return message_from_string((next(texts, None) or "").partition("\n\n")[0])
 
 
 def reset_discovery() -> None:
-    """Forget what was discovered (after installing a distribution, and in tests)."""
-    discover.cache_clear()
-    unmet.cache_clear()
-    _installed.cache_clear()
+    """Forget what was discovered, if anything was installed or removed since."""
     importlib.invalidate_caches()
+    if _discovered_on() != _import_path():
+        _discovered_on.cache_clear()
+        discover.cache_clear()
+        unmet.cache_clear()
+
+
+def _import_path() -> list[object]:
+    """What is another after a distribution was installed or removed."""
+    folders = map(os.path.abspath, sys.path)
+    return [*sys.meta_path, *((path, os.path.isdir(path) and os.path.getmtime(path)) for path in folders)]
+
+
+_discovered_on = functools.cache(_import_path)
 
 
 @functools.cache
 def unmet(dist: str) -> str:
     """The first requirement of a distribution that is not met, in words; "" when all are, or none are known."""
-    about = _installed(dist)
-    for text in about.requires if about is not None else ():
+    _discovered_on()
+    for text in _header(importlib_metadata.distributions(name=dist)).get_all("Requires-Dist", ()):
         from packaging.requirements import InvalidRequirement
         from packaging.version import InvalidVersion
 
@@ -154,22 +137,16 @@ def check_required(requirements: Sequence[str]) -> Iterator[str]:
 
 def _lacking(requirement: str) -> str:
     """Why a requirement is not met, to go after it; "" when it is, or does not apply here."""
-    need = _requirement(requirement)
-    if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-        return ""
-    about = _installed(need.name)
-    if about is None:
-        return "which is not installed"
-    fits = need.specifier.contains(about.version, prereleases=True)
-    return "" if fits else f"but {need.name} {about.version} is installed"
-
-
-@functools.cache
-def _requirement(text: str) -> Requirement:
-    """Most plugins require the same few things."""
     from packaging.requirements import Requirement
 
-    return Requirement(text)
+    need = Requirement(requirement)
+    if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+        return ""
+    have = _header(importlib_metadata.distributions(name=need.name))["Version"]
+    if have is None:
+        return "which is not installed"
+    fits = need.specifier.contains(have, prereleases=True)
+    return "" if fits else f"but {need.name} {have} is installed"
 
 
 def hooks_of(module: ModuleType) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ from ds_testing import wire
 
 __all__ = ["serve", "work"]
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "pydantic", "pluggy", "importlib_metadata")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "pluggy", "importlib_metadata", "ds_core.assemble")
+"""What nearly every worker would import by itself otherwise."""
 _PR_SET_PDEATHSIG = 1
 
 
