@@ -21,7 +21,7 @@ def llama() -> Any:
 
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 28, "use_cache": False}
     torch.manual_seed(5)
-    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = hf.LlamaConfig(max_position_embeddings=32, **heads, **sizes)
     return hf.LlamaForCausalLM(config).double()
 
