@@ -13,10 +13,12 @@ __all__ = ["build_wheels", "pip", "write_metadata"]
 
 def build_wheels(distributions: Iterable[Path], out: Path) -> list[Path]:
     """Build each distribution with its own build backend (all are hatchling), as ``make wheels`` does."""
-    code = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
+    code = (  # a process for each would spend most of its time on starting
+        "import os, sys; from hatchling.build import build_wheel\n"
+        "for folder in sys.argv[2:]: os.chdir(folder); build_wheel(sys.argv[1])"
+    )
     out.mkdir(parents=True, exist_ok=True)
-    for folder in distributions:
-        run([sys.executable, "-c", code, str(out)], cwd=folder)
+    run([sys.executable, "-c", code, str(out.absolute()), *(str(folder.absolute()) for folder in distributions)])
     return sorted(out.glob("*.whl"))
 
 

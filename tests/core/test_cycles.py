@@ -43,11 +43,11 @@ def held(at_most: float = math.inf) -> tuple[int, int, int]:
     """
     until = time.monotonic() + 5.0
     while True:
-        gc.collect()
+        gc.collect()  # takes long in a worker that has run many tests
         descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
         if (threads == 1 and descriptors <= at_most) or time.monotonic() > until:
             break
-        time.sleep(0.05)
+        time.sleep(0.5)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return descriptors, threads, pages * os.sysconf("SC_PAGE_SIZE") // 1024
 
