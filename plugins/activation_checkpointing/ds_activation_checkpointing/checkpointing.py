@@ -18,7 +18,7 @@ from ds_activation_checkpointing.inputs import Keeper
 from ds_activation_checkpointing.recompute import Options, recompute
 from ds_activation_checkpointing.timing import Watch
 from ds_core.accelerator import get_accelerator
-from ds_core.errors import ConfigError
+from ds_core.errors import ConfigError, UsageError
 from ds_core.process import log_once
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ __all__ = [
     "configure",
     "is_configured",
     "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
     "reset",
+    "set_num_layers",
 ]
 
 log = logging.getLogger("ds_activation_checkpointing")
@@ -80,11 +82,12 @@ class _By(Enum):
 
 
 class _Present:
-    """The settings of this process. mpu: what `configure` was given."""
+    """The settings of this process. mpu, values: what `configure` was given, and the section that came of it."""
 
     settings = Settings()
     by = _By.NOBODY
     mpu: Any = None
+    values: Mapping[str, Any] = {}
 
 
 def use_settings(settings: Settings) -> None:
@@ -137,6 +140,27 @@ def configure(
             log_once(log, logging.INFO, "partition_activations has no effect: mpu_ has no model-parallel group")
     _Present.settings = Settings.of(section, group, get_accelerator())
     _Present.mpu, _Present.by = mpu_, _By.PROGRAM
+    _Present.values = values
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Change `configure`'s partition_activations."""
+    _change(partition_activations=partition_activation)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Change `configure`'s num_checkpoints."""
+    _change(number_checkpoints=nlayers)
+
+
+def _change(**changes: Any) -> None:
+    if _Present.by is _By.RUN:
+        raise UsageError(
+            f"{', '.join(changes)}: the section activation_checkpointing of the run says it; change it there, or call "
+            "configure first"
+        )
+    values = _Present.values if _Present.by is _By.PROGRAM else {}
+    configure(_Present.mpu, {"activation_checkpointing": {**values, **changes}})
 
 
 def _parsed(values: Mapping[str, Any]) -> ActivationCheckpointingConfig:

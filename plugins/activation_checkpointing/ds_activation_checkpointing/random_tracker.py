@@ -9,9 +9,15 @@ from ds_run_state.random_streams import MODEL_PARALLEL, STREAMS, RandomStreams
 from torch import Tensor
 
 from ds_activation_checkpointing.checkpointing import present_mpu
+from ds_core.accelerator import get_accelerator
 from ds_core.process import STATE
 
-__all__ = ["CudaRNGStatesTracker", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+]
 
 
 class CudaRNGStatesTracker:
@@ -64,10 +70,24 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
     The rank is that of the mpu given to `configure`, else that along ``tp`` of the newest engine.
     """
+    STREAMS.seed_model_parallel(seed, _model_parallel_rank())
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Begin the state ``model-parallel-rng`` anew, as after loading at another number of ranks; others go on."""
+    STREAMS.reseed_model_parallel(seed, _model_parallel_rank())
+
+
+def _set_cuda_rng_state(new_state: Tensor, device: int = -1) -> None:
+    """Replace the state of the accelerator's generator."""
+    get_accelerator().set_rng_state(new_state)
+
+
+def _model_parallel_rank() -> int:
     mpu = present_mpu()
     getters = (getattr(mpu, f"get_{kind}_parallel_rank", None) for kind in ("tensor_model", "model"))
     index = next((int(getter()) for getter in getters if getter is not None), None)
     if index is None:
         meshes = (engine.ctx.mesh for engine in reversed(STATE.engines))
         index = next((mesh.index("tp") for mesh in meshes if mesh.has("tp")), 0)
-    STREAMS.seed_model_parallel(seed, index)
+    return index

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_core.accelerator import get_accelerator
+from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
     from ds_core.accelerator import Accelerator
@@ -88,6 +89,12 @@ class RandomStreams:
         self._device.manual_seed(seed)
         self.reset()
         self.add(MODEL_PARALLEL, seed + _OFFSET + index)
+
+    def reseed_model_parallel(self, seed: int, index: int) -> None:
+        """Begin `MODEL_PARALLEL` as `seed_model_parallel` does; all else goes on. UsageError while it is in use."""
+        if self._inside == MODEL_PARALLEL:
+            raise UsageError(f"the random state {MODEL_PARALLEL!r} is in use; seed it anew outside of its fork")
+        self.begin(MODEL_PARALLEL, seed + _OFFSET + index)
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
