@@ -18,6 +18,7 @@ __all__ = [
     "is_moe_param",
     "is_moe_param_group",
     "split_params_into_different_moe_groups_for_optimizer",
+    "split_params_grads_into_shared_and_expert_params",
     "split_params_into_shared_and_expert_params",
 ]
 
@@ -46,6 +47,13 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
     """(all others, experts')."""
     params = list(params)
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
+
+
+def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of (all others, experts'), in their parameters' dtypes."""
+    both = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
+    shared, experts = ([p.grad.to(p.dtype) for p in params if p.grad is not None] for params in both)
+    return shared, experts
 
 
 def split_params_into_different_moe_groups_for_optimizer(
