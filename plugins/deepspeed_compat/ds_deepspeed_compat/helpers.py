@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,14 +17,10 @@ from ds_deepspeed_compat.logs import logger
 __all__ = [
     "DummyOptim",
     "call_to_str",
-    "clip_grad_norm_",
     "copy_to_device",
     "disable",
     "empty_cache",
     "ensure_directory_exists",
-    "get_global_norm",
-    "get_grad_norm",
-    "get_weight_norm",
     "instrument_w_nvtx",
     "is_compile_supported",
     "is_compiling",
@@ -148,38 +144,6 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     logger.info(text, msg, *(figure / gib for figure in figures))
     if reset_max:
         device.reset_peak_memory_stats()
-
-
-# -- norms -----------------------------------------------------------------------------------------------------
-
-
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """torch's, for gradients that this rank holds whole; the engine clips by ``gradient_clipping`` itself."""
-    if mpu is not None:
-        raise NotImplementedError(
-            "clip_grad_norm_(mpu=...): set gradient_clipping in the config, which knows the groups"
-        )
-    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
-def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The L2 norm of norms."""
-    return float(sum(norm**2 for norm in norm_list) ** 0.5)
-
-
-def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the gradients that this rank holds; ``engine.get_global_grad_norm()`` is that of all ranks."""
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return _norm((p.grad for p in parameters if p.grad is not None), norm_type)
-
-
-def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the weights that this rank holds."""
-    return _norm([parameters] if isinstance(parameters, Tensor) else parameters, norm_type)
-
-
-def _norm(tensors: Iterable[Tensor], norm_type: float) -> float:
-    return float(nn.utils.get_total_norm([t.detach() for t in tensors], norm_type))
 
 
 # -- layers into parts ---------------------------------------------------------------------------------------------

@@ -17,51 +17,24 @@ from torch.optim import Optimizer
 
 from ds_core.errors import UsageError
 from ds_deepspeed_compat import engine_methods
+from ds_deepspeed_compat.loss_scaler import view_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ds_core import Engine
+    from ds_deepspeed_compat.loss_scaler import LossScalerBase
 
 __all__ = [
     "BF16_Optimizer",
     "DeepSpeedOptimizer",
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizer_Stage3",
-    "DynamicLossScaler",
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
-    "LossScaler",
-    "LossScalerBase",
     "ZeROOptimizer",
     "wrapped",
 ]
-
-
-class LossScalerBase:
-    """The loss scale of an engine, under DeepSpeed's names."""
-
-    dynamic = False
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale now."""
-        return self._engine.loss_scale
-
-    cur_scale = loss_scale
-
-
-class LossScaler(LossScalerBase):
-    """A loss scale that stays."""
-
-
-class DynamicLossScaler(LossScalerBase):
-    """A loss scale that falls with overflows and grows again."""
-
-    dynamic = True
 
 
 class DeepSpeedOptimizer(Optimizer):
@@ -155,7 +128,7 @@ class DeepSpeedOptimizer(Optimizer):
     @property
     def loss_scaler(self) -> LossScalerBase:
         """The loss scale as an object."""
-        return (DynamicLossScaler if self.dynamic_loss_scale else LossScaler)(self._engine)
+        return view_of(self._engine, dynamic=self.dynamic_loss_scale)
 
     @property
     def clip_grad(self) -> float:

@@ -12,6 +12,7 @@ import torch
 from ds_access import safe_get_full_grad
 from ds_deepspeed_compat import optimizer
 from ds_deepspeed_compat.engine import DeepSpeedEngine, PipelineEngine, initialize
+from ds_deepspeed_compat.loss_scaler import DynamicLossScaler
 from ds_deepspeed_compat.names import Name, State
 from ds_deepspeed_compat.names.members import MEMBERS
 from ds_deepspeed_compat.release_config import as_released
@@ -302,7 +303,7 @@ def test_the_optimizer_is_torchs_in_a_class_that_tells_its_kind(kind: type, conf
         schedule.step()
         if engine.fp16_enabled():
             assert (made.overflow, made.cur_scale, engine.loss_scale()) == (huge > 1, scale, 0.0)
-            assert isinstance(made.loss_scaler, optimizer.DynamicLossScaler)
+            assert isinstance(made.loss_scaler, DynamicLossScaler)
             assert made.loss_scaler.loss_scale == scale
     assert inner.param_groups[0]["lr"] == pytest.approx(0.025)
     engine.backward(engine(torch.ones(4, 4, dtype=half)).float().square().mean())

@@ -61,10 +61,11 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "ds_deepspeed_compat.optimizer"},
     "deepspeed.runtime.fp16.unfused_optimizer": {"FP16_UnfusedOptimizer": "ds_deepspeed_compat.optimizer"},
     "deepspeed.runtime.fp16.loss_scaler": {
-        "LossScalerBase LossScaler DynamicLossScaler": differs(
-            "ds_deepspeed_compat.optimizer", "views of the engine's; section fp16 sets it"
+        "LossScalerBase LossScaler DynamicLossScaler CreateLossScaler to_python_float": (
+            "ds_deepspeed_compat.loss_scaler"
         ),
-        "CreateLossScaler": missing("section fp16 of the config makes the loss scale"),
+        "has_inf_or_nan": "ds_deepspeed_compat.norms",
+        "LossScaleConfig LossScaleProfile": missing("section fp16 of the config makes the engine's loss scale"),
     },
     "deepspeed.runtime.dataloader": {
         "RepeatingLoader": "ds_core",
@@ -79,6 +80,14 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing deepspeed.checkpointing": {
         "configure is_configured checkpoint non_reentrant_checkpoint reset get_cuda_rng_tracker "
         "CudaRNGStatesTracker model_parallel_cuda_manual_seed": "ds_activation_checkpointing",
+        "partition_activations_in_checkpoint set_num_layers": "ds_activation_checkpointing.checkpointing",
+        "model_parallel_reconfigure_tp_seed _set_cuda_rng_state": "ds_activation_checkpointing.random_tracker",
+        "_CUDA_RNG_STATE_TRACKER": "ds_activation_checkpointing.random_tracker:_TRACKER",
+        "_MODEL_PARALLEL_RNG_TRACKER_NAME": "ds_run_state.random_streams:MODEL_PARALLEL",
+        "detach_variable extract_tensors merge_tensors": "ds_activation_checkpointing.deepspeed_names",
+        "partition_activations gather_partitioned_activations get_partition_size get_partition_start": missing(
+            "partition_activations of the section, or configure(mpu, partition_activations=True), divides and gathers"
+        ),
         "CheckpointFunction": differs(
             "ds_activation_checkpointing", "has apply(function, outputs, *args), and is no torch.autograd.Function"
         ),
@@ -86,10 +95,16 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.runtime.utils": {
         "see_memory_usage memory_status empty_cache set_random_seed move_to_device copy_to_device "
         "ensure_directory_exists noop_decorator noop_context call_to_str required_torch_version "
-        "clip_grad_norm_ get_global_norm get_grad_norm get_weight_norm DummyOptim": "ds_deepspeed_compat.helpers",
+        "DummyOptim": "ds_deepspeed_compat.helpers",
+        "clip_grad_norm_ clip_tensors_by_global_norm combine_grad_norm_groups get_flattened_grad_norm get_global_norm "
+        "get_global_norm_of_tensors get_grad_norm get_grad_zeros get_weight_norm has_inf_or_nan is_invalid_grad_norm "
+        "is_model_parallel_parameter CheckOverflow": "ds_deepspeed_compat.norms",
+        "align_dense_tensors all_gather_dp_groups all_gather_into_tensor_dp_groups filter_empty_parameters "
+        "get_ma_status get_only_unique_item get_tensor_bytes is_optimized_parameter prefix_sum_inc": (
+            "ds_deepspeed_compat.tensor_helpers"
+        ),
         "partition_uniform partition_balanced": "ds_deepspeed_compat.helpers",
         "PartitionedTensor": "ds_deepspeed_compat.partitioned_tensor",
-        "CheckOverflow": missing("the engine agrees on overflow by itself"),
     },
     "deepspeed.runtime.comm.coalesced_collectives": {
         "reduce_scatter_coalesced": "ds_deepspeed_compat.coalesced",

@@ -11,7 +11,8 @@ _SAFE: Rows = {
     "safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
     "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized": "ds_access",
-    "tensor_fragment fragment_address get_full_hp_param get_hp_fragment_mapping": missing("safe_get_full_fp32_param"),
+    "fragment_address": "ds_deepspeed_compat.tensor_helpers",
+    "tensor_fragment get_full_hp_param get_hp_fragment_mapping": missing("safe_get_full_fp32_param"),
 }
 _LEAVES: Rows = {
     "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
