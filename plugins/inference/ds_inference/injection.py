@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_core.errors import ConfigError
 from ds_inference.config import DeepSpeedInferenceConfig
+from ds_inference.layer_policies import LayerPolicy
 
 __all__ = ["row_names"]
 
@@ -23,6 +24,11 @@ def row_names(config: DeepSpeedInferenceConfig, model: nn.Module) -> tuple[str, 
         shown = layer.__name__ if isinstance(layer, type) else str(layer)
         if not inside:
             raise ConfigError(f"the model has no {shown}", "injection_policy")
+        if isinstance(given, type) and issubclass(given, LayerPolicy):
+            if given.layer != shown:
+                why = f"{given.__name__} is for {given.layer}, not for {shown}; give names of linears that are summed"
+                raise ConfigError(why, "injection_policy")
+            continue  # the family says what is divided
         names = _names(given, shown)
         for name in names:
             if not _is_in(name, inside):  # some may lack it: cross attention is in decoders alone

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_inference import init_inference, parallel
+from ds_inference import init_inference, layer_policies, parallel
 from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -122,6 +122,16 @@ def policy(names: Any) -> float:
 
 def test_injection_policy_names_the_layers_that_are_summed() -> None:
     assert max(run_ranks(2, policy, ("narrow",))) < 1e-6
+
+
+def test_a_policy_stands_for_a_family_that_is_known() -> None:
+    model = make("gpt2")
+    kind = type(model.transformer.h[0])
+    wanted = init_inference(make("gpt2"), dtype="fp32")(ids()).logits
+    engine = init_inference(model, dtype="fp32", injection_policy={kind: layer_policies.HFGPT2LayerPolicy})
+    assert torch.equal(engine(ids()).logits, wanted)
+    with pytest.raises(ConfigError, match="HFBertLayerPolicy is for BertLayer, not for GPT2Block"):
+        init_inference(make("gpt2"), dtype="fp32", injection_policy={kind: layer_policies.HFBertLayerPolicy})
 
 
 def sampled() -> list[list[int]]:

@@ -8,6 +8,7 @@ from ds_deepspeed_compat.names.entry import Rows, differs, missing
 from ds_deepspeed_compat.names.top import INFERENCE_CONFIG, INJECTION, LEGACY_TENSOR_PARALLEL
 
 _INJECTION = missing(INJECTION)
+_POLICY = differs("ds_inference.layer_policies", "a value of injection_policy; the family says what is in its layers")
 _RAGGED = differs("ds_deepspeed_compat.ragged_config", "checked; the engine that serves is `dscore serve`")
 _SERVING = missing("`dscore serve` serves many requests at a time, and ds_inference.serve from Python")
 _TENSOR = missing("set tensor_parallel.autotp_size and partition_config in the config: initialize divides the layers")
@@ -31,7 +32,7 @@ NAMES: Mapping[str, Rows] = {
     "deepspeed.inference": {
         "InferenceEngine": "ds_inference",
         "DeepSpeedInferenceConfig": INFERENCE_CONFIG,
-        "HFBertLayerPolicy": _INJECTION,
+        "HFBertLayerPolicy": _POLICY,
     },
     "deepspeed.inference deepspeed.inference.v2 deepspeed.inference.v2.config_v2": {
         "RaggedInferenceEngineConfig DeepSpeedTPConfig": _RAGGED,
@@ -53,7 +54,8 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.module_inject": {
         "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer generic_injection "
-        "HFBertLayerPolicy DSPolicy Normalize EmbeddingLayer": _INJECTION,
+        "DSPolicy Normalize EmbeddingLayer": _INJECTION,
+        "HFBertLayerPolicy": _POLICY,
         "LinearAllreduce": _ROW,
         "LinearLayer": _COLUMN,
         "set_autotp_mode": LEGACY_TENSOR_PARALLEL,
@@ -74,10 +76,12 @@ NAMES: Mapping[str, Rows] = {
         "TPLayerSpec PartitionType merge_autotp_configs": "ds_tensor_parallel.autotp_config",
     },
     "deepspeed.module_inject.replace_policy deepspeed.module_inject.containers": {
-        "HFBertLayerPolicy HFGPT2LayerPolicy BLOOMLayerPolicy HFGPTJLayerPolicy HFGPTNEOLayerPolicy GPTNEOXLayerPolicy "
-        "HFOPTLayerPolicy MegatronLayerPolicy HFDistilBertLayerPolicy HFCLIPLayerPolicy LLAMALayerPolicy UNetPolicy "
-        "VAEPolicy LLAMA2LayerPolicy InternLMLayerPolicy": _INJECTION
+        "HFBertLayerPolicy HFGPT2LayerPolicy BLOOMLayerPolicy HFGPTNEOLayerPolicy GPTNEOXLayerPolicy HFOPTLayerPolicy "
+        "HFDistilBertLayerPolicy LLAMALayerPolicy": _POLICY,
+        "HFGPTJLayerPolicy MegatronLayerPolicy HFCLIPLayerPolicy UNetPolicy VAEPolicy LLAMA2LayerPolicy "
+        "InternLMLayerPolicy": _INJECTION,
     },
+    "deepspeed.module_inject.replace_policy": {"replace_policies": _POLICY},
     "deepspeed.runtime.tensor_parallel": {"TPConfig TPTrainingConfig get_tensor_parallel_config": _TENSOR},
     "deepspeed.runtime.tensor_parallel.config": {"TPConfig TPTrainingConfig": _TENSOR},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
