@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, LAYERS = 1536, 50
-LIMIT = 240 << 20
+LIMIT = 320 << 20
 """Bytes that a process may allocate beside what torch and transformers hold."""
 
 LARGEST = WIDTH * 11 // 4 * WIDTH

@@ -27,6 +27,6 @@ def generated(folder: Path, *, ranks: int, limited: bool) -> list[dict[str, Any]
 def test_a_model_larger_than_memory_generates(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (plain,) = generated(tmp_path / "plain", ranks=1, limited=False)
-    assert plain["bytes"] >= 8 * LIMIT
+    assert plain["bytes"] >= 7 * LIMIT
     for ranks in (1, 2):
         assert generated(tmp_path / str(ranks), ranks=ranks, limited=True) == [plain] * ranks

@@ -18,9 +18,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ds_run_state.changes import changing
 from torch import nn
 
 from ds_core import comm
+from ds_core.undo import Undo
 from ds_moe import presets
 from ds_moe.autoep_install import install
 from ds_moe.autoep_plan import BlockPlan, config_error
@@ -60,8 +62,11 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
     # Blocks of one class and one way to route are alike.
     for plan in {(type(p.block), type(p.experts), p.how): p for p in reversed(plans)}.values():
         try_out(plan)
-    for plan in plans:
-        install(plan, model)
+    undo = Undo()
+    ctx.undo(undo.run, collective=True)  # as one: the model's own blocks need whole weights
+    with changing(model, undo):
+        for plan in plans:
+            install(plan, model, undo)
     if plans and ctx.rank == 0:
         share = plans[0].share
         log.info(

@@ -83,8 +83,8 @@ class BlockPlan:
     def _check_there(self) -> None:
         if isinstance(self.experts, (FusedExperts, ListedExperts)):
             raise UsageError(
-                f"{self.prefix} was divided by an earlier initialize, and this rank has only its share; build the "
-                "model anew"
+                f"{self.prefix} has only this rank's share of experts: the model is a copy of one that an engine "
+                "divides; destroy that engine before the model is copied, or build the model anew"
             )
         for name, param in self.experts.named_parameters():
             if param.numel() == 0:

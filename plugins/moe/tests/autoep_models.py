@@ -312,14 +312,13 @@ def train(engine: Any, steps: range, parts: int = 1) -> list[float]:
     return losses
 
 
-def weights_off(model: Any, truth: Any, slices: Any) -> float:
-    """The largest difference between this rank's weights, or rows of them, and those of the truth."""
+def weights_off(model: Any, truth: Any) -> float:
+    """The largest difference between the weights and those of the truth."""
     wanted = dict(truth.named_parameters())
     worst = 0.0
     for name, mine in model.named_parameters():
-        theirs = wanted[name]
-        if name in slices:
-            theirs = slices[name].take(theirs)
+        theirs = wanted.pop(name)
         assert mine.shape == theirs.shape, f"{name}: {tuple(mine.shape)} {tuple(theirs.shape)}"
         worst = max(worst, float((mine - theirs).abs().max()))
+    assert not wanted, f"the model has no {', '.join(wanted)}"
     return worst

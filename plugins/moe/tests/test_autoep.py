@@ -17,8 +17,6 @@ from ds_testing import run_ranks
 
 def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
     """For each (ep, stage), how far losses, logits and weights are from plain torch."""
-    from ds_run_state.slices import SLICES
-
     import ds_core
 
     truth = hugging_face(kind)
@@ -36,14 +34,13 @@ def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, di
         with torch.no_grad():
             out = engine(input_ids=ids(99, 0), labels=ids(99, 0), output_router_logits=True)
             tokens = engine.eval().generate(ids(99, 1), max_new_tokens=4, do_sample=False, use_cache=True)
-        slices = engine.ctx.stash[SLICES]
-        engine.destroy()  # stage 3: weights are whole again
+        engine.destroy()  # weights are whole again
         found[f"ep {ep}, stage {stage}"] = {
             "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
             "logits": float((out.logits - wanted.logits).abs().max()),
             "router": float(abs(out.aux_loss - wanted.aux_loss)) if kind in WITH_AUX else 0.0,
             "generated": float(not torch.equal(tokens, generated)),
-            "weights": weights_off(engine.module, truth, slices),
+            "weights": weights_off(model, truth),
         }
     return found
 

@@ -40,8 +40,6 @@ def first_half(kind: str, stage: int, folder: str) -> list[float]:
 
 def second_half(kind: str, world: int, runs: list[tuple[int, int]], folder: str) -> dict[str, dict[str, float]]:
     """Resume with each (ep, stage) and train on; ep 0: the unmodified model without AutoEP."""
-    from ds_run_state.slices import SLICES
-
     import ds_core
 
     truth = build(kind)
@@ -56,7 +54,7 @@ def second_half(kind: str, world: int, runs: list[tuple[int, int]], folder: str)
         engine.destroy()
         found[f"ep {ep}, stage {stage}"] = {
             "losses": max(abs(a - b) for a, b in zip(losses, wanted[HALF:], strict=True)),
-            "weights": weights_off(engine.module, truth, engine.ctx.stash.get(SLICES) or {}),
+            "weights": weights_off(engine.module, truth),
         }
     return found
 

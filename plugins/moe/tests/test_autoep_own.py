@@ -51,8 +51,6 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 
 
 def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
-    from ds_run_state.slices import SLICES
-
     import ds_core
 
     found = {}
@@ -70,7 +68,7 @@ def compare(world: int, names: list[str], runs: list[tuple[int, int]]) -> dict[s
             engine.destroy()
             found[f"{name}, ep {ep}, stage {stage}"] = {
                 "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
-                "weights": weights_off(engine.module, truth, engine.ctx.stash.get(SLICES) or {}),
+                "weights": weights_off(engine.module, truth),
             }
     return found
 
@@ -162,7 +160,6 @@ def test_top_k_overrides_the_models() -> None:
 
 def differing(listed: bool, stage: int) -> dict[str, float]:
     """Ranks come with different weights, and with an optimizer or groups made before."""
-    from ds_run_state.slices import SLICES
 
     import ds_core
     from ds_core import comm
@@ -176,9 +173,8 @@ def differing(listed: bool, stage: int) -> dict[str, float]:
     engine, *_ = ds_core.initialize(model=model, config=settings(2, stage, **OWN_PATTERNS), **given)
     engine.destroy()
     now = dict(engine.module.named_parameters())
-    slices = engine.ctx.stash.get(SLICES) or {}
     same = [n for n in now if now[n] is before[n]]
-    return {"weights": weights_off(engine.module, truth, slices), "others": float(len(now) - len(same))}
+    return {"weights": weights_off(engine.module, truth), "others": float(len(now) - len(same))}
 
 
 def test_all_ranks_begin_with_the_first_ones_weights() -> None:
@@ -189,6 +185,7 @@ def test_all_ranks_begin_with_the_first_ones_weights() -> None:
 
 def lengths() -> bool:
     """Each rank generates another number of tokens."""
+
     import ds_core
     from ds_core import comm
 
@@ -230,7 +227,6 @@ def loss_of(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def in_stages(stages: int, ep: int) -> float:
     """How far weights of this stage are from those of plain torch; each stage has other blocks, or none."""
     from ds_pipeline import PipelineModule
-    from ds_run_state.slices import SLICES
 
     import ds_core
     from ds_core import comm
@@ -251,16 +247,14 @@ def in_stages(stages: int, ep: int) -> float:
     config["plugins"]["load"] += unless_installed(pipeline="ds_pipeline.plugin")
     model = PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, partition_method="uniform")
     engine, *_ = ds_core.initialize(model=model, config=config)
-    place, slices = engine.ctx.mesh.index("dp"), engine.ctx.stash.get(SLICES) or {}
+    place = engine.ctx.mesh.index("dp")
     for step in range(3):
         engine.train_batch(iter([(ids(step, 2 * place + part),) * 2 for part in range(2)]))
     engine.destroy()
     named = {f"layers.{name}": param for name, param in truth.named_parameters()}
     worst = 0.0
     for name, mine in engine.module.named_parameters():
-        piece = slices.get(name)
-        theirs = named[name] if piece is None else piece.take(named[name])
-        worst = max(worst, float((mine - theirs).abs().max()))
+        worst = max(worst, float((mine - named[name]).abs().max()))
     return worst
 
 

@@ -118,11 +118,16 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def mark_leaf(module: nn.Module, flag: bool) -> None:
-    """Record on the module and on the parameters below it whether it is a leaf."""
-    module.__dict__[_NOW] = flag
+    """Record on the module and on the parameters below it whether it is a leaf; what is none has no record."""
+    if flag:
+        module.__dict__[_NOW] = True
+    else:
+        module.__dict__.pop(_NOW, None)
     for param in module.parameters():
         leaves: set[int] = param.__dict__.setdefault(_LEAVES, set())
         (leaves.add if flag else leaves.discard)(id(module))
+        if not leaves:
+            del param.__dict__[_LEAVES]
 
 
 def leaf_flag(module: nn.Module) -> bool | None:

@@ -346,6 +346,17 @@ def settles(before: int, most: float) -> bool:
     return live_bytes() - before <= most
 
 
+def settled() -> int:
+    """What is alive once it has stayed the same for a while: the thread that sends may still hold an earlier test's."""
+    now = live_bytes()
+    while True:
+        time.sleep(0.2)
+        later = live_bytes()
+        if later == now:
+            return now
+        now = later
+
+
 def measure() -> None:
     """Peaks in elements of one layer: while building, and while `initialize` takes the parts over."""
     from ds_zero.gather_unit import BucketUnit
@@ -353,7 +364,9 @@ def measure() -> None:
     import ds_core
     from ds_core import comm
 
-    layer, before, peak = WIDE * WIDE * 4, live_bytes(), 0
+    layer = WIDE * WIDE * 4
+    before = settled()
+    peak = 0.0
 
     def look() -> None:
         nonlocal peak
