@@ -146,10 +146,12 @@ class _Param:
     trained: bool
     attributes: dict[str, Any]
     hooks: dict[Any, Any]
+    after: dict[Any, Any]  # hooks that are called once a gradient was accumulated
 
     @classmethod
     def of(cls, param: nn.Parameter) -> _Param:
-        return cls(param, param.requires_grad, dict(vars(param)), dict(param._backward_hooks or {}))
+        hooks = dict(param._backward_hooks or {})
+        return cls(param, param.requires_grad, dict(vars(param)), hooks, dict(_after(param)))
 
     def changes(self) -> Iterator[Callable[[], object]]:
         """What changes it back."""
@@ -157,6 +159,12 @@ class _Param:
             yield functools.partial(self.param.requires_grad_, self.trained)
         yield from _differences(lambda: vars(self.param), self.attributes)
         yield from _differences(lambda: self.param._backward_hooks or {}, self.hooks)
+        yield from _differences(lambda: _after(self.param), self.after)
+
+
+def _after(param: nn.Parameter) -> dict[Any, Any]:
+    hooks: dict[Any, Any] | None = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return hooks or {}
 
 
 def _differences(place: Place, before: dict[Any, Any]) -> Iterator[Callable[[], object]]:

@@ -103,7 +103,13 @@ class Siblings:
 
     def forget(self, *_: Any) -> None:
         """Let go of the tensors: called when the module around the layers begins and ends."""
-        self._given = self._copied = self._way = None
+        self._given = None
+        self._copied = None
+        self._way = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of the model begin without tensors, which belong to a graph and cannot be copied."""
+        return {**vars(self), "_given": None, "_copied": None, "_way": None}
 
 
 class _Parallel(nn.Module):

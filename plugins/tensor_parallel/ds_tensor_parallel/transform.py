@@ -160,7 +160,8 @@ class _Families:
             made = self._known[around] = Siblings(self._overlap)
             module = self._model.get_submodule(around)
             module.register_forward_pre_hook(made.forget)
-            module.register_forward_hook(made.forget)
+            # Always: where a block is recomputed, torch leaves it by an exception once it has what it needs.
+            module.register_forward_hook(made.forget, always_call=True)
         return self._known[around]
 
 

@@ -27,6 +27,7 @@ class Structure:
                 param.requires_grad,
                 _attributes(param),
                 dict(param._backward_hooks or {}),
+                dict(param._post_accumulate_grad_hooks or {}),  # type: ignore[attr-defined]
             )
             for name, param in model.named_parameters()
         }
@@ -47,6 +48,7 @@ class Structure:
                 found.append(f"parameter {name!r} has (shape, trained) {after[1:3]}, not {before[1:3]}")
             found += [f"parameter {name!r}, {what}" for what in _changed(before[3], after[3])]
             found += [f"parameter {name!r}, hook {what}" for what in _changed(before[4], after[4])]
+            found += [f"parameter {name!r}, hook after accumulation {what}" for what in _changed(before[5], after[5])]
         return found
 
 

@@ -303,11 +303,17 @@ def forgetful(model: nn.Module) -> nn.Module:
     return model
 
 
+def listening(model: nn.Module) -> nn.Module:
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda param: None)
+    return model
+
+
 TRANSFORMS: dict[Callable[[nn.Module], nn.Module], tuple[str, str]] = {
     Wrapped: ("stay", "parameters are"),
     scaled: ("calculates", "loss"),
     nn.Module.eval: ("stay", "in eval mode"),
     forgetful: ("given_back", "_forward_pre_hooks: .* came"),
+    listening: ("given_back", "hook after accumulation .* came"),
     noisy: ("equal", "chance differs between two runs"),
 }
 
