@@ -172,7 +172,9 @@ LOCAL = ("layer drop", "random LTD", "lengths", "recomputed", "tiled", "profiled
 
 
 REFUSED = {
-    **{(name, "sparse gradients"): "sparse_gradients: does not go with zero_opt" for name in FEATURES if "zero" in name},
+    **{
+        (name, "sparse gradients"): "sparse_gradients: does not go with zero_opt" for name in FEATURES if "zero" in name
+    },
     ("tensor parallel", "sequence parallel"): "sp 2 must divide dp 1",
 }
 """What is said of pairs that two ranks cannot have; of all others `initialize` says nothing."""

@@ -134,6 +134,8 @@ _slow = pytest.mark.slow
     ],
 )
 def test_it_trains_as_one_process(kind: str, stage: int, ranks: int) -> None:
+    if not kind.startswith("own"):
+        pytest.importorskip("transformers")
     for graphs, breaks in run_ranks(ranks, divided, kind, stage, ranks):
         assert (graphs, breaks) == (1, 0)
 
@@ -228,4 +230,5 @@ def recomputed() -> None:
 
 @_slow
 def test_blocks_that_are_computed_again() -> None:
+    pytest.importorskip("transformers")
     run_ranks(2, recomputed)

@@ -46,6 +46,7 @@ def check(ranks: int, cases: list[Any]) -> None:
 
 
 def test_two_ranks() -> None:
+    pytest.importorskip("transformers")
     check(2, FAST)
 
 
@@ -53,6 +54,7 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", [*m.FAMILIES, "routed"])
 def test_each_family(family: str, ranks: int) -> None:
+    pytest.importorskip("transformers")
     check(ranks, [case for case in SLOW if case[0] == family])
 
 
@@ -72,6 +74,7 @@ def compiled(mode: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ulysses", "ring"])
 def test_compiled_blocks_are_whole_graphs(mode: str) -> None:
+    pytest.importorskip("transformers")
     for loss, weights, graphs, breaks in run_ranks(2, compiled, mode):
         assert loss < 1e-6
         assert weights < 1e-12

@@ -70,7 +70,8 @@ def test_a_written_model_and_its_copies_are_ordinary(ranks: Ranks, size: int) ->
 
 
 def transformers_model(size: int) -> None:
-    hf = pytest.importorskip("transformers")
+    import transformers as hf
+
     small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_attention_heads=4))
@@ -94,4 +95,5 @@ def transformers_model(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_model_of_transformers_and_its_copies_are_ordinary(ranks: Ranks, size: int) -> None:
+    pytest.importorskip("transformers")
     ranks(size, transformers_model, size)

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import sp_models as m
 import sp_plain
+import pytest
 import torch
 from ds_testing import run_ranks
 from torch import nn
@@ -72,6 +73,7 @@ REASONS = {
 
 
 def test_what_is_refused() -> None:
+    pytest.importorskip("transformers")
     for found in run_ranks(2, refusals):
         assert {name: REASONS[name] in text for name, text in found.items()} == dict.fromkeys(REASONS, True), found
 
@@ -108,5 +110,6 @@ def wrapped_and_given_back() -> dict[str, float]:
 
 
 def test_a_model_inside_another_one() -> None:
+    pytest.importorskip("transformers")
     for found in run_ranks(2, wrapped_and_given_back):
         assert all(off < 1e-6 for off in found.values()), found

@@ -82,6 +82,7 @@ def train(kind: str, sections: dict[str, Any], stage: int) -> Any:
 
 @pytest.mark.parametrize(("kind", "stage"), [("tied", 3), ("gemma2", 0)])
 def test_training(kind: str, stage: int) -> None:
+    pytest.importorskip("transformers")
     check(kind, stage)
 
 
@@ -89,6 +90,7 @@ def test_training(kind: str, stage: int) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "tied", "bloom"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_of_every_stage(kind: str, stage: int) -> None:
+    pytest.importorskip("transformers")
     check(kind, stage)
 
 
@@ -113,6 +115,7 @@ def one(model: Any, **section: Any) -> Any:
 
 @pytest.mark.usefixtures("clean_ds")
 def test_logits_are_there_for_who_wants_them(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers")
     model, plain = build("gemma2"), build("gemma2")
     engine = one(model, tiled_loss={"tile_bytes": 2000})
     out, wanted = engine(**batch(0, 0)), plain(**batch(0, 0))
