@@ -8,9 +8,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 import sp_models as m
 import sp_plain
-import pytest
 import torch
 from ds_testing import run_ranks
 from torch import nn
