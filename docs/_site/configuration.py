@@ -54,6 +54,12 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("``", "`")
 
 
+def _option(text: str) -> str:
+    """As the value of a directive's option, where a quote at the beginning would be taken for one of the whole value."""
+    plain = _plain(text)
+    return "'" + plain.replace("'", "''") + "'" if plain.startswith('"') else plain
+
+
 def core_page(core: type, models: dict) -> str:
     """The keys that the core owns, sections among them."""
     parts = ["# Top-level keys", "Keys of the core, which is always there: package `ds-core`."]
@@ -72,7 +78,7 @@ def singles_page(models: dict) -> str:
     parts = ["# Single keys", "Top-level keys that belong to a package and have one value."]
     for name, (model, owner) in models.items():
         default = model.model_fields["root"].default
-        lines = [f"```{{confval}} {name}", f":type: {_plain(_type_of(model))}"]
+        lines = [f"```{{confval}} {name}", f":type: {_option(_type_of(model))}"]
         lines += [f":default: `{json.dumps(default)}`"] if isinstance(default, (int, str)) else []
         parts.append("\n".join([*lines, "", f"{_plain(about(model))} Package: `{owner.split()[0]}`.", "```"]))
     return "\n\n".join(parts) + "\n"
@@ -111,7 +117,7 @@ def entries(model: type, prefix: str, models: dict) -> Iterator[str]:
         seen.add(key.path)
         said = explain(key.path, models)
         default = "absent" if said.keys and said.default.startswith(("{", "null")) else said.default
-        options = f":type: {_plain(said.type)}\n:default: {_code(default)}"
+        options = f":type: {_option(said.type)}\n:default: {_code(default)}"
         text = _plain(said.description) or "See the key's section."
         yield f"```{{confval}} {key.path}\n{options}\n\n{text}\n```"
 

@@ -163,7 +163,7 @@ class _Param:
 
 
 def _after(param: nn.Parameter) -> dict[Any, Any]:
-    hooks: dict[Any, Any] | None = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks: dict[Any, Any] | None = param._post_accumulate_grad_hooks
     return hooks or {}
 
 

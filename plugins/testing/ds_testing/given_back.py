@@ -27,7 +27,7 @@ class Structure:
                 param.requires_grad,
                 _attributes(param),
                 dict(param._backward_hooks or {}),
-                dict(param._post_accumulate_grad_hooks or {}),  # type: ignore[attr-defined]
+                dict(param._post_accumulate_grad_hooks or {}),
             )
             for name, param in model.named_parameters()
         }
