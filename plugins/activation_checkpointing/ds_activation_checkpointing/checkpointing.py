@@ -120,7 +120,8 @@ def configure(
     """Choose how `checkpoint` keeps inputs. Arguments win over the section ``activation_checkpointing``.
 
     ``mpu_``: has ``get_tensor_model_parallel_group`` or ``get_model_parallel_group``, the ranks over which
-    activations are partitioned. deepspeed_config: a dict, or the path of a JSON file. Raises ConfigError where they do not fit.
+    activations are partitioned. deepspeed_config: a dict, or the path of a JSON file. Raises ConfigError where they
+    do not fit.
     """
     given = {
         "partition_activations": partition_activations,
