@@ -55,7 +55,7 @@ def _plain(text: str) -> str:
 
 
 def _option(text: str) -> str:
-    """As the value of a directive's option, where a quote at the beginning would be taken for one of the whole value."""
+    """As the value of an option, where a quote at the beginning would be taken for one of the whole value."""
     plain = _plain(text)
     return "'" + plain.replace("'", "''") + "'" if plain.startswith('"') else plain
 
