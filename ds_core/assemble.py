@@ -149,8 +149,10 @@ def initialize(
         with comm.together():
             partitioner = _partitioner(ctx, entry)
             runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
+        attached: list[Partitioner] = []
+        ctx.undo(lambda: [each.detach() for each in attached], collective=True)
         with comm.together():
-            built = _attach(ctx, partitioner, model, optimizer, model_parameters, chosen)
+            built = _attach(ctx, partitioner, attached, model, optimizer, model_parameters, chosen)
         if built is not None:
             # What a function of the user's makes is known only now.
             grain = entry.grain if entry.grain is not None else _entry(built, chosen).grain
@@ -166,6 +168,7 @@ def initialize(
                 from ds_core.data import make_loader
 
                 loader = make_loader(ctx, training_data)
+        attached.clear()  # from here on it is the engine's
         with comm.together():
             engine = Engine(
                 ctx, partitioner=partitioner, runner=runner, optimizer=built, lr_scheduler=scheduler, loader=loader
@@ -350,16 +353,22 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
 def _attach(
     ctx: Context,
     partitioner: Partitioner,
+    attached: list[Partitioner],
     model: nn.Module,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     chosen: Composition,
 ) -> Optimizer | None:
-    """Let the partitioner take the model and give the optimizer the tensors it is to update."""
+    """Let the partitioner take the model and give the optimizer the tensors it is to update.
+
+    attached: the partitioner is added to it once it has the model.
+    """
     if isinstance(optimizer, Optimizer):
         old = optimizer.param_groups
         _note_trained(ctx, old)
-        for group, new in zip(old, partitioner.attach(model, [dict(g) for g in old]), strict=True):
+        updated = partitioner.attach(model, [dict(g) for g in old])
+        attached.append(partitioner)
+        for group, new in zip(old, updated, strict=True):
             for before, after in zip(group["params"], new["params"], strict=True):
                 if before is not after and before in optimizer.state:
                     if kept := partitioner.adopt(before, optimizer.state.pop(before)):
@@ -373,6 +382,7 @@ def _attach(
     make = optimizer if optimizer is not None else chosen.optimizer.build if chosen.optimizer is not None else None
     partitioner.updated = make is not None
     groups = partitioner.attach(model, wanted)
+    attached.append(partitioner)
     if make is None:
         return None
     trains = any(len(g["params"]) for g in groups)

@@ -1,6 +1,6 @@
 """Features that change a model, alone and two at once: after destroy it is what it was, and runs without an engine.
 
-Also where `initialize` refuses the pair, and where the engine was forgotten instead of destroyed.
+Also where `initialize` refuses the pair or fails, and where the engine was forgotten instead of destroyed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_testing.given_back import Structure
 from torch import Tensor, nn
 
 import ds_core
-from ds_core.errors import DSError
+from ds_core.errors import DSError, UsageError
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 13, 8, 8, 3
 
@@ -97,6 +97,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "profiled": {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "/dev/null"}},
     "logged": {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 1},
     "sparse gradients": {"sparse_gradients": True},
+    "one bit": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -149,12 +150,20 @@ def destroyed(names: tuple[str, ...], forgotten: bool) -> str:
         try:
             engine, *_ = ds_core.initialize(model=model, config=config(*turn))
         except DSError as error:
+            # What needs all ranks to be changed back waits for the next `initialize`.
+            ds_core.initialize(model=model, config=config())[0].destroy()
             check_plain(model, before, "refused")
             return str(error)
         train(engine)
         copy.deepcopy(engine.module)
         engine.destroy()
         check_plain(model, before, f"after {turn or 'nothing'}")
+    with pytest.raises(UsageError, match="nothing to train"):
+        ds_core.initialize(model=model, model_parameters=[], config=config(*names))
+    engine, *_ = ds_core.initialize(model=model, config=config())
+    train(engine)
+    engine.destroy()
+    check_plain(model, before, "after a start that failed")
     if forgotten:
         engine, *_ = ds_core.initialize(model=model, config=config(*names))
         train(engine)
@@ -175,6 +184,8 @@ REFUSED = {
     **{
         (name, "sparse gradients"): "sparse_gradients: does not go with zero_opt" for name in FEATURES if "zero" in name
     },
+    **{(name, "one bit"): "reduces gradients by itself, and so does ZeRO" for name in FEATURES if "zero" in name},
+    ("sparse gradients", "one bit"): "reduces gradients by itself, and so does plugin 'sparse_gradients'",
     ("tensor parallel", "sequence parallel"): "sp 2 must divide dp 1",
 }
 """What is said of pairs that two ranks cannot have; of all others `initialize` says nothing."""
