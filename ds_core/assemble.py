@@ -150,7 +150,12 @@ def initialize(
             partitioner = _partitioner(ctx, entry)
             runner = answer.value if (answer := ctx.plugins.driver("ds_runner", ctx=ctx)) is not None else Sequential()
         attached: list[Partitioner] = []
-        ctx.undo(lambda: [each.detach() for each in attached], collective=True)
+
+        def leave() -> None:
+            for each in attached:
+                each.detach()
+
+        ctx.undo(leave, collective=True)
         with comm.together():
             built = _attach(ctx, partitioner, attached, model, optimizer, model_parameters, chosen)
         if built is not None:
