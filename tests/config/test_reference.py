@@ -5,34 +5,25 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ds_core.catalogue import known, offered_by
-from ds_core.config import CoreConfig
-from ds_core.config.keys import Key, iter_keys
+from ds_core.config.keys import Key
 from ds_core.config.section import NOT_OFFERED, WITHOUT_EFFECT, marks
-from ds_core.entries import resolve
-from ds_core.plugins import Plugins
 
-KEYS: dict[str, list[str]] = json.loads(Path(__file__).with_name("reference_keys.json").read_text())
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+
+from config_keys import REFERENCE as KEYS
+from config_keys import keys_of, parameters_of_optimizers
+
 PAGE = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
 NAMED = {word for code in re.findall(r"`([^`]+)`", PAGE) for word in re.findall(r"\w+", code)}
 """Every word in code on the page."""
-
-
-def keys_of(section: str) -> list[Key]:
-    """The keys of `section`, which a plugin owns or the core."""
-    if section and offered_by("sections", section):
-        model, _ = Plugins().models([section])[section]
-        return list(iter_keys(model))
-    return [key for key in iter_keys(CoreConfig) if key.path.startswith(f"{section}." if section else "")]
 
 
 def works(key: Key) -> bool:
@@ -56,16 +47,8 @@ def test_each_key_has_its_effect_or_is_named(section: str) -> None:
     assert missing <= NAMED, f"{section}: docs/differences.md does not say what becomes of {sorted(missing - NAMED)}"
 
 
-def parameters(entry: Any) -> set[str]:
-    if entry.params is not None:
-        return {key.spelling for key in iter_keys(resolve(entry.params))}
-    return set(inspect.signature(resolve(entry.load)).parameters)
-
-
 def test_each_parameter_of_an_optimizer_is_taken_by_one() -> None:
-    entries = [entry for answer in Plugins().offers("ds_optimizers") for entry in answer.value.values()]
-    found = set().union(*map(parameters, entries))
-    assert set(KEYS["optimizer.params"]) - found == set()
+    assert set(KEYS["optimizer.params"]) - parameters_of_optimizers() == set()
 
 
 def test_a_key_that_is_lost_would_be_seen() -> None:

@@ -2,7 +2,7 @@
 
 A ``console`` block that begins with ``$ dscore ...`` holds a command and all that it prints. The table of layers in
 architecture.md has import-linter's layers and each module's first line, the one of names in migrate.md the table of
-ds-deepspeed-compat. Between ``<!-- recipe KIND NAME -->`` and its end stands what ``dscore new plugin`` writes: all
+ds-deepspeed-compat; those of keys in deepspeed-keys.md are of the config models. Between ``<!-- recipe KIND NAME -->`` and its end stands what ``dscore new plugin`` writes: all
 modules, or those that are named after it. ``python tests/docs/test_generated.py`` writes all of them anew.
 """
 
@@ -19,6 +19,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from config_keys import every_key
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -30,9 +34,10 @@ LAYERS = re.compile(r"<!-- layers -->\n.*?<!-- /layers -->", re.DOTALL)
 NAMES = re.compile(r"<!-- names -->\n.*?<!-- /names -->", re.DOTALL)
 EVERY = re.compile(r"<!-- every name -->\n.*?<!-- /every name -->", re.DOTALL)
 DEEPSPEED = ROOT / "plugins" / "deepspeed_compat" / "tests" / "deepspeed_0_19_8.json"
+KEYS = re.compile(r"<!-- every key -->\n.*?<!-- /every key -->", re.DOTALL)
 RECIPE = re.compile(r"<!-- recipe ([\w-]+) ([\w-]+)((?: \w+\.py)*) -->\n.*?<!-- /recipe -->", re.DOTALL)
 BLOCK = re.compile(r"```console\n\$ (dscore [^\n]+)\n(.*?)```", re.DOTALL)
-PARTS = (BLOCK, LAYERS, NAMES, RECIPE, EVERY)
+PARTS = (BLOCK, LAYERS, NAMES, RECIPE, EVERY, KEYS)
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if any(part.search(page.read_text()) for part in PARTS))
 
 
@@ -124,12 +129,20 @@ def generated(text: str) -> str:
     """The page `text` with every generated part as it is now."""
     text = RECIPE.sub(recipe, text)
     text = EVERY.sub(lambda _: every_name(), text)
+    text = KEYS.sub(lambda _: every_key(), text)
     text = NAMES.sub(lambda _: names(), LAYERS.sub(lambda _: layers(), text))
     return BLOCK.sub(lambda found: f"```console\n$ {found[1]}\n{printed(found[1])}```", text)
 
 
 def test_there_are_generated_pages() -> None:
-    assert {"architecture.md", "choosing-a-stage.md", "deepspeed-names.md", "migrate.md", "plugins.md"} <= set(PAGES)
+    assert {
+        "architecture.md",
+        "choosing-a-stage.md",
+        "deepspeed-keys.md",
+        "deepspeed-names.md",
+        "migrate.md",
+        "plugins.md",
+    } <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
