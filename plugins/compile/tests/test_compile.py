@@ -66,6 +66,7 @@ _slow = pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=_slow), pytest.param(1, marks=_slow), 2, 3])
 def test_blocks_are_compiled_where_ranks_share(stage: int) -> None:
     """One graph, whatever the number of blocks, with every stage's hooks outside of it."""
+    pytest.importorskip("ds_zero")
     for graphs, breaks, names in run_ranks(2, compiled_run, stage, 2, {}):
         assert (graphs, breaks, names) == (1, 0, BLOCKS)
 
@@ -99,6 +100,7 @@ def test_the_config_and_a_call_at_stage_3() -> None:
 
 
 def test_modules_of_the_config() -> None:
+    pytest.importorskip("ds_zero")
     wanted = {"compile": {"modules": ["Block", "first"]}}
     for graphs, breaks, names in run_ranks(2, compiled_run, 3, 2, wanted):
         assert (graphs, breaks, names) == (2, 0, ["first", *BLOCKS])
@@ -218,6 +220,7 @@ def staged(stage: int, name: str) -> None:
 
 
 def test_passes_of_zero_are_for_its_stages() -> None:
+    pytest.importorskip("ds_zero")
     run_ranks(1, staged, 2, "z1")
     run_ranks(1, staged, 3, "z3")
     with pytest.raises(Exception, match="'z3' is for zero_optimization.stage 3, and the stage is 2"):
@@ -268,6 +271,7 @@ def cuda_graphs() -> None:
 
 
 def test_cuda_graphs_and_sharded_weights() -> None:
+    pytest.importorskip("ds_zero")
     run_ranks(2, cuda_graphs)
 
 
@@ -313,6 +317,7 @@ def waiting(section: dict[str, Any], wanted: int) -> None:
 
 
 def test_waits_around_collectives() -> None:
+    pytest.importorskip("ds_zero")
     run_ranks(2, waiting, {}, 0)
     run_ranks(2, waiting, {"sync_before_reduce": True}, 1)
     run_ranks(2, waiting, {"sync_after_allgather": True}, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds_deepspeed_compat import helpers, logs, op_builder
+from ds_deepspeed_compat import helpers, logs, norms, op_builder
 from ds_deepspeed_compat.accelerator import get_accelerator, set_accelerator
 from ds_deepspeed_compat.devices import OnDevice
 from ds_deepspeed_compat.enums import DtypeEnum, ZeroStageEnum
@@ -102,9 +102,9 @@ def test_helpers(tmp_path: Path) -> None:
     assert not helpers.required_torch_version(max_version=1.13)
     param = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     param.grad = torch.tensor([6.0, 8.0])
-    assert (helpers.get_weight_norm(param), helpers.get_grad_norm([param])) == (5.0, 10.0)
-    assert helpers.get_global_norm([3.0, 4.0]) == 5.0
-    assert helpers.clip_grad_norm_([param], 1.0) == 10.0
+    assert (norms.get_weight_norm(param), norms.get_grad_norm([param])) == (5.0, 10.0)
+    assert norms.get_global_norm([3.0, 4.0]) == 5.0
+    assert norms.clip_grad_norm_([param], 1.0) == 10.0
     helpers.set_random_seed(1)
     helpers.see_memory_usage("here", force=True)
     assert helpers.partition_uniform(num_items=10, num_parts=4) == [0, 3, 6, 8, 10]
