@@ -51,8 +51,8 @@ _LOGGED_AS = {
 class CommsRow:
     """One line of the summary. bytes: of one message. site: where it was called, "" without `debug`.
 
-    algbw, busbw: GB/s over all calls. straggler_ms: the total time of the slowest rank less that of the fastest,
-    None unless it was asked for.
+    algbw, busbw: GB/s over all calls. straggler_ms: the total time of the slowest rank less that of the fastest;
+    fastest_ms: the latter. Both are None unless they were asked for.
     """
 
     op: str
@@ -64,6 +64,7 @@ class CommsRow:
     algbw: float
     busbw: float
     straggler_ms: float | None = None
+    fastest_ms: float | None = None
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 
 from ds_comms_logger.log import CommsRow, installed_log
 from ds_core import comm
@@ -11,17 +11,17 @@ from ds_core import comm
 __all__ = ["log_summary"]
 
 
-def log_summary(show_straggler: bool = False) -> list[CommsRow]:
+def log_summary(show_straggler: bool = False, *, show: bool = True) -> list[CommsRow]:
     """Print the summary on rank 0 and return this rank's rows; empty when the log is off.
 
     show_straggler: also how far the slowest rank is behind the fastest, per row; collective then, so that every
-    rank must call it.
+    rank must call it. show: print; the same on every rank.
     """
     log = installed_log()
     rows = log.rows() if log is not None else []
     if show_straggler:
         rows = _with_stragglers(rows)
-    if comm.rank() == 0:
+    if show and comm.rank() == 0:
         _show(rows, show_straggler)
     return rows
 
@@ -39,8 +39,12 @@ def _with_stragglers(rows: Iterable[CommsRow]) -> list[CommsRow]:
     totals: dict[tuple[str, str, int], list[float]] = {}
     for op, site, size, total in (entry for entries in everyone for entry in entries):
         totals.setdefault((op, site, size), []).append(total)
-    spread = {key: max(values) - min(values) for key, values in totals.items()}
-    return [CommsRow(**{**asdict(row), "straggler_ms": spread[row.op, row.site, row.bytes]}) for row in rows]
+    return [_among(row, totals[row.op, row.site, row.bytes]) for row in rows]
+
+
+def _among(row: CommsRow, totals: Sequence[float]) -> CommsRow:
+    """`row` with what the other ranks' total times say about it."""
+    return replace(row, straggler_ms=max(totals) - min(totals), fastest_ms=min(totals))
 
 
 def _show(rows: Sequence[CommsRow], straggler: bool) -> None:

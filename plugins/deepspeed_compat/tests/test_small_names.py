@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_deepspeed_compat import bwc, comms_text, config_readers, debug_names, io_command, launcher
+from ds_comms_logger import comms_text
+from ds_deepspeed_compat import bwc, config_readers, debug_names, io_command, launcher
 from ds_deepspeed_compat.checkpoint_engines import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from ds_deepspeed_compat.file_writers import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
 from ds_deepspeed_compat.module_paths import convert_conv1d_to_linear, recursive_getattr, recursive_setattr

@@ -81,7 +81,12 @@ NAMES: Mapping[str, Rows] = {
         ),
         "ReduceOp ProcessGroup": "torch.distributed",
         "TorchBackend": "ds_deepspeed_compat.torch_backend",
-        "configure log_summary": "ds_comms_logger",
+        "configure log_summary reset_log has_comm_data get_comm_operation_count get_logged_comm_ops": (
+            "ds_comms_logger.deepspeed_names"
+        ),
+        "comms_logger": differs(
+            "ds_comms_logger.deepspeed_names", "shows the log of the section; calls of one size have their average"
+        ),
         "mpi_discovery": differs(
             "ds_deepspeed_compat.comm", "init_distributed finds the job by itself; this only sets the variables"
         ),

@@ -57,8 +57,8 @@ NAMES: Mapping[str, Rows] = {
         "SynchronizedWallClockTimer ThroughputTimer NoopTimer trim_mean": "ds_deepspeed_compat.timers",
     },
     "deepspeed.utils.comms_logging": {
-        "CommsLogger": differs("ds_comms_logger:CommsLog", "section comms_logger makes it"),
-        "convert_size calc_bw_log get_caller_func": "ds_deepspeed_compat.comms_text",
+        "CommsLogger": differs("ds_comms_logger.deepspeed_names", "each instance shows the log of the section"),
+        "convert_size calc_bw_log get_caller_func": "ds_comms_logger.comms_text",
     },
     "deepspeed.utils.groups": {
         "initialize": missing("initialize(mpu=...) of ds_core; the engine's mesh has the groups"),
