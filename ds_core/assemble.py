@@ -173,12 +173,26 @@ def initialize(
                 from ds_core.data import make_loader
 
                 loader = make_loader(ctx, training_data)
-        attached.clear()  # from here on it is the engine's
         with comm.together():
             engine = Engine(
                 ctx, partitioner=partitioner, runner=runner, optimizer=built, lr_scheduler=scheduler, loader=loader
             )
+        attached.clear()  # from here on it is the engine's
+        _begin(engine)
     return engine, built, loader, scheduler
+
+
+def _begin(engine: Engine) -> None:
+    """Let plugins act on the engine; where one fails, on any rank, the engine is destroyed on all."""
+    failed = None
+    try:
+        with comm.together():
+            engine.begin()
+    except Exception as error:
+        failed = error
+    if failed is not None:
+        engine.destroy()  # here, where no exception passes: all ranks are here, so the whole model is given back
+        raise failed
 
 
 def _to_device(model: nn.Module, accelerator: Accelerator) -> None:

@@ -79,9 +79,9 @@ def find_elsewhere(engine: Any, name: str, error: AttributeError) -> Any:
     module, plugins = engine.module, engine.ctx.plugins
     if hasattr(type(module), name) or str(error) != f"{type(module).__name__!r} object has no attribute {name!r}":
         raise error  # a property of the model's that failed, or a model that has words of its own
-    given = plugins.merged("ds_engine_methods", installed=True, newer_than=plugins.members(), ctx=engine.ctx)
-    if name in given:
-        return functools.partial(given[name].value, engine)
+    given = plugins.merged("ds_engine_methods", installed=True, newer_than=plugins.members())
+    if (answer := given.get(name)) is not None:
+        return functools.partial(answer.resolve(answer.value, f"engine.{name}"), engine)
     text = f"neither the engine nor its module, a {type(module).__name__}, has an attribute {name!r}"
     instead = _catalogue()["engine"].get(name)
     if instead is None and name in type(engine.config.core).model_fields:

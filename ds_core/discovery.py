@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email import message_from_string
 from email.message import Message
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import importlib_metadata
@@ -149,7 +149,7 @@ def _lacking(requirement: str) -> str:
     return "" if fits else f"but {need.name} {have} is installed"
 
 
-def hooks_of(module: ModuleType) -> tuple[str, ...]:
+def hooks_of(module: ModuleType | SimpleNamespace) -> tuple[str, ...]:
     """The hooks that a declaration module implements.
 
     Raises PluginError, to go after the plugin's name, for whatever would not work as a hook.
@@ -215,10 +215,10 @@ class Answer:
     plugin: Found
     value: Any
 
-    def resolve(self, ref: Ref, what: str) -> Any:
+    def resolve(self, ref: Ref | Callable[..., Any], what: str) -> Any:
         """Import what a reference of the plugin's names; a failure is an error of the plugin's. what: it is for."""
         with blaming(self.plugin, f"cannot serve {what}"):
-            return resolve(ref)
+            return resolve(ref) if isinstance(ref, str) else ref
 
 
 class Offers(Mapping[str, Answer]):

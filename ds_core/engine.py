@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_core.accumulation import Accumulation, Origin
 from ds_core.config.core import with_micro_batch_size, with_train_batch_size
+from ds_core.discovery import Answer
 from ds_core.errors import PluginError, UsageError
 from ds_core.gradient_hooks import GradientHooks, unwatch_zero_grad, watch_zero_grad
 from ds_core.precision import cast_floats, forward_context
@@ -65,7 +66,9 @@ class Engine(RunningEngine):
         self.config, ctx.engine_ref = ctx.config, weakref.ref(self)
         self.telemetry = telemetry = Telemetry(ctx)
         self.monitor = telemetry.monitor
-        self._methods = self._plugin_methods()
+        # What plugins give the engine: answers until they are first asked for, then functions.
+        self._methods: dict[str, Any] = {}
+        self.add_methods(ctx.plugins.merged("ds_engine_methods"))
         self._batches = Batches(loader)
         self._hooks = GradientHooks(self)
         self._window = self._hooks.window
@@ -75,10 +78,21 @@ class Engine(RunningEngine):
         self.serial = self._hooks.serial
         watch_zero_grad(self.optimizer, self.module)
 
+    def begin(self) -> None:
+        """Let plugins hear that the engine is built, and say at which steps they listen; the last act of `initialize`.
+
+        Raises what a plugin raises; the engine is to be destroyed then, on all ranks.
+        """
+        self.ctx.plugins.ask("ds_open", ctx=self.ctx)
+        self.telemetry.begin()
+        self._follow_phases()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("module", "_methods"):
             raise AttributeError(name)
         if (method := self._methods.get(name)) is not None:
+            if isinstance(method, Answer):
+                method = self._methods[name] = method.resolve(method.value, f"engine.{name}")
             return functools.partial(method, self)
         try:
             return getattr(self.module, name)
@@ -87,14 +101,14 @@ class Engine(RunningEngine):
 
             return find_elsewhere(self, name, error)
 
-    def _plugin_methods(self) -> dict[str, Callable[..., Any]]:
-        """The methods that plugins give the engine, by name. Raises PluginError for a name that is taken."""
-        given, own = self.ctx.plugins.merged("ds_engine_methods", ctx=self.ctx), dir(self)
-        for name in given.keys() & own:
+    def add_methods(self, given: Mapping[str, Answer]) -> None:
+        """Take what plugins answer to ``ds_engine_methods``. Raises PluginError for a name that is taken."""
+        taken = {*dir(self), *self._methods}
+        for name in given.keys() & taken:
             raise PluginError(
                 f"ds_engine_methods: plugin {given[name].plugin} gives {name!r}, which the engine has itself"
             )
-        return {name: answer.value for name, answer in given.items()}
+        self._methods |= given
 
     def _follow_phases(self) -> None:
         """Keep what every forward and backward of a step would otherwise ask again: whether phases are observed."""
@@ -377,10 +391,9 @@ class Engine(RunningEngine):
         """
         if self.serial in STATE.members:
             error = sys.exc_info()[1]  # destroyed by a ``finally`` while an exception ends training?
-            self.telemetry.exception(error)
             self._hooks.close()
             self.close_checkpointer()
-            self.telemetry.close()
+            self.telemetry.close(error)
             self.partitioner.detach()
             unwatch_zero_grad(self.optimizer, self.module)
             self.__class__ = DestroyedEngine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import IntEnum
@@ -401,6 +402,21 @@ def named(item: Item) -> Check:
         return found
 
     return check
+
+
+def references(value: Any) -> Any:
+    """A mapping of names to references; functions themselves are imported too early, and go with a warning."""
+    found: dict[str, Any] = named(("__class__",))(value)
+    for name, element in found.items():
+        if not isinstance(element, str) and not callable(element):
+            raise WrongAnswer(f"it must return a mapping of names to references, but {name!r} is {_shown(element)}")
+        if isinstance(element, str) and not _is_reference(element):
+            raise WrongAnswer(f"{name!r} is {element!r}, which is no reference 'package.module:function'")
+        if not isinstance(element, str):
+            where = f"{element.__module__}:{getattr(element, '__qualname__', name)}"
+            text = f"{name!r} is given as a function; give the reference {where!r}, which is imported when it is used"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return found
 
 
 def numbers(value: Any) -> Any:

@@ -11,12 +11,12 @@ arguments take part in a run; they are called only for plugins that the config n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from ds_core.entries import gives, many, model_class, named, nothing, numbers, one_or_none, periods
+from ds_core.entries import gives, many, model_class, named, nothing, numbers, one_or_none, periods, references
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -204,12 +204,22 @@ def ds_loader(ctx: Context, request: LoaderRequest) -> Loader | None:
     """
 
 
-@gives(named(("__call__",)))
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:  # type: ignore[empty-body]
-    """Hook: methods for the engine, by name: functions whose first argument is the engine. Every rank, once.
+@gives(references)
+def ds_engine_methods() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
+    """Hook: methods for the engine, by name: references to functions whose first argument is the engine.
 
-    A name that the engine has, or that another plugin gives, is an error; names of the module are shadowed. Installed
-    backends that do not take part serve names that neither the engine nor its module has.
+    The engine has those of plugins that take part. A name that it has itself, or that another plugin gives with another
+    function, is an error; names of the module are shadowed. Installed backends that do not take part serve names that
+    neither the engine nor its module has. A function is imported when it is first called.
+    """
+
+
+@gives(nothing)
+def ds_open(ctx: Context) -> None:
+    """Hook: the engine is built, and nothing has run yet: ``ctx.engine`` is whole. Every rank, once, in plugin order.
+
+    Last in `initialize`. What is made here may change numerics, so an exception ends `initialize`, on all ranks.
+    Collectives are allowed. `ds_close` is called for whoever was asked.
     """
 
 
@@ -320,16 +330,12 @@ def ds_checkpoint_loaded(ctx: Context, path: str) -> None:
 
 
 @gives(nothing, observer=True)
-def ds_exception(ctx: Context, error: BaseException) -> None:
-    """Hook (observer): an exception ends training: nothing has caught it, or the engine is destroyed while it passes.
+def ds_close(ctx: Context, error: BaseException | None) -> None:
+    """Hook (observer): training ends. Once for each engine: it is being destroyed, or an exception ends the program.
 
-    Only on ranks where it was raised, so use no collective here. Not called for StopIteration and ``sys.exit(0)``.
+    error: what nothing has caught, or what passes while the engine is destroyed; None where all went well, as with
+    StopIteration and ``sys.exit(0)``. With an error other ranks may not be here, so use no collective then.
     """
-
-
-@gives(nothing, observer=True)
-def ds_close(ctx: Context) -> None:
-    """Hook (observer): the engine is being destroyed. Every rank."""
 
 
 @gives(named(("state_dict", "load_state_dict")))

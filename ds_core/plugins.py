@@ -44,6 +44,7 @@ from ds_core.discovery import (
     unmet,
 )
 from ds_core.errors import ConfigError, PluginError, UsageError
+from ds_core.old_forms import adapted
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -283,14 +284,15 @@ class Plugins:
             raise PluginError(f"plugin {found} names an attribute; the value of its entry point must be a module alone")
         with blaming(found, "failed to import"):
             module = importlib.import_module(found.module)
+        hooks = adapted(module)
         try:
-            report.hooks = hooks_of(module)
-            self._manager.register(module, name=found.module)
+            report.hooks = hooks_of(hooks)
+            self._manager.register(hooks, name=found.module)
         except PluginError as error:
             raise PluginError(f"plugin {found} {error}") from None
         except (pluggy.PluginValidationError, ValueError) as error:
-            if self._manager.is_registered(module):
-                self._manager.unregister(module)
+            if self._manager.is_registered(hooks):
+                self._manager.unregister(hooks)
             raise PluginError(f"plugin {found} does not fit the hooks: {' '.join(str(error).split())}") from error
         report.state = PluginState.LOADED
         self._by_module[found.module] = found
@@ -397,11 +399,14 @@ class Plugins:
         return [i.plugin for i in self._implementations(hook, self._members)]
 
     def merged(self, hook: str, *, installed: bool = False, **arguments: Any) -> dict[str, Answer]:
-        """Merge the mappings that `hook` gives; two of one name are an error that names both. installed: see `ask`."""
+        """Merge the mappings that `hook` gives; two values of one name are an error that names both.
+
+        installed: see `ask`.
+        """
         merged: dict[str, Answer] = {}
         for answer in self.ask(hook, installed=installed, **arguments):
             for name, value in answer.value.items():
-                if name in merged:
+                if name in merged and merged[name].value != value:
                     raise PluginError(f"{hook}: {name!r} is given by plugins {merged[name].plugin} and {answer.plugin}")
                 merged[name] = Answer(answer.plugin, value)
         return merged

@@ -150,10 +150,18 @@ class Telemetry:
         self._is_read = False
         self.collects: bool | None = False
         self._losses: list[Tensor] = []
-        self._decide(1)
-        self._restore = _watch_uncaught(self) if self.observes("ds_exception") else None
+        # Whether observers have yet to hear of the end; and what gives the program its own handling of errors back.
+        self._open = False
+        self._restore: Any = None
 
     # -- observers -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The engine is built: ask who listens."""
+        self._decide(1)
+        self._open = True
+        if self.observes("ds_close"):
+            self._restore = _watch_uncaught(self)
 
     def _decide(self, step: int) -> None:
         """Ask who listens to what, and at which steps."""
@@ -289,19 +297,19 @@ class Telemetry:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def exception(self, error: BaseException | None) -> None:
-        """`error` ends training; observers hear of one at most."""
-        ends_well = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
-        if self._restore is not None and error is not None and not ends_well:
-            self._restore()
-            self._restore = None
-            self.notify("ds_exception", error=error)
-
-    def close(self) -> None:
-        """The engine is being destroyed."""
+    def end(self, error: BaseException | None) -> None:
+        """Training ends, with `error` if any; observers hear of it once."""
         if self._restore is not None:
             self._restore()
-        self.notify("ds_close")
+            self._restore = None
+        if self._open:
+            self._open = False
+            ends_well = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
+            self.notify("ds_close", error=None if ends_well else error)
+
+    def close(self, error: BaseException | None) -> None:
+        """The engine is being destroyed, perhaps while `error` passes."""
+        self.end(error)
         self.monitor.close()
 
 
@@ -325,7 +333,7 @@ def _watch_uncaught(telemetry: Telemetry) -> Any:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if (alive := ref()) is not None:
-            alive.exception(error)
+            alive.end(error)
         hook.before(kind, error, trace)  # type: ignore[attr-defined]
 
     def restore() -> None:

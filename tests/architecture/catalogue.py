@@ -84,7 +84,7 @@ def made() -> str:
     catalogue["launch_variables"] = {name: dist for entry, dist in starts if entry for name in entry.variables}
     rows = [(hook, report.found) for report in plugins.reports() for hook in report.hooks if hook in DRIVERS]
     catalogue["drivers"] = {hook: found.dist for hook, found in rows if found.dist in folders}
-    methods = plugins.merged("ds_engine_methods", installed=True, ctx=None)
+    methods = plugins.merged("ds_engine_methods", installed=True)
     catalogue["engine_methods"] = {name: a.plugin.dist for name, a in methods.items() if a.plugin.dist in folders}
     return json.dumps({kind: dict(sorted(rows.items())) for kind, rows in catalogue.items()}, indent=1) + "\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -58,8 +58,9 @@ def ds_checkpoint_saved(ctx: Context, tag: str) -> None:
     _add(ctx, f"saved {tag}")
 
 
-def ds_exception(ctx: Context, error: BaseException) -> None:
-    print(f"rank {ctx.rank}: {', '.join(ctx.stash[EVENTS])}, {type(error).__name__}", file=sys.stderr)
+def ds_close(ctx: Context, error: BaseException | None) -> None:
+    if error is not None:
+        print(f"rank {ctx.rank}: {', '.join(ctx.stash[EVENTS])}, {type(error).__name__}", file=sys.stderr)
 
 
 def last_events(engine: Any) -> list[str]:
@@ -67,6 +68,6 @@ def last_events(engine: Any) -> list[str]:
     return list(engine.ctx.stash[EVENTS])
 
 
-def ds_engine_methods() -> Mapping[str, Callable[..., Any]]:
+def ds_engine_methods() -> Mapping[str, str]:
     """``engine.last_events()``."""
-    return {"last_events": last_events}
+    return {"last_events": f"{__name__}:last_events"}

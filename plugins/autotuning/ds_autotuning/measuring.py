@@ -194,6 +194,6 @@ class Measuring:
         engine = self.ctx.engine
         with contextlib.suppress(Exception):  # the result is written; what is left may not keep the trial from ending
             engine.close_checkpointer()
-            engine.telemetry.close()
+            engine.telemetry.close(None)
         comm.barrier()
         self._end()

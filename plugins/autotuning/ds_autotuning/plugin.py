@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ds_core.context import StashKey
 from ds_core.entries import CommandEntry, Phase, Transform
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ds_core.entries import Request
 
 __all__ = [
+    "ds_close",
     "ds_commands",
     "ds_config",
-    "ds_engine_methods",
-    "ds_exception",
+    "ds_open",
     "ds_request",
     "ds_step_end",
     "ds_transforms",
@@ -40,8 +40,8 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     return {"tune": CommandEntry("ds_autotuning.command:app", "Find the fastest settings of a script by short trials.")}
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """None; but it is asked for on every rank when the engine is built, so measuring begins here."""
+def ds_open(ctx: Context) -> None:
+    """Measuring begins."""
     from ds_autotuning.config import Autotuning
 
     section = ctx.config.section("autotuning")
@@ -52,7 +52,6 @@ def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
         if section.host_memory_gb is not None:  # the tuner's own limit reaches processes on its host alone
             limit_memory(int(section.host_memory_gb * 1e9))
         ctx.stash[MEASURING] = Measuring(ctx, section)
-    return {}
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
@@ -84,7 +83,7 @@ def ds_request(ctx: Context) -> Request | None:
     return None if measuring is None else measuring.request()
 
 
-def ds_exception(ctx: Context, error: BaseException) -> None:
+def ds_close(ctx: Context, error: BaseException | None) -> None:
     """A trial that failed is a result."""
-    if (measuring := ctx.stash.get(MEASURING)) is not None:
+    if error is not None and (measuring := ctx.stash.get(MEASURING)) is not None:
         measuring.failed(error)

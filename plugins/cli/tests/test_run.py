@@ -423,7 +423,7 @@ if __name__ == "__main__":
 def test_observers_of_the_failure_hear_of_it_and_its_traceback_is_shown_once(
     script: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    (tmp_path / "hears.py").write_text("def ds_exception(ctx, error):\n    print('heard', ctx.rank, error)\n")
+    (tmp_path / "hears.py").write_text("def ds_close(ctx, error):\n    print('heard', ctx.rank, error)\n")
     body = """
 import torch, ds_core
 config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "plugins": {"load": ["hears"]}}

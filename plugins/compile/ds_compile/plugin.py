@@ -5,8 +5,8 @@ It stands in both groups of entry points: as a backend it serves ``engine.compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.engine import Engine
+    from ds_core.entries import Ref
     from ds_core.errors import Problem
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_interceptors", "ds_step_end"]
+__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_interceptors", "ds_open", "ds_step_end"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -49,18 +50,23 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
             yield Problem(path, f"no compile pass is called {name!r}", fix.strip())
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``engine.compile`` calls the first; with ``compile.at_start`` it is called now, on every rank."""
-    from ds_compile.compile_model import compile_model
+def ds_engine_methods() -> Mapping[str, Ref]:
+    """``engine.compile`` calls the first."""
+    return {
+        "compile_model": "ds_compile.compile_model:compile_model",
+        "register_compile_pass": "ds_compile.passes:register_compile_pass",
+    }
+
+
+def ds_open(ctx: Context) -> None:
+    """With ``compile.at_start`` the model is compiled now, on every rank."""
     from ds_compile.config import CompileConfig
-    from ds_compile.passes import register_compile_pass
 
-    # Whoever lists the names of methods has no run.
-    section = ctx.config.section("compile") if ctx is not None else None
+    section = ctx.config.section("compile")
     if isinstance(section, CompileConfig) and section.at_start:
-        compile_model(cast("Engine", ctx.engine), section.backend)
+        from ds_compile.compile_model import compile_model
 
-    return {"compile_model": compile_model, "register_compile_pass": register_compile_pass}
+        compile_model(cast("Engine", ctx.engine), section.backend)
 
 
 def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:

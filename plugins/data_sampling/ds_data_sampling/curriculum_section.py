@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.entries import Chart, Transform
+    from ds_core.entries import Chart, Ref, Transform
     from ds_core.running import RunningEngine
     from ds_data_sampling.config import LegacyCurriculum
 
@@ -54,21 +54,23 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     return [Transform(Phase.RECOMPUTE, apply)]  # when pipelines and divided sequences have their hooks
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``curriculum_seqlen``; and the way to give a custom schedule, where the other section does not give it."""
-    if (section := _switched_on(ctx)) is None:
-        return {}
-    from ds_data_sampling.callbacks import set_custom_curriculum_learning_schedule
+def ds_engine_methods() -> Mapping[str, Ref]:
+    """``curriculum_seqlen``; and the way to give a custom schedule, which the other section gives too."""
+    return {
+        "curriculum_seqlen": "ds_data_sampling.curriculum_section:curriculum_seqlen",
+        "set_custom_curriculum_learning_schedule": "ds_data_sampling.callbacks:set_custom_curriculum_learning_schedule",
+    }
+
+
+def curriculum_seqlen(engine: RunningEngine) -> int:
+    """The length of sequences in the coming step, or the one under way."""
+    if (section := _switched_on(engine.ctx)) is None:
+        from ds_core.errors import UsageError
+
+        raise UsageError("engine.curriculum_seqlen: the section curriculum_learning is switched off")
     from ds_data_sampling.seqlen import seqlen_at
 
-    def curriculum_seqlen(engine: RunningEngine) -> int:
-        """The length of sequences in the coming step, or the one under way."""
-        return seqlen_at(engine.ctx, section, engine.global_steps + 1)
-
-    methods: dict[str, Callable[..., Any]] = {"curriculum_seqlen": curriculum_seqlen}
-    if ctx.config.section("data_efficiency") is None:
-        methods["set_custom_curriculum_learning_schedule"] = set_custom_curriculum_learning_schedule
-    return methods
+    return seqlen_at(engine.ctx, section, engine.global_steps + 1)
 
 
 def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
     from ds_core.context import Context
     from ds_core.data import Loader, LoaderRequest
-    from ds_core.entries import Chart, CommandEntry, Transform
+    from ds_core.entries import Chart, CommandEntry, Ref, Transform
     from ds_core.errors import Problem
     from ds_data_sampling.config import DataEfficiency, DataSampling
 
@@ -68,15 +68,12 @@ def ds_charts(config: RunConfig) -> Iterable[Chart]:
     return charts(section) if isinstance(section, DataEfficiency) else []
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
+def ds_engine_methods() -> Mapping[str, Ref]:
     """Functions of the user's for the loader, under DeepSpeed's names; the schedule of dropped tokens."""
-    from ds_data_sampling.callbacks import set_custom_curriculum_learning_schedule, set_data_post_process_func
-    from ds_data_sampling.deepspeed_names import random_ltd_schedule
-
     return {
-        "random_ltd_schedule": random_ltd_schedule,
-        "set_custom_curriculum_learning_schedule": set_custom_curriculum_learning_schedule,
-        "set_data_post_process_func": set_data_post_process_func,
+        "random_ltd_schedule": "ds_data_sampling.deepspeed_names:random_ltd_schedule",
+        "set_custom_curriculum_learning_schedule": "ds_data_sampling.callbacks:set_custom_curriculum_learning_schedule",
+        "set_data_post_process_func": "ds_data_sampling.callbacks:set_data_post_process_func",
     }
 
 

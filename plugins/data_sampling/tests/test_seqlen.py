@@ -197,7 +197,7 @@ def test_switched_off_it_does_nothing() -> None:
     engine, *_ = ds_core.initialize(model=net, config=config(curriculum_learning=SECTION | {"enabled": False}))
     engine(*samples(0))
     assert net.lengths == [LENGTH]
-    with pytest.raises(AttributeError):
+    with pytest.raises(UsageError, match="curriculum_learning is switched off"):
         engine.curriculum_seqlen()
     engine.destroy()
 

@@ -27,8 +27,8 @@ from ds_core.assemble import config_source
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.engine import Engine
 from ds_core.process import log_once
-from ds_deepspeed_compat import engine_methods
-from ds_deepspeed_compat.engine_getters import GETTERS, read
+from ds_deepspeed_compat import engine_getters, engine_methods
+from ds_deepspeed_compat.engine_getters import read
 from ds_deepspeed_compat.optimizer import wrapped
 from ds_deepspeed_compat.release_config import as_released
 from ds_deepspeed_compat.timers import ThroughputTimer
@@ -271,7 +271,10 @@ def _of_core(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-_GIVEN = {**GETTERS, **{name: getattr(engine_methods, name) for name in engine_methods.__all__}}
+_GIVEN = {
+    **{name: getattr(engine_getters, name) for name in engine_getters.CONFIG_KEYS},
+    **{name: getattr(engine_methods, name) for name in engine_methods.__all__},
+}
 _OWN = {*vars(DeepSpeedEngine), "train", "eval", "param_groups"}  # a module's own train and eval do as well
 for _name, _function in {**dict(inspect.getmembers(Engine, inspect.isfunction)), **_GIVEN}.items():
     if _name not in _OWN and (not _name.startswith("_") or _name in _GIVEN):

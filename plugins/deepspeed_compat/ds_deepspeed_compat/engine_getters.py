@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_core import Engine
 
-__all__ = ["CONFIG_KEYS", "GETTERS", "read"]
+__all__ = ["CONFIG_KEYS", "read"]
 
 _ZERO = (
     "allgather_bucket_size allgather_partitions allgather_sequential contiguous_gradients elastic_checkpoint "
@@ -90,13 +90,15 @@ def _defaults(where: str) -> Any:
         return None
 
 
-def _getter(name: str, path: str, default: Any) -> Callable[[Engine], Any]:
+def __getattr__(name: str) -> Callable[[Engine], Any]:
+    """The getter of that name: a function of the engine."""
+    if name not in CONFIG_KEYS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path, default = CONFIG_KEYS[name]
+
     def get(engine: Engine) -> Any:
         return read(engine, path, default)
 
     get.__name__ = get.__qualname__ = name
     get.__doc__ = f"``{path}`` of the config."
     return get
-
-
-GETTERS = {name: _getter(name, path, default) for name, (path, default) in CONFIG_KEYS.items()}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.entries import CommandEntry
+from ds_core.entries import CommandEntry, Ref
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,12 +22,12 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     return {"config migrate": CommandEntry("ds_deepspeed_compat.migration:migrate", help_line)}
 
 
-def ds_engine_methods() -> Mapping[str, Callable[..., Any]]:
+def ds_engine_methods() -> Mapping[str, Ref]:
     """All of `ds_deepspeed_compat.engine_methods`, and the getters of `ds_deepspeed_compat.engine_getters`."""
-    from ds_deepspeed_compat import engine_methods
-    from ds_deepspeed_compat.engine_getters import GETTERS
+    from ds_deepspeed_compat import engine_getters, engine_methods
 
-    return {**GETTERS, **{name: getattr(engine_methods, name) for name in engine_methods.__all__}}
+    modules = {engine_getters: engine_getters.CONFIG_KEYS, engine_methods: engine_methods.__all__}
+    return {name: f"{module.__name__}:{name}" for module, names in modules.items() for name in names}
 
 
 def ds_mesh(mpu: Any, rank: int, world_size: int) -> Mesh | None:

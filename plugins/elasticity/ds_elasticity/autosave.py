@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ds_core.context import StashKey
-from ds_core.entries import Request
+from ds_core.entries import Ref, Request
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ds_elasticity.config import Autosave
     from ds_elasticity.notice import Notice
 
-__all__ = ["ds_close", "ds_config", "ds_engine_methods", "ds_request", "PREEMPTED", "resume"]
+__all__ = ["ds_close", "ds_config", "ds_engine_methods", "ds_open", "ds_request", "PREEMPTED", "resume"]
 
 PREEMPTED = 75
 """Exit code of a rank that saved because its run was told to stop: sysexits.h's "try again later"."""
@@ -42,12 +42,16 @@ def _section(ctx: Context) -> Autosave:
     return section
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``engine.resume``. From here on SIGTERM is heard, also by the children that loaders fork."""
+def ds_engine_methods() -> Mapping[str, Ref]:
+    """``engine.resume``."""
+    return {"resume": "ds_elasticity.autosave:resume"}
+
+
+def ds_open(ctx: Context) -> None:
+    """From here on SIGTERM is heard, also by the children that loaders fork."""
     from ds_elasticity.notice import listen
 
     ctx.stash[NOTICE] = listen() if _section(ctx).on_sigterm else None
-    return {"resume": resume}
 
 
 def resume(engine: RunningEngine) -> str | None:

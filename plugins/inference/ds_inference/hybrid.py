@@ -94,9 +94,14 @@ _STATE: StashKey[_State] = StashKey("hybrid engine")
 def generate(engine: RunningEngine, inputs: Any = None, /, **keywords: Any) -> Any:
     """Texts of the model with its weights as they are now; the keywords and the answer of ``module.generate``.
 
+    While the section ``hybrid_engine`` is switched off this is ``module.generate`` itself.
+
     Of a module without ``generate``: see `plain_generate`. Dropout is off inside, and nothing is recorded for backward.
     Collective where weights are sharded: every rank calls it, with prompts of its own.
     """
+    if not _section(engine.ctx).enabled:
+        own: Any = engine.module.generate
+        return own(**keywords) if inputs is None else own(inputs, **keywords)
     state, began = _state(engine.ctx), time.perf_counter()
     if not engine.runner.manual:
         raise UsageError(f"generate cannot be called: {engine.runner.manual_reason}")
@@ -145,10 +150,14 @@ def metrics(ctx: Context) -> Mapping[str, float]:
 def _state(ctx: Context) -> _State:
     state = ctx.stash.get(_STATE)
     if state is None:
-        section = ctx.config.section("hybrid_engine")
-        assert isinstance(section, HybridEngine)
-        state = ctx.stash[_STATE] = _State(section)
+        state = ctx.stash[_STATE] = _State(_section(ctx))
     return state
+
+
+def _section(ctx: Context) -> HybridEngine:
+    section = ctx.config.section("hybrid_engine")
+    assert isinstance(section, HybridEngine)
+    return section
 
 
 # -- weights and what runs ------------------------------------------------------------------------------------

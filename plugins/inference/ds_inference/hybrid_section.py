@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ds_core.errors import ConfigError, Problem
 from ds_inference.axes import tp_size
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
     from ds_core.config import RunConfig
     from ds_core.context import Context
+    from ds_core.entries import Ref
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_metrics"]
+__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_metrics", "ds_open"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -48,17 +49,19 @@ def _on(ctx: Context) -> bool:
     return isinstance(section, HybridEngine) and section.enabled
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``engine.generate`` and ``engine.generation_stats``."""
+def ds_engine_methods() -> Mapping[str, Ref]:
+    """``engine.generate``, which is the module's while the section is off, and ``engine.generation_stats``."""
+    return {name: f"ds_inference.hybrid:{name}" for name in ("generate", "generation_stats")}
+
+
+def ds_open(ctx: Context) -> None:
+    """A graph is recorded on CUDA alone."""
     section = ctx.config.section("hybrid_engine")
     if not isinstance(section, HybridEngine) or not section.enabled:
-        return {}
+        return
     if section.enable_cuda_graph and (kind := ctx.accelerator.device_type) != "cuda":
         problem = Problem("hybrid_engine.enable_cuda_graph", f"the model is on {kind}", "leave the key out")
         raise ConfigError([problem], ctx.config.origin)
-    from ds_inference.hybrid import generate, generation_stats
-
-    return {"generate": generate, "generation_stats": generation_stats}
 
 
 def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import Problem
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_engine_methods", "ds_optimizers", "ds_step_begin"]
+__all__ = ["ds_check", "ds_open", "ds_optimizers", "ds_step_begin"]
 
 
 def _entry(load: str, params: str, **declared: object) -> OptimizerEntry:
@@ -106,21 +106,16 @@ def _loss_scale(config: RunConfig) -> list[Problem]:
     ]
 
 
-def ds_engine_methods(ctx: Context | None) -> Mapping[str, Callable[..., Any]]:
-    """None: this is where each rank hears that the engine is being built. ctx: None for who only wants names.
-
-    The optimizer exists by now, and its states do not: it hears in which dtype to keep them.
-    """
+def ds_open(ctx: Context) -> None:
+    """The optimizer exists by now, and its states do not: it hears in which dtype to keep them."""
     from ds_optimizers.unfrozen import note
 
-    if ctx is not None:
-        note(ctx)
-        if ctx.config.core.bf16.enabled and ctx.config.core.bf16.bf16_optimizer_states:
-            from ds_optimizers.base import KernelOptimizer
+    note(ctx)
+    if ctx.config.core.bf16.enabled and ctx.config.core.bf16.bf16_optimizer_states:
+        from ds_optimizers.base import KernelOptimizer
 
-            if isinstance(ctx.engine.optimizer, KernelOptimizer):
-                ctx.engine.optimizer.narrow_states()
-    return {}
+        if isinstance(ctx.engine.optimizer, KernelOptimizer):
+            ctx.engine.optimizer.narrow_states()
 
 
 def ds_step_begin(ctx: Context, step: int) -> None:

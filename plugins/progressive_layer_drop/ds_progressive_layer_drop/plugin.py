@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_core.entries import Phase, Transform
+from ds_core.entries import Phase, Ref, Transform
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
@@ -46,18 +46,17 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     return [Transform(Phase.COMPILE, apply)]
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
+def ds_engine_methods() -> Mapping[str, Ref]:
     """``engine.get_pld_theta()``."""
-    if (section := _section(ctx.config)) is None:
-        return {}
+    return {"get_pld_theta": "ds_progressive_layer_drop.plugin:get_pld_theta"}
 
-    def get_pld_theta(engine: Any) -> float:
-        """theta of the running step."""
-        from ds_progressive_layer_drop.schedule import theta_at
 
-        return theta_at(engine.global_steps, section.theta, section.gamma)
+def get_pld_theta(engine: Any) -> float:
+    """theta of the running step; 1 while the section is off, where no layer is dropped."""
+    from ds_progressive_layer_drop.schedule import theta_at
 
-    return {"get_pld_theta": get_pld_theta}
+    section = _section(engine.config)
+    return 1.0 if section is None else theta_at(engine.global_steps, section.theta, section.gamma)
 
 
 def _section(config: RunConfig) -> ProgressiveLayerDropConfig | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_core.context import StashKey
-from ds_core.entries import CommandEntry
+from ds_core.entries import CommandEntry, Ref
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -22,7 +22,7 @@ __all__ = [
     "ds_config",
     "ds_engine_methods",
     "ds_eval_end",
-    "ds_exception",
+    "ds_open",
     "ds_phase_begin",
     "ds_phase_end",
     "ds_step_end",
@@ -46,20 +46,22 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     }
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """``plan_steps``; and as it is asked for on every rank when the engine is built, the record begins here."""
+def ds_engine_methods() -> Mapping[str, Ref]:
+    """``engine.plan_steps``."""
+    return {"plan_steps": "ds_report.plugin:plan_steps"}
+
+
+def ds_open(ctx: Context) -> None:
+    """The record begins."""
     from ds_report.config import RunRecord
     from ds_report.recorder import Recorder
 
     section = ctx.config.section("run_record")
-    if not isinstance(section, RunRecord):
-        return {}
-    if section.enabled:
+    if isinstance(section, RunRecord) and section.enabled:
         ctx.stash[RECORDER] = Recorder.of(ctx, section)
-    return {"plan_steps": _plan_steps}
 
 
-def _plan_steps(engine: Any, total: int) -> None:
+def plan_steps(engine: Any, total: int) -> None:
     """Tell the record how many optimizer steps this run will have in all, where the config does not say it."""
     if (recorder := engine.ctx.stash.get(RECORDER)) is not None:
         recorder.add("plan", total_steps=int(total))
@@ -101,13 +103,7 @@ def ds_checkpoint_loaded(ctx: Context, path: str) -> None:
         recorder.add("loaded", step=ctx.engine.global_steps, path=path)
 
 
-def ds_exception(ctx: Context, error: BaseException) -> None:
-    """The last line: it failed."""
+def ds_close(ctx: Context, error: BaseException | None) -> None:
+    """The last line: it is finished, or has failed."""
     if (recorder := ctx.stash.get(RECORDER)) is not None:
-        recorder.end("failed", error)
-
-
-def ds_close(ctx: Context) -> None:
-    """The last line: it is finished, unless it has failed."""
-    if (recorder := ctx.stash.get(RECORDER)) is not None:
-        recorder.end("finished")
+        recorder.end("finished" if error is None else "failed", error)

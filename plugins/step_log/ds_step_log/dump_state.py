@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING
 from ds_step_log.hooks import dump
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pydantic import BaseModel
 
     from ds_core.context import Context
-    from ds_core.telemetry import Monitor
 
-__all__ = ["ds_config", "ds_monitors"]
+__all__ = ["ds_config", "ds_open"]
 
 
 def ds_config() -> type[BaseModel]:
@@ -24,7 +21,7 @@ def ds_config() -> type[BaseModel]:
     return DumpState
 
 
-def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """No monitor: this is where rank 0 hears that the engine is being built."""
-    dump(ctx)
-    return ()
+def ds_open(ctx: Context) -> None:
+    """The run is as it will train."""
+    if ctx.rank == 0:
+        dump(ctx)

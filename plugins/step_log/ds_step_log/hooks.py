@@ -6,14 +6,13 @@ the first of `KEYS` acts for all; hooks of the others return at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 from ds_core.context import StashKey
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_core.telemetry import Monitor
     from ds_step_log.step_log import StepLog
 
 __all__ = ["LOG", "Hooks", "dump", "hooks"]
@@ -25,7 +24,7 @@ LOG: StashKey[StepLog] = StashKey("the step log")
 class Hooks(NamedTuple):
     """The hooks of one key, in the order in which declaration modules name them."""
 
-    ds_monitors: Callable[..., Iterable[Monitor]]
+    ds_open: Callable[..., None]
     ds_listens: Callable[..., Mapping[str, int]]
     ds_phase_begin: Callable[..., None]
     ds_phase_end: Callable[..., None]
@@ -44,22 +43,19 @@ def hooks(key: str) -> Hooks:
     """The hooks of `key`."""
 
     def acting(ctx: Context) -> StepLog | None:
-        """The run's step log, made at its first use, if `key` is the first of those in the config."""
+        """The run's step log, if `key` is the first of those in the config."""
+        return ctx.stash[LOG] if next(k for k in KEYS if k in ctx.config.sections) == key else None
+
+    def ds_open(ctx: Context) -> None:
         if next(k for k in KEYS if k in ctx.config.sections) != key:
-            return None
-        if LOG not in ctx.stash:
-            from ds_step_log.step_log import StepLog
+            return
+        from ds_step_log.step_log import StepLog
 
-            ctx.stash[LOG] = StepLog(ctx)
-        return ctx.stash[LOG]
-
-    def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-        """No monitor: this is where rank 0 hears that the engine is being built."""
-        if (log := acting(ctx)) is not None and log.prints:
+        ctx.stash[LOG] = log = StepLog(ctx)
+        if log.prints and ctx.rank == 0:
             from ds_core.process import show_log
 
             show_log()
-        return ()
 
     def ds_listens(ctx: Context) -> Mapping[str, int]:
         log = acting(ctx)
@@ -92,7 +88,7 @@ def hooks(key: str) -> Hooks:
             log.checkpoint_loaded(ctx.engine)
 
     return Hooks(
-        ds_monitors,
+        ds_open,
         ds_listens,
         ds_phase_begin,
         ds_phase_end,

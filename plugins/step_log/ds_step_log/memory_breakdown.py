@@ -16,7 +16,7 @@ __all__ = [
     "ds_eval_end",
     "ds_listens",
     "ds_metrics",
-    "ds_monitors",
+    "ds_open",
     "ds_phase_begin",
     "ds_phase_end",
     "ds_step_end",
@@ -31,7 +31,7 @@ def ds_config() -> type[BaseModel]:
 
 
 (
-    ds_monitors,
+    ds_open,
     ds_listens,
     ds_phase_begin,
     ds_phase_end,

@@ -17,10 +17,9 @@ __all__ = [
     "ds_config",
     "ds_eval_begin",
     "ds_eval_end",
-    "ds_exception",
     "ds_listens",
     "ds_metrics",
-    "ds_monitors",
+    "ds_open",
     "ds_phase_begin",
     "ds_phase_end",
     "ds_step_begin",
@@ -36,7 +35,7 @@ def ds_config() -> type[BaseModel]:
 
 
 (
-    ds_monitors,
+    ds_open,
     ds_listens,
     ds_phase_begin,
     ds_phase_end,
@@ -54,13 +53,10 @@ def ds_step_begin(ctx: Context) -> None:
         log.snapshot.step_begin()
 
 
-def ds_exception(ctx: Context, error: BaseException) -> None:
-    """Out of memory: what was held is written."""
-    if (log := ctx.stash.get(LOG)) is not None and log.snapshot is not None:
+def ds_close(ctx: Context, error: BaseException | None) -> None:
+    """Out of memory: what was held is written. The allocator need remember nothing more."""
+    if (log := ctx.stash.get(LOG)) is None or log.snapshot is None:
+        return
+    if error is not None:
         log.snapshot.failed(error)
-
-
-def ds_close(ctx: Context) -> None:
-    """The allocator need remember nothing more."""
-    if (log := ctx.stash.get(LOG)) is not None and log.snapshot is not None:
-        log.snapshot.stop()
+    log.snapshot.stop()

@@ -42,7 +42,7 @@ class EngineMethodsConformance:
     def test_it_gives_what_it_says(self, engine: Engine) -> None:
         """The methods are those in `names`, and can be called on the engine."""
         assert self.names, f"set {type(self).__name__}.names to the methods that the plugin gives"
-        given = engine.ctx.plugins.merged("ds_engine_methods", ctx=engine.ctx)
+        given = engine.ctx.plugins.merged("ds_engine_methods")
         missing = [name for name in self.names if name not in given]
         assert not missing, f"{missing} are not given; is the plugin's section in {type(self).__name__}.config?"
         modules = {given[name].plugin.module for name in self.names}
@@ -76,12 +76,12 @@ class EngineMethodsConformance:
         assert ours == theirs, f"rank 0 has {ours}, rank 1 has {theirs}; do not choose methods by rank"
 
     def _functions(self, engine: Engine) -> list[tuple[str, Any]]:
-        given = engine.ctx.plugins.merged("ds_engine_methods", ctx=engine.ctx)
-        return [(name, given[name].value) for name in self.names if name in given]
+        given = engine.ctx.plugins.merged("ds_engine_methods")
+        return [(n, given[n].resolve(given[n].value, f"engine.{n}")) for n in self.names if n in given]
 
 
 def _given(config: dict[str, Any], load: list[str]) -> list[str]:
     from torch import nn
 
     with one_process_engine(nn.Linear(3, 1), with_plugins(CONFIG, config, load)) as engine:
-        return list(engine.ctx.plugins.merged("ds_engine_methods", ctx=engine.ctx))
+        return list(engine.ctx.plugins.merged("ds_engine_methods"))

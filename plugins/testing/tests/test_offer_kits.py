@@ -42,19 +42,20 @@ def fails(check: Callable[[], Any], saying: str) -> None:
 # -- methods of the engine ---------------------------------------------------------------------------------------------
 
 METHOD = 'def method(engine):\n    """What it does."""\n'
-GIVES = "def ds_engine_methods(ctx): return {'%s': %s}"
+GIVES = "def ds_engine_methods(): return {'%s': __name__ + ':%s'}"
 
 
 @pytest.mark.parametrize(
     ("text", "check", "saying"),
     [
-        (GIVES % ("method", "lambda engine: 1"), "test_names_are_free_and_described", "has no docstring"),
+        ("def bare(engine): 1\n" + GIVES % ("method", "bare"), "test_names_are_free_and_described", "has no docstring"),
         (METHOD + GIVES % ("_method", "method"), "test_names_are_free_and_described", "no public name"),
         (METHOD + GIVES % ("register_buffer", "method"), "test_names_are_free_and_described", "hide the module's own"),
-        (GIVES % ("method", "lambda: 1"), "test_the_first_argument_is_the_engine", "takes no engine"),
-        (METHOD + "def ds_engine_methods(ctx): return {'method': method, 'more': method}", "test_it_gives_what_it_says",
+        ("def lone(): 1\n" + GIVES % ("method", "lone"), "test_the_first_argument_is_the_engine", "takes no engine"),
+        (METHOD + "def ds_engine_methods(): return dict.fromkeys(('method', 'more'), __name__ + ':method')",
+         "test_it_gives_what_it_says",
          "['more'] are given too"),
-        ("def ds_engine_methods(ctx): return {}", "test_it_gives_what_it_says", "are not given"),
+        ("def ds_engine_methods(): return {}", "test_it_gives_what_it_says", "are not given"),
     ],
 )  # fmt: skip
 def test_wrong_methods(text: str, check: str, saying: str, plant: Plant) -> None:
@@ -71,7 +72,8 @@ def test_wrong_methods(text: str, check: str, saying: str, plant: Plant) -> None
 
 
 def test_methods_that_differ_by_rank(plant: Plant) -> None:
-    module = plant(METHOD + "def ds_engine_methods(ctx): return {f'method{ctx.rank}': method}")
+    gives = "def ds_engine_methods(): return {'method' + os.environ['RANK']: __name__ + ':method'}"
+    module = plant(f"import os\n{METHOD}{gives}")
     kit = type("Kit", (EngineMethodsConformance,), {"load": (module,), "names": ("method0",)})()
     fails(kit.test_every_rank_has_the_same, "do not choose methods by rank")
 

@@ -14,16 +14,14 @@ if TYPE_CHECKING:
     from ds_core.comm.interceptor import Interceptor
     from ds_core.config import RunConfig
     from ds_core.context import Context
-    from ds_core.telemetry import Monitor
     from ds_trace.tracer import Tracer
 
 __all__ = [
     "ds_close",
     "ds_commands",
     "ds_config",
-    "ds_exception",
     "ds_interceptors",
-    "ds_monitors",
+    "ds_open",
     "ds_phase_begin",
     "ds_phase_end",
     "ds_step_end",
@@ -56,43 +54,31 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
     return [i for i in interceptors() if isinstance(i, NamedCollectives)] or (NamedCollectives(),)
 
 
-def ds_monitors(ctx: Context) -> Iterable[Monitor]:
-    """No monitor: this is where rank 0 hears that the engine is being built, and says what will be traced."""
-    if (tracer := _tracer(ctx)) is not None:
+def ds_open(ctx: Context) -> None:
+    """The tracer of this run; rank 0 says what will be traced."""
+    from ds_trace.tracer import make_tracer
+
+    ctx.stash[TRACER] = tracer = make_tracer(ctx)
+    if tracer is not None and ctx.rank == 0:
         tracer.announce()
-    return ()
-
-
-def _tracer(ctx: Context) -> Tracer | None:
-    """The tracer of this run, made at its first use; None where nothing is traced."""
-    if TRACER not in ctx.stash:
-        from ds_trace.tracer import make_tracer
-
-        ctx.stash[TRACER] = make_tracer(ctx)
-    return ctx.stash[TRACER]
 
 
 def ds_phase_begin(ctx: Context, phase: str) -> None:
     """The first phase of a step starts the profiler when it is due; a phase that is recorded gets its name."""
-    if (tracer := _tracer(ctx)) is not None:
+    if (tracer := ctx.stash.get(TRACER)) is not None:
         tracer.phase_begin(phase)
 
 
 def ds_phase_end(ctx: Context, phase: str) -> None:
     """The innermost phase has ended."""
-    if (tracer := _tracer(ctx)) is not None:
+    if (tracer := ctx.stash.get(TRACER)) is not None:
         tracer.phase_end()
 
 
 def ds_step_end(ctx: Context) -> None:
     """The profiler's next step; after the last one the file is written."""
-    if (tracer := _tracer(ctx)) is not None and tracer.step_end():
+    if (tracer := ctx.stash.get(TRACER)) is not None and tracer.step_end():
         _stop(ctx)
-
-
-def ds_exception(ctx: Context, error: BaseException) -> None:
-    """What was recorded so far is kept."""
-    _stop(ctx)
 
 
 def ds_close(ctx: Context) -> None:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_core.process import STATE
+from ds_zero.base import ZeroPartitioner
 from ds_zero.state_offload import BACKWARD, FORWARD, OffloadDeviceEnum, OffloadStateTypeEnum
 
 if TYPE_CHECKING:
     from ds_core.engine import Engine
-    from ds_zero.base import ZeroPartitioner
 
 __all__ = ["get_state_devices", "offload_states", "reload_states"]
 
@@ -79,7 +79,7 @@ def get_state_devices(model: Engine | nn.Module, state: OffloadStateTypeEnum | s
 
 def _stage3(engine: Engine) -> Any:
     partitioner: Any = engine.partitioner
-    if (stage := partitioner.section.stage) != 3:
+    if (stage := partitioner.section.stage if isinstance(partitioner, ZeroPartitioner) else 0) != 3:
         raise UsageError(f"offload_states and reload_states need zero_optimization stage 3, this is stage {stage}")
     offload = partitioner.section.weights_offload
     if offload is not None and offload.device != "none":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from ds_core.entries import Axis, CommandEntry
+from ds_core.entries import Axis, CommandEntry, Ref
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -78,16 +78,9 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     return [Axis(name, sizes[name], inside="dp", outermost=True) for name, on in asked.items() if on]
 
 
-def ds_engine_methods(ctx: Context) -> Mapping[str, Callable[..., Any]]:
-    """What moves the states of stage 3 between device and host; in stages 1 and 2 an error names stage 3."""
-    from ds_zero.config import ZeroConfig
-
-    section = ctx.config.section("zero_optimization")
-    if not isinstance(section, ZeroConfig) or section.stage == 0:
-        return {}
-    from ds_zero.offload_states import offload_states, reload_states
-
-    return {"offload_states": offload_states, "reload_states": reload_states}
+def ds_engine_methods() -> Mapping[str, Ref]:
+    """What moves the states of stage 3 between device and host; in other stages an error names stage 3."""
+    return {name: f"ds_zero.offload_states:{name}" for name in ("offload_states", "reload_states")}
 
 
 def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:
