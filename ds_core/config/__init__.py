@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ds_core.config.core import CoreConfig as CoreConfig
     from ds_core.config.core import resolve_batch as resolve_batch
     from ds_core.config.section import Section as Section
+    from ds_core.config.section import Trait as Trait
     from ds_core.config.section import option as option
     from ds_core.config.source import ConfigSource as ConfigSource
     from ds_core.config.source import Pairs as Pairs
@@ -33,7 +34,7 @@ __getattr__, __dir__ = names_on_first_use(
     {
         "build": "RunConfig build_config check_rules load_config",
         "core": "CORE_KEYS Batch CoreConfig resolve_batch",
-        "section": "Section option",
+        "section": "Section Trait option",
         "source": "ConfigSource Pairs Unreadable read_config to_pairs",
     },
 )

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins, PluginSettings
 
 __all__ = ["build_config", "check_rules", "load_config", "Models", "notes_on", "plugin_settings", "RunConfig"]
+
+M = TypeVar("M", bound=BaseModel)
 
 Models = Mapping[str, tuple[type[BaseModel], str]]
 """Section name -> its model and its owner ("acme-ds 0.1.0")."""
@@ -40,9 +42,25 @@ class RunConfig:
     notes: tuple[Problem, ...] = ()
     autos: tuple[str, ...] = ()
 
-    def section(self, name: str) -> BaseModel | None:
-        """The parsed section of a plugin; None when the config does not name it."""
-        return self.sections.get(name)
+    @overload
+    def section(self, which: type[M], /) -> M | None: ...
+
+    @overload
+    def section(self, which: str, /) -> BaseModel | None: ...
+
+    def section(self, which: type[M] | str, /) -> BaseModel | None:
+        """The parsed section of that model, which is how a plugin asks for its own; None when the config has none.
+
+        By its name, for programs that look at a config.
+        """
+        if isinstance(which, str):
+            return self.sections.get(which)
+        return next((section for section in self.sections.values() if isinstance(section, which)), None)
+
+    def has(self, trait: str) -> bool:
+        """Whether a section says that of the run (`Section.traits`): how a plugin asks about what others do."""
+        sections = (section for section in self.sections.values() if isinstance(section, Section))
+        return any(trait in section.traits() for section in sections)
 
     def redacted(self) -> dict[str, Any]:
         """The config as given with every secret replaced by ``***``: fit for logs and checkpoints."""

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Clash", "Section", "is_class", "names_of", "old_names", "option", "union_members"]
+__all__ = ["Clash", "Section", "Trait", "is_class", "names_of", "old_names", "option", "union_members"]
 
 OLD_NAMES = "x-ds-old-names"
 SECRET = "x-ds-secret"
@@ -92,6 +92,25 @@ def is_class(hint: Any, *kinds: type) -> bool:
     return get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, kinds)
 
 
+class Trait:
+    """What a section says of a run, for other plugins to ask by `RunConfig.has`; a plugin may have words of its own."""
+
+    PARTITIONS_STATES = "partitions_states"
+    """A rank has optimizer states for a part of the parameters."""
+    PARTITIONS_GRADIENTS = "partitions_gradients"
+    """A rank has reduced gradients of a part of the parameters."""
+    RELEASES_WEIGHTS = "releases_weights"
+    """Weights are there while a layer needs them (`Partitioner.releases_weights`)."""
+    DIVIDES_DEPTH = "divides_depth"
+    """A rank has some of the model's layers, and runs whole batches."""
+    RECOMPUTES = "recomputes"
+    """Blocks are computed again in backward."""
+    CHANGES_SAVED = "changes_saved"
+    """What is kept for backward is not what the modules would save."""
+    COMPILE_PASS = "compile_pass:"
+    """Goes before the name of a pass over compiled graphs."""
+
+
 class Clash(NamedTuple):
     """Stands in for the value of a key of which two spellings are set. kind: what `old` is of `new`."""
 
@@ -120,6 +139,13 @@ class Section(BaseModel):
         given: the section as it was written. Logged once on rank 0; see `ds_core.config.build`. A key of "" is the
         section itself.
         """
+        return ()
+
+    writes_outside: ClassVar[tuple[str, ...]] = ()
+    """For a section whose plugin writes where the user's runs do: the keys that keep it from that as false or 0."""
+
+    def traits(self) -> Iterable[str]:
+        """What the run is like with these values, for plugins that ask: of `Trait`, or words of the plugin's own."""
         return ()
 
     @model_validator(mode="before")

@@ -14,6 +14,8 @@ __all__ = ["CometConfig"]
 class CometConfig(Section):
     """Recording with Comet. What is null comes from Comet's environment variables (COMET_API_KEY, ...) or its file."""
 
+    writes_outside = ("enabled",)
+
     enabled: bool = option(False, "Record the run with Comet.")
     samples_log_interval: int = option(100, "Fewest samples between two values of a metric that are recorded.", gt=0)
     project: str | None = option(None, "Project of the experiment; null: COMET_PROJECT_NAME.")

@@ -28,7 +28,7 @@ def ds_monitors(ctx: Context) -> Iterable[Monitor]:
     from ds_monitor_csv.config import CSVConfig
     from ds_monitor_csv.monitor import CSVMonitor
 
-    section = ctx.config.section("csv_monitor")
-    if not isinstance(section, CSVConfig) or not section.enabled:
+    section = ctx.config.section(CSVConfig)
+    if section is None or not section.enabled:
         return []
     return [Background(CSVMonitor(section.directory()))]

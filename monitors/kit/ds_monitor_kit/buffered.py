@@ -33,6 +33,8 @@ FLUSH_SECONDS = 10.0
 class JobFolder(Section):
     """A section that says where a monitor writes, and whether. Override `enabled` to say what is written."""
 
+    writes_outside = ("enabled",)
+
     enabled: bool = option(False, "Write metrics to files.")
     output_path: str = option("", "Folder to write below; empty: the folder that training was launched in.")
     job_name: str = option("DeepSpeedJobName", "Name of this job: a new folder inside output_path.")

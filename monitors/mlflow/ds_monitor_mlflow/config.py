@@ -10,6 +10,8 @@ __all__ = ["MLflowConfig"]
 class MLflowConfig(Section):
     """Recording with MLflow. Log-ins are MLflow's affair: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_TOKEN, ..."""
 
+    writes_outside = ("enabled",)
+
     enabled: bool = option(False, "Record the run with MLflow.")
     tracking_uri: str | None = option(
         None, "Where runs are kept: a server, a database, or a folder; null: MLFLOW_TRACKING_URI, or the folder mlruns."

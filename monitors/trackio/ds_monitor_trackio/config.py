@@ -12,6 +12,8 @@ __all__ = ["TrackioConfig"]
 class TrackioConfig(Section):
     """Recording with trackio: in a local database (TRACKIO_DIR says where), or on a Hugging Face Space."""
 
+    writes_outside = ("enabled",)
+
     enabled: bool = option(False, "Record the run with trackio.")
     project: str = option("deepspeed", "Project of the run.", min_length=1)
     name: str | None = option(None, "Name of the run; null: trackio makes one up.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, option
+from ds_core.config import Section, Trait, option
 
 __all__ = ["ActivationCheckpointingConfig"]
 
@@ -51,6 +52,10 @@ class ActivationCheckpointingConfig(Section):
     )
     synchronize_checkpoint_boundary: bool = option(False, "Wait for the device where a block begins and ends. Slow.")
     profile: bool = option(False, "Log the time of each block's forward and recomputation. Slow.")
+
+    def traits(self) -> Iterable[str]:
+        """Whether the config alone recomputes; a script may, by the settings that are here."""
+        return [Trait.CHANGES_SAVED, *([] if self.recomputes is None else [Trait.RECOMPUTES])]
 
     @property
     def recomputes(self) -> Literal["auto"] | list[str] | None:

@@ -49,5 +49,4 @@ def ds_step_begin(ctx: Context) -> None:
 def _section(ctx: Context) -> ActivationCheckpointingConfig | None:
     from ds_activation_checkpointing.config import ActivationCheckpointingConfig
 
-    section = ctx.config.section("activation_checkpointing")
-    return section if isinstance(section, ActivationCheckpointingConfig) else None
+    return ctx.config.section(ActivationCheckpointingConfig)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_autotuning.records import Forecast, Result, Status
 from ds_autotuning.space import MICRO, Setting, Space, merged
+from ds_core.config import Section
 from ds_core.errors import ConfigError, DSError, Problem
 
 if TYPE_CHECKING:
@@ -20,10 +21,6 @@ __all__ = ["BATCH", "Candidate", "Judge", "checked", "documented_bytes", "micro_
 
 TRAIN, GAS = "train_batch_size", "gradient_accumulation_steps"
 BATCH = (TRAIN, MICRO, GAS)
-NOT_IN_TRIALS = (
-    *("autosave", "comet", "csv_monitor", "mlflow", "run_record", "tensorboard", "torch_profiler", "trackio", "wandb"),
-)
-"""Sections that write where the user's runs do; trials are without them."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +142,12 @@ def micro_batches(section: Autotuning, base: Mapping[str, Any], dp: int, most: i
 
 def without_output(config: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides that keep trials from writing into the folders, and accounts, of the user's runs."""
+    sections = checked({**config, TRAIN: None, MICRO: 1, GAS: 1}).config.sections
     changed: dict[str, Any] = {}
-    for name in NOT_IN_TRIALS:
-        if isinstance(section := config.get(name), Mapping):
-            changed[name] = {**section, "enabled": False}
-    if "autosave" in changed:  # it has no switch
-        changed["autosave"] = {**config["autosave"], "every": 0, "on_sigterm": False}
+    for name, section in sections.items():
+        if isinstance(section, Section) and section.writes_outside:
+            off = {key: type(getattr(section, key))() for key in section.writes_outside}
+            changed[name] = {**config[name], **off}
     return changed
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ds_autotuning.profile import build, fit_line
 from ds_autotuning.records import Forecast, Parameter, Profile, read_json
 from ds_core.compose import compose
+from ds_core.config import Trait
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _kept(profile: Profile, chosen: Composition, mesh: Mesh) -> float:
 
 def recomputes(chosen: Composition) -> bool:
     """Whether the config asks for blocks that are computed again in backward."""
-    return getattr(chosen.config.section("activation_checkpointing"), "recomputes", None) is not None
+    return chosen.config.has(Trait.RECOMPUTES)
 
 
 def largest_micro_batch(profile: Profile, chosen: Composition, world: int, room: Room, most: int) -> int:

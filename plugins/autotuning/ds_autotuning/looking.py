@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ds_autotuning.records import ModuleRow, Parameter, Profile
 from ds_autotuning.saved import Saved
 from ds_core.accelerator.cpu import CpuAccelerator
+from ds_core.config import Trait
 from ds_core.context import StashKey
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Look:
                 self.model.facts["sequence_length"] = length  # type: ignore[index]
 
         handle = module.register_forward_pre_hook(saw, with_kwargs=True)
-        if not {"compile", "activation_checkpointing"} & set(self.ctx.config.sections):
+        if not self.ctx.config.has(Trait.CHANGES_SAVED):
             self._saved = Saved(module)
         return module
 

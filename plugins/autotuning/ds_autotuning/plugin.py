@@ -44,8 +44,8 @@ def ds_open(ctx: Context) -> None:
     """Measuring begins."""
     from ds_autotuning.config import Autotuning
 
-    section = ctx.config.section("autotuning")
-    if isinstance(section, Autotuning) and section.measures:
+    section = ctx.config.section(Autotuning)
+    if section is not None and section.measures:
         from ds_autotuning.limits import limit_memory
         from ds_autotuning.measuring import Measuring
 
@@ -58,8 +58,8 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     """In a profile run: look at the model before anybody changes it."""
     from ds_autotuning.config import Autotuning
 
-    section = ctx.config.section("autotuning")
-    if not (isinstance(section, Autotuning) and section.measures):
+    section = ctx.config.section(Autotuning)
+    if section is None or not section.measures:
         return []
     from ds_autotuning.measuring import profile_path
 

@@ -28,7 +28,7 @@ from ds_autotuning.launching import Launch, at
 from ds_autotuning.records import Forecast, Profile, Result, Row, Status
 from ds_autotuning.space import MICRO, Setting, Space, changes, installed_models, marked, merged, space_of
 from ds_autotuning.tuner import Tuning, tune
-from ds_core.config import read_config
+from ds_core.config import Trait, read_config
 from ds_core.errors import ConfigError, DSError, UsageError
 
 if TYPE_CHECKING:
@@ -241,7 +241,8 @@ class _Session:
         def documented(chosen: Composition) -> Forecast:
             core = chosen.config.core
             half = core.fp16.enabled or core.bf16.enabled
-            stage = getattr(chosen.config.section("zero_optimization"), "stage", 0)
+            divided = (Trait.PARTITIONS_STATES, Trait.PARTITIONS_GRADIENTS, Trait.RELEASES_WEIGHTS)
+            stage = sum(map(chosen.config.has, divided))
             mp_size = self.section.mp_size
             states = documented_bytes(profile.parameters, stage, max(world // mp_size, 1), bool(half), mp_size)
             return Forecast(states, 0.0, states=states)

@@ -21,8 +21,7 @@ class FolderCheckpointer(Checkpointer):
     """What saves and loads where the config names no other; its options are the section ``checkpoint``."""
 
     def __init__(self, ctx: Context) -> None:
-        section = ctx.config.section("checkpoint")
-        self._config = section if isinstance(section, CheckpointConfig) else CheckpointConfig()
+        self._config = ctx.config.section(CheckpointConfig) or CheckpointConfig()
         self._background = Background(ctx.accelerator)
         self._lock = FolderLock()
 

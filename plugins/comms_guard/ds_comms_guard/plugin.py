@@ -33,7 +33,7 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
     from ds_comms_guard.config import CommsGuard
     from ds_comms_guard.guard import guard_of_job
 
-    section = config.section("comms_guard")
+    section = config.section(CommsGuard)
     own = (item.rpartition("=")[2].strip() for item in config.core.plugins.load)
-    guard = guard_of_job(section if isinstance(section, CommsGuard) else CommsGuard(), packages=own)
+    guard = guard_of_job(section if section is not None else CommsGuard(), packages=own)
     return () if guard is None else (guard,)

@@ -27,8 +27,8 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     from ds_comms_logger.config import CommsLogger
     from ds_comms_logger.log import unknown_operations
 
-    section = config.section("comms_logger")
-    return unknown_operations(section) if isinstance(section, CommsLogger) else ()
+    section = config.section(CommsLogger)
+    return unknown_operations(section) if section is not None else ()
 
 
 def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
@@ -36,6 +36,6 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
     from ds_comms_logger.config import CommsLogger
     from ds_comms_logger.log import configure
 
-    section = config.section("comms_logger")
-    log = configure(section) if isinstance(section, CommsLogger) else None
+    section = config.section(CommsLogger)
+    log = configure(section) if section is not None else None
     return () if log is None else (log,)

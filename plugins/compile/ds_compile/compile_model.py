@@ -103,8 +103,8 @@ def compile_model(
             "compile(compiled_autograd_enabled=True) is not supported: gradients are taken over and reduced by hooks "
             "while backward runs, which a compiled backward would run at its end; leave it out"
         )
-    ctx, section = engine.ctx, engine.config.section("compile")
-    section = section if isinstance(section, CompileConfig) else CompileConfig()
+    ctx = engine.ctx
+    section = engine.config.section(CompileConfig) or CompileConfig()
     if schedule is not None and not section.deepcompile:
         raise UsageError('compile(schedule=...) needs "compile": {"deepcompile": true} in the config')
     steps = {int(step): tuple(passes) for step, passes in schedule} if schedule is not None else {}
@@ -157,9 +157,9 @@ def _refuse_graphs_of_the_device(options: Mapping[str, Any]) -> None:
 def after_step(ctx: Context, step: int) -> None:
     """A step is done: say once that nothing is compiled, or begin what the schedule has for the next one."""
     compiled = ctx.stash.get(COMPILED)
-    section = ctx.config.section("compile")
+    section = ctx.config.section(CompileConfig)
     if compiled is None:
-        if isinstance(section, CompileConfig) and section.deepcompile and step == 0:
+        if section is not None and section.deepcompile and step == 0:
             log.warning("compile.deepcompile is set, but nothing is compiled: call engine.compile() before training")
     elif (passes := compiled.schedule.pop(step + 1, None)) is not None:
         compiled.use(passes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, option
+from ds_core.config import Section, Trait, option
 
 __all__ = ["CompileConfig"]
 
@@ -80,6 +82,10 @@ class CompileConfig(Section):
     symmetric_memory: bool = option(
         False, "Gathers by symmetric memory.", not_offered="no provider of collectives uses symmetric memory"
     )
+
+    def traits(self) -> Iterable[str]:
+        """Each pass by its name; compiled graphs save what they like."""
+        return [Trait.CHANGES_SAVED, *(f"{Trait.COMPILE_PASS}{name.lower()}" for name in self.passes or ())]
 
     @model_validator(mode="after")
     def _passes_are_switched_on(self) -> Self:

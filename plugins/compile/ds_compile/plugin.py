@@ -35,8 +35,8 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     from ds_core.catalogue import install, offered_by
     from ds_core.errors import Problem, did_you_mean
 
-    section = config.section("compile")
-    wanted = section.passes or () if isinstance(section, CompileConfig) else ()
+    section = config.section(CompileConfig)
+    wanted = section.passes or () if section is not None else ()
     known = plugins.named("ds_compile_passes", "compile_passes")
     for index, name in enumerate(wanted):
         if name.lower() in known:
@@ -62,8 +62,8 @@ def ds_open(ctx: Context) -> None:
     """With ``compile.at_start`` the model is compiled now, on every rank."""
     from ds_compile.config import CompileConfig
 
-    section = ctx.config.section("compile")
-    if isinstance(section, CompileConfig) and section.at_start:
+    section = ctx.config.section(CompileConfig)
+    if section is not None and section.at_start:
         from ds_compile.compile_model import compile_model
 
         compile_model(cast("Engine", ctx.engine), section.backend)
@@ -73,8 +73,8 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
     """Where the config asks for it: waits around reductions and gathers."""
     from ds_compile.config import CompileConfig
 
-    section = config.section("compile")
-    if not isinstance(section, CompileConfig):
+    section = config.section(CompileConfig)
+    if section is None:
         return ()
     from ds_compile.waits import waits_of
 

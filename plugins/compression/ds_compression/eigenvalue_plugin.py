@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ds_core.config import Trait
 from ds_core.entries import Phase, Transform
 from ds_core.errors import Problem
 
@@ -30,9 +31,9 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     if _section(config) is None:
         return []
     found = []
-    if config.section("pipeline") is not None:
+    if config.has(Trait.DIVIDES_DEPTH):
         found.append(Problem("eigenvalue.enabled", "does not go with pipelines", "switch it off"))
-    if getattr(config.section("zero_optimization"), "stage", 0) == 3:
+    if config.has(Trait.RELEASES_WEIGHTS):
         why = "does not go with zero_optimization.stage 3: the weights are not there for second derivatives"
         found.append(Problem("eigenvalue.enabled", why, "switch it off, or use a lower stage"))
     return found
@@ -72,5 +73,5 @@ def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:
 def _section(config: RunConfig) -> EigenvalueConfig | None:
     from ds_compression.eigenvalue_config import EigenvalueConfig
 
-    section = config.section("eigenvalue")
-    return section if isinstance(section, EigenvalueConfig) and section.enabled else None
+    section = config.section(EigenvalueConfig)
+    return section if section is not None and section.enabled else None

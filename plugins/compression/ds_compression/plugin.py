@@ -61,5 +61,4 @@ def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:
 def _section(ctx: Context) -> CompressionConfig | None:
     from ds_compression.config import CompressionConfig
 
-    section = ctx.config.section("compression_training")
-    return section if isinstance(section, CompressionConfig) else None
+    return ctx.config.section(CompressionConfig)

@@ -18,8 +18,8 @@ ROOT = "compression_training"
 def section_of(config: Any) -> CompressionConfig:
     """The section of a config. Raises ConfigError where there is none."""
     chosen_config = compose(config).config
-    section = chosen_config.section(ROOT)
-    if not isinstance(section, CompressionConfig):
+    section = chosen_config.section(CompressionConfig)
+    if section is None:
         raise ConfigError(f"it has no section {ROOT}, or nothing in it is enabled", chosen_config.origin)
     return section
 

@@ -190,8 +190,8 @@ class _Scores:
 
     def update(self, pruned: Mapping[str, tuple[Compressed, Mask]], gradients: Gradients) -> None:
         """Add this step's products, and make the masks of the next step where the schedule has new ones. Collective."""
-        section = self.ctx.config.section("compression_training")
-        assert isinstance(section, CompressionConfig)
+        section = self.ctx.config.section(CompressionConfig)
+        assert section is not None
         shared = section.sparse_pruning.shared_parameters
         coming = gradients.step + 1  # the step that the masks are for
         if coming > max(shared.end, 1):

@@ -98,9 +98,10 @@ def _schedules(ctx: Context) -> dict[str, Schedule]:
     from ds_data_sampling.config import DataEfficiency, LegacyCurriculum
 
     found: dict[str, Schedule] = {}
-    lengths, section = ctx.config.section("curriculum_learning"), ctx.config.section("data_efficiency")
-    if isinstance(lengths, LegacyCurriculum) and lengths.enabled:
+    lengths = ctx.config.section(LegacyCurriculum)
+    section = ctx.config.section(DataEfficiency)
+    if lengths is not None and lengths.enabled:
         found["seqlen"] = lengths
-    if isinstance(section, DataEfficiency) and section.curriculum is not None:
+    if section is not None and section.curriculum is not None:
         found |= section.curriculum.curriculum_metrics
     return found

@@ -29,15 +29,15 @@ def ds_charts(config: RunConfig) -> Iterable[Chart]:
     from ds_data_sampling.config import LegacyCurriculum
     from ds_data_sampling.drawing import charts
 
-    section = config.section("curriculum_learning")
-    return charts(section) if isinstance(section, LegacyCurriculum) else []
+    section = config.section(LegacyCurriculum)
+    return charts(section) if section is not None else []
 
 
 def _switched_on(ctx: Context) -> LegacyCurriculum | None:
     from ds_data_sampling.config import LegacyCurriculum
 
-    section = ctx.config.section("curriculum_learning")
-    return section if isinstance(section, LegacyCurriculum) and section.enabled else None
+    section = ctx.config.section(LegacyCurriculum)
+    return section if section is not None and section.enabled else None
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:

@@ -213,6 +213,6 @@ class RandomLTDScheduler:
 
 def random_ltd_schedule(engine: Any) -> RandomLTDScheduler | None:
     """The schedule of an engine's run; None where no tokens are dropped."""
-    section = engine.ctx.config.section("data_efficiency")
-    routing = section.random_ltd if isinstance(section, DataEfficiency) else None
+    section = engine.ctx.config.section(DataEfficiency)
+    routing = section.random_ltd if section is not None else None
     return None if routing is None else RandomLTDScheduler(engine, routing)

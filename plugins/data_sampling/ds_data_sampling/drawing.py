@@ -54,9 +54,8 @@ def charts(section: DataEfficiency | LegacyCurriculum) -> list[Chart]:
 def schedules_of(config: RunConfig) -> dict[str, Schedule]:
     """The schedules of a run, by metric; that of the section curriculum_learning has the section's name."""
     found: dict[str, Schedule] = {}
-    for name in ("data_efficiency", "curriculum_learning"):
-        section = config.section(name)
-        if isinstance(section, (DataEfficiency, LegacyCurriculum)):
+    for section in (config.section(DataEfficiency), config.section(LegacyCurriculum)):
+        if section is not None:
             found |= _schedules(section)
     return found
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_core.data import Loader, LoaderRequest
     from ds_core.entries import Chart, CommandEntry, Ref, Transform
     from ds_core.errors import Problem
+    from ds_core.plugins import Plugins
     from ds_data_sampling.config import DataEfficiency, DataSampling
 
 __all__ = [
@@ -34,19 +35,21 @@ def ds_config() -> type[DataEfficiency]:
     return DataEfficiency
 
 
-def ds_check(config: RunConfig) -> Iterable[Problem]:
+def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     """Layers that drop tokens must see whole sequences, and all of them."""
+    from ds_core.config import Trait
     from ds_core.errors import Problem
     from ds_data_sampling.config import DataEfficiency
 
-    section = config.section("data_efficiency")
-    if not isinstance(section, DataEfficiency) or section.random_ltd is None:
+    section = config.section(DataEfficiency)
+    if section is None or section.random_ltd is None:
         return []
     path, problems = "data_efficiency.data_routing.random_ltd.enabled", []
-    if config.section("pipeline") is not None:
+    if config.has(Trait.DIVIDES_DEPTH):
         why = "does not go with pipelines: a stage does not know which layers it has"
         problems.append(Problem(path, why, "switch it off, or train without a PipelineModule"))
-    if config.section("sequence_parallel_size") is not None:
+    axes = (axis for answer in plugins.ask("ds_mesh_axes", config=config) for axis in answer.value)
+    if any(axis.same_batch and axis.size > 1 for axis in axes):
         why = "does not go with sequence parallelism: a rank does not have the tokens that layers choose among"
         problems.append(Problem(path, why, "switch one of them off"))
     return problems
@@ -64,8 +67,8 @@ def ds_charts(config: RunConfig) -> Iterable[Chart]:
     from ds_data_sampling.config import DataEfficiency
     from ds_data_sampling.drawing import charts
 
-    section = config.section("data_efficiency")
-    return charts(section) if isinstance(section, DataEfficiency) else []
+    section = config.section(DataEfficiency)
+    return charts(section) if section is not None else []
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
@@ -80,8 +83,7 @@ def ds_engine_methods() -> Mapping[str, Ref]:
 def _section(ctx: Context) -> DataEfficiency:
     from ds_data_sampling.config import DataEfficiency
 
-    section = ctx.config.section("data_efficiency")
-    return section if isinstance(section, DataEfficiency) else DataEfficiency()
+    return ctx.config.section(DataEfficiency) or DataEfficiency()
 
 
 def _sampling(ctx: Context) -> DataSampling | None:

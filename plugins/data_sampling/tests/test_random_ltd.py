@@ -237,3 +237,6 @@ def test_what_does_not_go_together_is_an_error() -> None:
         compose({**config, "pipeline": {"stages": 2}})
     with pytest.raises(ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"):
         compose({**config, "sequence_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"):
+        compose({**config, "sequence_parallel": {"size": 2}})
+    compose({**config, "sequence_parallel": {"size": 1}})

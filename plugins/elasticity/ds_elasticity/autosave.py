@@ -37,8 +37,8 @@ def ds_config() -> type[BaseModel]:
 def _section(ctx: Context) -> Autosave:
     from ds_elasticity.config import Autosave
 
-    section = ctx.config.section("autosave")
-    assert isinstance(section, Autosave)
+    section = ctx.config.section(Autosave)
+    assert section is not None
     return section
 
 

@@ -18,6 +18,8 @@ VERSIONS = (0.1, 0.2)
 class Autosave(Section):
     """Checkpoints by themselves, and the folder from which ``engine.resume()`` goes on."""
 
+    writes_outside = ("every", "on_sigterm")
+
     folder: str = option(..., "Where checkpoints are saved; every rank must see it.", min_length=1)
     every: int = option(0, "Steps from one checkpoint to the next; 0: only when the run is told to stop.", ge=0)
     on_sigterm: bool = option(

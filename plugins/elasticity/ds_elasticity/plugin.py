@@ -27,8 +27,8 @@ def ds_config() -> type[Elasticity]:
 def _switched_on(config: RunConfig) -> Elasticity | None:
     from ds_elasticity.config import Elasticity
 
-    section = config.section("elasticity")
-    return section if isinstance(section, Elasticity) and section.enabled else None
+    section = config.section(Elasticity)
+    return section if section is not None and section.enabled else None
 
 
 def ds_check(config: RunConfig) -> Iterator[Problem]:

@@ -26,8 +26,8 @@ COUNTED = ("forward", "backward")
 
 def profile_of(ctx: Context) -> StepProfile | None:
     """The profile that the config asks for; None where it is off, or its step has passed."""
-    section = ctx.config.section("flops_profiler")
-    if isinstance(section, FlopsProfilerConfig) and section.enabled and ctx.engine.global_steps <= section.profile_step:
+    section = ctx.config.section(FlopsProfilerConfig)
+    if section is not None and section.enabled and ctx.engine.global_steps <= section.profile_step:
         return StepProfile(ctx, section)
     return None
 

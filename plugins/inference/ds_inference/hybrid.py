@@ -155,8 +155,8 @@ def _state(ctx: Context) -> _State:
 
 
 def _section(ctx: Context) -> HybridEngine:
-    section = ctx.config.section("hybrid_engine")
-    assert isinstance(section, HybridEngine)
+    section = ctx.config.section(HybridEngine)
+    assert section is not None
     return section
 
 

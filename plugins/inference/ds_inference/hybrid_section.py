@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from ds_core.config import Trait
 from ds_core.errors import ConfigError, Problem
 from ds_inference.axes import tp_size
 from ds_inference.hybrid_config import HybridEngine
@@ -27,13 +28,13 @@ def ds_config() -> type[BaseModel]:
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     """Keys that exclude each other."""
-    section = config.section("hybrid_engine")
-    if not isinstance(section, HybridEngine) or not section.enabled:
+    section = config.section(HybridEngine)
+    if section is None or not section.enabled:
         return
     path = "hybrid_engine.enable_cuda_graph"
     if section.enable_cuda_graph and section.release_inference_cache:
         yield Problem(path, "a graph reads the cache where it was recorded", "set release_inference_cache to false")
-    if section.enable_cuda_graph and getattr(config.section("zero_optimization"), "stage", 0) == 3:
+    if section.enable_cuda_graph and config.has(Trait.RELEASES_WEIGHTS):
         yield Problem(path, "stage 3 gathers weights anew, and a graph reads them where they were", "set stage 0 to 2")
     size = tp_size(config, plugins)
     if section.inference_tp_size not in (1, size):
@@ -45,8 +46,8 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
 
 
 def _on(ctx: Context) -> bool:
-    section = ctx.config.section("hybrid_engine")
-    return isinstance(section, HybridEngine) and section.enabled
+    section = ctx.config.section(HybridEngine)
+    return section is not None and section.enabled
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:
@@ -56,8 +57,8 @@ def ds_engine_methods() -> Mapping[str, Ref]:
 
 def ds_open(ctx: Context) -> None:
     """A graph is recorded on CUDA alone."""
-    section = ctx.config.section("hybrid_engine")
-    if not isinstance(section, HybridEngine) or not section.enabled:
+    section = ctx.config.section(HybridEngine)
+    if section is None or not section.enabled:
         return
     if section.enable_cuda_graph and (kind := ctx.accelerator.device_type) != "cuda":
         problem = Problem("hybrid_engine.enable_cuda_graph", f"the model is on {kind}", "leave the key out")

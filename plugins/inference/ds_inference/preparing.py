@@ -20,7 +20,7 @@ from ds_run_state.slices import SLICES, Slice
 from torch import nn
 
 import ds_core
-from ds_core.config import ConfigSource
+from ds_core.config import ConfigSource, Trait
 from ds_core.context import Context
 from ds_core.errors import ConfigError
 from ds_core.process import log_once
@@ -123,7 +123,7 @@ def quantise_for_run(model: nn.Module, section: WeightQuantization, ctx: Context
     """
     named = section.post_init_quant or section.quantized_initialization
     quantise(model, section, 0 if named else section.num_bits, True, ctx)
-    if getattr(ctx.config.section("zero_optimization"), "stage", 0) == 3:
+    if ctx.config.has(Trait.RELEASES_WEIGHTS):
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 numbers = module._buffers.pop("q")

@@ -27,8 +27,8 @@ def ds_config() -> type[BaseModel]:
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     """Layers that ranks divide are cut as they are trained."""
-    section = config.section("weight_quantization")
-    if not isinstance(section, WeightQuantization) or not section.enabled:
+    section = config.section(WeightQuantization)
+    if section is None or not section.enabled:
         return
     if tp_size(config, plugins) > 1:
         what = "layers that tensor parallelism divides are not quantised here"
@@ -39,8 +39,8 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
     """Quantise before anything looks at the layers."""
-    section = ctx.config.section("weight_quantization")
-    if not isinstance(section, WeightQuantization) or not section.enabled:
+    section = ctx.config.section(WeightQuantization)
+    if section is None or not section.enabled:
         return ()
     from ds_inference.preparing import quantise_for_run
 

@@ -43,8 +43,8 @@ def replace(model: nn.Module, ctx: Context) -> nn.Module:
 
     Raises ConfigError when no block is found, or one does not fit the config.
     """
-    section = ctx.config.section("expert_parallel")
-    assert isinstance(section, ExpertParallelConfig)
+    section = ctx.config.section(ExpertParallelConfig)
+    assert section is not None
     if not ctx.mesh.has("ep") or ctx.mesh.size("ep") != section.autoep_size:
         raise config_error(ctx, "autoep_size", f"{section.autoep_size} needs a mesh axis of that size", "leave out mpu")
     if ctx.mesh.has("tp") and ctx.mesh.size("tp") > 1:

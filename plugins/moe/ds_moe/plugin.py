@@ -47,8 +47,8 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """``ep``, folded inside dp: each rank has different tokens."""
     from ds_moe.config import ExpertParallelConfig
 
-    section = config.section("expert_parallel")
-    return [Axis("ep", section.autoep_size if isinstance(section, ExpertParallelConfig) else 1, inside="dp")]
+    section = config.section(ExpertParallelConfig)
+    return [Axis("ep", section.autoep_size if section is not None else 1, inside="dp")]
 
 
 def ds_param_axes(name: str, ctx: Context) -> Collection[str]:
@@ -80,8 +80,8 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
 
         return replace(model, ctx)
 
-    section = ctx.config.section("expert_parallel")
-    auto = isinstance(section, ExpertParallelConfig) and section.enabled
+    section = ctx.config.section(ExpertParallelConfig)
+    auto = section is not None and section.enabled
     return [*([Transform(Phase.SUBSTITUTE, replace)] if auto else []), Transform(Phase.SHARD, bind)]
 
 

@@ -51,10 +51,10 @@ class AsyncIO(Section):
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterator[Problem]:
     """Says once where the section has nothing to do; else refuses GPUDirect."""
-    section = config.section("aio")
+    section = config.section(AsyncIO)
     if not _uses_nvme(config.raw):
         log_once(log, logging.INFO, "section aio has no effect: nothing is offloaded to NVMe")
-    elif isinstance(section, AsyncIO) and section.use_gds:
+    elif section is not None and section.use_gds:
         yield Problem(
             "aio.use_gds", "GPUDirect storage is not supported: files are read into host memory", "set it to false"
         )

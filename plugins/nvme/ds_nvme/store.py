@@ -282,8 +282,8 @@ class NvmeStore(StateStore):
 
 def _section(ctx: Context) -> AsyncIO:
     config = getattr(ctx, "config", None)
-    section = config.section("aio") if config is not None else None
-    return section if isinstance(section, AsyncIO) else AsyncIO()
+    section = config.section(AsyncIO) if config is not None else None
+    return section if section is not None else AsyncIO()
 
 
 def _storages(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, option
+from ds_core.config import Section, Trait, option
 
 __all__ = ["PipelineConfig"]
 
@@ -53,6 +54,10 @@ class PipelineConfig(Section):
         "then; 'micro_batch' reduces after each micro-batch, so that only this rank's part is kept.",
         json_schema_extra={"x-ds-tune": {"values": ["batch", "micro_batch"], "needs": "pipeline", "stages": [2, 3]}},
     )
+
+    def traits(self) -> Iterable[str]:
+        """Whoever has the section has stages."""
+        return (Trait.DIVIDES_DEPTH,)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

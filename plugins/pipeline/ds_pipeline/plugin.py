@@ -50,7 +50,7 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     """A pipeline runs all micro-batches of a batch in one call, so the caller cannot place the boundaries."""
     from ds_pipeline.config import PipelineConfig
 
-    if isinstance(config.section("pipeline"), PipelineConfig) and not config.core.managed_gradient_accumulation:
+    if config.section(PipelineConfig) is not None and not config.core.managed_gradient_accumulation:
         why = "false is not possible with a pipeline: train_batch runs every micro-batch of a batch and then steps"
         return [Problem("managed_gradient_accumulation", why, "leave it out")]
     return []
@@ -60,8 +60,8 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """``pp`` as the outermost axis: messages between stages are small."""
     from ds_pipeline.config import PipelineConfig
 
-    section = config.section("pipeline")
-    stages = section.stages if isinstance(section, PipelineConfig) else 1
+    section = config.section(PipelineConfig)
+    stages = section.stages if section is not None else 1
     return [Axis("pp", stages if isinstance(stages, int) else 1, outermost=True)]
 
 

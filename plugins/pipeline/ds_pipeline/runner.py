@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ds_core.precision import cast_floats, forward_context
 from ds_core.runner import Runner, check_loss, loss_of
 from ds_pipeline import schedule as s
 from ds_pipeline.choose import make_schedule
+from ds_pipeline.config import PipelineConfig
 from ds_pipeline.micro_batches import BatchRequest, agree, signature, take_micro_batches, to_device
 from ds_pipeline.module import PipelineModule
 from ds_pipeline.split_backward import WeightBackward, backward_inputs
@@ -30,7 +31,6 @@ from ds_pipeline.validate import ScheduleError, check
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.running import RunningEngine
-    from ds_pipeline.config import PipelineConfig
 
 __all__ = ["PipelineRunner", "prepare"]
 
@@ -42,13 +42,19 @@ BY_HAND = (
 )
 
 
+def _section(ctx: Context) -> PipelineConfig:
+    section = ctx.config.section(PipelineConfig)
+    assert section is not None
+    return section
+
+
 def prepare(model: nn.Module, ctx: Context) -> nn.Module:
     """Check that `model` was built for this run, and apply the config section to it."""
     if not isinstance(model, PipelineModule):
         raise UsageError(
             f"the config has a section pipeline, but the model is a {type(model).__name__}; give a PipelineModule"
         )
-    section = cast("PipelineConfig", ctx.config.section("pipeline"))
+    section = _section(ctx)
     own = ("_grid", "activation_checkpoint_interval", "use_reentrant", "shapes_known")
     before = {name: vars(model)[name] for name in own}
     ctx.undo(lambda: vars(model).update(before))
@@ -93,7 +99,7 @@ class PipelineRunner(Runner):
     def __init__(self, ctx: Context) -> None:
         assert isinstance(ctx.module, PipelineModule)
         self.ctx, self.module = ctx, ctx.module
-        self.section = cast("PipelineConfig", ctx.config.section("pipeline"))
+        self.section = _section(ctx)
         self.stages, self.stage, self.chunks = self.module.num_stages, self.module.stage_id, self.module.chunks
         self.parts = self.stages * self.chunks
         split = (self.section.pipe_partitioned, self.section.pipe_partitioned and self.section.grad_partitioned)

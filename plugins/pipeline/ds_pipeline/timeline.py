@@ -23,10 +23,13 @@ ROW, LEFT, TOP = 26, 64, 30
 
 def timeline(config: RunConfig) -> list[Chart]:
     """What ``dscore plan`` shows: the schedule of the section ``pipeline``, where it has a number of stages."""
-    section, count = config.section("pipeline"), config.core.gradient_accumulation_steps
-    if not isinstance(section, PipelineConfig):
+    section = config.section(PipelineConfig)
+    if section is None:
         return []
-    stages, chunks, count = section.stages, section.chunks, count if isinstance(count, int) else 1
+    stages = section.stages
+    chunks = section.chunks
+    gas = config.core.gradient_accumulation_steps
+    count = gas if isinstance(gas, int) else 1
     if not isinstance(stages, int):
         hint = 'the PipelineModule decides the number of stages; with "stages" in the config, they are drawn here'
         return [Chart("pipeline", "pipeline", hint)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ds_core.config import Trait
 from ds_core.entries import Phase, Ref, Transform
 from ds_core.errors import Problem
 
@@ -27,7 +28,7 @@ def ds_config() -> type[BaseModel]:
 
 def ds_check(config: RunConfig) -> Iterable[Problem]:
     """A stage of a pipeline knows only its own layers."""
-    if _section(config) is None or config.section("pipeline") is None:
+    if _section(config) is None or not config.has(Trait.DIVIDES_DEPTH):
         return []
     why = "does not go with pipelines: a stage does not know how deep its layers are, and its forward is not called"
     return [Problem("progressive_layer_drop.enabled", why, "switch it off, or train without a PipelineModule")]
@@ -62,5 +63,5 @@ def get_pld_theta(engine: Any) -> float:
 def _section(config: RunConfig) -> ProgressiveLayerDropConfig | None:
     from ds_progressive_layer_drop.config import ProgressiveLayerDropConfig
 
-    section = config.section("progressive_layer_drop")
-    return section if isinstance(section, ProgressiveLayerDropConfig) and section.enabled else None
+    section = config.section(ProgressiveLayerDropConfig)
+    return section if section is not None and section.enabled else None

@@ -14,6 +14,8 @@ __all__ = ["RunRecord"]
 class RunRecord(Section):
     """Where a run keeps its record, which ``dscore report`` and ``dscore top`` read."""
 
+    writes_outside = ("enabled",)
+
     enabled: bool = option(True, "Write the record.")
     folder: str = option("runs/run", "Folder of the record; a run that goes on in it appends.")
     seconds: float = option(1.0, "How often each rank writes, in the background.", gt=0, le=3600)

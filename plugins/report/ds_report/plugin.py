@@ -56,8 +56,8 @@ def ds_open(ctx: Context) -> None:
     from ds_report.config import RunRecord
     from ds_report.recorder import Recorder
 
-    section = ctx.config.section("run_record")
-    if isinstance(section, RunRecord) and section.enabled:
+    section = ctx.config.section(RunRecord)
+    if section is not None and section.enabled:
         ctx.stash[RECORDER] = Recorder.of(ctx, section)
 
 

@@ -34,8 +34,8 @@ def ds_config() -> type[BaseModel]:
 
 def ds_check(config: RunConfig) -> Iterable[Problem]:
     """Gradients travel once, over all data-parallel ranks, those of a sequence among them: in one dtype."""
-    section = config.section("seq_parallel_communication_data_type")
-    if not isinstance(section, SequenceCommunicationDtype):
+    section = config.section(SequenceCommunicationDtype)
+    if section is None:
         return
     asked = section.root.removeprefix("torch.")
     asked = _SPELLINGS.get(asked, asked)

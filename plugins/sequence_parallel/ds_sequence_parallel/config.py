@@ -85,13 +85,12 @@ class SequenceParallelConfig(Section):
 
 def settings(config: RunConfig) -> SequenceParallelConfig:
     """The section ``sequence_parallel``; its defaults where the config has `sequence_parallel_size` alone."""
-    section = config.section("sequence_parallel")
-    return section if isinstance(section, SequenceParallelConfig) else SequenceParallelConfig()
+    return config.section(SequenceParallelConfig) or SequenceParallelConfig()
 
 
 def sp_size(config: RunConfig) -> int:
     """The size of the axis ``sp``."""
     if (size := settings(config).size) is not None:
         return size
-    section = config.section("sequence_parallel_size")
-    return section.root if isinstance(section, SequenceParallelSize) else 1
+    section = config.section(SequenceParallelSize)
+    return section.root if section is not None else 1

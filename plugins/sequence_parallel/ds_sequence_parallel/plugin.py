@@ -28,8 +28,9 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     """The two keys of the size agree."""
     from ds_sequence_parallel.config import SequenceParallelSize, settings
 
-    size, other = settings(config).size, config.section("sequence_parallel_size")
-    if size is not None and isinstance(other, SequenceParallelSize) and other.root != size:
+    size = settings(config).size
+    other = config.section(SequenceParallelSize)
+    if size is not None and other is not None and other.root != size:
         why = f"is {size}, but sequence_parallel_size is {other.root}"
         yield Problem("sequence_parallel.size", why, "give one of the two")
 
@@ -43,6 +44,7 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
     """Inputs are cut, and attention is exchanged, unless a compile pass does that; then tiles and offloading."""
+    from ds_core.config import Trait
     from ds_sequence_parallel.config import settings
 
     def divide(model):  # type: ignore[no-untyped-def]
@@ -56,8 +58,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
         return save_memory(model, ctx)
 
     asked = settings(ctx.config)
-    passes = getattr(ctx.config.section("compile"), "passes", None) or ()
-    if "autosp" not in passes:
+    if not ctx.config.has(f"{Trait.COMPILE_PASS}autosp"):
         yield Transform(Phase.SHARD, divide)
     if (asked.tiled_mlp or asked.tiled_loss or asked.offload_activations) is not None:
         yield Transform(Phase.RECOMPUTE, save_memory)

@@ -28,12 +28,14 @@ def ds_config() -> type[BaseModel]:
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """See `ds_sequence_parallel.plugin`."""
     from ds_sequence_parallel import plugin
+    from ds_sequence_parallel.config import SequenceParallelConfig
 
-    return plugin.ds_mesh_axes(config) if config.section("sequence_parallel") is None else []
+    return plugin.ds_mesh_axes(config) if config.section(SequenceParallelConfig) is None else []
 
 
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
     """See `ds_sequence_parallel.plugin`."""
     from ds_sequence_parallel import plugin
+    from ds_sequence_parallel.config import SequenceParallelConfig
 
-    return plugin.ds_transforms(ctx) if ctx.config.section("sequence_parallel") is None else []
+    return plugin.ds_transforms(ctx) if ctx.config.section(SequenceParallelConfig) is None else []

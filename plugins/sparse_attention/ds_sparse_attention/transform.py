@@ -26,8 +26,8 @@ _names = itertools.count()
 
 def make_sparse(model: nn.Module, ctx: Context) -> nn.Module:
     """Switch sparse attention on; raises UsageError where the model has no attention that could be."""
-    config = ctx.config.section("sparse_attention")
-    assert isinstance(config, SparseAttentionConfig)
+    config = ctx.config.section(SparseAttentionConfig)
+    assert config is not None
     attention = SparseAttention(config)
     mine = [m for m in model.modules() if isinstance(m, SparseSelfAttention)]
     theirs = [m for m in model.modules() if _of_transformers(m)][:1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ds_core.config import Trait
 from ds_core.errors import Problem
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def ds_config() -> type[BaseModel]:
 
 def ds_check(config: RunConfig) -> Iterable[Problem]:
     """ZeRO cuts gradients into flat shards, which have no rows."""
-    if not _is_on(config) or getattr(config.section("zero_optimization"), "stage", 0) == 0:
+    if not _is_on(config) or not config.has(Trait.PARTITIONS_STATES):
         return []
     why = "does not go with zero_optimization.stage 1 to 3: their shards of gradients have no rows"
     return [Problem("sparse_gradients", why, "set zero_optimization.stage to 0, or leave sparse_gradients out")]
@@ -42,4 +43,7 @@ def ds_partitioner(ctx: Context) -> Partitioner | None:
 
 
 def _is_on(config: RunConfig) -> bool:
-    return bool(getattr(config.section("sparse_gradients"), "root", False))
+    from ds_sparse_gradients.config import SparseGradients
+
+    section = config.section(SparseGradients)
+    return section is not None and section.root

@@ -102,7 +102,9 @@ def hooks(key: str) -> Hooks:
 
 def dump(ctx: Context) -> None:
     """``dump_state``: log the run's whole configuration."""
-    section: Any = ctx.config.section("dump_state")
+    from ds_step_log.config import DumpState
+
+    section = ctx.config.section(DumpState)
     if section is not None and section.root:
         from ds_core.process import show_log
         from ds_step_log.step_log import log

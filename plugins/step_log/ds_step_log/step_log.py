@@ -10,12 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ds_step_log.clocks import PHASES, Later, StepClock, StepTimes, Totals
-from ds_step_log.config import MemorySnapshot, Timers
+from ds_step_log.config import MemoryBreakdown, MemorySnapshot, StepsPerPrint, Timers, WallClockBreakdown
 from ds_step_log.memory import GIB, PhaseMemory, Used
 from ds_step_log.snapshot import Snapshot
 from ds_step_log.tokens import count_tokens
 
 if TYPE_CHECKING:
+    from pydantic import RootModel
+
     from ds_core.context import Context
     from ds_core.running import RunningEngine
 
@@ -34,14 +36,14 @@ class StepLog:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._timed = bool(self._key("wall_clock_breakdown"))
-        self._prints_memory = bool(self._key("memory_breakdown"))
-        chosen = ctx.config.section("memory_snapshot")
-        self.snapshot = Snapshot(ctx, chosen) if isinstance(chosen, MemorySnapshot) and chosen.enabled else None
+        self._timed = bool(self._key(WallClockBreakdown))
+        self._prints_memory = bool(self._key(MemoryBreakdown))
+        chosen = ctx.config.section(MemorySnapshot)
+        self.snapshot = Snapshot(ctx, chosen) if chosen is not None and chosen.enabled else None
         self._memory = PhaseMemory(ctx.accelerator) if self._prints_memory or self.snapshot is not None else None
         measured = self._timed or self._prints_memory
-        section = ctx.config.section("timers")
-        self._throughput = (section if isinstance(section, Timers) else Timers()).throughput
+        section = ctx.config.section(Timers)
+        self._throughput = (section if section is not None else Timers()).throughput
         new_event = ctx.accelerator.new_event if self._throughput.synchronized or self._timed else _host_event
         self._clock = StepClock(new_event, phases=self._timed)
         self._totals = Totals()
@@ -52,7 +54,7 @@ class StepLog:
         self._last: StepTimes | None = None
         self._used: dict[str, Used] = {}
         # Breakdowns are asked for to be read, so they are printed even when no period is given.
-        period = self._key("steps_per_print")
+        period = self._key(StepsPerPrint)
         self._every = period or (BREAKDOWN_EVERY if measured else 0)
         self._print_first = measured and not period
         self._counts_tokens = self._throughput.enabled and self._throughput.tokens_per_sample is None
@@ -64,8 +66,8 @@ class StepLog:
         self._looked = -math.inf
         self._allocated = self._peak = 0
 
-    def _key(self, name: str) -> Any:
-        section: Any = self._ctx.config.section(name)
+    def _key(self, key: type[RootModel[Any]]) -> Any:
+        section = self._ctx.config.section(key)
         return None if section is None else section.root
 
     @property

@@ -18,8 +18,8 @@ __all__ = ["autotp"]
 
 def autotp(ctx: Context) -> None:
     """Layers divided over several ranks."""
-    section = ctx.config.section("tensor_parallel")
-    size = section.size if isinstance(section, TensorParallelConfig) else 1
+    section = ctx.config.section(TensorParallelConfig)
+    size = section.size if section is not None else 1
     if size < 2:
         raise UsageError(
             f"compile.passes: 'autotp' needs tensor_parallel.autotp_size of 2 or more, and the size is {size}; set it, "

@@ -32,8 +32,8 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """``tp``: its ranks have parts of the same layers, and work on the same samples."""
     from ds_tensor_parallel.config import TensorParallelConfig
 
-    section = config.section("tensor_parallel")
-    return [Axis("tp", section.size if isinstance(section, TensorParallelConfig) else 1)]
+    section = config.section(TensorParallelConfig)
+    return [Axis("tp", section.size if section is not None else 1)]
 
 
 def ds_param_axes(name: str, ctx: Context) -> Collection[str]:

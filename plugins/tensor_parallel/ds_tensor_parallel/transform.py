@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_core import comm
 from ds_core.comm import ALONE
+from ds_core.config import Trait
 from ds_core.errors import ConfigError, Problem, UsageError
 from ds_core.undo import Undo
 from ds_tensor_parallel.attention import keep_heads
@@ -77,8 +78,7 @@ def _check_shared(model: nn.Module, ctx: Context) -> None:
 
 
 def _divide(model: nn.Module, ctx: Context, undo: Undo) -> nn.Module:
-    section = ctx.config.section("tensor_parallel")
-    section = section if isinstance(section, TensorParallelConfig) else TensorParallelConfig()
+    section = ctx.config.section(TensorParallelConfig) or TensorParallelConfig()
     place = Place(ctx.mesh.group("tp"), ctx.mesh.size("tp"), ctx.mesh.index("tp"))
     plan = make_plan(model, section, place.size, ctx.config.origin)
     cuts = _Cuts(model, ctx, place)
@@ -140,7 +140,7 @@ def _overlaps(section: TensorParallelConfig, ctx: Context) -> bool:
     """Whether sums of gradients of inputs go on while gradients of weights are computed."""
     if not section.tp_overlap_comm:
         return False
-    if sharded := getattr(ctx.config.section("zero_optimization"), "stage", 0) == 3:
+    if sharded := ctx.config.has(Trait.RELEASES_WEIGHTS):
         if ctx.rank == 0:
             log.warning("tp_overlap_comm has no effect with ZeRO 3: weights come and go layer by layer")
     return not sharded

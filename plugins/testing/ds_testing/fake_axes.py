@@ -8,13 +8,12 @@ A parameter named ``held_pp_ep...`` anywhere in its path is held on exactly thos
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ds_core.config import Section, option
 from ds_core.entries import Axis
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from ds_core.config import RunConfig
     from ds_core.context import Context
 
@@ -24,21 +23,21 @@ FOLDED = ("ep", "sp")
 SAME_BATCH = ("sp",)
 
 
-def ds_config() -> type[BaseModel]:
+class FakeAxes(Section):
+    """The section ``fake_axes``."""
+
+    axes: dict[str, int] = option(..., "Axis name to size; ep and sp fold inside dp, others stand outside.")
+
+
+def ds_config() -> type[FakeAxes]:
     """Section ``fake_axes``."""
-    from pydantic import Field
-
-    from ds_core.config import Section
-
-    class FakeAxes(Section):
-        axes: dict[str, int] = Field(description="Axis name to size; ep and sp fold inside dp, others stand outside.")
-
     return FakeAxes
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """The axes that the section names."""
-    section: Any = config.section("fake_axes")
+    section = config.section(FakeAxes)
+    assert section is not None
     return [
         Axis(name, size, inside="dp" if name in FOLDED else None, same_batch=name in SAME_BATCH)
         for name, size in section.axes.items()

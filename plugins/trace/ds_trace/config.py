@@ -16,6 +16,8 @@ Rank = Annotated[int, Field(ge=0)]
 class TorchProfiler(Section):
     """Traces of some steps by torch.profiler, one file per rank."""
 
+    writes_outside = ("enabled",)
+
     enabled: bool = option(False, "Trace some steps.")
     folder: str = option(
         "traces", "The folder for the files, rank0.json.gz and so on; made if it is not there.", min_length=1

@@ -48,8 +48,8 @@ def ds_interceptors(config: RunConfig) -> Iterable[Interceptor]:
     from ds_trace.collectives import NamedCollectives
     from ds_trace.config import TorchProfiler
 
-    section = config.section("torch_profiler")
-    if not (isinstance(section, TorchProfiler) and section.enabled):
+    section = config.section(TorchProfiler)
+    if section is None or not section.enabled:
         return ()
     return [i for i in interceptors() if isinstance(i, NamedCollectives)] or (NamedCollectives(),)
 

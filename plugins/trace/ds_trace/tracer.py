@@ -25,8 +25,8 @@ log = logging.getLogger("ds_core.trace")
 
 def make_tracer(ctx: Context) -> Tracer | None:
     """The tracer of a run; None where ``torch_profiler`` is off."""
-    section = ctx.config.section("torch_profiler")
-    return Tracer(ctx, section) if isinstance(section, TorchProfiler) and section.enabled else None
+    section = ctx.config.section(TorchProfiler)
+    return Tracer(ctx, section) if section is not None and section.enabled else None
 
 
 class Tracer:

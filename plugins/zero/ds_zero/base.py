@@ -17,7 +17,7 @@ from ds_core.gradients import GradientShard
 from ds_core.params import GradGroup, check_grain
 from ds_core.partition import broadcast_module
 from ds_zero import states
-from ds_zero.config import switch
+from ds_zero.config import AllowUntestedOptimizer, switch
 from ds_zero.flat import FlatBucket, needs_full_tensors
 from ds_zero.grads import Reducer
 from ds_zero.local_grads import LocalGradients, serves
@@ -339,7 +339,7 @@ class ZeroPartitioner(WeightOwner):
 
 def _check_grain(ctx: Context) -> None:
     """Raise UsageError for an optimizer of unknown arithmetic, unless the config allows it."""
-    if ctx.grain is None and not switch(ctx.config, "zero_allow_untested_optimizer", False):
+    if ctx.grain is None and not switch(ctx.config, AllowUntestedOptimizer, False):
         raise UsageError(
             "zero_optimization: it is not known which elements this optimizer's arithmetic combines. Set "
             '"zero_allow_untested_optimizer": true, and one rank updates each parameter as a full tensor, which suits '

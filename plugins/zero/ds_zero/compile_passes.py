@@ -28,8 +28,8 @@ def z3(ctx: Context) -> None:
 
 
 def _check(ctx: Context, name: str, stages: tuple[int, ...]) -> None:
-    section = ctx.config.section("zero_optimization")
-    stage = section.stage if isinstance(section, ZeroConfig) else 0
+    section = ctx.config.section(ZeroConfig)
+    stage = section.stage if section is not None else 0
     if stage not in stages:
         wanted = " or ".join(map(str, stages))
         raise UsageError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, RootModel, field_validator, model_validator
 
-from ds_core.config import Section, option
+from ds_core.config import Section, Trait, option
 from ds_core.config.section import names_of, old_names
 
 if TYPE_CHECKING:
@@ -415,6 +415,11 @@ class ZeroConfig(Section):
             raise ValueError("a shard group has at least 1 rank; -1 turns MiCS off")
         return value
 
+    def traits(self) -> Iterable[str]:
+        """Each stage divides one thing more."""
+        divided = (Trait.PARTITIONS_STATES, Trait.PARTITIONS_GRADIENTS, Trait.RELEASES_WEIGHTS)
+        return divided[: self.stage]
+
     @property
     def weights_offload(self) -> OffloadParam | None:
         """`offload_param` where it has an effect: only stage 3 moves weights."""
@@ -446,7 +451,7 @@ class ForceOwnOptimizer(RootModel[bool]):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-def switch(config: RunConfig, key: str, default: bool) -> bool:
+def switch(config: RunConfig, key: type[AllowUntestedOptimizer | ForceOwnOptimizer], default: bool) -> bool:
     """The value of a top-level key that is a switch of ds-zero's."""
-    section: Any = config.section(key)
-    return default if section is None else bool(section.root)
+    section = config.section(key)
+    return default if section is None else section.root

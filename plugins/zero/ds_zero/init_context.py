@@ -303,8 +303,7 @@ def _read(source: Any) -> tuple[RunConfig | None, Plugins | None]:
 def _section(run: RunConfig | None) -> ZeroConfig | None:
     from ds_zero.config import ZeroConfig
 
-    section = run.section("zero_optimization") if run is not None else None
-    return section if isinstance(section, ZeroConfig) else None
+    return run.section(ZeroConfig) if run is not None else None
 
 
 def _dtype(given: torch.dtype | None, run: RunConfig | None, plugins: Plugins | None) -> torch.dtype | None:

@@ -21,7 +21,7 @@ from ds_state_stores import StateStore, open_store
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
-from ds_zero.config import switch
+from ds_zero.config import ForceOwnOptimizer, switch
 
 if TYPE_CHECKING:
     from ds_core.context import Context
@@ -80,7 +80,7 @@ class OffloadStores:
         self._close = weakref.finalize(self, _close, [s for s in (self.optimizer, self.param) if s is not None])
         store = self.optimizer or self.param
         self.transfers = Transfers(ctx, store) if store is not None else None
-        refused = ctx.own_optimizer and switch(ctx.config, "zero_force_ds_cpu_optimizer", True)
+        refused = ctx.own_optimizer and switch(ctx.config, ForceOwnOptimizer, True)
         if self.optimizer is not None and refused:
             raise UsageError(
                 "zero_optimization.offload_optimizer moves what the optimizer updates to the host, and initialize was "

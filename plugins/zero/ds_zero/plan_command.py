@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from ds_cli.config_code import Imports, read_to_look_at
 
+from ds_core.config import Trait
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def plan(
     module = _model(params, largest_layer, model)
     given = dict(read_to_look_at(config, imports).raw) if config is not None else {"bf16": {"enabled": True}}
     chosen = _config(given, dtype, gas)
-    section = chosen.config.section("zero_optimization")
-    assert isinstance(section, ZeroConfig)
+    section = chosen.config.section(ZeroConfig)
+    assert section is not None
     section = section.model_copy(update=_places(given))
     precision = make_precision(chosen.config, chosen.plugins)
     cast_module(module, precision)
@@ -105,7 +106,7 @@ def plan(
         room = parse_amount(device_memory, "--device-memory")
         left = room - (0 if reserve == "0" else parse_amount(reserve, "--reserve"))
         if activations is not None:
-            again = getattr(chosen.config.section("activation_checkpointing"), "recomputes", None) is not None
+            again = chosen.config.has(Trait.RECOMPUTES)
             left -= activations.recomputed if again and activations.recomputed is not None else activations.kept
         host = None if host_memory is None else parse_amount(host_memory, "--host-memory")
         advice = planning.recommend(needs, left, host, min(ranks_per_host, world))

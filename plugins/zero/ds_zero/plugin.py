@@ -58,8 +58,8 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
         zenflow_problems,
     )
 
-    section = config.section("zero_optimization")
-    if not isinstance(section, ZeroConfig):
+    section = config.section(ZeroConfig)
+    if section is None:
         return ()
     problems = [*offload_problems(section, plugins), *optimizer_problems(section, config.core.optimizer, plugins)]
     problems += [*quantised_problems(section), *zenflow_problems(section, config)]
@@ -70,8 +70,8 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     """The blocks of a hierarchy of ranks, see `ds_zero.hierarchy`; none unless the config asks."""
     from ds_zero.config import ZeroConfig
 
-    section = config.section("zero_optimization")
-    if not isinstance(section, ZeroConfig):
+    section = config.section(ZeroConfig)
+    if section is None:
         return []
     sizes = {"hpz": section.zero_hpz_partition_size, "mics": section.mics_shard_size}
     asked = {"hpz": sizes["hpz"] > 1, "mics": sizes["mics"] > 0}
@@ -88,16 +88,16 @@ def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int
     from ds_zero.config import ZeroConfig
     from ds_zero.memory import memory
 
-    section = config.section("zero_optimization")
-    return memory(config, plugins, section if isinstance(section, ZeroConfig) else ZeroConfig(), module, world)
+    section = config.section(ZeroConfig)
+    return memory(config, plugins, section if section is not None else ZeroConfig(), module, world)
 
 
 def ds_partitioner(ctx: Context) -> Partitioner | None:
     """The partitioner of the config's stage; None for stage 0."""
     from ds_zero.config import ZeroConfig
 
-    section = ctx.config.section("zero_optimization")
-    if not isinstance(section, ZeroConfig):
+    section = ctx.config.section(ZeroConfig)
+    if section is None:
         return None
     if section.stage == 0:
         from ds_zero.module_hooks import materialize
