@@ -344,13 +344,14 @@ def nothing(value: Any) -> None:
 
 
 def model_class(value: Any) -> Any:
-    """A subclass of pydantic's BaseModel."""
+    """A subclass of pydantic's BaseModel, or a mapping of names to them."""
     from pydantic import BaseModel
 
-    if not (isinstance(value, type) and issubclass(value, BaseModel)):
-        raise WrongAnswer(
-            f"it must return a pydantic model class (inherit ds_core.config.Section), not {_shown(value)}"
-        )
+    for model in value.values() if isinstance(value, Mapping) else [value]:
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            raise WrongAnswer(
+                f"it must return a pydantic model class (inherit ds_core.config.Section), not {_shown(model)}"
+            )
     return value
 
 

@@ -42,9 +42,10 @@ hookimpl = pluggy.HookimplMarker("ds_core")
 
 
 @gives(model_class)
-def ds_config() -> type[BaseModel]:  # type: ignore[empty-body]
+def ds_config() -> type[BaseModel] | Mapping[str, type[BaseModel]]:  # type: ignore[empty-body]
     """Driver, by section: the pydantic model of the section whose name is this plugin's entry-point name.
 
+    Of a module with several entry points, a mapping: section -> its model. It takes part when the config names any.
     Called once per process before any other hook, on every rank. Forbid extra keys (inherit
     `ds_core.config.Section`). A section that is one number or string uses a ``RootModel``.
     """

@@ -343,10 +343,12 @@ class Plugins:
 
     def model(self, owner: Found) -> type[BaseModel]:
         """The model of the section that a loaded plugin owns; PluginError when it does not describe it."""
-        found: type[BaseModel] | None = self.ask_one("ds_config", owner)
+        found: Any = self.ask_one("ds_config", owner)
+        if isinstance(found, Mapping):
+            found = found.get(owner.name)
         if found is None:
             raise PluginError(f"plugin {owner} claims section {owner.name!r} but has no ds_config hook to describe it")
-        return found
+        return cast("type[BaseModel]", found)
 
     def models(self, names: Iterable[str]) -> dict[str, tuple[type[BaseModel], str]]:
         """Load the owners of the sections `names`; per owned section its model, and its owner's name and version."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -224,3 +225,32 @@ def test_one_module_in_both_groups_is_registered_once(module):
     plugins.load_sections(["s"])
     plugins.probe_all()
     assert len(plugins.ask("ds_check", config=None)) == 1
+
+
+SEVERAL = """
+from ds_core.config import Section, option
+
+
+class One(Section):
+    size: int = option(1, "A size.")
+
+
+class Two(Section):
+    name: str = option("x", "A name.")
+
+
+def ds_config(): return {"one": One, "two": Two}
+def ds_step_end(ctx): pass
+"""
+
+
+def test_one_module_owns_several_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "owns_several.py").write_text(SEVERAL)
+    rows = [Found(name, SECTIONS, "owns_several", "several", "1.0") for name in ("one", "two", "three")]
+    plugins = Plugins(found=rows)
+    models = plugins.models(["one", "two"])
+    assert {name: model.__name__ for name, (model, _) in models.items()} == {"one": "One", "two": "Two"}
+    assert len(plugins.implementing("ds_step_end")) == 1  # asked once, whichever sections the config names
+    with pytest.raises(PluginError, match="claims section 'three' but has no ds_config hook to describe it"):
+        plugins.models(["three"])

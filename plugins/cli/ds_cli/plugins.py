@@ -38,6 +38,7 @@ KINDS = {
     "ds_loader": "loader",
     "ds_gradients": "gradients",
     "ds_engine_methods": "engine methods",
+    "ds_open": "acts at the start",
     "ds_compile_passes": "compile pass",
     "ds_checkpointables": "checkpointed state",
     "ds_checkpointer": "checkpointer",

@@ -155,9 +155,7 @@ def _state(ctx: Context) -> _State:
 
 
 def _section(ctx: Context) -> HybridEngine:
-    section = ctx.config.section(HybridEngine)
-    assert section is not None
-    return section
+    return ctx.config.section(HybridEngine) or HybridEngine()
 
 
 # -- weights and what runs ------------------------------------------------------------------------------------

@@ -1,25 +1,41 @@
-"""The sections ``sequence_parallel`` and ``sequence_parallel_size`` (torch-free)."""
+"""The sections ``sequence_parallel``, ``sequence_parallel_size`` and ``seq_parallel_communication_data_type``
+(torch-free)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field, RootModel
 
 from ds_core.config import Section, option
+from ds_core.errors import Problem
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
 
 __all__ = [
     "OffloadConfig",
+    "SequenceCommunicationDtype",
     "SequenceParallelConfig",
     "SequenceParallelSize",
     "TileConfig",
     "TiledMLPConfig",
+    "dtype_problems",
     "settings",
     "sp_size",
 ]
+
+
+_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+class SequenceCommunicationDtype(
+    RootModel[Literal["fp32", "fp16", "bf16", "float32", "float", "float16", "half", "bfloat16", "torch.float32"]]
+):
+    """The dtype in which gradients are reduced over ranks of a sequence: that of all data-parallel ranks."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class SequenceParallelSize(RootModel[Annotated[int, Field(ge=1)]]):
@@ -94,3 +110,15 @@ def sp_size(config: RunConfig) -> int:
         return size
     section = config.section(SequenceParallelSize)
     return section.root if section is not None else 1
+
+
+def dtype_problems(config: RunConfig) -> Iterable[Problem]:
+    """Gradients travel once, over all data-parallel ranks, those of a sequence among them: in one dtype."""
+    section = config.section(SequenceCommunicationDtype)
+    if section is None:
+        return
+    asked = section.root.removeprefix("torch.")
+    asked = _SPELLINGS.get(asked, asked)
+    if asked not in ("fp32", config.core.communication_data_type):
+        why = f"{section.root!r}: gradients are reduced over sp and dp at once, in communication_data_type"
+        yield Problem("seq_parallel_communication_data_type", why, f'set "communication_data_type": "{asked}"')

@@ -1,8 +1,8 @@
-"""What this distribution offers to ds_core: the section ``sequence_parallel``, its axis, its transform (torch-free)."""
+"""What this distribution offers to ds_core: sections, their axis, their transform (torch-free)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.entries import Axis, Phase, Transform
@@ -17,22 +17,27 @@ if TYPE_CHECKING:
 __all__ = ["ds_check", "ds_config", "ds_mesh_axes", "ds_transforms"]
 
 
-def ds_config() -> type[BaseModel]:
-    """The section ``sequence_parallel``."""
-    from ds_sequence_parallel.config import SequenceParallelConfig
+def ds_config() -> Mapping[str, type[BaseModel]]:
+    """The section ``sequence_parallel``, and DeepSpeed's two keys beside it."""
+    from ds_sequence_parallel.config import SequenceCommunicationDtype, SequenceParallelConfig, SequenceParallelSize
 
-    return SequenceParallelConfig
+    return {
+        "sequence_parallel": SequenceParallelConfig,
+        "sequence_parallel_size": SequenceParallelSize,
+        "seq_parallel_communication_data_type": SequenceCommunicationDtype,
+    }
 
 
 def ds_check(config: RunConfig) -> Iterable[Problem]:
-    """The two keys of the size agree."""
-    from ds_sequence_parallel.config import SequenceParallelSize, settings
+    """The two keys of the size agree, and there is one dtype for gradients."""
+    from ds_sequence_parallel.config import SequenceParallelSize, dtype_problems, settings
 
     size = settings(config).size
     other = config.section(SequenceParallelSize)
     if size is not None and other is not None and other.root != size:
         why = f"is {size}, but sequence_parallel_size is {other.root}"
         yield Problem("sequence_parallel.size", why, "give one of the two")
+    yield from dtype_problems(config)
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

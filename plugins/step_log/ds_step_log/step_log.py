@@ -232,3 +232,10 @@ def _host_event(timing: bool) -> Any:
     from ds_core.accelerator import HostEvent
 
     return HostEvent(lambda: None)
+
+
+def dump(ctx: Context) -> None:
+    """Log the run's whole configuration."""
+    config, mesh, plugins = ctx.config, ctx.mesh, ctx.plugins
+    parts = (config.redacted(), mesh.describe(), ctx.batch, ctx.precision, plugins.loaded_versions())
+    log.info("config %s, mesh %s, batch %s, precision %s, plugins %s", *parts)

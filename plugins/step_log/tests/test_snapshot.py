@@ -17,7 +17,7 @@ from ds_core.errors import PluginError
 
 
 class TestPlugin(PluginConformance):
-    entry_point, section = "ds_step_log.memory_snapshot", "memory_snapshot"
+    entry_point, section = "ds_step_log.plugin", "memory_snapshot"
     good_config: ClassVar[Any] = {"enabled": True, "folder": "there", "step": 1, "history": False}
     bad_configs: ClassVar[Any] = [{"step": 0}, {"max_entries": 0}, {"folder": ""}, {"enabled": 1}]
 

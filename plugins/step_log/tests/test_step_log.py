@@ -17,26 +17,26 @@ KEYS = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_sta
 
 
 class TestStepsPerPrint(PluginConformance):
-    entry_point, section = "ds_step_log.steps_per_print", "steps_per_print"
+    entry_point, section = "ds_step_log.plugin", "steps_per_print"
     good_config, bad_configs = 10, [0, -1, "often", 1.5]
 
 
 class TestWallClock(PluginConformance):
-    entry_point, section = "ds_step_log.wall_clock_breakdown", "wall_clock_breakdown"
+    entry_point, section = "ds_step_log.plugin", "wall_clock_breakdown"
     good_config, bad_configs = True, [1, "yes"]
 
 
 class TestMemory(PluginConformance):
-    entry_point, section = "ds_step_log.memory_breakdown", "memory_breakdown"
+    entry_point, section = "ds_step_log.plugin", "memory_breakdown"
     good_config, bad_configs = True, [1]
 
 
 class TestDump(PluginConformance):
-    entry_point, section, good_config, bad_configs = "ds_step_log.dump_state", "dump_state", True, [1]
+    entry_point, section, good_config, bad_configs = "ds_step_log.plugin", "dump_state", True, [1]
 
 
 class TestTimers(PluginConformance):
-    entry_point, section = "ds_step_log.timers", "timers"
+    entry_point, section = "ds_step_log.plugin", "timers"
     good_config: ClassVar[Any] = {"throughput": {"enabled": False, "tokens_per_sample": 2048}}
     bad_configs: ClassVar[Any] = [{"throughput": {"enabeld": True}}, {"throughput": {"tokens_per_sample": 0}}]
 

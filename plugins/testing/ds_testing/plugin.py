@@ -229,7 +229,10 @@ class PluginConformance:
 
     def models(self) -> list[type[BaseModel]]:
         """The section's model, or nothing."""
-        return [self.ask("ds_config")] if "ds_config" in self.hooks() else []
+        if "ds_config" not in self.hooks():
+            return []
+        answer = self.ask("ds_config")
+        return [answer[self.section] if isinstance(answer, Mapping) else answer]
 
     def entries(self) -> Iterator[tuple[str, Any]]:
         """Every entry of every by-name hook, with where it stands."""

@@ -29,11 +29,15 @@ __all__ = [
 ]
 
 
-def ds_config() -> type[BaseModel]:
-    """The section ``zero_optimization``."""
-    from ds_zero.config import ZeroConfig
+def ds_config() -> Mapping[str, type[BaseModel]]:
+    """The section ``zero_optimization``, and two switches beside it."""
+    from ds_zero.config import AllowUntestedOptimizer, ForceOwnOptimizer, ZeroConfig
 
-    return ZeroConfig
+    return {
+        "zero_optimization": ZeroConfig,
+        "zero_allow_untested_optimizer": AllowUntestedOptimizer,
+        "zero_force_ds_cpu_optimizer": ForceOwnOptimizer,
+    }
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:

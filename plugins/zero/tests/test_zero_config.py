@@ -212,12 +212,12 @@ def test_one_leaf_may_stand_without_a_list_and_doubles_go() -> None:
 
 
 class TestAllowUntested(PluginConformance):
-    entry_point, section = "ds_zero.zero_allow_untested_optimizer", "zero_allow_untested_optimizer"
+    entry_point, section = "ds_zero.plugin", "zero_allow_untested_optimizer"
     good_config, bad_configs = True, [1, "yes", None]
 
 
 class TestForceOwn(PluginConformance):
-    entry_point, section = "ds_zero.zero_force_ds_cpu_optimizer", "zero_force_ds_cpu_optimizer"
+    entry_point, section = "ds_zero.plugin", "zero_force_ds_cpu_optimizer"
     good_config, bad_configs = False, [0, "no", None]
 
 

@@ -1,4 +1,8 @@
-"""The section ``hybrid_engine``: one engine that trains and generates in turn (torch-free)."""
+"""The sections of ds-inference (torch-free).
+
+``hybrid_engine``: one engine that trains and generates in turn. ``weight_quantization``: weights of linear layers in 8
+or 4 bits, for inference. ``inference``: the config of `init_inference`, so that tools check it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.config import Trait
+from ds_core.entries import Phase, Transform
 from ds_core.errors import ConfigError, Problem
 from ds_inference.axes import tp_size
+from ds_inference.config import DeepSpeedInferenceConfig, WeightQuantization
 from ds_inference.hybrid_config import HybridEngine
 
 if TYPE_CHECKING:
@@ -18,16 +24,30 @@ if TYPE_CHECKING:
     from ds_core.entries import Ref
     from ds_core.plugins import Plugins
 
-__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_metrics", "ds_open"]
+__all__ = ["ds_check", "ds_config", "ds_engine_methods", "ds_metrics", "ds_open", "ds_transforms"]
 
 
-def ds_config() -> type[BaseModel]:
-    """The section's model."""
-    return HybridEngine
+def ds_config() -> Mapping[str, type[BaseModel]]:
+    """The sections' models."""
+    return {
+        "hybrid_engine": HybridEngine,
+        "inference": DeepSpeedInferenceConfig,
+        "weight_quantization": WeightQuantization,
+    }
 
 
 def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
-    """Keys that exclude each other."""
+    """Keys that exclude each other, and layers that ranks divide."""
+    size = tp_size(config, plugins)
+    yield from _hybrid_problems(config, size)
+    section = config.section(WeightQuantization)
+    if section is not None and section.enabled and size > 1:
+        what = "layers that tensor parallelism divides are not quantised here"
+        fix = "use init_inference with tensor_parallel and dtype int8, or remove it"
+        yield Problem("weight_quantization", what, fix)
+
+
+def _hybrid_problems(config: RunConfig, size: int) -> Iterable[Problem]:
     section = config.section(HybridEngine)
     if section is None or not section.enabled:
         return
@@ -36,7 +56,6 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
         yield Problem(path, "a graph reads the cache where it was recorded", "set release_inference_cache to false")
     if section.enable_cuda_graph and config.has(Trait.RELEASES_WEIGHTS):
         yield Problem(path, "stage 3 gathers weights anew, and a graph reads them where they were", "set stage 0 to 2")
-    size = tp_size(config, plugins)
     if section.inference_tp_size not in (1, size):
         yield Problem(
             "hybrid_engine.inference_tp_size",
@@ -72,3 +91,13 @@ def ds_metrics(ctx: Context, step: int) -> Mapping[str, float]:
     from ds_inference.hybrid import metrics
 
     return metrics(ctx)
+
+
+def ds_transforms(ctx: Context) -> Iterable[Transform]:
+    """Quantise before anything looks at the layers."""
+    section = ctx.config.section(WeightQuantization)
+    if section is None or not section.enabled:
+        return ()
+    from ds_inference.preparing import quantise_for_run
+
+    return (Transform(Phase.SUBSTITUTE, lambda model: quantise_for_run(model, section, ctx)),)
