@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +33,11 @@ __all__ = [
     "Found",
     "HOOKS",
     "hooks_of",
+    "KIT_HOOKS",
     "OBSERVERS",
-    "OFFERS",
     "Offers",
+    "offers",
+    "kit_hooks",
     "reset_discovery",
     "SECTIONS",
     "unmet",
@@ -43,11 +46,55 @@ __all__ = [
 SECTIONS = "ds_core.plugins"
 BACKENDS = "ds_core.backends"
 
-HOOKS: dict[str, Any] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
-OFFERS = tuple(n for n, f in HOOKS.items() if not inspect.signature(f).parameters)
-"""Hooks without arguments: they say what a plugin offers. All others take part in a run."""
-OBSERVERS = tuple(n for n, f in HOOKS.items() if f.ds_observer)
-"""Hooks in which a failure switches the plugin off, and training goes on."""
+KIT_HOOKS = "ds_core.hooks"
+"""The entry points of hooks that packages define: name of the hook -> the module with its specification."""
+
+CORE_HOOKS: dict[str, Any] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
+OBSERVERS = tuple(n for n, f in CORE_HOOKS.items() if f.ds_observer)
+"""The core's hooks in which a failure switches the plugin off, and training goes on."""
+
+
+class Hooks(Mapping[str, Any]):
+    """Hook -> its specification. Those of installed packages are imported when they are first looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name in CORE_HOOKS:
+            return CORE_HOOKS[name]
+        found, *others = kit_hooks()[name]  # or KeyError
+        if others:
+            raise PluginError(f"hook {found} is defined by {others[0]} too; uninstall one of them")
+        with blaming(found, f"cannot specify {name}"):
+            spec = getattr(importlib.import_module(found.module), name)
+            if not hasattr(spec, "ds_answer"):
+                raise WrongAnswer("it is not marked by ds_core.entries.gives, which says what it may return")
+        return spec
+
+    def __contains__(self, name: object) -> bool:
+        return name in CORE_HOOKS or name in kit_hooks()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*CORE_HOOKS, *kit_hooks()))
+
+    def __len__(self) -> int:
+        return len(CORE_HOOKS) + len(kit_hooks())
+
+
+HOOKS = Hooks()
+
+
+def offers() -> tuple[str, ...]:
+    """Hooks without arguments: they say what a plugin offers. All others take part in a run."""
+    found = []
+    for name in HOOKS:
+        try:
+            if not inspect.signature(HOOKS[name]).parameters:
+                found.append(name)
+        except PluginError as error:  # of a package's; whoever has such a hook is told so
+            log.warning("%s", error)
+    return tuple(found)
+
+
+log = logging.getLogger("ds_core.plugins")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,13 +111,32 @@ class Found:
         return f"{self.name!r} ({self.dist} {self.version}, module {self.module})"
 
 
-@functools.cache
 def discover() -> tuple[Found, ...]:
-    """Every entry point of both groups, sorted; reads metadata only and imports nothing."""
+    """Every entry point of plugins, sorted; reads metadata only and imports nothing."""
+    return tuple(found for found in _entry_points() if found.group != KIT_HOOKS)
+
+
+@functools.cache
+def kit_hooks() -> Mapping[str, tuple[Found, ...]]:
+    """The hooks that installed packages define; of more than one package where the name is not clear."""
+    hooks: dict[str, tuple[Found, ...]] = {}
+    for found in _entry_points():
+        if found.group != KIT_HOOKS:
+            continue
+        if found.name.startswith("ds_") and found.name not in CORE_HOOKS:
+            hooks[found.name] = (*hooks.get(found.name, ()), found)
+        else:
+            log.warning("hook %s is left out: a name begins with ds_, and is none of the core's", found)
+    return hooks
+
+
+@functools.cache
+def _entry_points() -> tuple[Found, ...]:
     _discovered_on()
     found = set()
-    for group in (SECTIONS, BACKENDS):
-        for point in importlib_metadata.entry_points(group=group):
+    points = importlib_metadata.entry_points()
+    for group in (SECTIONS, BACKENDS, KIT_HOOKS):
+        for point in points.select(group=group):
             about = _header([point.dist])
             # Not `point.module`, which raises for a value that names no module: that is one plugin's fault.
             module = point.value.partition("[")[0].strip()
@@ -89,7 +155,8 @@ def reset_discovery() -> None:
     importlib.invalidate_caches()
     if _discovered_on() != _import_path():
         _discovered_on.cache_clear()
-        discover.cache_clear()
+        _entry_points.cache_clear()
+        kit_hooks.cache_clear()
         unmet.cache_clear()
 
 
@@ -159,19 +226,29 @@ def hooks_of(module: ModuleType | SimpleNamespace) -> tuple[str, ...]:
         if not name.startswith("ds_") or isinstance(value, ModuleType):
             continue
         if inspect.isfunction(value) or inspect.ismethod(value):
-            _check_function(name, value)
-            names.append(name)
+            if name in HOOKS:
+                _check_function(name, value)
+                names.append(name)
+            else:
+                _check_absent(name, value)
         elif name in HOOKS:
             raise PluginError(f"defines {name} as a {type(value).__name__}; a hook must be a plain function (def)")
-    if not names:
+    if not any(name.startswith("ds_") for name in vars(module)):
         raise PluginError(f"defines no hook; known hooks: {', '.join(sorted(HOOKS))}")
     return tuple(names)
 
 
-def _check_function(name: str, function: Any) -> None:
-    if name not in HOOKS:
+def _check_absent(name: str, function: Any) -> None:
+    """A hook of a package that is not installed is never called; any other is an error."""
+    from ds_core.catalogue import offered_by
+
+    optional = (getattr(function, "ds_core_impl", None) or {}).get("optionalhook")
+    if not optional and offered_by("hooks", name) is None:
         fix = did_you_mean(name, HOOKS, f"known hooks: {', '.join(sorted(HOOKS))}")
         raise PluginError(f"defines unknown hook {name!r}; {fix}")
+
+
+def _check_function(name: str, function: Any) -> None:
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(f"defines {name} with async def; hooks are plain functions (def)")
     if inspect.isgeneratorfunction(function) and HOOKS[name].ds_answer is nothing:

@@ -106,10 +106,6 @@ def ds_schedulers() -> Mapping[str, entries.SchedulerEntry]:  # type: ignore[emp
     """Driver, by the name in ``scheduler.type`` (case-insensitive)."""
 
 
-@gives(named("ds_core.entries:StateStoreEntry"))
-def ds_state_stores() -> Mapping[str, entries.StateStoreEntry]:  # type: ignore[empty-body]
-    """Driver, by the name in the ``device`` of an offload section (case-insensitive): where states can rest."""
-
 
 @gives(many(("name", "write_events", "flush", "close")))
 def ds_monitors(ctx: Context) -> Iterable[Monitor]:  # type: ignore[empty-body]
@@ -224,10 +220,6 @@ def ds_open(ctx: Context) -> None:
     """
 
 
-@gives(named("builtins:str"))
-def ds_compile_passes() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
-    """Driver, by the name in ``compile.passes``: reference to a function ``ctx -> pass``; see `ds_compile.passes`."""
-
 
 @gives(nothing)
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
@@ -336,35 +328,4 @@ def ds_close(ctx: Context, error: BaseException | None) -> None:
 
     error: what nothing has caught, or what passes while the engine is destroyed; None where all went well, as with
     StopIteration and ``sys.exit(0)``. With an error other ranks may not be here, so use no collective then.
-    """
-
-
-@gives(named(("state_dict", "load_state_dict")))
-def ds_checkpointables(ctx: Context) -> Mapping[str, Any]:  # type: ignore[empty-body]
-    """Hook: objects with ``state_dict()`` and ``load_state_dict()`` to keep in every checkpoint, by name.
-
-    A state is JSON plus tensors; names are prefixed with the plugin's name. Every rank.
-    """
-
-
-@gives(named("ds_core.entries:LauncherEntry"))
-def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty-body]
-    """Driver, by name: ways to start processes for ``dscore run --launcher NAME``."""
-
-
-@gives(named("ds_core.entries:CommandEntry"))
-def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-body]
-    """Hook: sub-commands for ``dscore``, by name ("config migrate" in a group). One name twice is an error."""
-
-
-@gives(many("ds_core.entries:Chart"))
-def ds_charts(config: RunConfig) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
-    """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs."""
-
-
-@gives(numbers)
-def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:  # type: ignore[empty-body]
-    """Driver: the most bytes of model states on one rank, by "device", "host" and "disk", for tools. Nothing runs.
-
-    module: what a rank computes with, of meta tensors in the dtypes of training. world: data-parallel ranks.
     """

@@ -30,7 +30,6 @@ from ds_core import __version__, hookspecs
 from ds_core.discovery import (
     BACKENDS,
     HOOKS,
-    OFFERS,
     SECTIONS,
     Answer,
     Found,
@@ -40,6 +39,8 @@ from ds_core.discovery import (
     check_required,
     discover,
     hooks_of,
+    kit_hooks,
+    offers,
     reset_discovery,
     unmet,
 )
@@ -179,7 +180,7 @@ class Plugins:
                     self.model(report.found)
                 except PluginError as error:
                     self._set_aside(report.found, error)
-        for hook in OFFERS:
+        for hook in offers():
             self.offers(hook)
         return self.reports()
 
@@ -287,6 +288,7 @@ class Plugins:
         hooks = adapted(module)
         try:
             report.hooks = hooks_of(hooks)
+            self._specify(report.hooks)
             self._manager.register(hooks, name=found.module)
         except PluginError as error:
             raise PluginError(f"plugin {found} {error}") from None
@@ -296,6 +298,12 @@ class Plugins:
             raise PluginError(f"plugin {found} does not fit the hooks: {' '.join(str(error).split())}") from error
         report.state = PluginState.LOADED
         self._by_module[found.module] = found
+
+    def _specify(self, names: Iterable[str]) -> None:
+        """Tell pluggy of hooks that packages define, when the first plugin has one of them."""
+        for name in names:
+            if name in kit_hooks() and not hasattr(self._manager.hook, name):
+                self._manager.add_hookspecs(type(name, (), {name: staticmethod(HOOKS[name])}))
 
     # -- taking part -------------------------------------------------------------------------------------------
 
@@ -423,6 +431,9 @@ class Plugins:
 
     def _implementations(self, hook: str, among: Container[str]) -> Iterator[_Implementation]:
         """What the modules `among` implement of `hook`, in plugin order; not of those that are quarantined."""
+        if hook not in HOOKS:
+            raise PluginError(f"no installed package has a hook {hook!r}; known hooks: {', '.join(sorted(HOOKS))}")
+        self._specify([hook])
         caller = cast(pluggy.HookCaller, getattr(self._manager.hook, hook))
         for impl in reversed(caller.get_hookimpls()):
             found = self._by_module[impl.plugin_name]

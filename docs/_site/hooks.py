@@ -49,7 +49,9 @@ KITS = {
 
 def hook_pages(root: Path) -> dict[str, str]:
     """The page of all hooks."""
-    hooks = [node for node in ast.parse((root / "ds_core/hookspecs.py").read_text()).body if _is_hook(node)]
+    files = [root / "ds_core/hookspecs.py", *sorted(root.glob("plugins/*/ds_*/hookspecs.py"))]
+    homes = {node.name: file for file in files for node in ast.parse(file.read_text()).body if _is_hook(node)}
+    hooks = [node for file in files for node in ast.parse(file.read_text()).body if _is_hook(node)]
     recipes, callers, users = _recipes(root), _uses(root, "ds_core"), _implementations(root)
     rows, parts = [], []
     for hook in hooks:
@@ -68,7 +70,7 @@ def hook_pages(root: Path) -> dict[str, str]:
             facts.append(f"- Example: [{title}](../plugins.md#{slug})")
         if name in users:
             facts.append("- Used by: " + ", ".join(f"[{dist}](packages/{dist}.md)" for dist in users[name]))
-        function = f"```{{eval-rst}}\n.. autofunction:: ds_core.hookspecs.{name}\n```"
+        function = f"```{{eval-rst}}\n.. autofunction:: {homes[name].parent.name}.hookspecs.{name}\n```"
         parts.append("\n\n".join([f"## {name}", function, "\n".join(facts)]))
     table = "\n".join(["| hook | kind | what for |", "| --- | --- | --- |", *rows])
     return {"hooks.md": "\n\n".join([HEAD + "\n" + table, *parts]) + "\n"}

@@ -55,15 +55,21 @@ def described(name: str, row: dict[str, Any], sections: dict[str, str]) -> dict[
 
 def made() -> str:
     """The file as it should be."""
+    from ds_core.discovery import KIT_HOOKS
     from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins
 
-    found, folders, sections = [], {}, {}
+    found: list[Found] = []
+    folders: dict[str, str] = {}
+    sections: dict[str, str] = {}
+    hooks: dict[str, str] = {}
     found_projects = projects()
     for dist, (folder, project) in found_projects.items():
         needed = [*requirements(dist, found_projects), dist]
         folders[dist] = " ".join(found_projects[name][0].relative_to(ROOT).as_posix() for name in dict.fromkeys(needed))
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
+        for name in project.get("entry-points", {}).get(KIT_HOOKS, ()):
+            hooks[name] = dist
         for group in (SECTIONS, BACKENDS):
             for name, module in project.get("entry-points", {}).get(group, {}).items():
                 found.append(Found(name, group, module, dist, project["version"]))
@@ -73,7 +79,8 @@ def made() -> str:
     broken = [r.why for r in plugins.examine() if r.why]
     assert not broken, broken
     listed = json.loads(DOCUMENTED.read_text())
-    catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "engine": listed["engine"]}
+    catalogue: dict[str, dict[str, Any]] = {"folders": folders, "sections": sections, "hooks": hooks}
+    catalogue["engine"] = listed["engine"]
     catalogue["documented"] = {name: described(name, row, sections) for name, row in listed["sections"].items()}
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]

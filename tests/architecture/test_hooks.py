@@ -7,14 +7,18 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SPECIFICATIONS = [ROOT / "ds_core" / "hookspecs.py", *sorted(ROOT.glob("plugins/*/ds_*/hookspecs.py"))]
+MOST = 36
+"""Hooks of the core: what the author of a plugin may have to learn."""
 DOCUMENT = ROOT / "docs" / "architecture.md"
 
 
 def signatures() -> dict[str, str]:
     """Hook name -> its signature as the specification file has it, ``ds_check(config: RunConfig) -> ...``."""
-    text = (ROOT / "ds_core" / "hookspecs.py").read_text()
-    tree = ast.parse(re.sub(r"(?<=[ \[])entries\.", "", text))  # headings have the names of entries alone
-    hooks = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("ds_")]
+    hooks: list[ast.FunctionDef] = []
+    for file in SPECIFICATIONS:
+        tree = ast.parse(re.sub(r"(?<=[ \[])entries\.", "", file.read_text()))  # headings have names of entries alone
+        hooks += [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name.startswith("ds_")]
     return {n.name: f"{n.name}({ast.unparse(n.args)}) -> {ast.unparse(n.returns)}" for n in hooks if n.returns}
 
 
@@ -30,10 +34,12 @@ def test_every_hook_has_its_heading_and_no_heading_lacks_its_hook() -> None:
 
 
 def test_every_hook_is_documented_where_it_is_specified() -> None:
-    from ds_core import hookspecs
+    from ds_core.discovery import CORE_HOOKS, HOOKS
 
+    assert set(HOOKS) >= set(signatures())
+    assert len(CORE_HOOKS) <= MOST
     for name in signatures():
-        text = getattr(hookspecs, name).__doc__ or ""
+        text = HOOKS[name].__doc__ or ""
         assert re.match(r"(Driver|Hook)\b", text), f"{name}: say first whether it is a driver or a hook"
 
 
@@ -50,6 +56,7 @@ def test_help_shows_every_hook() -> None:
     import pydoc
 
     import ds_core
+    from ds_core.discovery import CORE_HOOKS
 
     shown = pydoc.plain(pydoc.render_doc(ds_core.hookspecs))
-    assert [name for name in signatures() if f"    {name}(" not in shown] == []
+    assert [name for name in CORE_HOOKS if f"    {name}(" not in shown] == []

@@ -20,7 +20,7 @@ from torch import nn
 
 import ds_core
 from ds_core.compose import compose
-from ds_core.discovery import HOOKS, OFFERS
+from ds_core.discovery import HOOKS, offers
 from ds_core.errors import ConfigError, PluginError
 from ds_core.plugins import BACKENDS, SECTIONS, Found, Plugins, PluginSettings, PluginState
 
@@ -171,7 +171,7 @@ def ask(plugins: Plugins, hook: str) -> Any:
 @pytest.mark.parametrize(("hook", "body", "said"), WRONG, ids=[f"{h}: {b}"[:70] for h, b, _ in WRONG])
 def test_every_wrong_answer_is_attributed(hook: str, body: str, said: str, write: Write, caplog: Any) -> None:
     found = write(f"def {hook}():\n    {body}\n")
-    if hook in OFFERS:
+    if hook in offers():
         plugins = Plugins()
         assert all(a.plugin != found for a in ask(plugins, hook))
         (report,) = [r for r in plugins.reports() if r.found == found]

@@ -97,9 +97,11 @@ def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
         if hook != "ds_config":
             found.setdefault(KINDS.get(hook, "observer"), [])
     if report.state is PluginState.LOADED:
-        from ds_core.discovery import OFFERS
+        from ds_core.discovery import offers
 
-        for hook in (hook for hook in report.hooks if hook in OFFERS and hook != "ds_config"):
+        asked = offers()
+
+        for hook in (hook for hook in report.hooks if hook in asked and hook != "ds_config"):
             found[KINDS[hook]] += _names(known.ask_one(hook, report.found))
     return found
 

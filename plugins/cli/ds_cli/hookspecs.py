@@ -1,0 +1,38 @@
+"""The hooks of the command ``dscore`` and of tools beside it (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ds_core.entries import gives, many, named, numbers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_core import entries
+    from ds_core.config import RunConfig
+    from ds_core.plugins import Plugins
+
+
+@gives(named("ds_core.entries:LauncherEntry"))
+def ds_launchers() -> Mapping[str, entries.LauncherEntry]:  # type: ignore[empty-body]
+    """Driver, by name: ways to start processes for ``dscore run --launcher NAME``."""
+
+
+@gives(named("ds_core.entries:CommandEntry"))
+def ds_commands() -> Mapping[str, entries.CommandEntry]:  # type: ignore[empty-body]
+    """Hook: sub-commands for ``dscore``, by name ("config migrate" in a group). One name twice is an error."""
+
+
+@gives(many("ds_core.entries:Chart"))
+def ds_charts(config: RunConfig) -> Iterable[entries.Chart]:  # type: ignore[empty-body]
+    """Hook: what ``dscore plan`` shows of a config besides memory and messages, such as a timeline. Nothing runs."""
+
+
+@gives(numbers)
+def ds_memory(config: RunConfig, plugins: Plugins, module: nn.Module, world: int) -> Mapping[str, float]:  # type: ignore[empty-body]
+    """Driver: the most bytes of model states on one rank, by "device", "host" and "disk", for tools. Nothing runs.
+
+    module: what a rank computes with, of meta tensors in the dtypes of training. world: data-parallel ranks.
+    """

@@ -1,0 +1,1 @@
+"""A kit of somebody else, with a hook of its own."""
