@@ -7,6 +7,7 @@ any process talks to another.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -17,25 +18,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_core import __version__, comm
-from ds_core.accelerator import get_accelerator
-from ds_core.comm.start import add_interceptors_of
+from ds_core import comm
 from ds_core.compose import Composition, compose
-from ds_core.config import check_rules
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.context import Context
 from ds_core.engine import Engine
-from ds_core.entries import OptimizerEntry, Phase, Transform, resolve
-from ds_core.errors import ConfigError, DSError, PluginError, UsageError
-from ds_core.kernels import Kernels, UsesKernels
-from ds_core.mesh import Mesh, plan_mesh
-from ds_core.multi_engine import give_back, keep, release_model
+from ds_core.entries import OptimizerEntry, resolve
+from ds_core.errors import ConfigError, PluginError, UsageError
+from ds_core.kernels import UsesKernels
+from ds_core.mesh import Mesh
+from ds_core.multi_engine import give_back, keep
+from ds_core.opening import open_run, transform
 from ds_core.optim import torch_grain
 from ds_core.params import check_grain, collect_buffers, collect_params
 from ds_core.partition import Partitioner
-from ds_core.plugins import Plugins, blaming
-from ds_core.precision import WIRE_DTYPES, cast_module, make_precision, wire_dtypes
-from ds_core.process import STATE, show_log
+from ds_core.precision import WIRE_DTYPES, cast_module, wire_dtypes
+from ds_core.process import show_log
 from ds_core.replicated import Replicated
 from ds_core.runner import Sequential
 from ds_core.stepping import required
@@ -90,54 +88,27 @@ def initialize(
         log.setLevel(core.log_level.upper())
         show_log()
 
-    # What each rank can work out alone, before it talks.
-    asked = chosen.plugins.members()
-    accelerator = get_accelerator(chosen.plugins)
-    rank, world_size = _place(chosen.plugins)
-    several = world_size > 1 or core.collectives is not None
-    providers = comm.choose_providers(chosen.plugins, core.collectives) if several else {}
-    check_rules(chosen.config, chosen.plugins, newer_than=asked)
-    kernels = Kernels(chosen.plugins, core.kernels)
-    if chosen.notes and rank == 0:
-        log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
-    mesh = _plan(chosen, mesh_param, rank, world_size) if mpu is None else None
-    batch = chosen.batch(mesh.size("batch")) if mesh is not None else None
-
-    # The first talk: start, and compare what ranks were started with.
-    comm.init_distributed(
-        accelerator.communication_backend, distributed_port=distributed_port, dist_init_required=dist_init_required
-    )
-    if mesh is None:
-        needed = f"no installed package makes a mesh of mpu, a {type(mpu).__name__}"
-        place = {"rank": comm.rank(), "world_size": comm.world_size()}
-        mesh = cast(Mesh, chosen.plugins.installed_driver("ds_mesh", needed, mpu=mpu, **place))
-        batch = chosen.batch(mesh.size("batch"))
-    assert batch is not None
-    precision = make_precision(chosen.config, chosen.plugins)
-    ctx = Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, batch)
     entry = _entry(optimizer, chosen)
+    given = mpu is not None
+    ctx = open_run(
+        chosen,
+        functools.partial(_mesh_of, chosen, mpu) if given else functools.partial(_plan, chosen, mesh_param),
+        late=given,
+        model=model,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
+    accelerator = ctx.accelerator
+    precision = ctx.precision
+    kernels = ctx.kernels
     ctx.own_optimizer = optimizer is not None and entry.load == _ANY
     ctx.grain, ctx.collate_fn = entry.grain, collate_fn
-    served = {f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()}
-    updated = precision.master or precision.param or torch.float32  # the dtype of the tensors that are updated
-    kernels.resolve_all(accelerator.device_type, str(updated).removeprefix("torch."))
-    add_interceptors_of(chosen.plugins, chosen.config)
-    if mesh.world_size > 1:
-        comm.check_ranks_agree(_fingerprint(ctx) | served)
-    if mesh.rank == 0:
-        _log_providers(kernels, served)
-    STATE.follow(torch.distributed.group.WORLD)
-    if STATE.members:
-        release_model(model)
-    if world_size > 1:
-        comm.use_providers(providers)
-        mesh.build_groups(own=bool(STATE.present()))
 
     # The model, which is given back as it was if anything fails from here on.
     give_back(model)
     with keep(ctx.undo, model):
         accelerator.set_device(accelerator.local_index(comm.local_rank()))
-        model = _transformed(ctx, model)
+        model = transform(ctx, model)
         cast_module(model, precision)
         _to_device(model, accelerator)
         ctx.module = model
@@ -266,55 +237,6 @@ def _check_step(optimizer: Optimizer) -> None:
         )
 
 
-def _place(plugins: Plugins) -> tuple[int, int]:
-    """(rank, world size) of a running process group, else as the environment tells; (0, 1) when it tells nothing."""
-    if comm.is_initialized():
-        return comm.rank(), comm.world_size()
-    where = comm.find_rendezvous(os.environ, collective=True, plugins=plugins)
-    return (where.rank, where.world_size) if where is not None else (0, 1)
-
-
-def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:
-    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
-    mesh = plan_mesh(axes, world_size, rank)
-    data, sequence = mesh_param or (chosen.config.core.data_parallel_size, None)
-    where = "mesh_param" if mesh_param else "data_parallel_size"
-    batch, dp = mesh.size("batch"), mesh.size("dp")
-    for kind, wanted, size in (("data", data, batch), ("sequence", sequence, dp // batch)):
-        if wanted not in (None, size):
-            raise ConfigError(
-                f"{where}: {kind} parallel size {wanted}, but this run has {size} (world {world_size}, "
-                f"mesh {mesh.describe()})",
-                chosen.config.origin,
-            )
-    return mesh
-
-
-def _fingerprint(ctx: Context) -> dict[str, str]:
-    """What must be the same on every rank, key by key."""
-    items = {f"config.{k}": v for k, v in ctx.config.fingerprint_items().items()}
-    items |= {f"plugin {k}": v for k, v in ctx.plugins.loaded_versions().items()}
-    items |= {
-        "ds_core": __version__,
-        "torch": torch.__version__,
-        "accelerator": ctx.accelerator.name,
-        "mesh": str(ctx.mesh.describe()),
-        "precision": str(ctx.precision),
-    }
-    return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
-
-
-def _log_providers(kernels: Kernels, served: Mapping[str, str]) -> None:
-    """Who serves kernels, where it is not the references, and collectives; and what stands in the way of others."""
-    summary, missed = kernels.summary()
-    if any(not name.startswith("reference ") for name in kernels.resolved().values()):
-        log.info("kernels: %s", summary)
-    if missed:
-        log.warning("kernels: %s", "; ".join(missed))
-    if served:
-        log.info("%s", "; ".join(f"{what} by {who}" for what, who in served.items()))
-
-
 def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
     """What is declared of the optimizer; also of an object or class of the user's that is torch's or a plugin's own."""
     if optimizer is None:
@@ -334,21 +256,6 @@ def _entry(optimizer: Any, chosen: Composition) -> OptimizerEntry:
                 chosen.plugins.join(answer.plugin)
                 return cast(OptimizerEntry, entry)
     return OptimizerEntry(_ANY, grain=None)
-
-
-def _transformed(ctx: Context, model: nn.Module) -> nn.Module:
-    """The model after all transforms. What a transform raises is its plugin's error, but for errors of ours."""
-    rows = [(a.plugin, t) for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value]
-    if ctx.precision.convert is not None and ctx.precision.plugin is not None:
-        rows.append((ctx.precision.plugin, Transform(Phase.PRECISION, ctx.precision.convert)))
-    for plugin, transform in sorted(rows, key=lambda row: row[1].phase):
-        what = f"failed in a transform of phase {transform.phase.name} (ds_transforms)"
-        with comm.together(), blaming(plugin, what, passing=(DSError,)):
-            changed = transform.apply(model)
-            if not isinstance(changed, nn.Module):
-                raise TypeError(f"it must return the model, a torch.nn.Module, not {changed!r}")
-            model = changed
-    return model
 
 
 def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
@@ -463,3 +370,26 @@ def _make_scheduler(given: Any, optimizer: Optimizer | None, chosen: Composition
     raise UsageError(
         f"lr_scheduler must have step() and state_dict(), or be a function of the optimizer; got {type(given).__name__}"
     )
+
+
+def _plan(chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, world_size: int) -> Mesh:
+    """The mesh of the config; ConfigError where its sizes are not those that were asked for."""
+    mesh = chosen.mesh(world_size, rank)
+    data, sequence = mesh_param or (chosen.config.core.data_parallel_size, None)
+    where = "mesh_param" if mesh_param else "data_parallel_size"
+    batch, dp = mesh.size("batch"), mesh.size("dp")
+    for kind, wanted, size in (("data", data, batch), ("sequence", sequence, dp // batch)):
+        if wanted not in (None, size):
+            raise ConfigError(
+                f"{where}: {kind} parallel size {wanted}, but this run has {size} (world {world_size}, "
+                f"mesh {mesh.describe()})",
+                chosen.config.origin,
+            )
+    return mesh
+
+
+def _mesh_of(chosen: Composition, mpu: Any, rank: int, world_size: int) -> Mesh:
+    """The mesh over the groups that the user has."""
+    needed = f"no installed package makes a mesh of mpu, a {type(mpu).__name__}"
+    found = chosen.plugins.installed_driver("ds_mesh", needed, mpu=mpu, rank=rank, world_size=world_size)
+    return cast(Mesh, found)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 from ds_core.config import check_rules, load_config, read_config, resolve_batch
 from ds_core.errors import ConfigError, Problem, did_you_mean
 from ds_core.kernels import Kernels
+from ds_core.mesh import plan_mesh
 from ds_core.optim import Choice, choose
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ds_core.config import Batch, ConfigSource, RunConfig
+    from ds_core.mesh import Mesh
     from ds_core.plugins import Plugins
 
 __all__ = ["Composition", "compose"]
@@ -35,6 +37,10 @@ class Composition:
         """Every key that was accepted and has no effect, or has another name now; see `ds_core.config.build`."""
         chosen = [c.notes for c in (self.optimizer, self.scheduler) if c is not None]
         return tuple(note for notes in (self.config.notes, *chosen, self._unmet()) for note in notes)
+
+    def mesh(self, world_size: int, rank: int = 0) -> Mesh:
+        """The mesh of the axes that plugins add (`ds_mesh_axes`). ConfigError where they do not fit that many ranks."""
+        return plan_mesh(self.plugins.mesh_axes(self.config), world_size, rank)
 
     def batch(self, dp_world: int) -> Batch:
         """The batch sizes on `dp_world` data-parallel ranks: a plugin's (`ds_batch`), else those of the batch keys."""

@@ -45,10 +45,12 @@ from ds_core.discovery import (
     unmet,
 )
 from ds_core.errors import ConfigError, PluginError, UsageError
-from ds_core.old_forms import adapted
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from ds_core.config import RunConfig
+    from ds_core.entries import Axis
 
 __all__ = [
     "BACKENDS",
@@ -66,6 +68,8 @@ __all__ = [
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.builtin"
+OLD_HOOKS = frozenset(("ds_engine_methods", "ds_exception"))
+"""Hooks that had another form or name, see `ds_core.old_forms`."""
 LOADED = "plugins.load"  # in place of a distribution, for modules that the config loads
 
 log = logging.getLogger("ds_core.plugins")
@@ -285,7 +289,11 @@ class Plugins:
             raise PluginError(f"plugin {found} names an attribute; the value of its entry point must be a module alone")
         with blaming(found, "failed to import"):
             module = importlib.import_module(found.module)
-        hooks = adapted(module)
+        hooks: Any = module
+        if OLD_HOOKS & vars(module).keys():
+            from ds_core.old_forms import adapted
+
+            hooks = adapted(module)
         try:
             report.hooks = hooks_of(hooks)
             self._specify(report.hooks)
@@ -403,6 +411,10 @@ class Plugins:
             for name, entry in answer.value.items():
                 rows.setdefault(name.lower(), {})[answer.plugin] = entry
         return Offers(rows, lambda name: self._choose(f"{kind}/{name}", f"{kind} {name!r}", list(rows[name])))
+
+    def mesh_axes(self, config: RunConfig) -> list[Axis]:
+        """The axes that those who take part add to a run's mesh."""
+        return [axis for answer in self.ask("ds_mesh_axes", config=config) for axis in answer.value]
 
     def implementing(self, hook: str) -> list[Found]:
         """Those who take part and implement `hook`, in plugin order."""

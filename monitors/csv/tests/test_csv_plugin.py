@@ -24,7 +24,7 @@ class TestPlugin(PluginConformance):
 
 
 def context(section: CSVConfig | None) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(section={"csv_monitor": section}.get))
+    return SimpleNamespace(config=SimpleNamespace(section=lambda model: section))
 
 
 def test_the_defaults_of_the_documents() -> None:

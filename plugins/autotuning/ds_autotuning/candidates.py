@@ -104,13 +104,9 @@ def checked(config: Mapping[str, Any]) -> Composition:
 
 def replicas(config: Mapping[str, Any], world: int, mp_size: int) -> tuple[Composition, int]:
     """How many ranks get batches of their own, with the script's own model parallelism where nothing else divides."""
-    from ds_core.mesh import plan_mesh
-
     # The batch is not known yet; one that fits everything stands for it.
     chosen = checked({**config, TRAIN: None, MICRO: 1, GAS: 1})
-    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
-    mesh = plan_mesh(axes, world, 0)
-    dp = mesh.size("batch")
+    dp = chosen.mesh(world).size("batch")
     if dp == world and world % mp_size == 0:
         dp //= mp_size
     return chosen, dp

@@ -80,7 +80,7 @@ def states_of(profile: Profile, chosen: Composition, world: int) -> Mapping[str,
     """
     from ds_core.precision import cast_module, make_precision
 
-    mesh = _mesh(chosen, world)
+    mesh = chosen.mesh(world)
     module = build(profile, _share(profile, mesh), _elsewhere(profile, mesh))
     cast_module(module, make_precision(chosen.config, chosen.plugins))
     answer = chosen.plugins.driver(
@@ -95,13 +95,6 @@ def states_of(profile: Profile, chosen: Composition, world: int) -> Mapping[str,
     half = weights < 4 * count
     # Weights, gradients, and in 16-bit modes fp32 masters with their gradients; Adam's moments in fp32.
     return {"device": weights + trained * ((2 + 8 if half else 4) + 4 * ADAM), "host": 0.0, "disk": 0.0}
-
-
-def _mesh(chosen: Composition, world: int) -> Mesh:
-    from ds_core.mesh import plan_mesh
-
-    axes = [a for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for a in answer.value]
-    return plan_mesh(axes, world, 0)
 
 
 def _size(mesh: Mesh, axis: str) -> int:
@@ -152,7 +145,7 @@ def forecast(profile: Profile, chosen: Composition, world: int) -> Forecast:
 
     Raises UsageError or ConfigError where ranks do not divide as the config says.
     """
-    mesh, states = _mesh(chosen, world), states_of(profile, chosen, world)
+    mesh, states = chosen.mesh(world), states_of(profile, chosen, world)
     micro = chosen.batch(mesh.size("batch")).micro
     on_host = profile.facts.get("device") == "cpu"
     fixed = profile.fixed_bytes or 0.0
@@ -181,7 +174,7 @@ def recomputes(chosen: Composition) -> bool:
 def largest_micro_batch(profile: Profile, chosen: Composition, world: int, room: Room, most: int) -> int:
     """The largest micro-batch size up to `most` that fits into `room` by the forecast; 0: not even one sample."""
     now = forecast(profile, chosen, world)
-    each = now.activations / chosen.batch(_mesh(chosen, world).size("batch")).micro
+    each = now.activations / chosen.batch(chosen.mesh(world).size("batch")).micro
     on_host = profile.facts.get("device") == "cpu"
     left = min(room.device, room.host if on_host else math.inf) - now.states - now.fixed
     if left < 0 or (not on_host and now.host > room.host):

@@ -73,10 +73,7 @@ _BATCH = frozenset(("train_batch_size", "train_micro_batch_size_per_gpu", "gradi
 
 
 def _batch(chosen: Composition, world: int) -> Batch:
-    from ds_core.mesh import plan_mesh
-
-    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
-    return chosen.batch(plan_mesh(axes, world, 0).size("batch"))
+    return chosen.batch(chosen.mesh(world).size("batch"))
 
 
 def schema() -> None:

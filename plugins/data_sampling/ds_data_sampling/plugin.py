@@ -48,8 +48,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     if config.has(Trait.DIVIDES_DEPTH):
         why = "does not go with pipelines: a stage does not know which layers it has"
         problems.append(Problem(path, why, "switch it off, or train without a PipelineModule"))
-    axes = (axis for answer in plugins.ask("ds_mesh_axes", config=config) for axis in answer.value)
-    if any(axis.same_batch and axis.size > 1 for axis in axes):
+    if any(axis.same_batch and axis.size > 1 for axis in plugins.mesh_axes(config)):
         why = "does not go with sequence parallelism: a rank does not have the tokens that layers choose among"
         problems.append(Problem(path, why, "switch one of them off"))
     return problems

@@ -13,5 +13,4 @@ __all__ = ["tp_size"]
 
 def tp_size(config: RunConfig, plugins: Plugins) -> int:
     """Over how many ranks the layers of the run are divided."""
-    axes = (axis for answer in plugins.ask("ds_mesh_axes", config=config) for axis in answer.value)
-    return next((axis.size for axis in axes if axis.name == "tp"), 1)
+    return next((axis.size for axis in plugins.mesh_axes(config) if axis.name == "tp"), 1)

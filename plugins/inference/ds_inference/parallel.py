@@ -7,7 +7,6 @@ layers by the same rules, since sections `tensor_parallel` and `expert_parallel`
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,22 +20,17 @@ from ds_run_state.divided import divided
 from torch import Tensor, nn
 
 from ds_core import comm
-from ds_core.accelerator import get_accelerator
 from ds_core.comm import ALONE
 from ds_core.compose import compose
-from ds_core.config import ConfigSource, check_rules
+from ds_core.config import ConfigSource
 from ds_core.context import Context
-from ds_core.entries import Axis
-from ds_core.errors import ConfigError, DSError, Problem
-from ds_core.kernels import Kernels
-from ds_core.mesh import Mesh, plan_mesh
-from ds_core.plugins import blaming
-from ds_core.precision import make_precision
+from ds_core.errors import ConfigError, Problem
+from ds_core.mesh import Mesh
+from ds_core.opening import open_run, transform
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ds_core.compose import Composition
     from ds_inference.config import DeepSpeedInferenceConfig
 
 __all__ = ["collectives", "divide", "load", "make_context", "one_seed", "sections"]
@@ -74,38 +68,13 @@ def _grain(config: DeepSpeedInferenceConfig, model: nn.Module) -> int:
 def make_context(config: DeepSpeedInferenceConfig, model: nn.Module, rows: Sequence[str], origin: str) -> Context:
     """The run: plugins, mesh of ranks, kernels. Collective where there are several ranks."""
     chosen = compose(ConfigSource(sections(config, model, rows), origin), model)
-    members = chosen.plugins.members()
-    accelerator = get_accelerator(chosen.plugins)
-    check_rules(chosen.config, chosen.plugins, newer_than=members)
-    kernels = Kernels(chosen.plugins, chosen.config.core.kernels)
     group = _given_group(config)
-    axes = [axis for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for axis in answer.value]
-    alone = group is None and all(axis.size == 1 for axis in axes)
-    if alone:
-        mesh = plan_mesh(axes, 1, 0)
-    else:
-        mesh = _start(chosen, axes, group, accelerator.communication_backend)
-    precision = make_precision(chosen.config, chosen.plugins)
-    accelerator.set_device(accelerator.local_index(comm.local_rank()))
-    return Context(chosen.config, chosen.plugins, mesh, accelerator, kernels, precision, chosen.batch(1))
-
-
-def _start(chosen: Composition, axes: list[Axis], group: ProcessGroup | None, backend: str) -> Mesh:
-    """The mesh over the ranks of the job, which talk from now on."""
-    providers = comm.choose_providers(chosen.plugins, chosen.config.core.collectives)
-    if group is None and not comm.is_initialized():
-        found = comm.find_rendezvous(os.environ, collective=True, plugins=chosen.plugins)
-        plan_mesh(axes, found.world_size if found is not None else 1, 0)  # an error before anybody waits
-    comm.init_distributed(backend)
     if group is not None:
-        mesh: Mesh = GroupMesh(group)
+        ctx = open_run(chosen, lambda rank, world_size: GroupMesh(group), late=True)
     else:
-        mesh = plan_mesh(axes, comm.world_size(), comm.rank())
-    if mesh.world_size > 1:
-        comm.check_ranks_agree({f"config.{k}": v for k, v in chosen.config.fingerprint_items().items()})
-    comm.use_providers(providers)
-    mesh.build_groups()
-    return mesh
+        ctx = open_run(chosen, alone=all(axis.size == 1 for axis in chosen.plugins.mesh_axes(chosen.config)))
+    ctx.accelerator.set_device(ctx.accelerator.local_index(comm.local_rank()))
+    return ctx
 
 
 def _given_group(config: DeepSpeedInferenceConfig) -> ProcessGroup | None:
@@ -150,13 +119,7 @@ class GroupMesh(Mesh):
 
 def divide(model: nn.Module, ctx: Context) -> nn.Module:
     """The model after the transforms of all plugins that take part. Collective."""
-    rows = [(a.plugin, t) for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value]
-    for plugin, transform in sorted(rows, key=lambda row: row[1].phase):
-        with blaming(
-            plugin, f"failed in a transform of phase {transform.phase.name} (ds_transforms)", passing=(DSError,)
-        ):
-            model = transform.apply(model)
-    ctx.module = model
+    ctx.module = model = transform(ctx, model)
     return model
 
 

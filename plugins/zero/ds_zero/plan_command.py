@@ -127,7 +127,7 @@ class Divided:
     @classmethod
     def by(cls, chosen: Composition) -> Divided:
         """Of a config."""
-        axes = [a for answer in chosen.plugins.ask("ds_mesh_axes", config=chosen.config) for a in answer.value]
+        axes = chosen.plugins.mesh_axes(chosen.config)
         return cls(
             math.prod(axis.size for axis in axes if axis.name == "tp"),
             math.prod(axis.size for axis in axes if axis.same_batch),
