@@ -88,6 +88,8 @@ _MODELS: Mapping[str, tuple[str, type[DeepSpeedConfigModel]]] = {
     "CSVConfig": ("ds_monitor_csv.config:CSVConfig", DeepSpeedConfigModel),
     "WandbConfig": ("ds_monitor_wandb.config:WandbConfig", DeepSpeedConfigModel),
     "CometConfig": ("ds_monitor_comet.config:CometConfig", DeepSpeedConfigModel),
+    "CompileConfig": ("ds_compile.config:CompileConfig", DeepSpeedConfigModel),
+    "HybridEngineConfig": ("ds_inference.hybrid_config:HybridEngine", DeepSpeedConfigModel),
     "CommsLoggerConfig": ("ds_comms_logger.config:CommsLogger", DeepSpeedConfigModel),
 }
 """DeepSpeed's name -> the section's model, and what DeepSpeed's adds to it."""

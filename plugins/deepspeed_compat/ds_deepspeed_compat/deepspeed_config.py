@@ -77,8 +77,8 @@ class DeepSpeedConfig:
         self.comms_config = defaults.DeepSpeedCommsConfig(raw)
         self.monitor_config = defaults.get_monitor_config(raw)
         self.timers_config = defaults.get_timers_config(raw)
-        self.hybrid_engine = defaults.HybridEngineConfig(**(raw.get("hybrid_engine") or {}))
-        self.compile_config = defaults.CompileConfig(**(raw.get("compile") or {}))
+        self.hybrid_engine = _section("HybridEngineConfig", checked.section("hybrid_engine"), enabled=False)
+        self.compile_config = _section("CompileConfig", checked.section("compile"), deepcompile=False)
         self.aio_config = defaults.get_aio_config(raw)
         self.pipeline = {**PIPELINE, **(raw.get("pipeline") or {})}
         self.checkpoint_config = copy.deepcopy(raw.get("checkpoint") or {})
@@ -139,3 +139,11 @@ def _data_parallel_size(raw: Mapping[str, Any], mpu: Any, mesh: Any, world: int)
     if mesh is not None:
         return int(dist.get_world_size(mesh.get_group(mesh_dim="data_parallel")))
     return world // int(raw.get("sequence_parallel_size") or 1)
+
+
+def _section(name: str, parsed: Any, **switched_off: Any) -> Any:
+    """A section as a model; without its package, which a config that has it needs, it is switched off."""
+    try:
+        return models.values_of(parsed, models.model_named(name))
+    except ModuleNotFoundError:
+        return SimpleNamespace(**switched_off)

@@ -1,6 +1,6 @@
-"""Sections of DeepSpeed's config that nothing serves yet, with their documented defaults: to be read.
+"""Objects and dicts by which DeepSpeed's config shows some of its sections, with the documented defaults: to be read.
 
-A run refuses such a section when it is switched on, so what is read of one that is accepted is that it is off.
+The others are models of the packages that serve them, see `ds_deepspeed_compat.config_models`.
 """
 
 from __future__ import annotations
@@ -13,52 +13,16 @@ from ds_deepspeed_compat.config_models import DeepSpeedConfigModel, model_named
 
 __all__ = [
     "AIO_DEFAULT_DICT",
-    "CompileConfig",
     "DeepSpeedActivationCheckpointingConfig",
     "DeepSpeedAutotuningConfig",
     "DeepSpeedCommsConfig",
     "DeepSpeedFlopsProfilerConfig",
     "DeepSpeedMonitorConfig",
     "DeepSpeedThroughputTimerConfig",
-    "HybridEngineConfig",
     "get_aio_config",
     "get_monitor_config",
     "get_timers_config",
 ]
-
-
-class HybridEngineConfig(DeepSpeedConfigModel):
-    """The section ``hybrid_engine``."""
-
-    enabled: bool = option(False, "An engine that trains and generates.")
-    max_out_tokens: int = option(512, "Most tokens of prompt and answer.")
-    inference_tp_size: int = option(1, "Ranks that divide the layers in generation.")
-    release_inference_cache: bool = option(False, "Free the cache after generation.")
-    pin_parameters: bool = option(True, "Keep inference weights in place.")
-    tp_gather_partition_size: int = option(8, "Ranks per gather.")
-    enable_cuda_graph: bool = option(False, "Generate with CUDA graphs.")
-
-
-class CompileConfig(DeepSpeedConfigModel):
-    """The section ``compile``."""
-
-    deepcompile: bool = option(False, "Passes over the graph of torch.compile.")
-    free_activation: bool = option(False, "Free large activations early.")
-    free_activation_threshold: int = option(10 * 2**20, "Bytes of a large activation.")
-    offload_activation: bool = option(False, "Activations to host memory.")
-    offload_activation_pin_memory: bool = option(True, "Page-lock that memory.")
-    offload_opt_states: bool = option(False, "Optimizer states to host memory in forward and backward.")
-    offload_parameters: bool = option(False, "Parameters to host memory.")
-    double_buffer: bool = option(True, "Two buffers per collective.")
-    symmetric_memory: bool = option(False, "Collectives over symmetric memory.")
-    debug_log: bool = option(False, "Write the graphs to files.")
-    sync_before_reduce: bool = option(False, "Synchronise before a reduction.")
-    sync_after_reduce: bool = option(False, "Synchronise after a reduction.")
-    sync_before_allgather: bool = option(False, "Synchronise before a gather.")
-    sync_after_allgather: bool = option(False, "Synchronise after a gather.")
-    keep_int_input_tensors: bool = option(True, "Keep integer inputs.")
-    keep_all_input_tensors: bool = option(False, "Keep every input.")
-    passes: list[str] | None = option(None, "Names of the passes.")
 
 
 class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):

@@ -94,6 +94,10 @@ def test_models_have_the_sections_defaults_and_check_what_is_set() -> None:
     with pytest.raises(ValidationError, match="stagee"):
         type(zero)(stagee=1)
     assert config_models.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    for key, value in {"at_start": True, "backend": "eager", "deepcompile": True}.items():
+        read = DeepSpeedConfig({"train_batch_size": 1, "compile": {key: value}})
+        assert getattr(read.compile_config, key) == value
+    assert DeepSpeedConfig({"train_batch_size": 1}).hybrid_engine.max_out_tokens == 512
     assert section_defaults.get_aio_config({"aio": {"thread_count": 4}})["intra_op_parallelism"] == 4
 
 

@@ -19,11 +19,10 @@ NAMES: Mapping[str, Rows] = {
     },
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": differs("ds_deepspeed_compat.deepspeed_config", _CONFIG),
-        "DeepSpeedConfigModel get_bfloat16_config get_float16_config get_zero_config get_scalar_param": (
-            "ds_deepspeed_compat.config_models"
-        ),
+        "DeepSpeedConfigModel get_bfloat16_config get_float16_config get_zero_config get_scalar_param "
+        "HybridEngineConfig CompileConfig": ("ds_deepspeed_compat.config_models"),
         "DeepSpeedActivationCheckpointingConfig DeepSpeedFlopsProfilerConfig DeepSpeedAutotuningConfig "
-        "DeepSpeedCommsConfig HybridEngineConfig CompileConfig get_monitor_config get_timers_config get_aio_config": (
+        "DeepSpeedCommsConfig get_monitor_config get_timers_config get_aio_config": (
             "ds_deepspeed_compat.section_defaults"
         ),
         "ZeroStageEnum DtypeEnum": "ds_deepspeed_compat.enums",

@@ -38,7 +38,7 @@ NAMES: Mapping[str, Rows] = {
         "CommsLoggerConfig": "ds_deepspeed_compat.config_models",
         "DeepSpeedCommsConfig": "ds_deepspeed_compat.section_defaults",
     },
-    "deepspeed.compile.config": {"CompileConfig": "ds_deepspeed_compat.section_defaults"},
+    "deepspeed.compile.config": {"CompileConfig": "ds_deepspeed_compat.config_models"},
     "deepspeed.utils.config": {
         "DeepSpeedThroughputTimerConfig get_timers_config": "ds_deepspeed_compat.section_defaults",
     },
