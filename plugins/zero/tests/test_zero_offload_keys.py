@@ -131,7 +131,7 @@ class Pinning(CpuAccelerator):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_pin_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Pinning()
-    monkeypatch.setattr("ds_core.assemble.get_accelerator", lambda plugins: device)
+    monkeypatch.setattr("ds_core.opening.get_accelerator", lambda plugins: device)
     offload = {**CPU, "pin_memory": wanted}
     engine = start({"stage": 3, "offload_optimizer": offload, "offload_param": offload}, bf16={"enabled": True})
     engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
@@ -286,7 +286,7 @@ def test_nothing_reads_what_a_copy_has_not_brought_yet(
     kept: list[Tensor] = []
     monkeypatch.setattr("ds_zero.flat._together", together)
     monkeypatch.setattr(StateStore, "buffer", buffer)
-    monkeypatch.setattr("ds_core.assemble.get_accelerator", lambda plugins: Accelerator())
+    monkeypatch.setattr("ds_core.opening.get_accelerator", lambda plugins: Accelerator())
     with device:
         found = run(tmp_path / "lazy")
     assert device.most >= 2
